@@ -1,0 +1,1 @@
+"""Advantage estimators: `estimator(inputs: AdvantageInputs, knobs) -> AdvantageOutputs`, one file each."""

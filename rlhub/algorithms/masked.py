@@ -1,0 +1,42 @@
+"""Masked reductions.  Values outside the mask are ignored even when they are NaN or infinite."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MEAN_EPS = 1e-8  # keeps an empty mask finite; reference implementations of PPO use the same
+VARIANCE_EPS = 1e-8
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """values where mask is non-zero, else exactly 0 (no gradient flows there).  Shapes broadcast."""
+    return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """sum(x m) over `dim`, or over everything."""
+    kept = masked(values, mask)
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """sum(x m) / (sum m + 1e-8) over `dim`, or over everything; 0 for an empty mask."""
+    count = mask.to(values.dtype).sum() if dim is None else mask.to(values.dtype).sum(dim)
+    return masked_sum(values, mask, dim) / (count + MEAN_EPS)
+
+
+def masked_var(values: Tensor, mask: Tensor) -> Tensor:
+    """Unbiased variance over the mask, sum((x - mean)^2 m) / (M - 1); 0 when at most one value is in the mask."""
+    count = mask.to(values.dtype).sum()
+    if count <= 1:
+        return torch.zeros((), dtype=values.dtype, device=values.device)
+    mean = masked_sum(values, mask) / count
+    return masked_sum((values - mean).square(), mask) / (count - 1)
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) * rsqrt(var + 1e-8) over the mask, 0 outside it."""
+    count = mask.to(values.dtype).sum().clamp(min=1)
+    mean = masked_sum(values, mask) / count
+    return masked((values - mean) * torch.rsqrt(masked_var(values, mask) + VARIANCE_EPS), mask)

@@ -1,0 +1,50 @@
+"""How far the rollout engine's probabilities are from the trainer's, measured every step.
+
+mu is the behaviour policy (the rollout engine's log-probs of the tokens it sampled), pi the trainer's policy with the same
+weights.  Token sums first, so they add up over micro-batches and ranks; then the metrics from the sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from rlhub.algorithms.masked import masked, masked_sum
+
+LOG_RATIO_BOUND = 20.0  # exp(20) is finite in float32
+
+
+def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Sums over model tokens; log_probs and rollout_log_probs (rows, response), no gradient kept."""
+    pi, mu = masked(log_probs.detach(), mask), masked(rollout_log_probs, mask)
+    log_ratio = (pi - mu).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    weight = masked(log_ratio.exp(), mask)
+    return {
+        "mismatch_tokens": mask.to(pi.dtype).sum(),
+        "mismatch_log_pi": pi.sum(),
+        "mismatch_log_mu": mu.sum(),
+        "mismatch_k3": masked_sum(weight - log_ratio - 1, mask),
+        "mismatch_abs": log_ratio.abs().sum(),
+        "mismatch_weight": weight.sum(),
+        "mismatch_weight_squared": weight.square().sum(),
+    }
+
+
+def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """mismatch/kl: mean of log mu - log pi, an estimate of KL(mu, pi).  k3: the same, never negative.  ppl: exp(-mean log-prob).
+    ess: (sum w)^2 / (N sum w^2), w = pi / mu, 1 when the two agree."""
+    tokens = max(sums["mismatch_tokens"], 1.0)
+    pi_ppl = math.exp(min(-sums["mismatch_log_pi"] / tokens, LOG_RATIO_BOUND))
+    mu_ppl = math.exp(min(-sums["mismatch_log_mu"] / tokens, LOG_RATIO_BOUND))
+    return {
+        "mismatch/kl": (sums["mismatch_log_mu"] - sums["mismatch_log_pi"]) / tokens,
+        "mismatch/k3": sums["mismatch_k3"] / tokens,
+        "mismatch/abs_diff": sums["mismatch_abs"] / tokens,
+        "mismatch/trainer_ppl": pi_ppl,
+        "mismatch/rollout_ppl": mu_ppl,
+        "mismatch/ppl_diff": pi_ppl - mu_ppl,
+        "mismatch/weight_mean": sums["mismatch_weight"] / tokens,
+        "mismatch/ess": sums["mismatch_weight"] ** 2 / (tokens * max(sums["mismatch_weight_squared"], 1e-30)),
+    }

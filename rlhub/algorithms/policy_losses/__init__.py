@@ -1,0 +1,1 @@
+"""Policy losses: `loss(inputs: PolicyLossInputs, knobs) -> PolicyLossOutputs` per token, one file each."""
