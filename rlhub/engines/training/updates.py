@@ -1,0 +1,202 @@
+"""One update of the policy or the value model from a rollout batch: mini-batches, losses and their metrics.
+
+The mini-batch is the optimizer step.  Its rows are fixed by the driver (column `mini_batch`), so the same rows make the same
+step whatever the number of ranks; denominators are counted over all ranks before the first forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rlhub.algorithms.aggregation import Denominators, aggregate
+from rlhub.algorithms.inputs import PolicyLossInputs
+from rlhub.algorithms.knobs import knobs_for
+from rlhub.algorithms.masked import masked_sum
+from rlhub.algorithms.mismatch import mismatch_metrics, mismatch_sums
+from rlhub.algorithms.registry import KL_ESTIMATORS, POLICY_LOSSES
+from rlhub.algorithms.value_loss import value_loss
+from rlhub.config.actor import ActorConfig
+from rlhub.config.critic import CriticConfig
+from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
+
+
+@dataclass(slots=True, kw_only=True)
+class StepSums:
+    """What one optimizer step left behind: its global sums, its token count and the optimizer's report."""
+
+    sums: dict[str, float]
+    denominators: Denominators
+    report: StepReport
+
+
+def select_rows(rows: Rows, keep: Tensor) -> dict[str, Tensor]:
+    """The rows at the given indices, as copies."""
+    return {name: column[keep] for name, column in rows.items()}
+
+
+def mini_batches(rows: Rows, num_mini_batches: int, epochs: int) -> Iterator[dict[str, Tensor]]:
+    """This rank's rows of every optimizer step, in order; a step may have no rows here."""
+    for _ in range(epochs):
+        for index in range(num_mini_batches):
+            if num_mini_batches == 1:
+                yield dict(rows.items())
+            else:
+                yield select_rows(rows, (rows["mini_batch"] == index).nonzero().squeeze(1))
+
+
+def count_denominators(engine: TrainEngine, response_mask: Tensor, scale: float) -> Denominators:
+    """Model tokens and non-empty rows of the step over all ranks."""
+    local = torch.stack([response_mask.sum(), response_mask.any(dim=1).sum()]).double()
+    tokens, sequences = engine.reduce(local).tolist()
+    return Denominators(tokens=tokens, sequences=sequences, scale=scale)
+
+
+StepLoss = Callable[[ForwardOutputs, Rows, Denominators], LossOutput]
+
+
+def take_steps(
+    engine: TrainEngine, rows: Rows, loss: StepLoss, *, num_mini_batches: int, epochs: int, scale: float, outputs: tuple[str, ...]
+) -> list[StepSums]:
+    """One optimizer step for each mini-batch of each epoch."""
+    steps = []
+    for mini in mini_batches(rows, num_mini_batches, epochs):
+        denominators = count_denominators(engine, mini["response_mask"], scale)
+        sums = engine.forward_backward(mini, partial(_with_denominators, loss, denominators), outputs=outputs)
+        steps.append(StepSums(sums=sums, denominators=denominators, report=engine.optimizer_step()))
+    return steps
+
+
+def _with_denominators(loss: StepLoss, denominators: Denominators, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
+    return loss(outputs, micro, denominators)
+
+
+class PolicyUpdater:
+    """Policy loss, optional entropy bonus and KL loss, stepped over the mini-batches of a batch.
+
+    Every rank calls `update` together.  Columns read: input_ids, attention_mask, response_mask, advantages, and when present
+    old_log_probs (absent: the policy at the start of the update is the one being stepped, see `Requirements`),
+    ref_log_prob, rollout_log_probs, mini_batch.
+    """
+
+    def __init__(self, engine: TrainEngine, config: ActorConfig, *, scale: float) -> None:
+        self.engine, self.config, self.scale = engine, config, scale
+        self.loss = POLICY_LOSSES.get(config.policy_loss.loss_mode)
+        self.knobs = knobs_for(
+            POLICY_LOSSES.knobs_class(config.policy_loss.loss_mode),
+            config,
+            config.policy_loss.kwargs,
+            where="actor_rollout_ref.actor.policy_loss.kwargs",
+        )
+        self.kl = KL_ESTIMATORS.get(config.kl_loss_type) if config.use_kl_loss else None
+
+    def update(self, rows: Rows, num_mini_batches: int) -> dict[str, float]:
+        """Take all optimizer steps of this batch; returns metrics, the same on every rank."""
+        steps = take_steps(
+            self.engine,
+            rows,
+            self._loss,
+            num_mini_batches=num_mini_batches,
+            epochs=self.config.ppo_epochs,
+            scale=self.scale,
+            outputs=("log_probs", "entropy"),
+        )
+        return policy_metrics(steps)
+
+    def _loss(self, outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
+        assert outputs.log_probs is not None and outputs.entropy is not None
+        mask, mode = micro["response_mask"], self.config.loss_agg_mode
+        old = micro["old_log_probs"] if "old_log_probs" in micro.keys() else outputs.log_probs.detach()
+        policy = self.loss(
+            PolicyLossInputs(
+                log_probs=outputs.log_probs, old_log_probs=old, advantages=micro["advantages"], response_mask=mask
+            ),
+            self.knobs,
+        )
+        loss = aggregate(policy.loss, mask, mode, denominators)
+        sums = {"pg_loss": loss.detach(), "entropy": masked_sum(outputs.entropy.detach(), mask), **policy.sums}
+        if self.config.entropy_coeff:
+            loss = loss - self.config.entropy_coeff * aggregate(outputs.entropy, mask, mode, denominators)
+        if self.kl is not None:
+            kl = self.kl(outputs.log_probs, micro["ref_log_prob"])
+            loss = loss + self.config.kl_loss_coef * aggregate(kl, mask, mode, denominators)
+            sums["kl_loss"] = masked_sum(kl.detach(), mask)
+        if "old_log_probs" not in micro.keys() and "rollout_log_probs" in micro.keys():
+            sums |= mismatch_sums(outputs.log_probs, micro["rollout_log_probs"], mask)
+        return LossOutput(loss=loss, sums=sums)
+
+
+def policy_metrics(steps: list[StepSums]) -> dict[str, float]:
+    """Means over the optimizer steps of one batch (skipped steps are counted, and left out of the means)."""
+    done = [step for step in steps if not step.report.skipped]
+    metrics = {
+        "actor/skipped_steps": float(len(steps) - len(done)),
+        "actor/optimizer_steps": float(len(done)),
+        "actor/lr": steps[-1].report.lr,
+    }
+    for step in done:
+        tokens = max(step.denominators.tokens, 1.0)
+        values = {name: step.sums[name] / tokens for name in step.sums if not name.startswith("mismatch_")}
+        values |= {"loss": step.sums["loss"], "pg_loss": step.sums["pg_loss"], "grad_norm": step.report.grad_norm}
+        for name, value in values.items():
+            metrics[f"actor/{name}"] = metrics.get(f"actor/{name}", 0.0) + value / len(done)
+    if "mismatch_tokens" in steps[0].sums:
+        metrics |= mismatch_metrics(steps[0].sums)
+    return metrics
+
+
+class ValueUpdater:
+    """Clipped value loss stepped over the mini-batches of a batch.  Columns read: input_ids, attention_mask, response_mask,
+    values, returns, mini_batch."""
+
+    def __init__(self, engine: TrainEngine, config: CriticConfig, *, loss_agg_mode: str, scale: float) -> None:
+        self.engine, self.config, self.mode, self.scale = engine, config, loss_agg_mode, scale
+
+    def update(self, rows: Rows, num_mini_batches: int) -> dict[str, float]:
+        """Take all optimizer steps of this batch; returns metrics, the same on every rank."""
+        assert self.config.ppo_epochs is not None, "derived when the configuration is loaded"
+        steps = take_steps(
+            self.engine,
+            rows,
+            self._loss,
+            num_mini_batches=num_mini_batches,
+            epochs=self.config.ppo_epochs,
+            scale=self.scale,
+            outputs=("values",),
+        )
+        return value_metrics(steps)
+
+    def _loss(self, outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
+        assert outputs.values is not None
+        mask = micro["response_mask"]
+        value = value_loss(outputs.values, micro["values"], micro["returns"], mask, self.config.cliprange_value)
+        return LossOutput(loss=aggregate(value.loss, mask, self.mode, denominators), sums=value.sums)
+
+
+def value_metrics(steps: list[StepSums]) -> dict[str, float]:
+    """vf_explained_var: 1 - mean squared error / variance of the returns (1 is perfect, 0 no better than their mean)."""
+    done = [step for step in steps if not step.report.skipped]
+    metrics = {"critic/skipped_steps": float(len(steps) - len(done)), "critic/lr": steps[-1].report.lr}
+    for step in done:
+        tokens = max(step.denominators.tokens, 1.0)
+        variance = step.sums["returns_squared"] / tokens - (step.sums["returns"] / tokens) ** 2
+        values = {
+            "vf_loss": step.sums["loss"],
+            "vf_clipfrac": step.sums["vf_clipfrac"] / tokens,
+            "vpred_mean": step.sums["vpred"] / tokens,
+            "grad_norm": step.report.grad_norm,
+            "vf_explained_var": 1 - step.sums["squared_error"] / tokens / variance if variance > 1e-12 else 0.0,
+        }
+        for name, value in values.items():
+            metrics[f"critic/{name}"] = metrics.get(f"critic/{name}", 0.0) + value / len(done)
+    return metrics
+
+
+def sft_loss(outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
+    """Negative log-likelihood of the response tokens, averaged over all of the step's tokens."""
+    assert outputs.log_probs is not None
+    return LossOutput(loss=aggregate(-outputs.log_probs, micro["response_mask"], "token-mean", denominators))
