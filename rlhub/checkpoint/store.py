@@ -1,0 +1,276 @@
+"""CheckpointStore: a run folder's checkpoints, saved so that a kill at any moment leaves a loadable one.
+
+    aside = store.begin(step)                    # an invisible folder; workers write their shards and weights below it
+    store.commit(step, entries, state)           # manifest, flush, rename to global_step_<n>, latest pointer
+    store.retain(max_to_keep=2, best_metric="val/pass@1")
+    checkpoint = store.latest()                  # on resume: the newest whole one, damaged ones named and skipped
+
+One process (the driver) calls a store; workers only see the folder that `begin` returned.  A folder counts once it has
+its final name and a manifest whose files are all there; nothing else is believed, in particular not the latest pointer,
+which is there for people and other programs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhub.checkpoint.files import FileEntry, entry_of, storage_errors, write_file
+from rlhub.checkpoint.manifest import MANIFEST, STATE, Manifest, problems_in, read_manifest, read_state, write_manifest
+from rlhub.errors import CheckpointError
+from rlhub.utils.atomic import TEMPORARY_SUFFIX, fsync_file, fsync_folder, write_text
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "global_step_"
+POINTER = "latest_checkpointed_iteration.txt"  # the field's name for it
+ASIDE = ".saving_"
+REPLACED = ".replaced_"
+DELETING = ".deleting_"
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Checkpoint:
+    """A checkpoint that was found whole.
+
+    path: its folder.  step: the last finished step it holds.  state: what the trainer gave to `commit`.
+    metrics: the figures it is ranked by.
+    """
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    metrics: dict[str, float]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Found:
+    path: Path
+    manifest: Manifest
+
+
+def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
+    """Load the checkpoint in folder `path`, or raise CheckpointError naming every damaged file and the remedy.
+
+    verify=True reads every byte of it and compares checksums.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder; give a {PREFIX}<n> folder of a run")
+    if not (path / MANIFEST).exists() and (inside := sorted(child.name for child in path.glob(PREFIX + "*"))):
+        raise CheckpointError(f"{path} is a run folder, not a checkpoint; give one of its {', '.join(inside)}")
+    manifest = read_manifest(path)
+    if problems := problems_in(path, manifest, verify=verify):
+        raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}. Use an earlier checkpoint")
+    return Checkpoint(path=path, step=manifest.step, state=read_state(path), metrics=manifest.metrics)
+
+
+class CheckpointStore:
+    """See the module docstring.  `root` is the run folder; nothing is created before `begin`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint of `step` is or would be."""
+        return self.root / f"{PREFIX}{step}"
+
+    def begin(self, step: int) -> Path:
+        """Clear away what an interrupted save left and return a new empty folder for the files of `step`, absolute."""
+        aside = self.root / f"{ASIDE}{PREFIX}{step}"
+        with storage_errors(f"starting to save step {step}"):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._settle()
+            aside.mkdir()
+        return aside
+
+    def _settle(self) -> None:
+        """Finish or undo what a killed process left half-done."""
+        for path in self.root.glob(REPLACED + PREFIX + "*"):
+            final = self.root / path.name.removeprefix(REPLACED)
+            if not final.exists():
+                os.replace(path, final)
+        for prefix in (ASIDE, DELETING, REPLACED):
+            for path in self.root.glob(prefix + PREFIX + "*"):
+                shutil.rmtree(path)
+
+    def commit(
+        self, step: int, files: Iterable[FileEntry], state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None
+    ) -> Path:
+        """Make the folder that `begin(step)` returned the checkpoint of `step`; returns its final path.
+
+        files: entries that the writers (`write_shards`, `write_hf_weights`) returned on every rank.  A file of the folder
+            that is in no entry (tokenizer, configs) is read, flushed and listed too.
+        state: JSON-able, comes back as `Checkpoint.state`.
+        metrics: what `retain(best_metric=...)` ranks by.
+
+        An existing checkpoint of the same step is replaced.  Raises CheckpointError when an entry's file cannot be seen
+        from here or has another size: ranks wrote to folders of their own.
+        """
+        aside = self.root / f"{ASIDE}{PREFIX}{step}"
+        with storage_errors(f"saving step {step}"):
+            listed = self._entries(aside, files)
+            text = json.dumps(dict(state), ensure_ascii=False).encode("utf-8")
+            listed.append(_relative(aside, write_file(aside / STATE, text)))
+            for folder in [aside, *(path for path in aside.rglob("*") if path.is_dir())]:
+                fsync_folder(folder)
+            manifest = Manifest(step=step, serial=self._next_serial(), files=listed, metrics=dict(metrics or {}))
+            write_manifest(aside, manifest)
+            self._publish(aside, self.folder(step))
+            write_text(self.root / POINTER, f"{step}\n")
+        return self.folder(step)
+
+    def _entries(self, aside: Path, files: Iterable[FileEntry]) -> list[FileEntry]:
+        if not aside.is_dir():
+            raise CheckpointError(f"{aside}: no such folder; call begin({aside.name.removeprefix(ASIDE + PREFIX)}) first")
+        listed = {}
+        for entry in map(lambda entry: _relative(aside, entry), files):
+            path = aside / entry.path
+            if not path.exists() or path.stat().st_size != entry.size:
+                raise CheckpointError(
+                    f"{path}: written by a worker, but not seen whole from the driver; "
+                    "trainer.default_local_dir must be on a file system that all nodes share"
+                )
+            listed[entry.path] = entry
+        for path in sorted(aside.rglob("*")):
+            name = path.relative_to(aside).as_posix()
+            if name in listed or not path.is_file() or name in (STATE, MANIFEST) or name.endswith(TEMPORARY_SUFFIX):
+                continue
+            fsync_file(path)
+            listed[name] = _relative(aside, entry_of(path))
+        return [listed[name] for name in sorted(listed)]
+
+    def _next_serial(self) -> int:
+        return 1 + max((found.manifest.serial for found in self._found(warn=False)), default=0)
+
+    def _publish(self, aside: Path, final: Path) -> None:
+        replaced = self.root / (REPLACED + final.name)
+        if final.exists():
+            os.replace(final, replaced)
+        os.replace(aside, final)
+        fsync_folder(self.root)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+
+    def _found(self, *, warn: bool) -> list[_Found]:
+        """Checkpoints with a readable manifest, newest first.  One that was being replaced counts until its successor is
+        in place."""
+        found = []
+        paths = {path.name: path for path in self.root.glob(PREFIX + "*")}
+        for path in self.root.glob(REPLACED + PREFIX + "*"):
+            paths.setdefault(path.name.removeprefix(REPLACED), path)
+        for path in paths.values():
+            try:
+                found.append(_Found(path=path, manifest=read_manifest(path)))
+            except CheckpointError as error:
+                if warn:
+                    logger.warning("checkpoint skipped: %s", error)
+        return sorted(found, key=lambda one: (one.manifest.serial, one.manifest.step), reverse=True)
+
+    def latest(self, *, verify: bool = True) -> Checkpoint | None:
+        """The newest whole checkpoint, or None.  Each damaged one is skipped with a warning that names file and cause.
+
+        Changes nothing on disk, so other programs may ask while a run saves.
+        """
+        self._check_pointer()
+        for found in self._found(warn=True):
+            try:
+                return open_checkpoint(found.path, verify=verify)
+            except CheckpointError as error:
+                logger.warning("checkpoint skipped: %s", error)
+        return None
+
+    def _check_pointer(self) -> None:
+        pointer = self.root / POINTER
+        if not pointer.exists():
+            return
+        named = pointer.read_text(encoding="utf-8", errors="replace").strip()
+        if not (self.root / f"{PREFIX}{named}").is_dir():
+            logger.warning("%s names step %s, but there is no such checkpoint; looking for the newest whole one", pointer, named)
+
+    def open(self, path: Path, *, verify: bool = True) -> Checkpoint:
+        """`open_checkpoint`; a relative path that is not found from here is looked up in the run folder."""
+        inside = self.root / path
+        return open_checkpoint(inside if not path.exists() and inside.exists() else path, verify=verify)
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint whose manifest can be read, ascending."""
+        return sorted(found.manifest.step for found in self._found(warn=False))
+
+    def note_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add figures that became known after the save of `step` (a later validation of the same weights)."""
+        manifest = read_manifest(self.folder(step))
+        manifest.metrics.update(metrics)
+        with storage_errors(f"noting metrics of step {step}"):
+            write_manifest(self.folder(step), manifest)
+
+    def best(self, metric: str, *, higher_is_better: bool = True) -> int | None:
+        """The step whose checkpoint has the best `metric`, the earliest of equals; None when none has it."""
+        one = _best([found for found in self._found(warn=False) if _whole(found, verify=False)], metric, higher_is_better)
+        return one.manifest.step if one else None
+
+    def retain(
+        self, max_to_keep: int | None, best_metric: str | None = None, *, higher_is_better: bool = True, verify: bool = True
+    ) -> list[int]:
+        """Delete all but the newest `max_to_keep` whole checkpoints and the best by `best_metric`; returns the steps deleted.
+
+        None keeps all.  Damaged ones do not count as kept, and before anything is deleted the newest kept one is read
+        back and compared with its checksums (verify=True), so the only good one is never deleted.
+        """
+        if max_to_keep is None:
+            return []
+        if max_to_keep < 1:
+            raise CheckpointError(f"max_to_keep must be at least 1, got {max_to_keep}")
+        found = self._found(warn=False)
+        whole = [one for one in found if _whole(one, verify=False)]
+        if len(whole) <= max_to_keep:
+            return []
+        while verify and whole and not _whole(whole[0], verify=True):
+            whole.pop(0)
+        kept = whole[:max_to_keep]
+        if best_metric is not None and (best := _best(whole, best_metric, higher_is_better)):
+            kept.append(best)
+        if not kept:
+            return []
+        # what is newer than the newest good one is left for people to look at
+        doomed = [one for one in found if one not in kept and one.manifest.serial < kept[0].manifest.serial]
+        for one in doomed:
+            self._delete(one.path)
+        return sorted(one.manifest.step for one in doomed)
+
+    def _delete(self, path: Path) -> None:
+        """Rename first: a half-deleted folder must not look like a checkpoint."""
+        with storage_errors(f"deleting {path}"):
+            going = self.root / f"{DELETING}{path.name.removeprefix(REPLACED)}"
+            if going.exists():
+                shutil.rmtree(going)
+            os.replace(path, going)
+            shutil.rmtree(going)
+
+
+def _relative(aside: Path, entry: FileEntry) -> FileEntry:
+    path = Path(entry.path)
+    if path.is_absolute():
+        try:
+            path = path.relative_to(aside)
+        except ValueError:
+            raise CheckpointError(f"{path} is not below {aside}: it would not be part of the checkpoint") from None
+    return FileEntry(path=path.as_posix(), size=entry.size, checksum=entry.checksum)
+
+
+def _whole(found: _Found, *, verify: bool) -> bool:
+    problems = problems_in(found.path, found.manifest, verify=verify)
+    for problem in problems:
+        logger.warning("checkpoint %s is damaged: %s", found.path, problem)
+    return not problems
+
+
+def _best(candidates: list[_Found], metric: str, higher_is_better: bool) -> _Found | None:
+    ranked = [one for one in candidates if metric in one.manifest.metrics]
+    sign = 1 if higher_is_better else -1
+    return max(ranked, key=lambda one: (sign * one.manifest.metrics[metric], -one.manifest.serial), default=None)
