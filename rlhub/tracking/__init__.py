@@ -1,0 +1,1 @@
+"""Seeing a run: its folder, its metrics, the console, external trackers and the report."""

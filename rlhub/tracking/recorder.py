@@ -1,0 +1,111 @@
+"""Recorder: the one thing a training loop tells about its progress.
+
+It writes metrics.jsonl, the sample generations and report.html itself and passes everything on to the chosen trackers.
+A tracker that fails in the middle of a run is dropped with a warning: what is on disk does not depend on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlhub.errors import RlhubError
+from rlhub.tracking.generations import write_generations
+from rlhub.tracking.metrics_log import MetricsLog
+from rlhub.tracking.registry import TRACKERS
+from rlhub.tracking.report import write_report
+from rlhub.tracking.run_folder import RunFolder
+from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status, Tracker
+from rlhub.utils.redact import redact
+
+logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 30.0
+REPORT_SHARE = 0.01  # of the run's time at most goes into refreshing the report
+
+
+class Recorder:
+    """See the module docstring.  Driver process only; `folder` is open.
+
+    recorder = Recorder(folder, info, ["console", "wandb"])
+    recorder.start()
+    recorder.log(step, metrics)                    # once per step, before its checkpoint is committed
+    recorder.log_generations(step, "val", rows)    # before that step's `log`
+    recorder.finish("finished")
+    """
+
+    def __init__(self, folder: RunFolder, info: RunInfo, trackers: Sequence[str]) -> None:
+        self.folder = folder
+        self.info = dataclasses.replace(info, config=redact(info.config))
+        self.log_file = MetricsLog(folder.metrics)
+        self._trackers: dict[str, Tracker] = {name: TRACKERS.get(name)() for name in dict.fromkeys(trackers)}
+        self._next_report = 0.0
+
+    def start(self, resumed_metrics: Mapping[str, Any] | None = None) -> list[int]:
+        """Write config.yaml, rewind metrics.jsonl to the step resumed from, start the trackers.
+
+        resumed_metrics: the resumed step's metrics as its checkpoint holds them, for a run that died before it could log
+            them.  Returns the steps that an earlier process logged and that will be repeated.
+        """
+        if self.info.config:
+            self.folder.write_config(self.info.config)
+        resumed = self.info.resumed_step
+        dropped = self.log_file.rewind(-1) if resumed is None else self.log_file.resume(resumed, resumed_metrics)
+        if dropped:
+            logger.info("%s: dropped steps %s, they are done again", self.folder.metrics, _ranges(dropped))
+        started: list[Tracker] = []
+        try:
+            for tracker in self._trackers.values():
+                tracker.start(self.info)
+                started.append(tracker)
+        except RlhubError:
+            for tracker in started:
+                tracker.finish("failed")
+            raise
+        self._next_report = time.monotonic() + REPORT_EVERY_S
+        return dropped
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Record one finished step, durably; each step once, ascending."""
+        self.log_file.append(step, metrics)
+        self._tell(lambda tracker: tracker.log(step, metrics))
+        self._refresh_report()
+
+    def log_generations(self, step: int, split: str, rows: Sequence[GenerationRow]) -> None:
+        """Record sample completions of a step; split is "val" or "train"."""
+        write_generations(self.folder.generations, step, split, rows)
+        self._tell(lambda tracker: tracker.log_generations(step, split, rows))
+
+    def phase(self, name: str) -> None:
+        """The run is now doing `name`."""
+        self._tell(lambda tracker: tracker.phase(name))
+
+    def finish(self, status: Status, message: str = "") -> None:
+        """Write the final report and close the trackers."""
+        write_report(self.folder, self.info, status, message)
+        self._tell(lambda tracker: tracker.finish(status, message))
+        self._trackers.clear()
+
+    def _tell(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                call(tracker)
+            except (RlhubError, OSError) as error:
+                logger.warning("tracker %s failed and gets nothing more of this run: %s", name, error)
+                del self._trackers[name]
+
+    def _refresh_report(self) -> None:
+        start = time.monotonic()
+        if start < self._next_report:
+            return
+        write_report(self.folder, self.info, "running")
+        end = time.monotonic()
+        self._next_report = end + max(REPORT_EVERY_S, (end - start) / REPORT_SHARE)
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    ordered = sorted(steps)
+    return str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}"

@@ -1,0 +1,31 @@
+"""Hide secrets in what is written to disk, shown or sent to a tracker."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "<redacted>"
+
+# `token` alone or as an access token; not max_token_len, eos_token or num_tokens, which are this field's daily words
+SECRET_KEY = re.compile(
+    r"(^|[_\-.])(api_?key|apikey|secret|secret_?key|access_?key(_id)?|private_?key|passw(or)?d|passphrase|credentials?|authorization"
+    r"|(auth|access|bearer|hf|hub|api|wandb|github|session|refresh)_?token)$|^token$",
+    re.IGNORECASE,
+)
+SECRET_IN_URL = re.compile(r"(?<=://)([^/\s:@]+):([^/\s@]+)(?=@)")
+
+
+def redact(value: Any, key: str = "") -> Any:
+    """A copy of nested mappings and sequences in which the values of secret-looking keys, and passwords inside URLs, are
+    replaced by `<redacted>`.  Unset values (None, "") stay, so one can see that nothing was given."""
+    if isinstance(value, Mapping):
+        return {name: redact(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(inner, key) for inner in value]
+    if value in (None, ""):
+        return value
+    if SECRET_KEY.search(key):
+        return HIDDEN
+    return SECRET_IN_URL.sub(rf"\1:{HIDDEN}", value) if isinstance(value, str) else value
