@@ -1,0 +1,1 @@
+"""Generation with a Hugging Face model in this process: no extra dependency, right for small models and CPU runs."""

@@ -1,0 +1,227 @@
+"""Batched sampling with a key-value cache over any causal Hugging Face model.
+
+Equal prompts are read once.  Finished rows leave the batch when they are a quarter of it, so that a few long completions
+do not pay for the many short ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows, minus_infinity, new_prompt_cache
+from rlhub.engines.rollout.hf.noise import uniforms
+from rlhub.engines.rollout.hf.sampling import sample_tokens
+
+KEEP_FRACTION = 0.75  # compact below this share of live rows: copying stays a small part of the work it saves
+FIRST_CAPACITY = 128  # new tokens the cache has room for before it grows
+NOISE_BLOCK = 64  # tokens whose noise is drawn at once
+
+
+@dataclass(slots=True, kw_only=True)
+class DecodeLimits:
+    """max_model_len: prompt plus completion; max_prefill_tokens: padded prompt tokens in one forward."""
+
+    max_model_len: int
+    max_prefill_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Batch:
+    """The rows still in the batch.  ids: their places in the request list; mask: (rows, 1, 1, capacity) additive, 0 where a
+    key is visible; positions: (rows,) of the next token; limits: (rows,) completion tokens allowed; alive: (rows,)."""
+
+    cache: Cache
+    length: int
+    ids: Tensor
+    pads: Tensor
+    mask: Tensor | None
+    positions: Tensor
+    limits: Tensor
+    alive: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class _Output:
+    """tokens and log_probs (requests, columns), lengths (requests,), stopped (requests,)."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    lengths: Tensor
+    stopped: Tensor
+
+
+class _Noise:
+    """Uniforms of all requests, drawn in blocks of tokens."""
+
+    def __init__(self, requests: Sequence[GenerationRequest], device: torch.device) -> None:
+        self._seeds = np.array([request.seed for request in requests], dtype=np.int64)
+        self._device = device
+        self._block = torch.empty(0)
+
+    def at(self, step: int, ids: Tensor) -> Tensor:
+        """(rows,) uniforms of token `step` of the requests `ids`."""
+        if step % NOISE_BLOCK == 0:
+            self._block = torch.from_numpy(uniforms(self._seeds, step, NOISE_BLOCK)).to(self._device)
+        return self._block[ids, step % NOISE_BLOCK]
+
+
+@torch.inference_mode()
+def decode(
+    model: PreTrainedModel, requests: Sequence[GenerationRequest], params: SamplingParams, limits: DecodeLimits
+) -> list[Completion]:
+    """Completions of one batch, in the order of the requests; `versions` is left empty."""
+    device = model.device
+    batch, logits = _prefill(model, requests, params, limits)
+    noise = _Noise(requests, device)
+    stop_ids = torch.tensor([] if params.ignore_eos else params.stop_token_ids, dtype=torch.long, device=device)
+    output = _Output(
+        tokens=torch.zeros(len(requests), int(batch.limits.max()), dtype=torch.long, device=device),
+        log_probs=torch.zeros(len(requests), int(batch.limits.max()), device=device),
+        lengths=torch.zeros(len(requests), dtype=torch.long, device=device),
+        stopped=torch.zeros(len(requests), dtype=torch.bool, device=device),
+    )
+    for step in range(output.tokens.shape[1]):
+        tokens, log_probs = sample_tokens(logits, noise.at(step, batch.ids), params)
+        _record(output, batch, step, tokens, log_probs, stop_ids)
+        num_alive = int(batch.alive.sum())
+        if num_alive == 0:
+            break
+        if num_alive < KEEP_FRACTION * len(tokens):
+            tokens = _compact(batch, tokens)
+        logits = _step(model, batch, tokens)
+    return _completions(output, params)
+
+
+def _prefill(
+    model: PreTrainedModel, requests: Sequence[GenerationRequest], params: SamplingParams, limits: DecodeLimits
+) -> tuple[_Batch, Tensor]:
+    """Read the distinct prompts and spread them over the rows; returns the batch and logits (rows, vocabulary)."""
+    prompts = sorted({tuple(request.prompt_ids) for request in requests}, key=len)
+    place = {prompt: i for i, prompt in enumerate(prompts)}
+    source = torch.tensor([place[tuple(request.prompt_ids)] for request in requests])
+    lengths = torch.tensor([len(request.prompt_ids) for request in requests])
+    width = int(lengths.max())
+    allowed = (limits.max_model_len - lengths).clamp(max=params.max_new_tokens)
+    capacity = width + min(int(allowed.max()), FIRST_CAPACITY)
+    cache: Cache | None = None
+    parts: list[Tensor] = []
+    for first, stop in _prefill_chunks([len(prompt) for prompt in prompts], limits.max_prefill_tokens):
+        logits, prefilled = _read_prompts(model, prompts[first:stop])
+        parts.append(logits)
+        cache = allocate(prefilled, len(requests), width, capacity) if cache is None else cache
+        rows = ((source >= first) & (source < stop)).nonzero()[:, 0]
+        fill_rows(cache, prefilled, rows.to(model.device), (source[rows] - first).to(model.device))
+    assert cache is not None
+    device = model.device
+    pads = (width - lengths).to(device)
+    batch = _Batch(
+        cache=cache,
+        length=width,
+        ids=torch.arange(len(requests), device=device),
+        pads=pads,
+        mask=_key_mask(pads, width + int(allowed.max()), model.dtype),
+        positions=lengths.to(device),
+        limits=allowed.to(device),
+        alive=torch.ones(len(requests), dtype=torch.bool, device=device),
+    )
+    return batch, torch.cat(parts)[source.to(device)]
+
+
+def _prefill_chunks(lengths: list[int], max_tokens: int) -> list[tuple[int, int]]:
+    """Ranges of the ascending `lengths` whose padded size is at most `max_tokens` (at least one prompt each)."""
+    chunks, first = [], 0
+    for i in range(1, len(lengths) + 1):
+        if i == len(lengths) or (i + 1 - first) * lengths[i] > max_tokens:
+            chunks.append((first, i))
+            first = i
+    return chunks
+
+
+def _read_prompts(model: PreTrainedModel, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Cache]:
+    """Forward over left-padded prompts; returns logits of the last position (prompts, vocabulary) and the filled cache."""
+    width = len(prompts[-1])
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+    pads = torch.tensor([width - len(prompt) for prompt in prompts])
+    columns = torch.arange(width)
+    visible = (columns[None, :] <= columns[:, None])[None] & (columns[None, None, :] >= pads[:, None, None])
+    mask = torch.zeros(visible.shape, dtype=model.dtype).masked_fill_(~visible, minus_infinity(model.dtype))
+    cache = new_prompt_cache(len(model.get_decoder().layers))
+    out = model(
+        input_ids=ids.to(model.device),
+        attention_mask=mask[:, None].to(model.device),
+        position_ids=(columns[None, :] - pads[:, None]).clamp(min=0).to(model.device),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return out.logits[:, -1], cache
+
+
+def _key_mask(pads: Tensor, columns: int, dtype: torch.dtype) -> Tensor | None:
+    """(rows, 1, 1, columns) additive mask that hides each row's padding; None when there is none."""
+    if int(pads.max()) == 0:
+        return None
+    hidden = torch.arange(columns, device=pads.device)[None, :] < pads[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=pads.device).masked_fill_(hidden, minus_infinity(dtype))
+    return mask[:, None, None]
+
+
+def _record(output: _Output, batch: _Batch, step: int, tokens: Tensor, log_probs: Tensor, stop_ids: Tensor) -> None:
+    """Store the step's tokens of the live rows and note which rows end with them."""
+    output.tokens[batch.ids, step] = tokens
+    output.log_probs[batch.ids, step] = log_probs
+    output.lengths[batch.ids] += batch.alive
+    stops = torch.isin(tokens, stop_ids) & batch.alive
+    output.stopped[batch.ids] |= stops
+    batch.alive &= ~stops & (batch.limits > step + 1)
+
+
+def _compact(batch: _Batch, tokens: Tensor) -> Tensor:
+    """Keep the live rows, and drop columns that are padding for all of them; returns their tokens."""
+    rows = batch.alive.nonzero()[:, 0]
+    first_column = int(batch.pads[rows].min())
+    keep_rows(batch.cache, rows, first_column)
+    batch.length -= first_column
+    batch.ids, batch.positions, batch.limits = batch.ids[rows], batch.positions[rows], batch.limits[rows]
+    batch.alive = batch.alive[rows]
+    batch.pads = batch.pads[rows] - first_column
+    if batch.mask is not None:
+        batch.mask = _key_mask(batch.pads, batch.mask.shape[-1] - first_column, batch.mask.dtype)
+    return tokens[rows]
+
+
+def _step(model: PreTrainedModel, batch: _Batch, tokens: Tensor) -> Tensor:
+    """Feed one token a row; returns logits (rows, vocabulary)."""
+    batch.length += 1
+    out = model(
+        input_ids=tokens[:, None],
+        attention_mask=None if batch.mask is None else batch.mask[..., : batch.length],
+        position_ids=batch.positions[:, None],
+        past_key_values=batch.cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    batch.positions = batch.positions + 1
+    return out.logits[:, -1]
+
+
+def _completions(output: _Output, params: SamplingParams) -> list[Completion]:
+    tokens, log_probs = output.tokens.tolist(), output.log_probs.tolist() if params.log_probs else None
+    return [
+        Completion(
+            token_ids=tokens[row][:length],
+            log_probs=[] if log_probs is None else log_probs[row][:length],
+            finish_reason="stop" if stopped else "length",
+        )
+        for row, (length, stopped) in enumerate(zip(output.lengths.tolist(), output.stopped.tolist(), strict=True))
+    ]

@@ -1,0 +1,120 @@
+"""RolloutEngine over a Hugging Face model held in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket, WeightSlice
+from rlhub.engines.rollout.batcher import RequestBatcher
+from rlhub.engines.rollout.dtypes import resolve_dtype
+from rlhub.engines.rollout.hf.attention import GROUPED_ATTENTION
+from rlhub.engines.rollout.hf.decode import DecodeLimits, decode
+from rlhub.engines.rollout.registry import RolloutSetup
+from rlhub.engines.rollout.requests import check_requests
+from rlhub.engines.rollout.weight_stream import apply_buckets
+from rlhub.errors import EngineError
+
+
+class HFEngine(RolloutEngine):
+    """One copy of the model a rank; no tensor parallelism.  `sleep` frees nothing: the cache lives only during generate."""
+
+    def __init__(self, setup: RolloutSetup) -> None:
+        if setup.config.tensor_model_parallel_size != 1:
+            raise EngineError(
+                f"the hf rollout engine has no tensor parallelism, but rollout.tensor_model_parallel_size is "
+                f"{setup.config.tensor_model_parallel_size}; set it to 1 or use rollout.name=vllm"
+            )
+        self.version = -1
+        self._setup = setup
+        self._dtype = resolve_dtype(setup.config.dtype, setup.device)
+        self._model: PreTrainedModel | None = None
+        self._weights: dict[str, Tensor] = {}
+        self._ready = False
+        self._batcher = RequestBatcher(self.generate)
+
+    def initialize(self) -> None:
+        with torch.random.fork_rng(devices=[self._setup.device] if self._setup.device.type == "cuda" else []):
+            self._model = self._build()
+        self._weights = dict(self._model.named_parameters())  # a tied weight is listed once, at the input embedding
+        self._ready = self._setup.load_checkpoint
+
+    def _build(self) -> PreTrainedModel:
+        setup = self._setup
+        trust = setup.model.trust_remote_code
+        config = AutoConfig.from_pretrained(setup.model.path, trust_remote_code=trust, **setup.model.override_config)
+        _refuse_short_windows(config, setup.max_model_len)
+        options = {"dtype": self._dtype, "attn_implementation": GROUPED_ATTENTION, "trust_remote_code": trust}
+        if setup.load_checkpoint:
+            model = AutoModelForCausalLM.from_pretrained(setup.model.path, config=config, **options)
+        else:
+            with no_init_weights():  # the first update overwrites every weight
+                model = AutoModelForCausalLM.from_config(config, **options)
+            model.tie_weights()
+        return model.to(setup.device).requires_grad_(False).eval()
+
+    def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
+        if self._model is None or not self._ready:
+            raise EngineError("the engine has no whole set of weights: initialize and update_weights come before generate")
+        setup = self._setup
+        check_requests(requests, params, max_model_len=setup.max_model_len)
+        limits = DecodeLimits(max_model_len=setup.max_model_len, max_prefill_tokens=setup.config.max_num_batched_tokens)
+        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), list(requests[i].prompt_ids)))
+        completions: dict[int, Completion] = {}
+        for first in range(0, len(order), setup.config.max_num_seqs):
+            indices = order[first : first + setup.config.max_num_seqs]
+            batch = decode(self._model, [requests[i] for i in indices], params, limits)
+            for index, completion in zip(indices, batch, strict=True):
+                completion.versions = [self.version] * len(completion.token_ids)
+                completions[index] = completion
+        return [completions[i] for i in range(len(requests))]
+
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+        return await self._batcher.submit(request, params)
+
+    @torch.no_grad()
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        self._ready = False
+        apply_buckets(buckets, self._weights, self._copy)
+        self._ready, self.version = True, version
+
+    def _copy(self, bucket: WeightBucket) -> None:
+        for name, tensor in bucket:
+            target = self._weights[name]
+            if target.shape != tensor.shape:
+                raise EngineError(f"weight {name} has shape {tuple(tensor.shape)}, the engine's has {tuple(target.shape)}")
+            target.copy_(tensor)
+
+    def live_weights(self) -> Iterator[tuple[str, Tensor, WeightSlice]]:
+        for name, tensor in self._weights.items():
+            yield name, tensor.detach(), WeightSlice()
+
+    def weight_dtype(self, name: str) -> torch.dtype:
+        return self._weights[name].dtype
+
+    def sleep(self) -> None:
+        self._ready = False
+
+    def wake_up(self, *, weights_only: bool = False) -> None:
+        return
+
+    def shutdown(self) -> None:
+        self._model, self._weights, self._ready = None, {}, False
+
+
+def _refuse_short_windows(config: PreTrainedConfig, max_model_len: int) -> None:
+    """This engine masks padding only, so a sliding window shorter than the context would be ignored silently."""
+    text = config.get_text_config()
+    values = text.to_dict()
+    kinds = set(values.get("layer_types") or ["full_attention"])
+    window = values.get("sliding_window")
+    if kinds == {"full_attention"} or (kinds <= {"full_attention", "sliding_attention"} and (window or 0) >= max_model_len):
+        return
+    raise EngineError(
+        f"the hf rollout engine does full attention only; {text.model_type} has layers of kinds {sorted(kinds)} with a window "
+        f"of {window} tokens and max_model_len is {max_model_len}; use rollout.name=vllm"
+    )

@@ -1,0 +1,48 @@
+"""From logits to a token and its log-probability: temperature, top-k, top-p, then inverse-CDF sampling."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhub.engines.rollout.base import SamplingParams
+
+
+def sample_tokens(logits: Tensor, noise: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """One token a row and its log-probability under the distribution it was drawn from.
+
+    logits: (rows, vocabulary), any floating dtype; noise: (rows,) float32 uniforms in [0, 1).
+    Returns tokens (rows,) int64 and log-probs (rows,) float32.  temperature 0 takes the most likely token and gives its
+    log-probability at temperature 1.
+    """
+    if params.temperature == 0.0:
+        return _greedy(logits.float())
+    scaled = logits.float()
+    if params.temperature != 1.0:
+        scaled = scaled / params.temperature
+    probabilities = _truncate(scaled, params).softmax(dim=-1)
+    cumulative = probabilities.cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    # The product may round up to the total, beyond which there is no token; the float below it selects the last one.
+    target = torch.minimum(noise[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, target, right=True)
+    return tokens[:, 0], probabilities.gather(1, tokens).log()[:, 0]
+
+
+def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    best, tokens = logits.max(dim=-1)
+    return tokens, best - logits.logsumexp(dim=-1)
+
+
+def _truncate(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Logits with everything outside top-k, then outside the nucleus of top-p, at minus infinity."""
+    if params.top_k > 0 and params.top_k < logits.shape[-1]:
+        floor = logits.topk(params.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    if params.top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probabilities = ordered.softmax(dim=-1)
+        # The nucleus is the shortest prefix whose mass reaches top_p: a token is out if the mass BEFORE it suffices.
+        outside = probabilities.cumsum(dim=-1) - probabilities >= params.top_p
+        logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
+    return logits

@@ -1,0 +1,89 @@
+"""Which rollout engines exist, and building one from the configuration.
+
+Importing this module loads neither torch nor an engine, so names can be checked before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from rlhub.config.model import ModelConfig
+from rlhub.config.rollout import RolloutConfig
+from rlhub.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlhub.engines.rollout.base import RolloutEngine
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutSetup:
+    """Everything an engine is built from.
+
+    seed: base seed of the run; engines add `dp_rank` where they need a generator of their own.
+    dp_rank, tp_rank: this rank's replica of the engine, and its place inside the replica.
+    load_checkpoint: read the model's weights from disk; False leaves them undefined until the first update.
+    """
+
+    config: RolloutConfig
+    model: ModelConfig
+    device: torch.device
+    seed: int
+    max_prompt_length: int
+    max_response_length: int
+    dp_rank: int = 0
+    tp_rank: int = 0
+    load_checkpoint: bool = False
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus completion, in tokens."""
+        return self.config.max_model_len or self.max_prompt_length + self.max_response_length
+
+
+EngineFactory = Callable[[RolloutSetup], "RolloutEngine"]
+
+ROLLOUT_ENGINES: Registry[EngineFactory] = Registry("rollout engine")
+ROLLOUT_ENGINES.add_lazy("vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine")
+ROLLOUT_ENGINES.add_lazy("hf", "rlhub.engines.rollout.hf.engine:HFEngine")
+ROLLOUT_ENGINES.add_lazy("fake", "rlhub.engines.rollout.fake:FakeEngine")
+
+
+def resolve_engine_name(name: str) -> str:
+    """`auto` becomes vllm where it is installed, else hf; any other name is returned as it is."""
+    if name != "auto":
+        return name
+    return "vllm" if find_spec("vllm") is not None else "hf"
+
+
+def build_rollout_engine(
+    config: RolloutConfig,
+    model: ModelConfig,
+    *,
+    device: torch.device,
+    seed: int,
+    max_prompt_length: int,
+    max_response_length: int,
+    dp_rank: int = 0,
+    tp_rank: int = 0,
+    load_checkpoint: bool = False,
+) -> RolloutEngine:
+    """The configured engine, not yet initialized.  Raises RegistryError for an unknown `config.name`."""
+    factory = ROLLOUT_ENGINES.get(resolve_engine_name(config.name))
+    return factory(
+        RolloutSetup(
+            config=config,
+            model=model,
+            device=device,
+            seed=seed,
+            max_prompt_length=max_prompt_length,
+            max_response_length=max_response_length,
+            dp_rank=dp_rank,
+            tp_rank=tp_rank,
+            load_checkpoint=load_checkpoint,
+        )
+    )
