@@ -1,0 +1,45 @@
+"""One driver, many workers: dispatch by decorator, worker groups, pools, and the two backends (Ray and in process).
+
+After the single-controller idea of HybridFlow (Sheng et al., arXiv:2409.19256).  Nothing here imports Ray; `ray/` does.
+"""
+
+from rlhub.single_controller.colocate import create_colocated_worker_cls
+from rlhub.single_controller.decorator import (
+    Dispatch,
+    DispatchMode,
+    Execute,
+    Mesh,
+    get_dispatch_mode,
+    register,
+    register_dispatch_mode,
+    update_dispatch_mode,
+)
+from rlhub.single_controller.dispatch import make_nd_compute_dataproto_dispatch_fn
+from rlhub.single_controller.launch import Launched, launch
+from rlhub.single_controller.observer import Call, CallObserver, WorkerInfo
+from rlhub.single_controller.resource_pool import ResourcePool
+from rlhub.single_controller.worker import ClassWithInitArgs, Worker, WorkerContext
+from rlhub.single_controller.worker_group import WorkerGroup
+
+__all__ = [
+    "Call",
+    "CallObserver",
+    "ClassWithInitArgs",
+    "Dispatch",
+    "DispatchMode",
+    "Execute",
+    "Launched",
+    "Mesh",
+    "ResourcePool",
+    "Worker",
+    "WorkerContext",
+    "WorkerGroup",
+    "WorkerInfo",
+    "create_colocated_worker_cls",
+    "get_dispatch_mode",
+    "launch",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "register",
+    "register_dispatch_mode",
+    "update_dispatch_mode",
+]

@@ -1,0 +1,104 @@
+"""What a worker group and its backend say to each other: requests per rank, and calls under way."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhub.protocol import DataProtoFuture
+from rlhub.single_controller.observer import Call, CallObserver
+
+
+@dataclass(slots=True, kw_only=True)
+class RankRequest:
+    """One rank's share of a call.  reply: False lets the rank keep its output to itself (nothing crosses back)."""
+
+    rank: int
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    reply: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """A call as the backend gets it.
+
+    materialize: fetch DataProtoFuture arguments in the worker before the method runs.
+    deadline_s: longest wait for the results, from the moment of sending; None waits for ever.
+    """
+
+    role: str
+    method: str
+    ranks: list[RankRequest]
+    materialize: bool = True
+    deadline_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}.{self.method}"
+
+
+class PendingCall(ABC):
+    """A call that was sent to its ranks."""
+
+    @abstractmethod
+    def wait(self) -> dict[int, Any]:
+        """Outputs by rank.  Blocks until all ranks are done, one failed (WorkerError, WorkerDiedError) or the deadline
+        passed (DeadlineError naming the call and the ranks that are late)."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """True when `wait` would not block."""
+
+    @abstractmethod
+    def data_future(self, ranks: Sequence[int], watch: Watch) -> DataProtoFuture:
+        """The outputs of `ranks`, which are DataProto, as one future batch in that order; reading it here ends `watch`."""
+
+
+class Watch:
+    """Tells the observers of one call: start at construction, end once."""
+
+    def __init__(self, call: Call, observers: Sequence[CallObserver]) -> None:
+        self._call = call
+        self._observers = tuple(observers)
+        self._start = time.perf_counter()
+        self._ended = False
+        for observer in self._observers:
+            observer.on_start(call)
+
+    def end(self, error: BaseException | None = None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        seconds = time.perf_counter() - self._start
+        for observer in self._observers:
+            observer.on_end(self._call, seconds, error)
+
+
+class CallFuture:
+    """Result of a non-blocking call that is not one DataProto.  `get()` waits and returns what a blocking call would."""
+
+    def __init__(self, pending: PendingCall, finish: Callable[[dict[int, Any]], Any], watch: Watch) -> None:
+        self._pending = pending
+        self._finish = finish
+        self._watch = watch
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def as_data(self, ranks: Sequence[int]) -> DataProtoFuture:
+        """The same result as a batch that can be split and passed on without waiting."""
+        return self._pending.data_future(ranks, self._watch)
+
+    def get(self) -> Any:
+        """Wait for the result; raises the worker's error or a DeadlineError.  May be called again."""
+        try:
+            result = self._finish(self._pending.wait())
+        except BaseException as error:
+            self._watch.end(error)
+            raise
+        self._watch.end()
+        return result

@@ -1,0 +1,199 @@
+"""`@register`: how a worker method says where its arguments go, who runs it and how the results come back.
+
+The driver reads these marks off the worker's class and offers the method on the worker group; nothing here runs in the
+call path.  A mode is looked up by name when a call is made, so `update_dispatch_mode` also reaches methods that were
+registered before.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from rlhub.errors import DispatchError
+from rlhub.registry import suggest
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARK = "__rlhub_method__"
+
+
+class Execute(enum.Enum):
+    """Which ranks run the method."""
+
+    ALL = "ALL"
+    RANK_ZERO = "RANK_ZERO"
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Mesh:
+    """How the ranks of a group are arranged for one kind of work.
+
+    dp_ranks: per rank, the data-parallel shard it works on (ranks of one tensor- or sequence-parallel group share one).
+    collecting: the ranks whose results are kept, one per shard, in shard order.
+    """
+
+    name: str
+    dp_ranks: tuple[int, ...]
+    collecting: tuple[int, ...]
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.collecting)
+
+
+class DispatchTarget(Protocol):
+    """What dispatch and collect functions may ask of a worker group."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def mesh(self, name: str) -> Mesh:
+        """The arrangement that the workers declared under `name`; asked for once, then cached."""
+        ...
+
+
+DispatchFn = Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
+"""`dispatch_fn(group, *args, **kwargs) -> (args, kwargs)` where every value became a list with one item per rank."""
+
+CollectFn = Callable[[Any, list[Any]], Any]
+"""`collect_fn(group, outputs) -> result`, outputs in rank order (or in the order of `DispatchMode.ranks_fn`)."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class DispatchMode:
+    """One row of the dispatch table.
+
+    ranks_fn: ranks whose outputs are collected, in that order; None means all.  Other ranks run but send nothing back.
+    proto: outputs are DataProto, so a non-blocking call gives one DataProtoFuture over them.
+    rank_zero: arguments go to rank 0 as they are, and its single output is the result.
+    callable: False for methods that the driver must not call.
+    """
+
+    name: str
+    dispatch_fn: DispatchFn
+    collect_fn: CollectFn
+    ranks_fn: Callable[[Any], Sequence[int]] | None = None
+    proto: bool = False
+    rank_zero: bool = False
+    callable: bool = True
+
+
+_MODES: dict[str, DispatchMode] = {}
+
+
+class _DispatchNames(type):
+    """Lets `Dispatch.NAME` also find modes that were registered later."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name in _MODES:
+            return name
+        raise AttributeError(f"no dispatch mode {name!r}{suggest(name, _MODES)} known: {', '.join(sorted(_MODES))}")
+
+    def __iter__(cls) -> Any:
+        return iter(sorted(_MODES))
+
+
+class Dispatch(metaclass=_DispatchNames):
+    """Names of the dispatch modes; `register_dispatch_mode` adds to them."""
+
+    RANK_ZERO = "RANK_ZERO"
+    ONE_TO_ALL = "ONE_TO_ALL"
+    ALL_TO_ALL = "ALL_TO_ALL"
+    DP_COMPUTE = "DP_COMPUTE"
+    DP_COMPUTE_PROTO = "DP_COMPUTE_PROTO"
+    DP_COMPUTE_PROTO_WITH_FUNC = "DP_COMPUTE_PROTO_WITH_FUNC"
+    DP_COMPUTE_METRIC = "DP_COMPUTE_METRIC"
+    DIRECT_ROLLOUT_METHOD = "DIRECT_ROLLOUT_METHOD"
+
+
+ModeLike = str | DispatchMode | Mapping[str, Callable[..., Any]]
+
+
+def register_dispatch_mode(name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
+    """Add a mode under a new name; afterwards `Dispatch.<name>` and the plain string both denote it."""
+    if name in _MODES:
+        raise DispatchError(f"dispatch mode {name!r} exists already; use update_dispatch_mode to replace it")
+    _MODES[name] = DispatchMode(name=name, dispatch_fn=dispatch_fn, collect_fn=collect_fn)
+
+
+def update_dispatch_mode(name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
+    """Replace an existing mode; methods registered with it before use the new functions from now on."""
+    get_dispatch_mode(name)
+    _MODES[name] = DispatchMode(name=name, dispatch_fn=dispatch_fn, collect_fn=collect_fn)
+
+
+def add_dispatch_mode(mode: DispatchMode) -> None:
+    """Put a complete row into the table (used by the built-in modes)."""
+    _MODES[mode.name] = mode
+
+
+def get_dispatch_mode(mode: ModeLike) -> DispatchMode:
+    """The row that `mode` denotes: a name, a row itself, or a dict of `dispatch_fn` and `collect_fn`."""
+    if isinstance(mode, DispatchMode):
+        return mode
+    if isinstance(mode, Mapping):
+        if set(mode) != {"dispatch_fn", "collect_fn"}:
+            raise DispatchError(f"a dispatch mode given as a dict needs exactly dispatch_fn and collect_fn, got {sorted(mode)}")
+        return DispatchMode(name="custom", dispatch_fn=mode["dispatch_fn"], collect_fn=mode["collect_fn"])
+    if mode not in _MODES:
+        raise DispatchError(f"no dispatch mode {mode!r}{suggest(str(mode), _MODES)} known: {', '.join(sorted(_MODES))}")
+    return _MODES[mode]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class MethodSpec:
+    """What `@register` noted about one method."""
+
+    dispatch_mode: ModeLike
+    execute_mode: Execute
+    blocking: bool
+    materialize_futures: bool
+
+    @property
+    def mode(self) -> DispatchMode:
+        return get_dispatch_mode(self.dispatch_mode)
+
+    @property
+    def rank_zero(self) -> bool:
+        return self.execute_mode is Execute.RANK_ZERO or self.mode.rank_zero
+
+
+def register(
+    dispatch_mode: ModeLike = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    materialize_futures: bool = True,
+) -> Callable[[F], F]:
+    """Make a worker method (sync or `async def`) callable on the worker group.
+
+    blocking: False returns a future at once (a DataProtoFuture where the mode collects DataProto).
+    materialize_futures: DataProtoFuture arguments are fetched in the worker before the method sees them.
+    """
+    if isinstance(dispatch_mode, Mapping):
+        dispatch_mode = get_dispatch_mode(dispatch_mode)
+    spec = MethodSpec(
+        dispatch_mode=dispatch_mode, execute_mode=execute_mode, blocking=blocking, materialize_futures=materialize_futures
+    )
+
+    def mark(method: F) -> F:
+        method.__dict__[_MARK] = spec
+        return method
+
+    return mark
+
+
+def registered_methods(cls: type) -> dict[str, MethodSpec]:
+    """Registered methods of a worker class by name.  An override keeps the mark of the method it overrides."""
+    found: dict[str, MethodSpec] = {}
+    for base in reversed(cls.__mro__):
+        for name, value in vars(base).items():
+            if inspect.isfunction(value) and _MARK in vars(value):
+                found[name] = vars(value)[_MARK]
+    return found
