@@ -42,7 +42,7 @@ def encode(step: int, metrics: Mapping[str, Any]) -> str:
         row[name] = value
     if bad:
         row[NONFINITE] = bad
-    return json.dumps(row, ensure_ascii=False, allow_nan=False)
+    return json.dumps(row, allow_nan=False)
 
 
 def decode(line: str | bytes) -> dict[str, Any]:

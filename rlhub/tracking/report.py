@@ -1,0 +1,264 @@
+"""report.html: a run at a glance, in one file that needs no network and no program but a browser.
+
+It is made from what lies in the run folder (metrics.jsonl, generations/, config.yaml), so it can be remade at any time,
+also of a run that was killed.  Everything that came from a model or a user is escaped.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rlhub.tracking.generations import list_generations, read_generations
+from rlhub.tracking.metrics_log import read_metrics
+from rlhub.tracking.report_charts import NUM_COLOURS, Chart, Series, line_chart, number, stacked_columns
+from rlhub.tracking.report_page import page
+from rlhub.tracking.run_folder import RunFolder
+from rlhub.tracking.tracker import GenerationRow, RunInfo, Status
+from rlhub.utils.atomic import write_text
+
+SAMPLE_STEPS = 6  # first, last, and some between
+SAMPLE_ROWS = 8
+SAMPLE_CHARACTERS = 4000
+STEP_TIME = "timing_s/step"
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Panel:
+    """A chart shown at the top: all metrics that match `pattern` share it."""
+
+    title: str
+    pattern: str
+    zero: bool = False
+    smooth: bool = True
+
+
+PANELS = (
+    Panel(title="Validation", pattern=r"val/(pass@\d+|score(/mean)?|accuracy|reward/mean)", zero=True, smooth=False),
+    Panel(title="Validation by data source", pattern=r"val/(.+/pass@1|pass@1/.+)", zero=True, smooth=False),
+    Panel(title="Reward", pattern=r"reward/mean"),
+    Panel(title="Loss", pattern=r"((train|sft|val)/)?loss"),
+    Panel(title="Response length (tokens)", pattern=r"response_length/mean", zero=True),
+    Panel(title="Responses cut at the length limit", pattern=r"response_length/clip_ratio", zero=True),
+    Panel(title="Policy entropy", pattern=r"actor/entropy"),
+    Panel(title="KL of the policy step", pattern=r"actor/ppo_kl"),
+    Panel(title="Rollout/trainer mismatch (KL)", pattern=r"mismatch/kl"),
+    Panel(title="Policy loss", pattern=r"actor/pg_loss"),
+    Panel(title="Clipped fraction", pattern=r"actor/pg_clipfrac(_lower)?", zero=True),
+    Panel(title="Gradient norm", pattern=r"((actor|critic|train)/)?grad_norm"),
+    Panel(title="Value loss", pattern=r"critic/vf_loss(/mean)?"),
+    Panel(title="Explained variance of the values", pattern=r"critic/vf_explained_var(/mean)?"),
+    Panel(title="Throughput (tokens/s)", pattern=r"perf/throughput", zero=True),
+)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Tile:
+    """A headline figure.  better: +1 rising is good, -1 falling is good, 0 neither."""
+
+    title: str
+    metric: str
+    better: int = 0
+    seconds: bool = False
+
+
+TILES = (
+    Tile(title="Validation pass@1", metric="val/pass@1", better=1),
+    Tile(title="Mean reward", metric="reward/mean", better=1),
+    Tile(title="Loss", metric="train/loss", better=-1),
+    Tile(title="Response length", metric="response_length/mean"),
+    Tile(title="Mismatch KL", metric="mismatch/kl"),
+    Tile(title="Time per step", metric=STEP_TIME, seconds=True),
+    Tile(title="Tokens per second", metric="perf/throughput"),
+)
+
+
+def write_report(folder: RunFolder, info: RunInfo, status: Status, message: str = "") -> Path:
+    """Make report.html anew from the run folder; returns its path.  Replaces the old one as a whole."""
+    series = collect(read_metrics(folder.metrics))
+    sections = [_header(series, info, status), _alert(status, message), _tiles(series)]
+    sections += [_panels(series), _timing(series), _samples(folder.generations), _others(series), _config(folder)]
+    body = "\n".join(section for section in sections if section)
+    document = page(f"{info.experiment} · {info.project}", body)
+    write_text(folder.report, document.encode("utf-8", errors="replace").decode("utf-8"))
+    return folder.report
+
+
+def collect(rows: Sequence[dict[str, Any]]) -> dict[str, Series]:
+    """Metric name -> its finite values over steps; text metrics and non-finite values are left out."""
+    found: dict[str, Series] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name == "step" or isinstance(value, str | bool) or value is None or not math.isfinite(value):
+                continue
+            one = found.setdefault(name, Series(name=name, steps=[], values=[]))
+            one.steps.append(row["step"])
+            one.values.append(float(value))
+    return found
+
+
+def _header(series: dict[str, Series], info: RunInfo, status: Status) -> str:
+    last = max((one.steps[-1] for one in series.values()), default=0)
+    parts = [escape(info.project), f"step {last}" + (f" of {info.total_steps}" if info.total_steps else "")]
+    if STEP_TIME in series:
+        parts.append(f"{duration(math.fsum(series[STEP_TIME].values))} in steps")
+    if info.resumed_step is not None:
+        parts.append(f"resumed after step {info.resumed_step}")
+    parts.append(f"written {datetime.datetime.now().strftime('%Y-%m-%d %H:%M')}")
+    return (
+        f'<header><div><h1>{escape(info.experiment)}<span class="badge {status}">{status}</span></h1>'
+        f'<p class="sub">{" · ".join(parts)}</p></div><button id="theme">Light / dark</button></header>'
+    )
+
+
+def duration(seconds: float) -> str:
+    """1.4 s, 3 min 5 s, 2 h 4 min."""
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, left = divmod(minutes, 60)
+    return f"{hours} h {left} min" if hours else f"{minutes} min {rest} s"
+
+
+def _alert(status: Status, message: str) -> str:
+    return f'<div class="alert">{escape(message)}</div>' if message and status != "finished" else ""
+
+
+def _tiles(series: dict[str, Series]) -> str:
+    shown = [_tile(tile, series[tile.metric]) for tile in TILES if tile.metric in series]
+    return f'<div class="tiles">{"".join(shown)}</div>' if shown else '<p class="sub">No step has finished yet.</p>'
+
+
+def _tile(tile: Tile, one: Series) -> str:
+    if tile.seconds:
+        typical = statistics.median(one.values)
+        return f'<div class="tile"><span>{tile.title}</span><strong>{duration(typical)}</strong><small>median</small></div>'
+    first, last = one.values[0], one.values[-1]
+    change = last - first
+    good = change * tile.better
+    mood = "" if good == 0 else " good" if good > 0 else " bad"
+    tail = f'<small class="{mood.strip()}">{"+" if change >= 0 else "−"}{number(float(f"{abs(change):.3g}"))}</small> '
+    tail += f"<small>from {number(float(f'{first:.3g}'))}</small>"
+    if len(one.values) == 1:
+        tail = f"<small>at step {one.steps[0]}</small>"
+    return f'<div class="tile"><span>{tile.title}</span><strong>{number(float(f"{last:.4g}"))}</strong>{tail}</div>'
+
+
+def _matching(series: dict[str, Series], panel: Panel) -> list[Series]:
+    names = [name for name in series if re.fullmatch(panel.pattern, name)]
+    return [series[name] for name in sorted(names, key=_natural)][:NUM_COLOURS]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key in which pass@8 comes before pass@16."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _panels(series: dict[str, Series]) -> str:
+    charts = []
+    for panel in PANELS:
+        if found := _matching(series, panel):
+            charts.append(line_chart(Chart(title=panel.title, series=found, zero=panel.zero, smooth=panel.smooth)))
+    return f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>' if charts else ""
+
+
+def _others(series: dict[str, Series]) -> str:
+    in_panels = {one.name for panel in PANELS for one in _matching(series, panel)}
+    left = [name for name in series if name not in in_panels and not name.startswith("timing_s/")]
+    charts = [line_chart(Chart(title=name, series=[series[name]])) for name in sorted(left, key=_natural)]
+    if not charts:
+        return ""
+    opened = "" if in_panels else " open"
+    return (
+        f'<details class="plain"{opened}><summary><h2 style="display:inline">All other metrics ({len(charts)})</h2></summary>'
+        f'<div class="charts">{"".join(charts)}</div></details>'
+    )
+
+
+def _timing(series: dict[str, Series]) -> str:
+    """Where the time of a step goes.  `timing_s/step` is the whole; what no phase accounts for is called the rest."""
+    phases = [one for name, one in series.items() if name.startswith("timing_s/") and name != STEP_TIME]
+    if not phases:
+        return ""
+    phases.sort(key=lambda one: -math.fsum(one.values))
+    whole = series.get(STEP_TIME)
+    steps = whole.steps if whole else sorted({step for one in phases for step in one.steps})
+    shown, small = phases[: NUM_COLOURS - 1], phases[NUM_COLOURS - 1 :]
+    columns = [_at(one, steps) for one in shown]
+    if whole:
+        rest = [max(0.0, total - math.fsum(part.values[i] for part in columns)) for i, total in enumerate(whole.values)]
+        columns.append(Series(name="the rest", steps=steps, values=rest))
+    elif small:
+        parts = [_at(one, steps) for one in small]
+        columns.append(Series(name="other phases", steps=steps, values=[math.fsum(p.values[i] for p in parts) for i in range(len(steps))]))
+    chart = stacked_columns("Seconds per step", steps, columns, unit="s")
+    return f'<h2>Time</h2><div class="charts">{chart}<div class="chart">{_time_table(columns, len(steps))}</div></div>'
+
+
+def _at(one: Series, steps: Sequence[int]) -> Series:
+    """The series at the given steps, 0 where it has no value (a phase that does not run in every step)."""
+    known = dict(zip(one.steps, one.values, strict=True))
+    return Series(name=one.name.removeprefix("timing_s/"), steps=list(steps), values=[known.get(step, 0.0) for step in steps])
+
+
+def _time_table(columns: Sequence[Series], num_steps: int) -> str:
+    total = math.fsum(math.fsum(one.values) for one in columns) or 1.0
+    rows = []
+    for index, one in enumerate(columns):
+        seconds = math.fsum(one.values)
+        rows.append(
+            f'<tr><td><i style="background:var(--c{index % NUM_COLOURS})"></i>{escape(one.name)}</td><td>{number(seconds / num_steps)}</td>'
+            f"<td>{duration(seconds)}</td><td>{seconds / total:.1%}</td></tr>"
+        )
+    return f"<table><tr><th>phase</th><th>s per step</th><th>in all</th><th>share</th></tr>{''.join(rows)}</table>"
+
+
+def _samples(folder: Path) -> str:
+    found = list_generations(folder)
+    if not found:
+        return ""
+    count = len(found)
+    picked = sorted({round(index * (count - 1) / max(1, SAMPLE_STEPS - 1)) for index in range(SAMPLE_STEPS)}, reverse=True)
+    blocks = []
+    for position, index in enumerate(picked):
+        split, step, path = found[index]
+        rows = read_generations(path)
+        scores = [row.score for row in rows if row.score is not None]
+        mean = f" · mean score {number(float(f'{statistics.fmean(scores):.3g}'))}" if scores else ""
+        head = f"Step {step} <span class='chip'>{escape(split)}</span> <small class='sub'>{len(rows)} samples{mean}</small>"
+        body = "".join(_sample(row) for row in rows[:SAMPLE_ROWS])
+        blocks.append(f'<details class="card"{" open" if position == 0 else ""}><summary>{head}</summary>{body}</details>')
+    return f"<h2>Sample completions</h2>{''.join(blocks)}"
+
+
+def _sample(row: GenerationRow) -> str:
+    chips = []
+    if row.score is not None:
+        chips.append(f'<span class="chip {"good" if row.score > 0 else "bad"}">score {number(float(f"{row.score:.4g}"))}</span>')
+    else:
+        chips.append('<span class="chip bad">not scored</span>')
+    for label, text in (("truth", row.ground_truth), ("source", row.data_source), ("ended by", row.finish_reason)):
+        if text:
+            chips.append(f'<span class="chip">{label} {escape(_cut(text, 80))}</span>')
+    return (
+        f'<div class="sample"><div class="chips">{"".join(chips)}</div><h4>Prompt</h4><pre>{escape(_cut(row.prompt))}</pre>'
+        f"<h4>Response</h4><pre>{escape(_cut(row.response)) or '(empty)'}</pre></div>"
+    )
+
+
+def _cut(text: str, limit: int = SAMPLE_CHARACTERS) -> str:
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit} characters more in generations/)"
+
+
+def _config(folder: RunFolder) -> str:
+    if not folder.config.exists():
+        return ""
+    text = escape(folder.config.read_text(encoding="utf-8"))
+    return f'<h2>Configuration</h2><details class="card"><summary>config.yaml</summary><pre>{text}</pre></details>'

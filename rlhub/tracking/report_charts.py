@@ -1,0 +1,208 @@
+"""Inline SVG charts for the report: lines over steps and stacked columns.  Strings in, strings out, no dependency.
+
+Colours are CSS variables (`--c0` ... `--c7`), so one drawing serves the light and the dark page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 460, 220
+LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 26
+NUM_COLOURS = 8
+MAX_POINTS = 400  # more than one per horizontal pixel cannot be seen
+SMOOTH_FROM = 40  # points; shorter curves are read as they are
+SMOOTH_SHARE = 0.06  # time constant of the smoothed line, as a share of the curve
+
+
+@dataclass(slots=True, kw_only=True)
+class Series:
+    """One curve: finite values at ascending steps, equally many."""
+
+    name: str
+    steps: list[int]
+    values: list[float]
+
+
+@dataclass(slots=True, kw_only=True)
+class Chart:
+    """Curves that share axes.  zero: the value axis starts at 0.  smooth: noisy per-step figures get a smoothed line."""
+
+    title: str
+    series: list[Series]
+    zero: bool = False
+    smooth: bool = True
+
+
+def number(value: float) -> str:
+    """A short human form: 0.4123, 1.2e-06, 48.2k."""
+    size = abs(value)
+    if value == int(value) and size < 10_000:
+        return str(int(value))
+    if size >= 10_000:
+        for bound, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if size >= bound:
+                return f"{value / bound:.4g}{unit}" if size < 1e12 else f"{value:.3g}"
+    return f"{value:.3g}" if size < 1e-3 else f"{value:.4g}"
+
+
+def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Round numbers, about `count` of them, that lie within [low, high]."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(index * step, 12 - math.floor(math.log10(step))) for index in range(first, last + 1)]
+
+
+def thin(series: Series, limit: int = MAX_POINTS) -> Series:
+    """At most `limit` points: means over equally many neighbouring steps, each placed at the last of them."""
+    count = len(series.steps)
+    if count <= limit:
+        return series
+    bounds = [round(index * count / limit) for index in range(limit + 1)]
+    parts = list(zip(bounds, bounds[1:], strict=False))
+    return Series(
+        name=series.name,
+        steps=[series.steps[stop - 1] for _, stop in parts],
+        values=[math.fsum(series.values[start:stop]) / (stop - start) for start, stop in parts],
+    )
+
+
+def smoothed(values: Sequence[float], share: float = SMOOTH_SHARE) -> list[float]:
+    """Exponential moving average without the bias towards its start (the weights given so far are divided out)."""
+    keep = 1.0 - 1.0 / max(1.0, share * len(values))
+    total = weight = 0.0
+    result = []
+    for value in values:
+        total = keep * total + value
+        weight = keep * weight + 1.0
+        result.append(total / weight)
+    return result
+
+
+def line_chart(chart: Chart) -> str:
+    """The chart as an HTML figure: title, last values, curves, and the data for the page's hover script."""
+    series = [thin(one) for one in chart.series]
+    axes = _Axes.around(series, zero=chart.zero)
+    lines = "".join(_curve(one, index % NUM_COLOURS, axes, smooth=chart.smooth) for index, one in enumerate(series))
+    data = [{"n": one.name, "x": one.steps, "y": [float(f"{value:.6g}") for value in one.values]} for one in series]
+    box = {"x": [axes.x_low, axes.x_high], "y": [axes.y_low, axes.y_high], "m": [LEFT, RIGHT, TOP, BOTTOM], "s": [WIDTH, HEIGHT]}
+    return (
+        f'<figure class="chart"><figcaption><b>{escape(chart.title)}</b>{_legend(chart.series)}</figcaption>'
+        f'<div class="plot"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)} over steps">'
+        f"{axes.drawing()}{lines}</svg></div>"
+        f'<script type="application/json">{script_json({"series": data, "box": box})}</script></figure>'
+    )
+
+
+def script_json(value: object) -> str:
+    """JSON that cannot end the script element it is put in."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _legend(series: Sequence[Series]) -> str:
+    if len(series) == 1:
+        return f'<span class="last">{number(series[0].values[-1])}</span>'
+    items = (
+        f'<span class="key"><i style="background:var(--c{index % NUM_COLOURS})"></i>{escape(one.name)} '
+        f"<em>{number(one.values[-1])}</em></span>"
+        for index, one in enumerate(series)
+    )
+    return f'<span class="keys">{"".join(items)}</span>'
+
+
+@dataclass(slots=True, kw_only=True)
+class _Axes:
+    """The data window and its mapping to the drawing's coordinates."""
+
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+
+    @classmethod
+    def around(cls, series: Sequence[Series], *, zero: bool) -> _Axes:
+        values = [value for one in series for value in one.values]
+        steps = [step for one in series for step in one.steps]
+        low, high = min(values), max(values)
+        margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+        low, high = low - margin, high + margin
+        if zero and min(values) >= 0:
+            low = 0.0
+        return cls(x_low=min(steps), x_high=max(max(steps), min(steps) + 1), y_low=low, y_high=high)
+
+    def x(self, step: float) -> float:
+        return LEFT + (step - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
+
+    def drawing(self) -> str:
+        parts = []
+        for tick in nice_ticks(self.y_low, self.y_high):
+            y = self.y(tick)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{number(tick)}</text>')
+        for tick in (tick for tick in nice_ticks(self.x_low, self.x_high, 6) if tick == int(tick)):
+            parts.append(f'<text x="{self.x(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{number(tick)}</text>')
+        base = HEIGHT - BOTTOM
+        return "".join(parts) + f'<line class="base" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>'
+
+
+def _curve(series: Series, colour: int, axes: _Axes, *, smooth: bool) -> str:
+    stroke = f'style="stroke:var(--c{colour})"'
+    if len(series.values) == 1:
+        return f'<circle cx="{axes.x(series.steps[0]):.1f}" cy="{axes.y(series.values[0]):.1f}" r="3" style="fill:var(--c{colour})"/>'
+    path = _path(series.steps, series.values, axes)
+    if not smooth or len(series.values) < SMOOTH_FROM:
+        return f'<path class="line" d="{path}" {stroke}/>'
+    return f'<path class="raw" d="{path}" {stroke}/><path class="line" d="{_path(series.steps, smoothed(series.values), axes)}" {stroke}/>'
+
+
+def _path(steps: Sequence[int], values: Sequence[float], axes: _Axes) -> str:
+    return "M" + "L".join(f"{axes.x(step):.1f} {axes.y(value):.1f}" for step, value in zip(steps, values, strict=True))
+
+
+def stacked_columns(title: str, steps: Sequence[int], parts: Sequence[Series], *, unit: str) -> str:
+    """One column per step, divided among the parts (bottom up, in order); every part has a value at every step."""
+    limit = 80  # columns narrower than about 5 pixels blur
+    thinned = [thin(one, limit) for one in parts]
+    shown = thin(Series(name="", steps=list(steps), values=[0.0] * len(steps)), limit).steps
+    totals = [math.fsum(one.values[index] for one in thinned) for index in range(len(shown))]
+    axes = _Axes(x_low=0, x_high=len(shown), y_low=0.0, y_high=max(totals) * 1.06 or 1.0)
+    width = (WIDTH - LEFT - RIGHT) / len(shown)
+    bars = []
+    for index, step in enumerate(shown):
+        bottom = 0.0
+        tip = f"step {step}: {number(totals[index])} {unit}"
+        for colour, one in enumerate(thinned):
+            y0, y1 = axes.y(bottom), axes.y(bottom + one.values[index])
+            bottom += one.values[index]
+            if y0 - y1 > 0.05:
+                text = escape(f"{tip}\n{one.name}: {number(one.values[index])} {unit}")
+                bars.append(
+                    f'<rect x="{axes.x(index) + width * 0.08:.1f}" y="{y1:.1f}" width="{width * 0.84:.1f}" height="{y0 - y1:.1f}" '
+                    f'style="fill:var(--c{colour % NUM_COLOURS})"><title>{text}</title></rect>'
+                )
+    return (
+        f'<figure class="chart"><figcaption><b>{escape(title)}</b></figcaption><div class="plot">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{_column_axes(axes, shown)}{"".join(bars)}</svg>'
+        "</div></figure>"
+    )
+
+
+def _column_axes(axes: _Axes, shown: Sequence[int]) -> str:
+    labels = range(0, len(shown), max(1, math.ceil(len(shown) / 7)))
+    return _Axes(x_low=-2, x_high=-1, y_low=axes.y_low, y_high=axes.y_high).drawing().replace(
+        '<line class="base"',
+        "".join(f'<text x="{axes.x(i + 0.5):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{shown[i]}</text>' for i in labels)
+        + '<line class="base"',
+    )
