@@ -83,7 +83,9 @@ class WorkerError(RlhubError, RuntimeError):
     remote_type: str
     remote_traceback: str
 
-    def __init__(self, message: str, *, role: str, rank: int, node: str = "", remote_type: str = "", remote_traceback: str = "") -> None:
+    def __init__(
+        self, message: str, *, role: str, rank: int, node: str = "", remote_type: str = "", remote_traceback: str = ""
+    ) -> None:
         where = f"[{role} rank {rank}{' on ' + node if node else ''}] "
         tail = f"\n--- remote traceback ---\n{remote_traceback}" if remote_traceback else ""
         super().__init__(

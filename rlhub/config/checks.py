@@ -1,0 +1,228 @@
+"""Rules that relate settings to each other.  Pure: they read a derived configuration and return what is wrong, with the
+arithmetic, so that all of it can be shown together before any process starts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from rlhub.config.actor import ActorConfig
+from rlhub.config.critic import CriticConfig
+from rlhub.config.ppo import PPOConfig
+from rlhub.config.sft import SFTConfig
+from rlhub.config.trainer import TrainerConfig
+from rlhub.config.training import FSDPConfig, OptimConfig
+
+QUICKSTART = "To see a whole run without data or model of your own: bash scripts/quickstart.sh"
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+@functools.singledispatch
+def check(config: Any) -> list[str]:
+    """Problems of a derived configuration; a class nobody registered has no rules."""
+    return []
+
+
+@check.register
+def _(config: PPOConfig) -> list[str]:
+    model = config.actor_rollout_ref.model
+    return [
+        *_check_required(config.data.train_files, model.path, "actor_rollout_ref.model.path"),
+        *_check_batches(config),
+        *_check_lengths(config),
+        *_check_ranks(config),
+        *_check_trainer(config.trainer, has_validation=config.data.val_files is not None),
+        *_check_optim(config.actor_rollout_ref.actor.optim, f"{_ACTOR}.optim"),
+        *_check_optim(config.critic.optim, "critic.optim"),
+        *(["reward_model.enable=true: this version has no learned reward models; score with custom_reward_function"]
+          if config.reward_model.enable else []),
+    ]  # fmt: skip
+
+
+@check.register
+def _(config: SFTConfig) -> list[str]:
+    data, ranks = config.data, _ranks(config.trainer)
+    problems = [
+        *_check_required(data.train_files, config.model.path, "model.path"),
+        *_check_trainer(config.trainer, has_validation=data.val_files is not None),
+        *_check_optim(config.optim, "optim"),
+        *_check_sharding(config.fsdp_config, "fsdp_config", ranks),
+    ]
+    if data.train_batch_size < ranks:
+        problems.append(f"data.train_batch_size={data.train_batch_size} rows cannot feed {_ranks_text(config.trainer)}")
+    if data.use_dynamic_bsz and data.max_token_len_per_gpu < data.max_length:
+        budget = f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}"
+        problems.append(f"{budget} tokens cannot hold one row of data.max_length={data.max_length}")
+    return problems
+
+
+def check_requirements(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
+    """What the chosen advantage estimator asks of the other settings; `requires` is its registry row's."""
+    rollout = config.actor_rollout_ref.rollout
+    if "groups" in requires and rollout.n < 2:
+        estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+        return [f"{_ROLLOUT}.n={rollout.n}: {estimator} compares the samples of a prompt with each other and needs 2 or more"]
+    return []
+
+
+def notes(config: PPOConfig) -> list[str]:
+    """Legal but worth a line: sizes that do not divide evenly over the ranks."""
+    data, actor, n = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    ranks = _ranks(config.trainer)
+    found = []
+    for key, prompts in (
+        ("data.train_batch_size", data.train_batch_size),
+        (f"{_ACTOR}.ppo_mini_batch_size", actor.ppo_mini_batch_size),
+    ):
+        rest = prompts * n % ranks
+        if rest:
+            found.append(
+                f"{key}: {prompts} prompts x n={n} = {prompts * n} samples = {ranks} ranks x {prompts * n // ranks} + {rest}; "
+                f"{rest} ranks take one more, the others wait for them"
+            )
+    return found
+
+
+def _check_required(train_files: str | list[str] | None, path: str | None, path_key: str) -> list[str]:
+    problems = []
+    if not train_files:
+        problems.append(f"data.train_files is not set: name a parquet or jsonl file, or a list of them. {QUICKSTART}")
+    if not path:
+        problems.append(f"{path_key} is not set: name a Hugging Face model or a folder with one")
+    return problems
+
+
+def _check_batches(config: PPOConfig) -> list[str]:
+    data, actor, critic = config.data, config.actor_rollout_ref.actor, config.critic
+    assert critic.ppo_mini_batch_size is not None, "derive first"
+    minis = {f"{_ACTOR}.ppo_mini_batch_size": actor.ppo_mini_batch_size}
+    if critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:
+        minis["critic.ppo_mini_batch_size"] = critic.ppo_mini_batch_size
+    problems = []
+    for key, mini in minis.items():
+        batch = data.train_batch_size
+        if batch < mini:
+            problems.append(
+                f"data.train_batch_size={batch} is less than {key}={mini}: {batch} prompts do not fill one optimizer step; "
+                f"set {key} to {batch} or a divisor of it"
+            )
+        elif batch % mini:
+            arithmetic = f"{batch} = {batch // mini} x {mini} + {batch % mini}"
+            problems.append(
+                f"data.train_batch_size={batch} is not a multiple of {key}={mini}: {arithmetic}; "
+                f"nearest that fit: {_nearest_divisors(batch, mini)}"
+            )
+    n = config.actor_rollout_ref.rollout.n
+    smallest = min(minis.values())
+    if smallest * n < _ranks(config.trainer):
+        samples = f"{smallest} prompts x n={n} = {smallest * n} samples"
+        problems.append(f"{_ACTOR}.ppo_mini_batch_size: {samples} cannot feed {_ranks_text(config.trainer)}")
+    return problems
+
+
+def _nearest_divisors(total: int, wanted: int) -> str:
+    divisors = [size for size in range(1, total + 1) if total % size == 0]
+    below = max((size for size in divisors if size <= wanted), default=1)
+    above = min((size for size in divisors if size >= wanted), default=total)
+    return f"{below} or {above}"
+
+
+def _check_lengths(config: PPOConfig) -> list[str]:
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    longest = data.max_prompt_length + data.max_response_length
+    prompt, response = f"data.max_prompt_length={data.max_prompt_length}", f"data.max_response_length={data.max_response_length}"
+    arithmetic = f"{prompt} + {response} = {longest}"
+    problems = []
+    assert rollout.max_model_len is not None, "derive first"
+    if rollout.max_model_len < longest:
+        problems.append(f"{_ROLLOUT}.max_model_len={rollout.max_model_len} is less than {arithmetic} tokens")
+    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < rollout.max_model_len:
+        problems.append(
+            f"{_ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
+            f"max_model_len={rollout.max_model_len} and enable_chunked_prefill is off: a long prompt could never be read"
+        )
+    for key, budget in _token_budgets(config).items():
+        if budget is not None and budget < longest:
+            problems.append(f"{key}={budget} tokens cannot hold one row of {arithmetic}")
+    return problems
+
+
+def _token_budgets(config: PPOConfig) -> dict[str, int | None]:
+    """Token budgets that are in use, by key; those merely inherited from the actor are named once."""
+    actor: ActorConfig = config.actor_rollout_ref.actor
+    critic: CriticConfig = config.critic
+    rollout, reference = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref
+    own = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
+    budgets = {
+        "critic.ppo_max_token_len_per_gpu": critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else None,
+        f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": (
+            rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None
+        ),
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": (
+            reference.log_prob_max_token_len_per_gpu if reference.log_prob_use_dynamic_bsz else None
+        ),
+    }
+    return {f"{_ACTOR}.ppo_max_token_len_per_gpu": own} | {key: size for key, size in budgets.items() if size != own}
+
+
+def _check_ranks(config: PPOConfig) -> list[str]:
+    trainer, tensor_parallel = config.trainer, config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    ranks, per_node = _ranks(trainer), trainer.n_gpus_per_node
+    assert per_node is not None and config.actor_rollout_ref.ref.fsdp_config and config.critic.fsdp_config, "derive first"
+    problems = []
+    if per_node % tensor_parallel:
+        problems.append(
+            f"{_ROLLOUT}.tensor_model_parallel_size={tensor_parallel} does not divide trainer.n_gpus_per_node={per_node}: "
+            f"{per_node} = {per_node // tensor_parallel} x {tensor_parallel} + {per_node % tensor_parallel}, "
+            f"and the ranks of an engine are on one machine"
+        )
+    return [
+        *problems,
+        *_check_sharding(config.actor_rollout_ref.actor.fsdp_config, f"{_ACTOR}.fsdp_config", ranks),
+        *(
+            _check_sharding(config.critic.fsdp_config, "critic.fsdp_config", ranks)
+            if config.critic.fsdp_config != config.actor_rollout_ref.actor.fsdp_config
+            else []
+        ),
+    ]
+
+
+def _check_sharding(sharding: FSDPConfig, key: str, ranks: int) -> list[str]:
+    size = sharding.fsdp_size
+    if size == 0 or (size > 0 and ranks % size):
+        return [f"{key}.fsdp_size={size} does not divide the {ranks} ranks; -1 shards over all"]
+    return []
+
+
+def _check_trainer(trainer: TrainerConfig, *, has_validation: bool) -> list[str]:
+    problems = []
+    if trainer.backend == "local" and _ranks(trainer) != 1:
+        problems.append(f"trainer.backend=local has one rank in this process, not {_ranks_text(trainer)}; use backend=ray")
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        problems.append("trainer.resume_mode=resume_path needs trainer.resume_from_path, a checkpoint folder")
+    if trainer.test_freq > 0 and not has_validation:
+        problems.append(
+            f"trainer.test_freq={trainer.test_freq} but data.val_files is not set: name the files or set test_freq=-1"
+        )
+    if trainer.keep_best and not has_validation:
+        problems.append(f"trainer.keep_best={trainer.keep_best} needs validation, but data.val_files is not set")
+    for key, value in (("save_freq", trainer.save_freq), ("test_freq", trainer.test_freq)):
+        if value == 0:
+            problems.append(f"trainer.{key}=0: give a number of steps, or -1 for never")
+    return problems
+
+
+def _check_optim(optim: OptimConfig, key: str) -> list[str]:
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        return [f"{key}.betas={optim.betas}: expected two numbers in [0, 1)"]
+    return []
+
+
+def _ranks(trainer: TrainerConfig) -> int:
+    assert trainer.n_gpus_per_node is not None, "derive first"
+    return trainer.nnodes * trainer.n_gpus_per_node
+
+
+def _ranks_text(trainer: TrainerConfig) -> str:
+    return f"trainer.nnodes={trainer.nnodes} x trainer.n_gpus_per_node={trainer.n_gpus_per_node} = {_ranks(trainer)} ranks"

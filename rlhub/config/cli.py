@@ -1,0 +1,128 @@
+"""The command line of every main: `run(ConfigClass, "yaml_name", main, description=...)`.
+
+Help must be instant and errors must be readable, so the parser is our own: Hydra composes but does not own the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from rlhub.config import checks, effects, load, show
+from rlhub.config.derive import derive
+from rlhub.errors import ConfigError, DataError, ResourceError
+
+C = TypeVar("C")
+
+EXIT_USAGE = 2  # as argparse and most shells' tools: the command, not the program, is at fault
+
+Preflight = Callable[[C, frozenset[str]], list[str]]
+"""(derived configuration, keys the user set) -> problems.  Must not load torch or start anything."""
+
+_USAGE = """\
+Settings are given as key=value, for example
+  data.train_files=train.parquet data.val_files=[a.parquet,b.jsonl] trainer.total_epochs=3
+(+key=value and ++key=value mean the same).  A YAML file of your own: --config-dir DIR --config-name NAME; to build on ours
+start it with `defaults: [{name}, _self_]`.  Without data or model of your own: bash scripts/quickstart.sh"""
+
+
+def run(
+    config_class: type[C],
+    config_name: str,
+    main: Callable[[C], int | None],
+    *,
+    description: str,
+    preflight: Preflight[C] | None = None,
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Parse `argv` (default: the process's), build and check the configuration, call `main(config)`.
+
+    Returns the exit status: main's (None is 0), or 2 after printing what is wrong with configuration, data or resources.
+    """
+    arguments = _parse(config_name, description, sys.argv[1:] if argv is None else argv, config_class)
+    if isinstance(arguments, int):
+        return arguments
+    _configure_logging()
+    try:
+        config = prepare(
+            config_class,
+            arguments.config_name,
+            arguments.overrides,
+            config_dir=arguments.config_dir,
+            preflight=preflight,
+            only_show=arguments.cfg is not None,
+        )
+        if arguments.cfg is not None:
+            sys.stdout.write(show.to_yaml(config))
+            return 0
+        return main(config) or 0
+    except (ConfigError, DataError, ResourceError) as error:
+        logging.getLogger(__name__).debug("stopped", exc_info=True)
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+
+
+def prepare(
+    config_class: type[C],
+    config_name: str,
+    overrides: Sequence[str] = (),
+    *,
+    config_dir: str | None = None,
+    preflight: Preflight[C] | None = None,
+    only_show: bool = False,
+) -> C:
+    """A loaded, derived and checked configuration; raises ConfigError with every problem, warns of settings without effect.
+
+    only_show: what is merely incomplete or inconsistent is no error.
+    """
+    logger = logging.getLogger(__name__)
+    loaded = load.collect(config_class, config_name, overrides, config_dir=config_dir)
+    derive(loaded.config)
+    if only_show:
+        if loaded.problems:
+            raise ConfigError(loaded.problems)
+        return loaded.config
+    found = checks.check(loaded.config)
+    if preflight is not None:
+        found += preflight(loaded.config, loaded.set_keys)
+    problems = loaded.problems + [text for text in found if not any(key in text for key in loaded.faulty)]
+    for warning in effects.without_effect(loaded.config, loaded.set_keys):
+        logger.warning(warning)
+    if problems:
+        raise ConfigError(problems)
+    return loaded.config
+
+
+def _parse(config_name: str, description: str, argv: Sequence[str], config_class: type) -> argparse.Namespace | int:
+    parser = argparse.ArgumentParser(
+        description=description,
+        add_help=False,
+        usage="%(prog)s [--help] [--cfg job] [--config-dir DIR] [--config-name NAME] [key=value ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_USAGE.format(name=config_name),
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="all settings with their defaults and meaning")
+    parser.add_argument("--cfg", choices=("job",), help="print the configuration this command would run with, and stop")
+    parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own YAML files")
+    parser.add_argument(
+        "--config-name", metavar="NAME", default=config_name, help=f"which YAML file to start from (default {config_name})"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings")
+    try:
+        arguments = parser.parse_intermixed_args(argv)
+    except SystemExit as stop:  # argparse has printed what is wrong
+        return stop.code if isinstance(stop.code, int) else EXIT_USAGE
+    if arguments.help:
+        sys.stdout.write(f"{parser.format_help()}\n\nAll settings (name = default, meaning, [type]):\n")
+        sys.stdout.write(f"{show.settings(config_class)}\n")
+        return 0
+    return arguments
+
+
+def _configure_logging() -> None:
+    """Warnings and progress to stderr, unless the embedding program has set logging up."""
+    if not logging.getLogger().handlers:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")

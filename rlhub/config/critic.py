@@ -1,0 +1,35 @@
+"""Section `critic`: the value model of PPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rlhub.config.model import ModelConfig
+from rlhub.config.schema import PositiveFloat, PositiveInt
+from rlhub.config.training import FSDPConfig, OptimConfig
+
+
+@dataclass(slots=True, kw_only=True)
+class CriticConfig:
+    strategy: Literal["fsdp", "fsdp2"] | None = None
+    """Training engine; null: the actor's."""
+    model: ModelConfig | None = None
+    """The model under the value head; what is not set is actor_rollout_ref.model's."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    ppo_mini_batch_size: PositiveInt | None = None
+    """Prompts in an optimizer step; null: the actor's."""
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Rows in a forward pass of a rank; null: the actor's."""
+    use_dynamic_bsz: bool | None = None
+    """Cut micro-batches by tokens; null: as the actor."""
+    ppo_max_token_len_per_gpu: PositiveInt | None = None
+    """Most tokens in a forward pass of a rank; null: the actor's."""
+    ppo_epochs: PositiveInt | None = None
+    """Passes over each batch; null: the actor's."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest gradient norm of an optimizer step."""
+    cliprange_value: PositiveFloat = 0.5
+    """Values may move this far from the old ones before the value loss clips."""
+    fsdp_config: FSDPConfig | None = None
+    """Sharding of the critic; what is not set is the actor's. critic.model.fsdp_config is read too."""

@@ -1,0 +1,90 @@
+"""Fills the settings that follow from others: a null in the configuration becomes the value it stands for.
+
+Called after loading and before the checks; a configuration built in code goes through it as well.  What only a running
+part can know (steps in the run, the model's sizes, the engine behind `auto`) stays null.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from typing import Any
+
+from rlhub.config.actor import ActorConfig, RefConfig
+from rlhub.config.critic import CriticConfig
+from rlhub.config.devices import count_gpus, torch_has_cuda
+from rlhub.config.ppo import PPOConfig
+from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sft import SFTConfig
+from rlhub.config.trainer import TrainerConfig
+
+MAX_REWARD_WORKERS = 4  # scoring is light; more processes mostly cost memory
+
+
+@functools.singledispatch
+def derive(config: Any) -> None:
+    """Fill `config` in place; a class nobody registered has nothing to derive."""
+
+
+@derive.register
+def _(config: PPOConfig) -> None:
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    rollout, reference, critic = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref, config.critic
+    derive_trainer(config.trainer)
+    actor.strategy = "fsdp2"
+    if actor.loss_scale_factor is None:
+        actor.loss_scale_factor = float(config.data.max_response_length)
+    _log_prob_from_actor(rollout, actor)
+    _log_prob_from_actor(reference, actor)
+    if reference.fsdp_config is None:
+        reference.fsdp_config = dataclasses.replace(actor.fsdp_config)
+    if critic.model is None:
+        critic.model = dataclasses.replace(model)
+    _critic_from_actor(critic, actor)
+    if rollout.max_model_len is None:
+        rollout.max_model_len = config.data.max_prompt_length + config.data.max_response_length
+    if config.reward_model.num_workers is None:
+        config.reward_model.num_workers = min(MAX_REWARD_WORKERS, os.cpu_count() or 1)
+
+
+@derive.register
+def _(config: SFTConfig) -> None:
+    derive_trainer(config.trainer)
+
+
+def derive_trainer(trainer: TrainerConfig) -> None:
+    """Device, ranks per machine, and the run folder's name."""
+    if trainer.device == "auto":
+        trainer.device = "cuda" if count_gpus() > 0 and torch_has_cuda() else "cpu"
+    if trainer.n_gpus_per_node is None:
+        alone = trainer.device == "cpu" or trainer.backend == "local"
+        trainer.n_gpus_per_node = 1 if alone else max(1, count_gpus())
+    for name in ("project_name", "experiment_name"):  # as the loader does it for a configuration that was composed
+        placeholder = f"${{trainer.{name}}}"
+        trainer.default_local_dir = trainer.default_local_dir.replace(placeholder, getattr(trainer, name))
+
+
+def _log_prob_from_actor(part: RolloutConfig | RefConfig, actor: ActorConfig) -> None:
+    if part.log_prob_micro_batch_size_per_gpu is None:
+        part.log_prob_micro_batch_size_per_gpu = actor.ppo_micro_batch_size_per_gpu
+    if part.log_prob_use_dynamic_bsz is None:
+        part.log_prob_use_dynamic_bsz = actor.use_dynamic_bsz
+    if part.log_prob_max_token_len_per_gpu is None:
+        part.log_prob_max_token_len_per_gpu = actor.ppo_max_token_len_per_gpu
+
+
+def _critic_from_actor(critic: CriticConfig, actor: ActorConfig) -> None:
+    critic.strategy = "fsdp2"
+    if critic.ppo_mini_batch_size is None:
+        critic.ppo_mini_batch_size = actor.ppo_mini_batch_size
+    if critic.ppo_micro_batch_size_per_gpu is None:
+        critic.ppo_micro_batch_size_per_gpu = actor.ppo_micro_batch_size_per_gpu
+    if critic.use_dynamic_bsz is None:
+        critic.use_dynamic_bsz = actor.use_dynamic_bsz
+    if critic.ppo_max_token_len_per_gpu is None:
+        critic.ppo_max_token_len_per_gpu = actor.ppo_max_token_len_per_gpu
+    if critic.ppo_epochs is None:
+        critic.ppo_epochs = actor.ppo_epochs
+    if critic.fsdp_config is None:
+        critic.fsdp_config = dataclasses.replace(actor.fsdp_config)

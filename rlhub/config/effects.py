@@ -1,0 +1,119 @@
+"""Settings that the user made and nobody reads: each is worth a warning, for the user believes it does something."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from rlhub.config.load import flatten
+from rlhub.config.ppo import PPOConfig
+from rlhub.config.schema import scalar, to_dict
+from rlhub.config.sft import SFTConfig
+
+Dead = tuple[bool, tuple[str, ...], str]
+"""(is it so, keys (or, ending in `.`, all below) without effect then, why)"""
+
+_ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout."
+
+
+@functools.singledispatch
+def dead(config: Any) -> list[Dead]:
+    """The rules for a configuration's class."""
+    return []
+
+
+def without_effect(config: Any, set_keys: AbstractSet[str], rules: list[Dead] | None = None) -> list[str]:
+    """One warning for each setting in `set_keys` that is not read and differs from its default."""
+    default = dict(flatten(to_dict(type(config)())))
+    chosen = dict(flatten(to_dict(config)))
+    return [
+        f"{key}={scalar(chosen.get(key))} has no effect: {why}"
+        for holds, keys, why in (dead(config) if rules is None else rules)
+        if holds
+        for key in _matching(keys, set_keys)
+        if key not in default or chosen.get(key) != default[key]
+    ]
+
+
+def _matching(keys: tuple[str, ...], set_keys: AbstractSet[str]) -> Iterator[str]:
+    for key in sorted(set_keys):
+        if any(key == wanted or (wanted.endswith(".") and key.startswith(wanted)) for wanted in keys):
+            yield key
+
+
+@dead.register
+def _(config: PPOConfig) -> list[Dead]:
+    actor, critic, rollout = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.rollout
+    control, val, in_reward = config.algorithm.kl_ctrl, rollout.val_kwargs, config.algorithm.use_kl_in_reward
+    has_reference = actor.use_kl_loss or in_reward
+    on_gpus = tuple(f"{_ROLLOUT}{name}" for name in ("gpu_memory_utilization", "enforce_eager", "free_cache_engine"))
+    return [
+        (not actor.use_kl_loss, (f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type"), "actor_rollout_ref.actor.use_kl_loss is off"),
+        (not in_reward, ("algorithm.kl_penalty", "algorithm.kl_ctrl."), "algorithm.use_kl_in_reward is off"),
+        (control.type == "fixed", ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+         "algorithm.kl_ctrl.type is fixed"),
+        (not has_reference, (_REF,), "there is no reference without use_kl_loss or use_kl_in_reward"),
+        (actor.loss_agg_mode != "seq-mean-token-sum-norm", (f"{_ACTOR}loss_scale_factor",),
+         "only loss_agg_mode=seq-mean-token-sum-norm reads it"),
+        *_batching(actor.use_dynamic_bsz, _ACTOR, "ppo_"),
+        *_batching(bool(critic.use_dynamic_bsz), "critic.", "ppo_"),
+        *_batching(bool(rollout.log_prob_use_dynamic_bsz), _ROLLOUT, "log_prob_"),
+        *_batching(bool(config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz), _REF, "log_prob_"),
+        *_model(config.actor_rollout_ref.model.lora_rank, "actor_rollout_ref.model."),
+        *_optimizer(config, f"{_ACTOR}optim."),
+        *_optimizer(config, "critic.optim."),
+        (not val.do_sample, tuple(f"{_ROLLOUT}val_kwargs.{name}" for name in ("temperature", "top_p", "top_k", "n")),
+         "actor_rollout_ref.rollout.val_kwargs.do_sample is off, validation is greedy"),
+        (not config.custom_reward_function.path, ("custom_reward_function.name",), "custom_reward_function.path is not set"),
+        (config.reward_model.on_error == "fail", ("reward_model.max_error_rate",),
+         "reward_model.on_error=fail stops at the first"),
+        (config.trainer.device == "cpu", on_gpus, "the run is on CPU"),
+        (config.trainer.device == "cuda", (f"{_ROLLOUT}kv_cache_gb",), "the run is on GPUs, which read gpu_memory_utilization"),
+        (not config.data.val_files, ("data.val_batch_size", f"{_ROLLOUT}val_kwargs.", "trainer.log_val_generations"),
+         "data.val_files is not set"),
+        *_trainer(config),
+    ]  # fmt: skip
+
+
+@dead.register
+def _(config: SFTConfig) -> list[Dead]:
+    dynamic = config.data.use_dynamic_bsz
+    return [
+        (not dynamic, ("data.max_token_len_per_gpu",), "data.use_dynamic_bsz is off"),
+        (dynamic, ("data.micro_batch_size_per_gpu",), "data.use_dynamic_bsz cuts by tokens"),
+        *_model(config.model.lora_rank, "model."),
+        *_optimizer(config, "optim."),
+        *_trainer(config),
+    ]
+
+
+def _batching(dynamic: bool, where: str, prefix: str) -> list[Dead]:
+    switch = f"{where}{'log_prob_' if prefix == 'log_prob_' else ''}use_dynamic_bsz"
+    return [
+        (not dynamic, (f"{where}{prefix}max_token_len_per_gpu",), f"{switch} is off"),
+        (dynamic, (f"{where}{prefix}micro_batch_size_per_gpu",), f"{switch} cuts by tokens"),
+    ]
+
+
+def _model(lora_rank: int, where: str) -> list[Dead]:
+    return [(lora_rank == 0, (f"{where}lora_alpha", f"{where}target_modules"), f"{where}lora_rank is 0")]
+
+
+def _optimizer(config: Any, where: str) -> list[Dead]:
+    optim = config
+    for name in where.rstrip(".").split("."):
+        optim = getattr(optim, name)
+    return [
+        (optim.lr_warmup_steps >= 0, (f"{where}lr_warmup_steps_ratio",), f"{where}lr_warmup_steps is set"),
+        (optim.lr_scheduler_type == "constant", (f"{where}min_lr_ratio",), f"{where}lr_scheduler_type is constant"),
+    ]
+
+
+def _trainer(config: PPOConfig | SFTConfig) -> list[Dead]:
+    trainer = config.trainer
+    return [
+        (trainer.resume_mode != "resume_path", ("trainer.resume_from_path",), f"trainer.resume_mode is {trainer.resume_mode}"),
+        (trainer.backend == "local", ("trainer.ray_init.", "trainer.ray_init"), "trainer.backend=local starts no Ray"),
+    ]

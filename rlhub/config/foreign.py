@@ -1,0 +1,122 @@
+"""Keys that command lines written for other HybridFlow frameworks bring along.
+
+Three kinds: aliases (another spelling of a key of ours), keys whose value changes nothing here (accepted without a word at
+that value), and keys of what this version does not have (an error with the reason, so nobody believes it is on).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhub.config.schema import scalar
+
+ALIASES = {
+    "critic.model.fsdp_config": "critic.fsdp_config",
+    "trainer.max_critic_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
+}
+"""Other spelling -> ours; everything below the key moves along."""
+
+ANY = object()
+"""As an accepted value: whatever it says, it cannot matter while its feature's switch is off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A key (or, ending in `.`, everything below it) that is not ours: values that change nothing, and why others cannot be."""
+
+    key: str
+    accepted: tuple[Any, ...]
+    reason: str
+
+    def covers(self, key: str) -> bool:
+        return key.startswith(self.key) if self.key.endswith(".") else key == self.key
+
+    def accepts(self, value: Any) -> bool:
+        """bool and int are told apart: 1 is not a way to say True in a configuration."""
+        return any(item is ANY or (type(item) is type(value) and item == value) for item in self.accepted)
+
+
+_SYNC = "this version trains synchronously"
+_MEGATRON = "this version has no Megatron engine; use strategy=fsdp2"
+_ULYSSES = "this version has no sequence parallelism"
+_CORRECTION = "this version measures the rollout mismatch (mismatch/*) but does not correct it"
+_FILTER = "this version does not resample groups"
+_MULTI_TURN = "this version generates single turns"
+_PER_GPU = "sizes over all ranks are not supported; use the key ending in _per_gpu"
+_A = "actor_rollout_ref.actor."
+_R = "actor_rollout_ref.rollout."
+
+
+def _row(key: str, accepted: tuple[Any, ...], reason: str) -> Foreign:
+    return Foreign(key=key, accepted=accepted, reason=reason)
+
+
+# The first row that covers a key decides: single keys stand before the group they are in.
+FOREIGN = (
+    _row("trainer.max_staleness", (0,), _SYNC),
+    _row("trainer.pipeline_depth", (0, None), _SYNC),
+    _row("trainer.stale_policy", (ANY,), _SYNC),
+    *(
+        _row(f"{part}megatron.{kind}_model_parallel_size", (1, None), _MEGATRON)
+        for part in (_A, "actor_rollout_ref.ref.", "critic.")
+        for kind in ("tensor", "pipeline", "context", "expert")
+    ),
+    *(_row(f"{part}megatron.", (False, None), _MEGATRON) for part in (_A, "actor_rollout_ref.ref.", "critic.")),
+    *(_row(f"{part}ulysses_sequence_parallel_size", (1, None), _ULYSSES) for part in (_A, "actor_rollout_ref.ref.", "critic.")),
+    _row("algorithm.rollout_correction.rollout_is", (None, False), _CORRECTION),
+    _row("algorithm.rollout_correction.rollout_rs", (None, False), _CORRECTION),
+    _row("algorithm.rollout_correction.bypass_mode", (False,), _CORRECTION),
+    _row("algorithm.rollout_correction.", (ANY,), _CORRECTION),
+    _row("algorithm.filter_groups.enable", (False,), _FILTER),
+    _row("algorithm.filter_groups.", (ANY,), _FILTER),
+    _row(f"{_R}multi_turn.enable", (False,), _MULTI_TURN),
+    _row(f"{_R}multi_turn.tool_config_path", (None,), _MULTI_TURN),
+    _row(f"{_R}multi_turn.", (ANY,), _MULTI_TURN),
+    _row(f"{_R}agent.default_agent_loop", ("single_turn_agent", None), _MULTI_TURN),
+    _row(f"{_R}agent.", (ANY,), _MULTI_TURN),
+    _row("reward_model.model.path", (None,), "this version has no learned reward models"),
+    _row("reward_model.model.", (ANY,), "this version has no learned reward models"),
+    _row("actor_rollout_ref.hybrid_engine", (True,), "actor and rollout always share their processes in this version"),
+    _row(f"{_A}ppo_micro_batch_size", (None,), _PER_GPU),
+    _row(f"{_A}use_torch_compile", (False,), "this version does not compile models"),
+    _row(f"{_R}log_prob_micro_batch_size", (None,), _PER_GPU),
+    _row("actor_rollout_ref.ref.log_prob_micro_batch_size", (None,), _PER_GPU),
+    _row("critic.ppo_micro_batch_size", (None,), _PER_GPU),
+    _row("actor_rollout_ref.model.use_liger", (False,), "this version has no fused kernels of its own"),
+    _row("actor_rollout_ref.model.use_fused_kernels", (False,), "log-probs are computed in chunks without fused kernels"),
+    _row("actor_rollout_ref.model.use_shm", (False,), "models are read from where they are"),
+    _row("data.return_raw_chat", (False,), "the prompt's text is always carried"),
+    _row("trainer.val_only", (False,), "to validate without training: python -m rlhub.trainer.main_eval"),
+    _row("trainer.del_local_ckpt_after_load", (False,), "checkpoints are only removed by trainer.max_actor_ckpt_to_keep"),
+)
+
+
+def resolve_aliases(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Flat settings with every alias under our own key; two spellings with different values are a problem."""
+    resolved: dict[str, Any] = {}
+    for key, value in values.items():
+        ours = _ours(key)
+        if ours in resolved and resolved[ours] != value:
+            problems.append(f"{key}={value!r} and {ours}={resolved[ours]!r} are the same setting with different values")
+        resolved[ours] = value
+    return resolved
+
+
+def _ours(key: str) -> str:
+    for alias, ours in ALIASES.items():
+        if key == alias or key.startswith(f"{alias}."):
+            return ours + key[len(alias) :]
+    return key
+
+
+def judge(key: str, value: Any) -> str | None:
+    """For a key that is not ours: "" if the value changes nothing, a message if it would, None if the key is unheard of."""
+    for row in FOREIGN:
+        if row.covers(key):
+            if row.accepts(value):
+                return ""
+            harmless = " or ".join(scalar(item) for item in row.accepted if item is not ANY)
+            return f"{key}={scalar(value)}: {row.reason}{f' (only {harmless} is accepted)' if harmless else ''}"
+    return None

@@ -1,0 +1,152 @@
+"""Defaults + YAML + command line -> one typed configuration, with every problem reported at once.
+
+The dataclasses hold the defaults, YAML and overrides what differs.  Nothing is ever dropped: a key that is not ours is an
+error with the nearest key of ours or the reason why there is none.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from rlhub.config import compose, foreign
+from rlhub.config.schema import is_free, leaves, sections, to_dict
+from rlhub.config.walk import build
+from rlhub.errors import ConfigError
+
+C = TypeVar("C")
+
+INHERITED = {
+    "critic.model": "actor_rollout_ref.model",
+    "critic.fsdp_config": "actor_rollout_ref.actor.fsdp_config",
+    "actor_rollout_ref.ref.fsdp_config": "actor_rollout_ref.actor.fsdp_config",
+}
+"""Optional section -> the section whose values it takes, field by field, where the user said nothing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Loaded(Generic[C]):
+    """config: typed, faulty settings at their defaults; set_keys: what the user set (YAML or command line);
+    problems: all faults found; faulty: the keys they are about (cross-checks that involve these would only confuse)."""
+
+    config: C
+    set_keys: frozenset[str]
+    problems: list[str]
+    faulty: frozenset[str]
+
+
+def load(cls: type[C], config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> C:
+    """The configuration, derived fields still open (see `derive`).  Raises ConfigError with all problems."""
+    loaded = collect(cls, config_name, overrides, config_dir=config_dir)
+    if loaded.problems:
+        raise ConfigError(loaded.problems)
+    return loaded.config
+
+
+def collect(cls: type[C], config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> Loaded[C]:
+    """As `load`, but returns the problems with what could be made of the rest."""
+    problems: list[str] = []
+    tree = compose.compose(config_name, overrides, config_dir, problems)
+    said = foreign.resolve_aliases(dict(flatten(tree, _free_keys(cls))), problems)
+    known = {leaf.key for leaf in leaves(cls)}
+    faulty: set[str] = set()
+    accepted: dict[str, Any] = {}
+    names_of_sections = {key for key, _ in sections(cls)}
+    for key, value in said.items():
+        if key in known or (key in names_of_sections and not isinstance(value, Mapping)):
+            accepted[key] = value
+        elif value != {}:
+            _report_unknown(key, value, known | names_of_sections, problems, faulty)
+    values = _complete(cls, accepted)
+    values = compose.resolve(values, problems)
+    problems += [f"{key}: is marked ??? (required) and not set" for key, value in said.items() if value == "???"]
+    before = len(problems)
+    config = build(cls, values, problems)
+    faulty |= {problem.partition(":")[0] for problem in problems[before:]}
+    return Loaded(config=config, set_keys=frozenset(accepted), problems=problems, faulty=frozenset(faulty))
+
+
+def validate(config: Any) -> list[str]:
+    """Types and ranges of a configuration built in code; [] if all is well."""
+    problems: list[str] = []
+    build(type(config), to_dict(config), problems)
+    return problems
+
+
+def flatten(tree: Mapping[str, Any], stop: frozenset[str] = frozenset(), prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(full key, value) of a nested mapping; the keys in `stop` keep their mappings whole."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and key not in stop:
+            yield from flatten(value, stop, f"{key}.")
+        else:
+            yield key, value
+
+
+def _free_keys(cls: type) -> frozenset[str]:
+    return frozenset(leaf.key for leaf in leaves(cls) if is_free(leaf.annotation))
+
+
+def _complete(cls: type, accepted: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values: defaults, inherited sections, then what the user said."""
+    tree = to_dict(cls())
+    for key, value in accepted.items():
+        if not any(key == target or key.startswith(f"{target}.") for target in INHERITED):
+            _put(tree, key, value)
+    names = {key for key, _ in sections(cls)}
+    for target, source in INHERITED.items():
+        if target in names:
+            _put(tree, target, dict(_get(tree, source) or {}))
+    for key, value in accepted.items():
+        if any(key == target or key.startswith(f"{target}.") for target in INHERITED):
+            _put(tree, key, value)
+    return tree
+
+
+def _get(tree: Mapping[str, Any], key: str) -> Any:
+    node: Any = tree
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    node = tree
+    for part in parents:
+        if not isinstance(node.get(part), dict):
+            node[part] = {}
+        node = node[part]
+    node[last] = value
+
+
+def _report_unknown(key: str, value: Any, known: set[str], problems: list[str], faulty: set[str]) -> None:
+    verdict = foreign.judge(key, value)
+    if verdict == "":
+        return
+    if verdict is not None:
+        problems.append(verdict)
+        return
+    near = nearest(key, known)
+    faulty.update(near[:1])
+    hint = f"; did you mean {' or '.join(near)}?" if near else "; --help lists all settings"
+    problems.append(f"{key}: no such setting{hint}")
+
+
+def nearest(key: str, known: set[str]) -> list[str]:
+    """Up to three full keys that `key` may have meant: a slip in one name, a misplaced name, or a slip anywhere."""
+    parent, _, name = key.rpartition(".")
+    while parent and parent not in known:
+        parent, _, above = parent.rpartition(".")
+        name = f"{above}.{name}"
+    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
+    if close:
+        return [siblings[close[0]]]
+    last = key.rpartition(".")[2]
+    same_name = [other for other in sorted(known) if other.rpartition(".")[2] == last]
+    if same_name:
+        return difflib.get_close_matches(key, same_name, n=3, cutoff=0.0)
+    return difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.75)

@@ -1,0 +1,16 @@
+"""Where the YAML files are: beside the package in a source tree, inside it in a wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhub.errors import ConfigError
+
+
+def config_dir() -> Path:
+    """The folder `trainer_configs`."""
+    package = Path(__file__).resolve().parents[1]
+    for place in (package / "trainer_configs", package.parent / "trainer_configs"):
+        if (place / "ppo.yaml").is_file():
+            return place
+    raise ConfigError(f"no trainer_configs folder in {package} or beside it; the installation is incomplete, install rlhub again")

@@ -1,0 +1,174 @@
+"""What the section files are written with, and how the loader and `--help` read them.
+
+A configuration is a tree of dataclasses.  A field's type carries its range (`Annotated` with `Bounds`), the string under
+the field is its documentation, so meaning, range and default of a setting each live in exactly one place.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import math
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Range of a number; None is open.  ge, le include the end, gt, lt do not."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` is inside; NaN never is."""
+        return (
+            not math.isnan(value)
+            and (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+    def __str__(self) -> str:
+        ends = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
+        return " and ".join(f"{sign} {end:g}" for sign, end in ends if end is not None)
+
+
+PositiveInt = Annotated[int, Bounds(ge=1)]
+NonNegativeInt = Annotated[int, Bounds(ge=0)]
+IntOrOff = Annotated[int, Bounds(ge=-1)]
+PositiveFloat = Annotated[float, Bounds(gt=0)]
+NonNegativeFloat = Annotated[float, Bounds(ge=0)]
+UnitFloat = Annotated[float, Bounds(ge=0, le=1)]
+PositiveUnitFloat = Annotated[float, Bounds(gt=0, le=1)]
+
+
+@dataclass(slots=True, kw_only=True)
+class Leaf:
+    """One setting: its full key, type, default (as YAML would hold it) and documentation."""
+
+    key: str
+    annotation: Any
+    default: Any
+    doc: str
+
+
+@functools.cache
+def hints(cls: type) -> dict[str, Any]:
+    """Field name -> resolved type of a config dataclass, ranges included."""
+    resolved = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: resolved[field.name] for field in dataclasses.fields(cls)}
+
+
+def section_class(annotation: Any) -> type | None:
+    """The dataclass of a sub-section (also of an optional one), or None for a plain setting."""
+    for option in options(annotation):
+        if dataclasses.is_dataclass(option) and isinstance(option, type):
+            return option
+    return None
+
+
+def options(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union; a one-tuple of anything else."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def is_free(annotation: Any) -> bool:
+    """Whether the setting is a mapping whose keys are not ours (`ray_init`, `adv_kwargs`, ...)."""
+    return any(typing.get_origin(option) is dict for option in options(annotation))
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """A field's default; every config field has one."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config dataclass as nested plain containers."""
+    return dataclasses.asdict(config)
+
+
+def leaves(cls: type, prefix: str = "") -> Iterator[Leaf]:
+    """All settings of a config class in the order of the files; optional sub-sections are listed with their own fields."""
+    yield from _leaves(cls, cls(), prefix)
+
+
+def _leaves(cls: type, instance: Any, prefix: str) -> Iterator[Leaf]:
+    documented = docs(cls)
+    for name, annotation in hints(cls).items():
+        section = section_class(annotation)
+        value = None if instance is None else getattr(instance, name)
+        if section is not None:
+            yield from _leaves(section, value, f"{prefix}{name}.")
+        else:
+            yield Leaf(key=f"{prefix}{name}", annotation=annotation, default=value, doc=documented.get(name, ""))
+
+
+def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """(full key, class) of every sub-section."""
+    for name, annotation in hints(cls).items():
+        section = section_class(annotation)
+        if section is not None:
+            yield f"{prefix}{name}", section
+            yield from sections(section, f"{prefix}{name}.")
+
+
+@functools.cache
+def docs(cls: type) -> dict[str, str]:
+    """Field name -> the string literal under the field, read from the source; {} if there is no source."""
+    try:
+        body = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body[0]
+    except (OSError, TypeError):
+        return {}
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for before, after in zip(body.body, body.body[1:], strict=False):
+        text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and isinstance(text, str):
+            found[before.target.id] = " ".join(text.split())
+    return found
+
+
+def scalar(value: Any) -> str:
+    """A value as it would be written on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(scalar(item) for item in value)}]"
+    return str(value)
+
+
+def describe(annotation: Any) -> str:
+    """A type for people: "int >= 1, or null"; "one of fp32, bf16"."""
+    return ", or ".join(_describe_one(option) for option in options(annotation))
+
+
+def _describe_one(option: Any) -> str:
+    origin = typing.get_origin(option)
+    if option is type(None):
+        return "null"
+    if option is Any:
+        return "anything"
+    if origin is Annotated:
+        return f"{describe(typing.get_args(option)[0])} {typing.get_args(option)[1]}"
+    if origin is Literal:
+        return f"one of {', '.join(str(choice) for choice in typing.get_args(option))}"
+    if origin is list:
+        return f"list of {describe(typing.get_args(option)[0])}"
+    if origin is dict:
+        return "mapping"
+    if dataclasses.is_dataclass(option):
+        return "section (mapping)"
+    return {int: "int", float: "number", str: "string", bool: "true or false"}[option]

@@ -1,0 +1,50 @@
+"""The root of `python -m rlhub.trainer.main_sft`'s configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rlhub.config.model import ModelConfig
+from rlhub.config.schema import PositiveFloat, PositiveInt
+from rlhub.config.trainer import TrainerConfig
+from rlhub.config.training import FSDPConfig, OptimConfig
+
+
+@dataclass(slots=True, kw_only=True)
+class SFTDataConfig:
+    train_files: str | list[str] | None = None
+    """Training rows: parquet or jsonl, one path or a list. Required."""
+    val_files: str | list[str] | None = None
+    """Validation rows, same form; null: no validation."""
+    prompt_key: str = "prompt"
+    """Column with the prompt (no loss on it), or with all chat messages."""
+    response_key: str = "response"
+    """Column with the response (the loss is on its tokens)."""
+    max_length: PositiveInt = 1024
+    """Longest prompt and response together, in tokens."""
+    train_batch_size: PositiveInt = 256
+    """Rows in an optimizer step, over all ranks."""
+    micro_batch_size_per_gpu: PositiveInt | None = None
+    """Rows in a forward pass of a rank; null: its whole share at once."""
+    use_dynamic_bsz: bool = False
+    """Cut micro-batches by tokens instead of rows."""
+    max_token_len_per_gpu: PositiveInt = 16384
+    """With use_dynamic_bsz: most tokens in a forward pass of a rank; at least max_length."""
+    truncation: Literal["error", "left", "right"] = "error"
+    """What to do with a row over max_length: stop, or which end to cut."""
+    shuffle: bool = True
+    """New order in every epoch, from data.seed."""
+    seed: int = 1
+    """Seed of the order of the rows."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SFTConfig:
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-4))
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    grad_clip: PositiveFloat = 1.0
+    """Largest gradient norm of an optimizer step."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)

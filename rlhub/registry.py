@@ -1,0 +1,109 @@
+"""Named, lazily loaded parts: how one file and one registration adds an algorithm, engine, reward or tracker.
+
+A `Registry` row is either the object itself (decorator) or a `"module:attribute"` string that is imported on first use.
+Rows carry what callers must know without importing anything heavy: `requires` (batch columns or roles the part needs) and
+the knobs' class as a string, so `--help` and the checks before start load no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from rlhub.errors import RegistryError
+
+T = TypeVar("T")
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'grpo'?"` for the closest known name, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def load_object(target: str) -> Any:
+    """Import `"package.module:attribute"` and return the attribute."""
+    module_name, _, attribute = target.partition(":")
+    if not attribute:
+        raise RegistryError(f"{target!r} is not of the form 'module:attribute'")
+    value: Any = importlib.import_module(module_name)
+    for part in attribute.split("."):
+        value = getattr(value, part)
+    return value
+
+
+@dataclass(slots=True, kw_only=True)
+class Row(Generic[T]):
+    """One registered part: its name, where it is, what it needs and where its knobs' dataclass is."""
+
+    name: str
+    target: str | T
+    requires: frozenset[str] = frozenset()
+    knobs: str | type | None = None
+
+
+class Registry(Generic[T]):
+    """Name -> part.  `kind` is the noun used in errors, for example "advantage estimator"."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._rows: dict[str, Row[T]] = {}
+
+    def register(self, name: str, *, requires: Iterable[str] = (), knobs: str | type | None = None) -> Callable[[T], T]:
+        """Decorator: register the decorated object under `name`."""
+
+        def decorate(value: T) -> T:
+            self._add(Row(name=name, target=value, requires=frozenset(requires), knobs=knobs))
+            return value
+
+        return decorate
+
+    def add_lazy(self, name: str, target: str, *, requires: Iterable[str] = (), knobs: str | None = None) -> None:
+        """Register `"module:attribute"` under `name`; imported on the first `get`."""
+        self._add(Row(name=name, target=target, requires=frozenset(requires), knobs=knobs))
+
+    def _add(self, row: Row[T]) -> None:
+        old = self._rows.get(row.name)
+        if old is not None and not _same_target(old.target, row.target):
+            raise RegistryError(f"{self.kind} {row.name!r} is registered twice: {old.target!r} and {row.target!r}")
+        self._rows[row.name] = row
+
+    def row(self, name: str) -> Row[T]:
+        """The row itself, without importing the part."""
+        if name not in self._rows:
+            article = "an" if self.kind[0] in "aeiou" else "a"
+            raise RegistryError(
+                f"no {self.kind} {name!r}{suggest(name, self._rows)} known: {', '.join(sorted(self._rows))}. "
+                f"To add {article} {self.kind} of your own, register it in a module named in trainer.plugins."
+            )
+        return self._rows[name]
+
+    def get(self, name: str) -> T:
+        """The part, imported if needed."""
+        row = self.row(name)
+        if isinstance(row.target, str):
+            row.target = load_object(row.target)
+        return row.target  # type: ignore[return-value]
+
+    def knobs_class(self, name: str) -> type | None:
+        """The dataclass of the part's own knobs (imports it), or None."""
+        row = self.row(name)
+        return load_object(row.knobs) if isinstance(row.knobs, str) else row.knobs
+
+    def names(self) -> list[str]:
+        return sorted(self._rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+
+def _same_target(old: Any, new: Any) -> bool:
+    """A lazy row may be replaced by the very object it points to (its module registers itself on import)."""
+    if isinstance(old, str) and not isinstance(new, str):
+        return old == f"{getattr(new, '__module__', '')}:{getattr(new, '__qualname__', '')}"
+    if isinstance(new, str) and not isinstance(old, str):
+        return _same_target(new, old)
+    return bool(old == new)
