@@ -1,0 +1,163 @@
+"""RolloutEngine over vLLM in this process: the same ranks train and generate.
+
+With tensor parallelism each rank of a group runs its own scheduler on the same requests; the schedules agree because the
+requests, their order and their seeds do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket, WeightSlice
+from rlhub.engines.rollout.batcher import RequestBatcher
+from rlhub.engines.rollout.dtypes import resolve_dtype
+from rlhub.engines.rollout.registry import RolloutSetup
+from rlhub.engines.rollout.requests import check_requests
+from rlhub.engines.rollout.vllm.environment import distributed_variables, guarded_process
+from rlhub.engines.rollout.weight_stream import apply_buckets
+from rlhub.errors import EngineError
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm import SamplingParams as VLLMSamplingParams
+
+DISCARD_WEIGHTS = 2  # vLLM's sleep level that keeps neither cache nor weights: the next update brings them anew
+SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of what sleep frees, in the order in which they are woken
+
+
+class VLLMEngine(RolloutEngine):
+    """See the module docstring.  One vLLM engine a process: its parallel state is global to the process."""
+
+    def __init__(self, setup: RolloutSetup) -> None:
+        self.version = -1
+        self._setup = setup
+        self._dtype = resolve_dtype(setup.config.dtype, setup.device)
+        self._llm: LLM | None = None
+        self._in_process_group = False
+        self._can_sleep = False
+        self._asleep: list[str] = []  # which of SLEEPING_PARTS are
+        self._ready = False
+        self._weight_dtypes: dict[str, torch.dtype] = {}
+        self._batcher = RequestBatcher(self.generate)
+
+    def initialize(self) -> None:
+        """Collective over all ranks of the job when torch.distributed is initialized."""
+        self._in_process_group = dist.is_initialized()
+        world_size = dist.get_world_size() if self._in_process_group else 1
+        if world_size % self._setup.config.tensor_model_parallel_size:
+            raise EngineError(
+                f"rollout.tensor_model_parallel_size {self._setup.config.tensor_model_parallel_size} does not divide the "
+                f"{world_size} ranks of the job"
+            )
+        variables = distributed_variables(
+            rank=dist.get_rank() if self._in_process_group else 0,
+            world_size=world_size,
+            local_rank=self._setup.device.index or 0,
+        )
+        with guarded_process(variables):
+            # Imported only now: vLLM reads the environment while it is imported.
+            from rlhub.engines.rollout.vllm import build
+
+            self._llm = build.build_llm(self._setup, self._dtype, in_process_group=self._in_process_group)
+            self._can_sleep = build.supports_sleep(self._setup)
+        self._weight_dtypes = {name: view.dtype for name, view, _ in self.live_weights()}
+        self._ready = self._setup.load_checkpoint
+
+    def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
+        if not self._ready or self._asleep:
+            raise EngineError("the engine has no whole set of weights: wake_up and update_weights come before generate")
+        check_requests(requests, params, max_model_len=self._setup.max_model_len)
+        if not requests:
+            return []
+        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
+        sampling = [_vllm_params(request, params) for request in requests]
+        outputs = self._engine().generate(prompts, sampling, use_tqdm=False)
+        return [self._completion(output.outputs[0], params) for output in outputs]
+
+    def _completion(self, output: object, params: SamplingParams) -> Completion:
+        tokens = list(output.token_ids)  # type: ignore[attr-defined]
+        log_probs = list(output.logprobs.logprobs) if params.log_probs else []  # type: ignore[attr-defined]
+        if params.log_probs and len(log_probs) != len(tokens):
+            raise EngineError(f"vLLM returned {len(log_probs)} log-probabilities for {len(tokens)} tokens")
+        return Completion(
+            token_ids=tokens,
+            log_probs=log_probs,
+            finish_reason=output.finish_reason,  # type: ignore[attr-defined]
+            versions=[self.version] * len(tokens),
+        )
+
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+        if self._setup.config.tensor_model_parallel_size > 1:
+            raise EngineError("single requests would be scheduled differently on each tensor-parallel rank; use generate")
+        return await self._batcher.submit(request, params)
+
+    @torch.no_grad()
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        from rlhub.engines.rollout.vllm import build
+
+        self._ready = False
+        self.wake_up(weights_only=True)
+        model = build.driver_model(self._engine())
+        apply_buckets(buckets, self._weight_dtypes, lambda bucket: model.load_weights(iter(bucket)))
+        self._reset_prefix_cache()
+        self._ready, self.version = True, version
+
+    def _reset_prefix_cache(self) -> None:
+        """Cached prefixes were computed with the old weights."""
+        if not self._engine().reset_prefix_cache():
+            raise EngineError("vLLM did not reset its prefix cache: are requests still running?")
+
+    def live_weights(self) -> Iterator[tuple[str, Tensor, WeightSlice]]:
+        from rlhub.engines.rollout.vllm import build, weights
+
+        return weights.live_weights(build.driver_model(self._engine()))
+
+    def weight_dtype(self, name: str) -> torch.dtype:
+        return self._weight_dtypes[name]
+
+    def sleep(self) -> None:
+        self._ready = False
+        if self._can_sleep and not self._asleep:
+            self._engine().sleep(level=DISCARD_WEIGHTS)
+            self._asleep = list(SLEEPING_PARTS)
+
+    def wake_up(self, *, weights_only: bool = False) -> None:
+        parts = [part for part in self._asleep if part == "weights" or not weights_only]
+        if parts:
+            self._engine().wake_up(tags=parts)
+            self._asleep = [part for part in self._asleep if part not in parts]
+
+    def shutdown(self) -> None:
+        if self._llm is None:
+            return
+        from rlhub.engines.rollout.vllm import build
+
+        build.shut_down(self._llm, keep_process_group=self._in_process_group)
+        self._llm, self._ready = None, False
+
+    def _engine(self) -> LLM:
+        if self._llm is None:
+            raise EngineError("the vLLM engine is not initialized, or was shut down")
+        return self._llm
+
+
+def _vllm_params(request: GenerationRequest, params: SamplingParams) -> VLLMSamplingParams:
+    from vllm import SamplingParams as VLLMSamplingParams
+
+    return VLLMSamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        max_tokens=params.max_new_tokens,
+        seed=request.seed,
+        stop_token_ids=[] if params.ignore_eos else list(params.stop_token_ids),
+        ignore_eos=True,  # the request's stop tokens are the only ones
+        logprobs=0 if params.log_probs else None,
+        flat_logprobs=params.log_probs,
+        detokenize=False,
+    )

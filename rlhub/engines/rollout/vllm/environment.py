@@ -1,0 +1,72 @@
+"""What vLLM needs from the process, and what it changes in it: the only place that touches environment variables.
+
+Building an engine seeds every global random generator, replaces `torch.set_num_threads` by a no-op, and overwrites
+LOCAL_WORLD_SIZE and LD_PRELOAD.  A trainer living in the same process would silently draw other batches afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+ENGINE_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process, where the weights are
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks on one machine would otherwise be bound to the same core
+}
+DEFAULT_VARIABLES = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",  # nothing is reported to anyone unless the user asks for it
+    "OMP_NUM_THREADS": "1",
+}
+KEPT_PREFIX = "VLLM_"  # vLLM reads its own variables while it runs, not only at start
+
+
+def distributed_variables(*, rank: int, world_size: int, local_rank: int) -> dict[str, str]:
+    """What vLLM's external launcher reads, from the process group that exists."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
+
+
+def job_identity() -> str:
+    """Names this job's shared-memory segments: the rendezvous address is unique among jobs alive on one machine."""
+    return f"{os.environ.get('MASTER_ADDR', 'local')}-{os.environ.get('MASTER_PORT', os.getpid())}"
+
+
+@contextmanager
+def guarded_process(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set `variables` and vLLM's own for the duration; on exit random states, default dtype, thread count, CPU affinity
+    and environment (but for VLLM_ variables) are as before."""
+    environment = dict(os.environ)
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    dtype, set_threads, num_threads = torch.get_default_dtype(), torch.set_num_threads, torch.get_num_threads()
+    affinity = os.sched_getaffinity(0)
+    for name, value in DEFAULT_VARIABLES.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(ENGINE_VARIABLES)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if cuda_states:
+            torch.cuda.set_rng_state_all(cuda_states)
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(num_threads)
+        os.sched_setaffinity(0, affinity)
+        _restore_environment(environment)
+
+
+def _restore_environment(before: Mapping[str, str]) -> None:
+    for name in [name for name in os.environ if name not in before and not name.startswith(KEPT_PREFIX)]:
+        del os.environ[name]
+    for name, value in before.items():
+        if not name.startswith(KEPT_PREFIX):
+            os.environ[name] = value
