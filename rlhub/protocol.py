@@ -15,12 +15,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
 from torch import Tensor
 
 from rlhub.errors import ProtocolError
@@ -29,6 +29,7 @@ from rlhub.utils.column_files import read_columns, write_columns
 from rlhub.utils.columns import (
     Index,
     chunk_bounds,
+    column_of_values,
     copy_containers,
     join_columns,
     join_meta,
@@ -38,10 +39,12 @@ from rlhub.utils.columns import (
     same_array,
     same_tensor,
     same_value,
+    without,
 )
-from rlhub.utils.object_stacks import array_of_stack, stack_of_array
 from rlhub.utils.readonly_tensor import own
+from rlhub.utils.rows_future import RowsFuture
 from rlhub.utils.tensor_pickle import Packed, pack_tensor, unpack_tensor
+from rlhub.utils.tensordicts import check_columns, merge_tensordict, split_tensordict
 
 logger = logging.getLogger(__name__)
 
@@ -74,16 +77,7 @@ class DataProto:
 
     def check_consistency(self) -> None:
         """Raise ProtocolError unless all columns are equally long."""
-        if self.batch is not None and (not isinstance(self.batch, TensorDict) or len(self.batch.batch_size) != 1):
-            got = f"batch_size {list(self.batch.batch_size)}" if isinstance(self.batch, TensorDict) else type(self.batch).__name__
-            raise ProtocolError(f"batch must be a TensorDict with one batch dimension, got {got}; see DataProto.from_dict")
-        rows = None if self.batch is None else (int(self.batch.batch_size[0]), "the tensors")
-        for key, array in self.non_tensor_batch.items():
-            if not isinstance(array, np.ndarray) or array.ndim == 0:
-                raise ProtocolError(f"column {key!r} must be a numpy array with a row axis, got {type(array).__name__}")
-            rows = rows or (len(array), f"column {key!r}")
-            if len(array) != rows[0]:
-                raise ProtocolError(f"column {key!r} has {len(array)} rows, {rows[1]} {rows[0]}")
+        check_columns(self.batch, self.non_tensor_batch)
 
     # -- construction ------------------------------------------------------------------------------------------------------
 
@@ -131,35 +125,21 @@ class DataProto:
     @classmethod
     def from_tensordict(cls, td: TensorDict, meta_info: dict[str, Any] | None = None) -> DataProto:
         """Tensors to `batch`, stacks of objects to array columns, single objects to `meta_info`."""
-        meta = dict(meta_info or {})
-        tensors: dict[str, Tensor] = {}
-        arrays: dict[str, np.ndarray] = {}
-        for key, value in td.items():
-            if isinstance(value, NonTensorStack):
-                arrays[key] = array_of_stack(value)
-            elif isinstance(value, NonTensorData):
-                if key in meta and not same_value(meta[key], value.data):
-                    raise ProtocolError(f"meta_info key {key!r} is given twice with different values")
-                meta[key] = value.data
-            else:
-                tensors[key] = value
+        tensors, arrays, meta = split_tensordict(td, meta_info or {})
         batch = TensorDict(tensors, batch_size=td.batch_size[:1]) if tensors or not arrays else None
         return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta)
 
     def to_tensordict(self) -> TensorDict:
         """Everything in one TensorDict; `from_tensordict` gives it back exactly."""
-        fields: dict[str, Any] = {} if self.batch is None else dict(self.batch.items())
-        extra = [(key, stack_of_array(array)) for key, array in self.non_tensor_batch.items()]
-        extra += [(key, NonTensorData(value, batch_size=[len(self)])) for key, value in self.meta_info.items()]
-        for key, value in extra:
-            if key in fields:
-                raise ProtocolError(f"key {key!r} names more than one of: a tensor column, an array column, a meta_info entry")
-            fields[key] = value
-        return TensorDict(fields, batch_size=[len(self)])
+        return merge_tensordict(self.tensors(), self.non_tensor_batch, self.meta_info, len(self))
 
     def _with(self, batch: TensorDict | None, arrays: dict[str, np.ndarray]) -> DataProto:
         """Other columns, and a meta dictionary of its own."""
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=copy_containers(self.meta_info))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensor columns as a new dictionary."""
+        return {} if self.batch is None else cast(dict[str, Tensor], dict(self.batch.items()))
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
@@ -200,7 +180,7 @@ class DataProto:
         if self.batch is None:
             return self._with(None, arrays)
         rows = torch.from_numpy(index)
-        tensors = {key: value.index_select(0, rows.to(value.device)) for key, value in self.batch.items()}
+        tensors = {key: value.index_select(0, rows.to(value.device)) for key, value in self.tensors().items()}
         return self._with(TensorDict(tensors, batch_size=[len(index)]), arrays)
 
     def select(
@@ -211,7 +191,7 @@ class DataProto:
         deepcopy: bool = False,
     ) -> DataProto:
         """Those columns and meta entries (None: all) as a new batch over the same storage, or over copies."""
-        tensors = {} if self.batch is None else dict(self.batch.items())
+        tensors = self.tensors()
         kept = pick(tensors, batch_keys, "tensor column")
         arrays = pick(self.non_tensor_batch, non_tensor_batch_keys, "array column")
         meta = pick(self.meta_info, meta_info_keys, "meta_info key")
@@ -244,7 +224,7 @@ class DataProto:
         if len(old) != len(new):
             raise ProtocolError(f"rename: {len(old)} old names {old} but {len(new)} new names {new}")
         names = dict(zip(old, new, strict=True))
-        tensors = {} if self.batch is None else dict(self.batch.items())
+        tensors = self.tensors()
         pick(tensors, old, "tensor column")
         renamed = [names.get(key, key) for key in tensors]
         if len(set(renamed)) != len(renamed):
@@ -257,20 +237,22 @@ class DataProto:
         """Add the other batch's columns and meta entries in place; what both have must be equal.  Returns self."""
         if self._has_columns() and other._has_columns() and len(self) != len(other):
             raise ProtocolError(f"union of batches with {len(self)} and {len(other)} rows")
-        mine = {} if self.batch is None else dict(self.batch.items())
-        theirs = {} if other.batch is None else dict(other.batch.items())
-        for kind, left, right, same in (
+        mine = self.tensors()
+        theirs = other.tensors()
+        kinds: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any], Callable[[Any, Any], bool]], ...] = (
             ("tensor column", mine, theirs, same_tensor),
             ("array column", self.non_tensor_batch, other.non_tensor_batch, same_array),
             ("meta_info key", self.meta_info, other.meta_info, same_value),
-        ):
+        )
+        for kind, left, right, same in kinds:
             for key in left.keys() & right.keys():
                 if left[key] is not right[key] and not same(left[key], right[key]):
                     raise ProtocolError(f"union: {kind} {key!r} differs between the two batches")
         if theirs:
-            self.batch = TensorDict({**theirs, **mine}, batch_size=[len(other)])
-        self.non_tensor_batch = {**other.non_tensor_batch, **self.non_tensor_batch}
-        self.meta_info = {**other.meta_info, **self.meta_info}
+            self.batch = TensorDict({}, batch_size=[len(other)]) if self.batch is None else self.batch
+            self.batch.update(without(theirs, mine))
+        self.non_tensor_batch.update(without(other.non_tensor_batch, self.non_tensor_batch))
+        self.meta_info.update(copy_containers(without(other.meta_info, self.meta_info)))
         return self
 
     def _has_columns(self) -> bool:
@@ -295,8 +277,7 @@ class DataProto:
     def materialize(self) -> DataProto:
         """Replace read-only columns (a received batch) by private, writable copies in place; returns self."""
         if self.batch is not None:
-            writable = {key: own(value) for key, value in self.batch.items()}
-            self.batch = TensorDict(writable, batch_size=self.batch.batch_size)
+            self.batch = TensorDict({key: own(value) for key, value in self.tensors().items()}, batch_size=[len(self)])
         for key, array in self.non_tensor_batch.items():
             self.non_tensor_batch[key] = array if array.flags.writeable else array.copy()
         return self
@@ -324,7 +305,7 @@ class DataProto:
         other meta entries that several parts have must agree.  One part alone is not copied."""
         if not data:
             raise ProtocolError("concat of an empty list: there is no batch to take the columns from")
-        tensors = join_columns("tensor column", [{} if part.batch is None else dict(part.batch.items()) for part in data])
+        tensors = join_columns("tensor column", [part.tensors() for part in data])
         arrays = join_columns("array column", [part.non_tensor_batch for part in data])
         has_batch = any(part.batch is not None for part in data)
         batch = TensorDict(tensors, batch_size=[sum(map(len, data))]) if has_batch else None
@@ -345,7 +326,7 @@ class DataProto:
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
         """Columns `split_keys` (rows, n_split * k, ...) become (rows * n_split, k, ...); the others repeat interleaved."""
         repeated = self.repeat(n_split)
-        columns: dict[str, Any] = {} if self.batch is None else dict(self.batch.items())
+        columns: dict[str, Any] = self.tensors()
         for key, column in pick({**columns, **self.non_tensor_batch}, split_keys or [], "column").items():
             if column.ndim < 2 or column.shape[1] % n_split:
                 raise ProtocolError(f"column {key!r} of shape {tuple(column.shape)} cannot be cut into {n_split} along axis 1")
@@ -379,15 +360,13 @@ class DataProto:
 
     def get_data_info(self) -> str:
         """One line a column: name, shape, dtype."""
-        tensors = {} if self.batch is None else dict(self.batch.items())
-        lines = [
-            f"{key}: {tuple(column.shape)} {column.dtype}" for key, column in (*tensors.items(), *self.non_tensor_batch.items())
-        ]
+        columns: dict[str, Any] = {**self.tensors(), **self.non_tensor_batch}
+        lines = [f"{key}: {tuple(column.shape)} {column.dtype}" for key, column in columns.items()]
         return "\n".join([f"{len(self)} rows", *lines, f"meta_info: {sorted(self.meta_info)}"])
 
     def print_size(self, prefix: str = "") -> None:
         """Log the bytes held by tensor and (shallowly) array columns."""
-        tensor_bytes = 0 if self.batch is None else sum(column.nbytes for column in self.batch.values())
+        tensor_bytes = sum(column.nbytes for column in self.tensors().values())
         array_bytes = sum(array.nbytes for array in self.non_tensor_batch.values())
         logger.info(
             "%stensors %.1f MiB, arrays %.1f MiB", f"{prefix}: " if prefix else "", tensor_bytes / 2**20, array_bytes / 2**20
@@ -395,7 +374,7 @@ class DataProto:
 
     def save_to_disk(self, filepath: str | Path) -> None:
         """One safetensors file; objects and meta_info inside as JSON.  ProtocolError names what JSON cannot hold."""
-        tensors = {} if self.batch is None else dict(self.batch.items())
+        tensors = self.tensors()
         try:
             write_columns(Path(filepath), tensors, self.non_tensor_batch, self.meta_info, has_tensors=self.batch is not None)
         except TypeError as error:
@@ -410,11 +389,9 @@ class DataProto:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Protocol 5: tensors' bytes out of band.  Below: private copies."""
-        tensors = None if self.batch is None else dict(self.batch.items())
-        if tensors is not None:
-            pack = pack_tensor if protocol >= 5 else _detached_copy
-            tensors = {key: pack(tensor) for key, tensor in tensors.items()}
-        return _rebuild, (type(self), len(self), tensors, self.non_tensor_batch, self.meta_info)
+        pack = pack_tensor if protocol >= 5 else _detached
+        columns = None if self.batch is None else {key: pack(tensor) for key, tensor in self.tensors().items()}
+        return _rebuild, (type(self), len(self), columns, self.non_tensor_batch, self.meta_info)
 
 
 def _rebuild(
@@ -430,7 +407,7 @@ def _rebuild(
     return cls(TensorDict(tensors, batch_size=[rows]), arrays, meta)
 
 
-def _detached_copy(tensor: Tensor) -> Tensor:
+def _detached(tensor: Tensor) -> Packed | Tensor:
     return tensor.detach().cpu()
 
 
@@ -457,7 +434,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """The first `batch_dims` axes of every column become one."""
-    columns = [*([] if data.batch is None else data.batch.values()), *data.non_tensor_batch.values()]
+    columns: list[Any] = [*data.tensors().values(), *data.non_tensor_batch.values()]
     leading = {tuple(column.shape[:batch_dims]) for column in columns}
     if len(leading) > 1 or any(len(shape) < batch_dims for shape in leading):
         raise ProtocolError(f"unfold_batch_dim: columns differ in their first {batch_dims} axes: {sorted(leading)}")
@@ -468,7 +445,7 @@ def _reshape_rows(data: DataProto, num_old: int, new: tuple[int, ...]) -> DataPr
     arrays = {key: array.reshape(*new, *array.shape[num_old:]) for key, array in data.non_tensor_batch.items()}
     if data.batch is None:
         return data._with(None, arrays)
-    tensors = {key: tensor.reshape(*new, *tensor.shape[num_old:]) for key, tensor in data.batch.items()}
+    tensors = {key: tensor.reshape(*new, *tensor.shape[num_old:]) for key, tensor in data.tensors().items()}
     return data._with(TensorDict(tensors, batch_size=new[:1]), arrays)
 
 
@@ -476,11 +453,11 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     """Rows -> batch; the first row's meta_info is taken."""
     if not items:
         raise ProtocolError("collate_fn of no rows")
-    arrays = {key: object_array(item.non_tensor_batch[key] for item in items) for key in items[0].non_tensor_batch}
-    batch = None
-    if items[0].batch is not None:
-        tensors = {key: torch.stack([item.batch[key] for item in items]) for key in items[0].batch.keys()}  # noqa: SIM118  # type: ignore[index]
-        batch = TensorDict(tensors, batch_size=[len(items)])
+    arrays = {key: column_of_values([item.non_tensor_batch[key] for item in items]) for key in items[0].non_tensor_batch}
+    rows = [item.batch for item in items if item.batch is not None]
+    batch = (
+        TensorDict({key: torch.stack([row[key] for row in rows]) for key in list(rows[0].keys())}, [len(rows)]) if rows else None
+    )
     return DataProto(batch=batch, non_tensor_batch=arrays, meta_info=copy_containers(items[0].meta_info))
 
 
@@ -507,75 +484,14 @@ def all_gather_data_proto(data: DataProto, group: dist.ProcessGroup | None = Non
     return data
 
 
-# -- a batch that is still being made --------------------------------------------------------------------------------------
+class DataProtoFuture(RowsFuture[DataProto]):
+    """What a non-blocking worker-group call returns: `get()`, `chunk(n)`, `concat(futures)`; see RowsFuture.
 
-
-@dataclass(slots=True, eq=False)
-class DataProtoFuture:
-    """What a non-blocking worker-group call returns: references to the parts of a batch, in order.
-
-    resolve: waits for references and gives their batches, in order (Ray: `ray.get`, with a deadline).
-    measure: row counts of references without fetching their columns; None: the references are resolved to count.
-    cuts: `(index, num_chunks)` of the chunks taken so far, outermost first.
-
-    It pickles (its functions must be importable), so a consumer on a worker resolves its own chunk, and fetches only the
-    parts in which its rows lie.
+    The resolver is injected, so this module knows no transport.
     """
 
-    references: list[Any]
-    resolve: Callable[[list[Any]], list[DataProto]]
-    measure: Callable[[list[Any]], list[int]] | None = None
-    cuts: tuple[tuple[int, int], ...] = ()
-
-    def get(self) -> DataProto:
-        """Wait for the batch.  Blocking."""
-        if not self.cuts:
-            return DataProto.concat(self.resolve(self.references))
-        known = self.resolve(self.references) if self.measure is None else None
-        counts = list(map(len, known)) if known is not None else self._counts()
-        starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
-        first, last = self._row_range(starts[-1])
-        # An empty chunk still needs one part, for its columns.
-        hit = [i for i in range(len(counts)) if starts[i] < last and starts[i + 1] > first] or [0]
-        parts = self.resolve([self.references[i] for i in hit]) if known is None else [known[i] for i in hit]
-        cuts = ((max(first - starts[i], 0), max(min(last, starts[i + 1]) - starts[i], 0)) for i in hit)
-        return DataProto.concat([part.slice(start, stop) for part, (start, stop) in zip(parts, cuts, strict=True)])
-
-    def num_rows(self) -> int:
-        """Rows of this future's batch.  Blocking until the parts exist; fetches columns only without `measure`."""
-        first, last = self._row_range(sum(self._counts()))
-        return last - first
-
-    def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """`chunks` futures whose batches are those of `DataProto.chunk`.  Does not wait."""
-        if chunks < 1:
-            raise ProtocolError(f"chunk: the number of parts must be at least 1, got {chunks}")
-        return [DataProtoFuture(self.references, self.resolve, self.measure, (*self.cuts, (i, chunks))) for i in range(chunks)]
+    __slots__ = ()
 
     @staticmethod
-    def concat(data: Sequence[DataProtoFuture]) -> DataProtoFuture:
-        """One future of all their rows in order.  Does not wait."""
-        if not data:
-            raise ProtocolError("concat of an empty list of futures")
-        first = data[0]
-        if all(not part.cuts and part.resolve == first.resolve and part.measure == first.measure for part in data):
-            return DataProtoFuture([ref for part in data for ref in part.references], first.resolve, first.measure)
-        return DataProtoFuture(list(data), _resolve_futures, _measure_futures)
-
-    def _counts(self) -> list[int]:
-        return list(map(len, self.resolve(self.references))) if self.measure is None else self.measure(self.references)
-
-    def _row_range(self, num_rows: int) -> tuple[int, int]:
-        first, last = 0, num_rows
-        for index, chunks in self.cuts:
-            start, stop = chunk_bounds(last - first, chunks)[index]
-            first, last = first + start, first + stop
-        return first, last
-
-
-def _resolve_futures(futures: list[DataProtoFuture]) -> list[DataProto]:
-    return [future.get() for future in futures]
-
-
-def _measure_futures(futures: list[DataProtoFuture]) -> list[int]:
-    return [future.num_rows() for future in futures]
+    def join(parts: Sequence[DataProto]) -> DataProto:
+        return DataProto.concat(parts)

@@ -43,6 +43,12 @@ def object_array(values: Iterable[Any]) -> np.ndarray:
     return array
 
 
+def column_of_values(values: Sequence[Any]) -> np.ndarray:
+    """Column of the rows' values: numbers of one numpy type as such an array, anything else as an object array."""
+    types = {type(value) for value in values}
+    return np.array(values) if len(types) == 1 and issubclass(types.pop(), np.generic) else object_array(values)
+
+
 def copy_containers(value: Any) -> Any:
     """Copy of nested dicts, lists, sets and tuples; leaves are shared."""
     if isinstance(value, dict):
@@ -136,6 +142,11 @@ def pick(columns: Mapping[str, Any], keys: Sequence[str] | None, kind: str) -> d
         if key not in columns:
             raise ProtocolError(f"no {kind} {key!r}; there are: {', '.join(sorted(map(str, columns))) or 'none'}")
     return dict(columns) if keys is None else {key: columns[key] for key in keys}
+
+
+def without(columns: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `columns` that `known` lacks."""
+    return {key: value for key, value in columns.items() if key not in known}
 
 
 def join_columns(kind: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

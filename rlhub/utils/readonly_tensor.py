@@ -24,16 +24,18 @@ class ReadOnlyTensor(Tensor):
 
     plain: Tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch documents it
 
     @staticmethod
-    def __new__(cls, plain: Tensor) -> Self:
+    def __new__(cls: type[Self], plain: Tensor) -> Self:
         guarded: Self = torch.Tensor._make_subclass(cls, plain)
         guarded.plain = plain
         return guarded
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub lacks the class
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             _refuse_guarded_targets(func, args, kwargs)
@@ -53,14 +55,15 @@ class ReadOnlyTensor(Tensor):
     def tolist(self) -> Any:
         return self.plain.tolist()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:
         return f"read-only {self.plain!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), self.plain.clone())
+        own_copy: Tensor = memo.setdefault(id(self), self.plain.clone())
+        return own_copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain.__reduce_ex__(protocol)
+        return self.plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __dlpack__(self, **_: Any) -> NoReturn:
         raise BufferError(f"DLPack cannot mark memory read-only; {_ADVICE}")

@@ -24,7 +24,7 @@ def pack_tensor(tensor: Tensor) -> Packed:
     """`tensor` (any device, layout or strides) as a tuple whose bytes travel out of band.  Gradients do not travel."""
     tensor = tensor.detach()
     if tensor.is_nested:
-        jagged = tensor.cpu()
+        jagged: Any = tensor.cpu()
         return "jagged", pack_tensor(jagged.values()), pack_tensor(jagged.offsets())
     if tensor.layout != torch.strided:
         return "other", tensor.cpu()
@@ -36,15 +36,18 @@ def pack_tensor(tensor: Tensor) -> Packed:
     array = raw.numpy()
     if isinstance(tensor, ReadOnlyTensor):
         array.flags.writeable = False
-    return "dense", dense.dtype, tuple(dense.shape), pickle.PickleBuffer(array)
+    return "dense", dense.dtype, tuple(dense.shape), pickle.PickleBuffer(array)  # type: ignore[arg-type]  # numpy arrays are buffers
 
 
 def unpack_tensor(packed: Packed) -> Tensor:
     """The tensor of `pack_tensor`: a read-only view where the received bytes are read-only, else a plain tensor over them."""
+    tensor: Tensor
     if packed[0] == "jagged":
-        return torch.nested.nested_tensor_from_jagged(unpack_tensor(packed[1]).clone(), unpack_tensor(packed[2]).clone())
+        tensor = torch.nested.nested_tensor_from_jagged(unpack_tensor(packed[1]).clone(), unpack_tensor(packed[2]).clone())
+        return tensor
     if packed[0] == "other":
-        return packed[1]
+        tensor = packed[1]
+        return tensor
     _, dtype, shape, buffer = packed
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
