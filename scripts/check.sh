@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# What to run before every commit, under 90 s: lint, format, types, architecture and unit tests.  Runs all, then says what failed.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+SECONDS=0
+bash scripts/setup_env.sh || exit 1
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
+PY=.venv/bin/python
+STRICT=(rlhub/protocol.py rlhub/errors.py rlhub/registry.py rlhub/config rlhub/algorithms rlhub/single_controller)
+
+failed=()
+step() {
+  local name="$1" started=$SECONDS
+  shift
+  echo "--- $name"
+  if "$@"; then echo "$name: ok ($((SECONDS - started)) s)"; else failed+=("$name"); fi
+}
+step "lint" "$PY" -m ruff check .
+step "format" "$PY" -m ruff format --check .
+step "types" "$PY" -m mypy "${STRICT[@]}"
+step "unit tests" "$PY" -m pytest -q tests/unit
+
+echo "--- total: $SECONDS s"
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "FAILED: ${failed[*]}"
+  exit 1
+fi

