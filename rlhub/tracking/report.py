@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhub.tracking.generations import list_generations, read_generations
 from rlhub.tracking.metrics_log import read_metrics
-from rlhub.tracking.report_charts import NUM_COLOURS, Chart, Series, line_chart, number, stacked_columns
+from rlhub.tracking.report_charts import MAX_POINTS, NUM_COLOURS, Chart, Series, line_chart, number, stacked_columns
 from rlhub.tracking.report_page import page
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.tracker import GenerationRow, RunInfo, Status
@@ -28,6 +28,10 @@ SAMPLE_STEPS = 6  # first, last, and some between
 SAMPLE_ROWS = 8
 SAMPLE_CHARACTERS = 4000
 STEP_TIME = "timing_s/step"
+CURVES_NOTE = (
+    "Steps run from left to right. Of noisy figures the pale line is the value of each step and the strong one a moving average. "
+    f"A curve of more than {MAX_POINTS} steps is drawn from means of neighbouring steps; metrics.jsonl has them all."
+)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -141,14 +145,18 @@ def _tile(tile: Tile, one: Series) -> str:
         typical = statistics.median(one.values)
         return f'<div class="tile"><span>{tile.title}</span><strong>{duration(typical)}</strong><small>median</small></div>'
     first, last = one.values[0], one.values[-1]
-    change = last - first
-    good = change * tile.better
-    mood = "" if good == 0 else " good" if good > 0 else " bad"
-    tail = f'<small class="{mood.strip()}">{"+" if change >= 0 else "−"}{number(float(f"{abs(change):.3g}"))}</small> '
-    tail += f"<small>from {number(float(f'{first:.3g}'))}</small>"
     if len(one.values) == 1:
         tail = f"<small>at step {one.steps[0]}</small>"
-    return f'<div class="tile"><span>{tile.title}</span><strong>{number(float(f"{last:.4g}"))}</strong>{tail}</div>'
+    else:
+        tail = f"<small>from {_three_digits(first)}</small>"
+        if tile.better:
+            mood = "good" if (last - first) * tile.better >= 0 else "bad"
+            tail = f'<small class="{mood}">{"+" if last >= first else "−"}{_three_digits(abs(last - first))}</small> {tail}'
+    return f'<div class="tile"><span>{tile.title}</span><strong>{_three_digits(last)}</strong>{tail}</div>'
+
+
+def _three_digits(value: float) -> str:
+    return number(float(f"{value:.3g}"))
 
 
 def _matching(series: dict[str, Series], panel: Panel) -> list[Series]:
@@ -166,7 +174,7 @@ def _panels(series: dict[str, Series]) -> str:
     for panel in PANELS:
         if found := _matching(series, panel):
             charts.append(line_chart(Chart(title=panel.title, series=found, zero=panel.zero, smooth=panel.smooth)))
-    return f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>' if charts else ""
+    return f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div><p class="note">{CURVES_NOTE}</p>' if charts else ""
 
 
 def _others(series: dict[str, Series]) -> str:
@@ -199,7 +207,7 @@ def _timing(series: dict[str, Series]) -> str:
         parts = [_at(one, steps) for one in small]
         columns.append(Series(name="other phases", steps=steps, values=[math.fsum(p.values[i] for p in parts) for i in range(len(steps))]))
     chart = stacked_columns("Seconds per step", steps, columns, unit="s")
-    return f'<h2>Time</h2><div class="charts">{chart}<div class="chart">{_time_table(columns, len(steps))}</div></div>'
+    return f'<h2>Time</h2><div class="charts wide">{chart}<div class="chart">{_time_table(columns, len(steps))}</div></div>'
 
 
 def _at(one: Series, steps: Sequence[int]) -> Series:
@@ -231,17 +239,17 @@ def _samples(folder: Path) -> str:
         split, step, path = found[index]
         rows = read_generations(path)
         scores = [row.score for row in rows if row.score is not None]
-        mean = f" · mean score {number(float(f'{statistics.fmean(scores):.3g}'))}" if scores else ""
+        mean = f" · mean score {_three_digits(statistics.fmean(scores))}" if scores else ""
         head = f"Step {step} <span class='chip'>{escape(split)}</span> <small class='sub'>{len(rows)} samples{mean}</small>"
         body = "".join(_sample(row) for row in rows[:SAMPLE_ROWS])
-        blocks.append(f'<details class="card"{" open" if position == 0 else ""}><summary>{head}</summary>{body}</details>')
+        blocks.append(f'<details class="card"{" open" if position == 0 else ""}><summary>{head}</summary><div class="samples">{body}</div></details>')
     return f"<h2>Sample completions</h2>{''.join(blocks)}"
 
 
 def _sample(row: GenerationRow) -> str:
     chips = []
     if row.score is not None:
-        chips.append(f'<span class="chip {"good" if row.score > 0 else "bad"}">score {number(float(f"{row.score:.4g}"))}</span>')
+        chips.append(f'<span class="chip {"good" if row.score > 0 else "bad"}">score {_three_digits(row.score)}</span>')
     else:
         chips.append('<span class="chip bad">not scored</span>')
     for label, text in (("truth", row.ground_truth), ("source", row.data_source), ("ended by", row.finish_reason)):

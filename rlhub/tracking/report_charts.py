@@ -5,6 +5,7 @@ Colours are CSS variables (`--c0` ... `--c7`), so one drawing serves the light a
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -12,11 +13,11 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 460, 220
-LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 26
+LEFT, RIGHT, TOP, BOTTOM = 50, 16, 10, 26
 NUM_COLOURS = 8
 MAX_POINTS = 400  # more than one per horizontal pixel cannot be seen
 SMOOTH_FROM = 40  # points; shorter curves are read as they are
-SMOOTH_SHARE = 0.06  # time constant of the smoothed line, as a share of the curve
+SMOOTH_SHARE = 0.08  # width of the moving average, as a share of the curve
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,14 +78,13 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
 
 
 def smoothed(values: Sequence[float], share: float = SMOOTH_SHARE) -> list[float]:
-    """Exponential moving average without the bias towards its start (the weights given so far are divided out)."""
-    keep = 1.0 - 1.0 / max(1.0, share * len(values))
-    total = weight = 0.0
+    """Centred moving average, so that the line does not lag behind what it shows; the window shrinks towards both ends."""
+    reach = max(1, round(share * len(values) / 2))
+    sums = list(itertools.accumulate(values, initial=0.0))
     result = []
-    for value in values:
-        total = keep * total + value
-        weight = keep * weight + 1.0
-        result.append(total / weight)
+    for index in range(len(values)):
+        side = min(reach, index, len(values) - 1 - index)
+        result.append((sums[index + side + 1] - sums[index - side]) / (2 * side + 1))
     return result
 
 
@@ -146,15 +146,22 @@ class _Axes:
         return HEIGHT - BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
 
     def drawing(self) -> str:
+        """Grid, value labels, step labels and base line."""
+        ticks = [tick for tick in nice_ticks(self.x_low, self.x_high, 6) if tick == int(tick)]
+        return self.values_axis() + "".join(_step_label(self.x(tick), number(tick)) for tick in ticks)
+
+    def values_axis(self) -> str:
         parts = []
         for tick in nice_ticks(self.y_low, self.y_high):
             y = self.y(tick)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{number(tick)}</text>')
-        for tick in (tick for tick in nice_ticks(self.x_low, self.x_high, 6) if tick == int(tick)):
-            parts.append(f'<text x="{self.x(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{number(tick)}</text>')
         base = HEIGHT - BOTTOM
         return "".join(parts) + f'<line class="base" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>'
+
+
+def _step_label(x: float, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{text}</text>'
 
 
 def _curve(series: Series, colour: int, axes: _Axes, *, smooth: bool) -> str:
@@ -179,7 +186,7 @@ def stacked_columns(title: str, steps: Sequence[int], parts: Sequence[Series], *
     totals = [math.fsum(one.values[index] for one in thinned) for index in range(len(shown))]
     axes = _Axes(x_low=0, x_high=len(shown), y_low=0.0, y_high=max(totals) * 1.06 or 1.0)
     width = (WIDTH - LEFT - RIGHT) / len(shown)
-    bars = []
+    bars = [_step_label(axes.x(i + 0.5), str(shown[i])) for i in range(0, len(shown), math.ceil(len(shown) / 7))]
     for index, step in enumerate(shown):
         bottom = 0.0
         tip = f"step {step}: {number(totals[index])} {unit}"
@@ -194,15 +201,6 @@ def stacked_columns(title: str, steps: Sequence[int], parts: Sequence[Series], *
                 )
     return (
         f'<figure class="chart"><figcaption><b>{escape(title)}</b></figcaption><div class="plot">'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{_column_axes(axes, shown)}{"".join(bars)}</svg>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{axes.values_axis()}{"".join(bars)}</svg>'
         "</div></figure>"
-    )
-
-
-def _column_axes(axes: _Axes, shown: Sequence[int]) -> str:
-    labels = range(0, len(shown), max(1, math.ceil(len(shown) / 7)))
-    return _Axes(x_low=-2, x_high=-1, y_low=axes.y_low, y_high=axes.y_high).drawing().replace(
-        '<line class="base"',
-        "".join(f'<text x="{axes.x(i + 0.5):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{shown[i]}</text>' for i in labels)
-        + '<line class="base"',
     )

@@ -37,7 +37,7 @@ figcaption{display:flex;flex-wrap:wrap;gap:2px 14px;align-items:baseline;font-si
 figcaption b{overflow-wrap:anywhere}
 .last{margin-left:auto;color:var(--soft)}.keys{display:flex;flex-wrap:wrap;gap:0 12px;font-size:12.5px;color:var(--soft)}
 .key i{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:5px}.key em{font-style:normal;color:var(--ink)}
-.plot{position:relative}.plot svg{display:block;width:100%;height:auto}
+.plot{position:relative}.plot svg{display:block;width:100%;height:auto;overflow:visible}
 svg text{fill:var(--soft);font-size:11px}svg .grid{stroke:var(--line);stroke-width:1}svg .base{stroke:var(--soft);stroke-width:1;opacity:.6}
 svg path{fill:none;stroke-linejoin:round;stroke-linecap:round}svg .line{stroke-width:2}svg .raw{stroke-width:1;opacity:.3}
 .cross{stroke:var(--soft);stroke-width:1;stroke-dasharray:3 3}
@@ -47,7 +47,9 @@ table{border-collapse:collapse;width:100%;font-size:14px}td,th{padding:5px 10px;
 td:first-child,th:first-child{text-align:left}th{color:var(--soft);font-weight:500}tr:last-child td{border-bottom:0}
 td i{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:8px}
 details>summary{cursor:pointer;padding:9px 14px;font-weight:550}details.card{margin-bottom:10px;overflow:hidden}details.plain>summary{padding-left:0}
-.sample{padding:12px 16px;border-top:1px solid var(--line)}.sample h4{font-size:12px;margin:8px 0 2px;color:var(--soft);font-weight:550}
+.charts.wide{grid-template-columns:repeat(auto-fill,minmax(min(500px,100%),1fr))}td:first-child{overflow-wrap:anywhere}
+td:not(:first-child),th{white-space:nowrap}
+.samples{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(420px,100%),1fr))}.sample{padding:12px 16px;border-top:1px solid var(--line);min-width:0}.sample h4{font-size:12px;margin:8px 0 2px;color:var(--soft);font-weight:550}
 pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 .chips{display:flex;flex-wrap:wrap;gap:6px}.chip{font-size:12px;border:1px solid var(--line);border-radius:20px;padding:1px 9px;color:var(--soft)}
 .chip.good{color:var(--good);border-color:currentColor}.chip.bad{color:var(--bad);border-color:currentColor}

@@ -1,0 +1,57 @@
+"""Weights & Biases.  Online, or offline with WANDB_MODE=offline (upload later with `wandb sync`).
+
+The run's id is kept in the run folder, so a resumed job continues the same run instead of opening a second one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlhub.errors import ConfigError, RlhubError
+from rlhub.tracking.run_folder import RunFolder
+from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status, Tracker
+
+NOTE = "wandb_run_id"
+EXIT_CODES: dict[Status, int] = {"finished": 0, "running": 0, "interrupted": 1, "failed": 1}
+
+
+class WandbTracker(Tracker):
+    """All metrics with the trainer's step as wandb's; sample completions as a table per validation."""
+
+    def start(self, run: RunInfo) -> None:
+        if importlib.util.find_spec("wandb") is None:
+            raise ConfigError("trainer.logger names wandb, which is not installed; run: pip install 'rlhub[tracking]'")
+        self._wandb: Any = importlib.import_module("wandb")
+        folder = RunFolder(run.folder)
+        known = folder.note(NOTE) if run.resumed_step is not None else None
+        run_id = known or uuid.uuid4().hex[:12]
+        try:
+            self._run = self._wandb.init(
+                project=run.project, name=run.experiment, id=run_id, resume="allow", dir=str(run.folder), config=run.config
+            )
+        except (self._wandb.Error, OSError) as error:
+            raise ConfigError(
+                f"wandb does not start: {error}; log in with `wandb login`, set WANDB_MODE=offline, or take wandb out of trainer.logger"
+            ) from error
+        folder.write_note(NOTE, run_id)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._guarded(lambda: self._run.log(dict(metrics), step=step))
+
+    def log_generations(self, step: int, split: str, rows: Sequence[GenerationRow]) -> None:
+        names = ["step", "prompt", "response", "score", "ground_truth", "data_source", "finish_reason"]
+        cells = [[step, r.prompt, r.response, r.score, r.ground_truth, r.data_source, r.finish_reason] for r in rows]
+        self._guarded(lambda: self._run.log({f"samples/{split}": self._wandb.Table(columns=names, data=cells)}, step=step))
+
+    def finish(self, status: Status, message: str = "") -> None:
+        self._guarded(lambda: self._run.finish(exit_code=EXIT_CODES[status]))
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except self._wandb.Error as error:
+            raise RlhubError(f"wandb: {error}") from error
