@@ -31,40 +31,43 @@ def build_llm(setup: RolloutSetup, dtype: torch.dtype, *, in_process_group: bool
     arguments = _arguments(setup, dtype)
     if in_process_group:
         arguments["distributed_executor_backend"] = "external_launcher"
-    if not current_platform.is_cpu():
-        return LLM(**arguments)
-    arguments.update(
-        enforce_eager=True,  # compiling takes a minute and a half here and gains 9 %
-        block_size=CPU_BLOCK_TOKENS,
-        kv_cache_memory_bytes=cpu_cache_bytes(setup, dtype),
-    )
-    _keep_weights_unpacked()
+    if current_platform.is_cpu():
+        arguments.update(
+            enforce_eager=True,  # compiling takes a minute and a half here and gains 9 %
+            block_size=CPU_BLOCK_TOKENS,
+            kv_cache_memory_bytes=cpu_cache_bytes(setup, dtype),
+        )
+        _keep_weights_unpacked()
     with _named_shared_memory():
-        return LLM(**arguments)
+        llm = LLM(**arguments)
+    if in_process_group:
+        # When collected, the client would run the shutdown that `shut_down` avoids.
+        llm.llm_engine.engine_core._finalizer.detach()
+    return llm
 
 
 def _arguments(setup: RolloutSetup, dtype: torch.dtype) -> dict[str, Any]:
     config = setup.config
-    return dict(
-        model=setup.model.path,
-        trust_remote_code=setup.model.trust_remote_code,
-        hf_overrides=dict(setup.model.override_config),
-        load_format="auto" if setup.load_checkpoint else "dummy",
-        dtype=str(dtype).removeprefix("torch."),
-        seed=setup.seed + setup.dp_rank,  # ranks of one tensor-parallel group must agree, replicas must not
-        tensor_parallel_size=config.tensor_model_parallel_size,
-        max_model_len=setup.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max(config.max_num_batched_tokens, setup.max_model_len, config.max_num_seqs),
-        enable_chunked_prefill=config.enable_chunked_prefill,
-        enable_prefix_caching=config.enable_prefix_caching,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        enforce_eager=config.enforce_eager,
-        enable_sleep_mode=supports_sleep(setup),
-        logprobs_mode="processed_logprobs",  # of the distribution sampled from: what the trainer compares with
-        skip_tokenizer_init=True,  # token in, token out
-        generation_config="vllm",  # the model folder's sampling defaults must not change the requests
-    )
+    return {
+        "model": setup.model.path,
+        "trust_remote_code": setup.model.trust_remote_code,
+        "hf_overrides": dict(setup.model.override_config),
+        "load_format": "auto" if setup.load_checkpoint else "dummy",
+        "dtype": str(dtype).removeprefix("torch."),
+        "seed": setup.seed + setup.dp_rank,  # ranks of one tensor-parallel group must agree, replicas must not
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "max_model_len": setup.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, setup.max_model_len, config.max_num_seqs),
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        "enable_sleep_mode": supports_sleep(setup),
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: what the trainer compares with
+        "skip_tokenizer_init": True,  # token in, token out
+        "generation_config": "vllm",  # the model folder's sampling defaults must not change the requests
+    }
 
 
 def _keep_weights_unpacked() -> None:

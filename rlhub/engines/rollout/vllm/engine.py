@@ -25,6 +25,7 @@ from rlhub.errors import EngineError
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.outputs import CompletionOutput
 
 DISCARD_WEIGHTS = 2  # vLLM's sleep level that keeps neither cache nor weights: the next update brings them anew
 SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of what sleep frees, in the order in which they are woken
@@ -79,15 +80,15 @@ class VLLMEngine(RolloutEngine):
         outputs = self._engine().generate(prompts, sampling, use_tqdm=False)
         return [self._completion(output.outputs[0], params) for output in outputs]
 
-    def _completion(self, output: object, params: SamplingParams) -> Completion:
-        tokens = list(output.token_ids)  # type: ignore[attr-defined]
-        log_probs = list(output.logprobs.logprobs) if params.log_probs else []  # type: ignore[attr-defined]
+    def _completion(self, output: CompletionOutput, params: SamplingParams) -> Completion:
+        tokens = list(output.token_ids)
+        log_probs = list(output.logprobs.logprobs) if params.log_probs else []
         if params.log_probs and len(log_probs) != len(tokens):
             raise EngineError(f"vLLM returned {len(log_probs)} log-probabilities for {len(tokens)} tokens")
         return Completion(
             token_ids=tokens,
             log_probs=log_probs,
-            finish_reason=output.finish_reason,  # type: ignore[attr-defined]
+            finish_reason=output.finish_reason,
             versions=[self.version] * len(tokens),
         )
 

@@ -55,12 +55,9 @@ def _parts(path: str, leaf: str, module: nn.Module, parameter: Tensor) -> Iterat
         yield name, parameter, _rows(module.tp_rank * size, size)
     elif isinstance(module, RowParallelLinear):
         size = parameter.shape[-1]
+        start = module.tp_rank * size
         whole = leaf == "bias" or module.tp_size == 1
-        yield (
-            name,
-            parameter,
-            WeightSlice() if whole else WeightSlice(dim=1, start=module.tp_rank * size, stop=(module.tp_rank + 1) * size),
-        )
+        yield name, parameter, WeightSlice() if whole else WeightSlice(dim=1, start=start, stop=start + size)
     elif isinstance(module, VocabParallelEmbedding):
         shard = module.shard_indices
         size = shard.org_vocab_end_index - shard.org_vocab_start_index  # what follows is padding

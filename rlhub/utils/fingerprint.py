@@ -1,0 +1,53 @@
+"""Fingerprints of tensors at memory speed: equal bytes give equal fingerprints, and one changed element is noticed.
+
+On CPU this is XXH3 (about twice the speed of a copy); on accelerators a position-weighted checksum that runs where the
+data is.  The two differ, so only fingerprints of tensors on the same kind of device may be compared.  They guard against
+mistakes, not against an adversary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import xxhash
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 24  # the checksum's temporary is 8 bytes an element: 128 MiB
+POSITION_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio as a signed integer: spreads positions over all bits
+WORD_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """Fingerprint of the tensor's elements in row-major order, whatever its strides; up to 128 bits.  Blocks until done.
+
+    Only a strided tensor is copied.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.device.type == "cpu":
+        return xxhash.xxh3_128_intdigest(flat.view(torch.uint8).numpy())
+    return checksum(flat)
+
+
+def checksum(flat: Tensor) -> int:
+    """Sum over elements of (bits * an odd weight of the position) modulo 2^64, in torch operations.
+
+    flat: one-dimensional, any device.  A change of one element always changes the sum, because an odd weight is
+    invertible modulo 2^64; exchanged elements change it because the weights differ.
+    """
+    words = flat.view(WORD_TYPES[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, words.numel(), CHUNK_ELEMENTS):
+        part = words[start : start + CHUNK_ELEMENTS]
+        positions = torch.arange(start, start + part.numel(), dtype=torch.int64, device=flat.device)
+        weights = positions.mul_(POSITION_FACTOR).bitwise_or_(1)
+        total += weights.mul_(part).sum()
+    return int(total) % (1 << 64)
+
+
+def combine(parts: Iterable[tuple[str, int]]) -> str:
+    """One short hexadecimal fingerprint of named fingerprints; the order of the parts does not matter."""
+    digest = xxhash.xxh3_64()
+    for name, value in sorted(parts):
+        digest.update(f"{name}={value:x};".encode())
+    return digest.hexdigest()
