@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections.abc import Mapping
 from typing import Any
 
 from rlhub.config.schema import describe, leaves, scalar, to_dict
+from rlhub.utils.redact import redact
 
-SECRET = re.compile(r"(^|_)(api_?key|access_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
-REDACTED = "<redacted>"
 _WIDTH = 130
 
 
 def to_yaml(config: Any) -> str:
-    """The whole configuration; values under keys that look like secrets in free mappings (`ray_init`, ...) are blanked."""
+    """The whole configuration; values that look like secrets (in `ray_init`, ...) are blanked."""
     import yaml  # an eighth of the time --help may take
 
     return str(yaml.safe_dump(redact(to_dict(config)), sort_keys=False, allow_unicode=True, width=_WIDTH))
-
-
-def redact(value: Any, name: str = "") -> Any:
-    """`value` with every string under a secret's name replaced."""
-    if isinstance(value, Mapping):
-        return {key: redact(item, str(key)) for key, item in value.items()}
-    if isinstance(value, list):
-        return [redact(item, name) for item in value]
-    return REDACTED if isinstance(value, str) and value and SECRET.search(name) else value
 
 
 def settings(cls: type) -> str:

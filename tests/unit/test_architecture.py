@@ -1,0 +1,366 @@
+"""The architecture, held by reading the source: layers, forbidden imports, sizes, and what a light process may load.
+
+A finding names file and line.  Waivers are in this file, each with its reason; an unused waiver is a failure too.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "rlhub"
+
+# Low to high.  A unit imports itself and lower rows only; units of one row do not see each other.
+# errors stands below utils, for helpers raise the errors of the one exception tree, which itself needs nothing.
+ROWS: tuple[frozenset[str], ...] = (
+    frozenset({"errors"}),
+    frozenset({"utils"}),
+    frozenset({"registry"}),
+    frozenset({"config", "protocol"}),
+    frozenset({"algorithms", "single_controller"}),
+    frozenset({"models", "data", "rewards", "tools", "envs", "tracking", "checkpoint", "resilience"}),
+    frozenset({"engines"}),
+    frozenset({"sharding_manager"}),
+    frozenset({"workflows"}),
+    frozenset({"workers"}),
+    frozenset({"pipeline"}),
+    frozenset({"trainer"}),
+)
+LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
+
+# (folder or file under rlhub/, modules it must not import directly, why)
+FORBIDDEN: tuple[tuple[str, frozenset[str], str], ...] = (
+    (
+        "algorithms",
+        frozenset({"ray", "vllm", "megatron", "transformers", "torch.distributed"}),
+        "algorithms are pure functions of tensors",
+    ),
+    (
+        "trainer",
+        frozenset({"vllm", "megatron", "transformers", "torch.distributed"}),
+        "the controller owns no device and no model",
+    ),
+    ("config", frozenset({"torch", "ray", "transformers", "vllm"}), "--help and the checks before start load nothing heavy"),
+    ("registry.py", frozenset({"torch", "ray"}), "names are known without loading parts"),
+    ("errors.py", frozenset({"torch", "ray"}), "errors are importable anywhere"),
+)
+RAY_ONLY_IN = "single_controller/ray"
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+
+# path (and ::function) -> why it may break the rule
+SIZE_WAIVERS: dict[str, str] = {}
+LAYER_WAIVERS: dict[str, str] = {}
+
+
+@cache
+def trees(package: Path = PACKAGE) -> dict[str, ast.Module]:
+    """Path relative to the package -> syntax tree."""
+    return {
+        path.relative_to(package).as_posix(): ast.parse(path.read_text(), str(path)) for path in sorted(package.rglob("*.py"))
+    }
+
+
+def unit_of(path: str) -> str:
+    """`config/load.py` -> config; `errors.py` -> errors; `__init__.py` -> the package itself."""
+    return path.partition("/")[0].removesuffix(".py")
+
+
+def imports(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of every import at any depth, names imported `from` a package included.
+
+    Imports under `if TYPE_CHECKING` count too: who needs another's types depends on it.
+    """
+    package = ["rlhub", *path.split("/")[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield node.lineno, name.name
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module or "") if part)
+            for name in node.names:
+                yield node.lineno, f"{module}.{name.name}"
+
+
+def layer_violations(files: dict[str, ast.Module]) -> dict[str, str]:
+    """`path:unit` -> sentence, for each import that goes up or sideways."""
+    found = {}
+    for path, tree in files.items():
+        unit = unit_of(path)
+        if unit == "__init__":
+            continue
+        if unit not in LEVEL:
+            found[f"{path}:?"] = f"rlhub/{path}: {unit!r} is in no row of the layers"
+            continue
+        for line, name in imports(path, tree):
+            parts = name.split(".")
+            if parts[0] != "rlhub" or len(parts) < 2 or parts[1] == unit or parts[1] == "__version__":
+                continue
+            if parts[1] not in LEVEL or LEVEL[parts[1]] >= LEVEL[unit]:
+                found[f"{path}:{parts[1]}"] = f"rlhub/{path}:{line}: {unit} must not import {parts[1]}"
+    return found
+
+
+def starts_with(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def forbidden_imports(files: dict[str, ast.Module]) -> list[str]:
+    """Sentences on imports of outside packages in places that must not have them."""
+    found = []
+    for path, tree in files.items():
+        for line, name in imports(path, tree):
+            if starts_with(name, "ray") and not path.startswith(f"{RAY_ONLY_IN}/"):
+                found.append(f"rlhub/{path}:{line}: imports ray; only rlhub/{RAY_ONLY_IN} may")
+            for place, modules, why in FORBIDDEN:
+                if path == place or path.startswith(f"{place}/"):
+                    found += [f"rlhub/{path}:{line}: imports {name}: {why}" for module in modules if starts_with(name, module)]
+    return found
+
+
+def oversized(files: dict[str, ast.Module], sources: dict[str, str]) -> dict[str, str]:
+    """`path` or `path::function` -> sentence, for what is too long."""
+    found = {}
+    for path, tree in files.items():
+        lines = sources[path].count("\n")
+        if lines > MAX_FILE_LINES:
+            found[path] = f"rlhub/{path}: {lines} lines, at most {MAX_FILE_LINES}"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    found[f"{path}::{node.name}"] = f"rlhub/{path}:{node.lineno}: {node.name} has {length} lines"
+    return found
+
+
+def untidy(files: dict[str, ast.Module], sources: dict[str, str]) -> list[str]:
+    """Prints, work left for later, attribute guards and swallowed exceptions."""
+    found = []
+    for path, tree in files.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "hasattr"):
+                found.append(f"rlhub/{path}:{node.lineno}: {node.func.id}()")
+            if isinstance(node, ast.ExceptHandler) and node.type is None:
+                found.append(f"rlhub/{path}:{node.lineno}: bare except")
+        for token in tokenize.generate_tokens(io.StringIO(sources[path]).readline):
+            if token.type == tokenize.COMMENT and any(word in token.string for word in ("TO" + "DO", "FIX" + "ME", "XX" + "X")):
+                found.append(f"rlhub/{path}:{token.start[0]}: {token.string}")
+    return found
+
+
+def unannotated(files: dict[str, ast.Module]) -> list[str]:
+    """Functions with an argument or result without a type (lambdas and `self` aside)."""
+    found = []
+    for path, tree in files.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            spec = node.args
+            arguments = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *filter(None, (spec.vararg, spec.kwarg))]
+            bare = [argument.arg for argument in arguments if argument.annotation is None and argument.arg not in ("self", "cls")]
+            if bare or (node.returns is None and node.name != "__init__"):
+                found.append(f"rlhub/{path}:{node.lineno}: {node.name} is not fully annotated {bare}")
+    return found
+
+
+def import_cycles(files: dict[str, ast.Module]) -> list[str]:
+    """Groups of units that import each other, directly or around a corner (the waived imports included)."""
+    edges: dict[str, set[str]] = {}
+    for path, tree in files.items():
+        if unit_of(path) in LEVEL:
+            names = (name.split(".") for _, name in imports(path, tree))
+            edges.setdefault(unit_of(path), set()).update(
+                parts[1] for parts in names if parts[0] == "rlhub" and len(parts) > 1 and parts[1] in LEVEL
+            )
+
+    def reach(unit: str) -> set[str]:
+        seen: set[str] = set()
+        stack = [unit]
+        while stack:
+            for other in edges.get(stack.pop(), set()) - seen - {unit}:
+                seen.add(other)
+                stack.append(other)
+        return seen
+
+    reachable = {unit: reach(unit) for unit in edges}
+    return sorted({" <-> ".join(sorted((a, b))) for a in edges for b in reachable[a] if a in reachable.get(b, set())})
+
+
+def sources(package: Path = PACKAGE) -> dict[str, str]:
+    return {path: (package / path).read_text() for path in trees(package)}
+
+
+def report(findings: list[str]) -> str:
+    return "\n" + "\n".join(findings)
+
+
+# --- the rules, on the package -----------------------------------------------------------------------------------------
+
+
+def test_imports_go_down_the_layers() -> None:
+    found = layer_violations(trees())
+    problems = [text for key, text in found.items() if key not in LAYER_WAIVERS]
+    assert not problems, report(problems)
+    assert not LAYER_WAIVERS.keys() - found.keys(), "waivers nobody needs any more"
+
+
+def test_units_form_no_cycle() -> None:
+    assert not import_cycles(trees())
+
+
+def test_outside_packages_stay_in_their_places() -> None:
+    found = forbidden_imports(trees())
+    assert not found, report(found)
+
+
+def test_files_and_functions_are_short() -> None:
+    found = oversized(trees(), sources())
+    problems = [text for key, text in found.items() if key not in SIZE_WAIVERS]
+    assert not problems, report(problems)
+    assert not SIZE_WAIVERS.keys() - found.keys(), "waivers nobody needs any more"
+
+
+def test_nothing_is_left_lying_about() -> None:
+    found = untidy(trees(), sources())
+    assert not found, report(found)
+
+
+def test_every_function_is_annotated() -> None:
+    found = unannotated(trees())
+    assert not found, report(found)
+
+
+def test_top_level_is_what_is_documented() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if tracked.returncode:
+        names = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."}
+        names -= {"build", "dist", "checkpoints", "outputs", "wandb", "rlhub.egg-info", "__pycache__"}
+    else:
+        names = {line.partition("/")[0] for line in tracked.stdout.splitlines() if "/" in line and line[0] != "."}
+    assert names <= {"rlhub", "trainer_configs", "recipes", "tests", "docker", "scripts"}
+
+
+# --- what a light process loads ------------------------------------------------------------------------------------------
+
+HEAVY = ("torch", "ray", "transformers", "vllm", "tensordict", "hydra", "pyarrow")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Which heavy packages a fresh interpreter has loaded after `statement`."""
+    code = f"import sys\n{statement}\nsys.stderr.write('loaded ' + ' '.join(m for m in {HEAVY!r} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.rpartition("loaded ")[2].split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "rlhub",
+        "rlhub.errors",
+        "rlhub.registry",
+        "rlhub.config.cli",
+        "rlhub.config.ppo",
+        "rlhub.config.sft",
+        "rlhub.algorithms.registry",
+        "rlhub.engines.rollout.registry",
+        "rlhub.rewards.registry",
+        "rlhub.tracking.registry",
+        "rlhub.models.shape",
+        "rlhub.trainer.preflight",
+    ],
+)
+def test_importing_loads_nothing_heavy(module: str) -> None:
+    assert loaded_by(f"import {module}") == set()
+
+
+@pytest.mark.parametrize("main", ["main_ppo", "main_sft", "main_eval"])
+def test_help_loads_nothing_heavy(main: str) -> None:
+    run = f"sys.argv = ['{main}', '--help']\ntry: runpy.run_module('rlhub.trainer.{main}', run_name='__main__')"
+    assert loaded_by(f"import runpy\n{run}\nexcept SystemExit as stop: assert not stop.code, stop.code") == set()
+
+
+# --- controls: each rule finds the fault it is there for -------------------------------------------------------------------
+
+
+def parsed(**files: str) -> dict[str, ast.Module]:
+    return {name.replace("__", "/") + ".py": ast.parse(text) for name, text in files.items()}
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({"algorithms__x": "from rlhub.data.rows import load"}, "algorithms must not import data"),
+        ({"data__x": "def f():\n    import rlhub.rewards.pool"}, "data must not import rewards"),
+        ({"utils__x": "from rlhub import config"}, "utils must not import config"),
+        ({"models__x": "from ..engines import base"}, "models must not import engines"),
+        ({"config__x": "if TYPE_CHECKING:\n    from rlhub.protocol import DataProto"}, "config must not import protocol"),
+        ({"misc__x": ""}, "in no row"),
+    ],
+)
+def test_layer_rule_finds(files: dict[str, str], sentence: str) -> None:
+    assert any(sentence in text for text in layer_violations(parsed(**files)).values())
+
+
+def test_layer_rule_lets_pass() -> None:
+    assert not layer_violations(parsed(trainer__x="import rlhub.workers.actor\nfrom rlhub import errors\nfrom . import fit"))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"workers__x": "import ray"},
+        {"single_controller__launch": "def f():\n    from ray.util import placement_group"},
+        {"algorithms__x": "import torch.distributed as dist"},
+        {"algorithms__x": "from torch import distributed"},
+        {"trainer__ppo__x": "from transformers import AutoTokenizer"},
+        {"config__x": "import torch"},
+    ],
+)
+def test_import_rule_finds(files: dict[str, str]) -> None:
+    assert forbidden_imports(parsed(**files))
+
+
+def test_import_rule_lets_pass() -> None:
+    assert not forbidden_imports(parsed(single_controller__ray__cluster="import ray", trainer__x="import torch\nimport rayon"))
+
+
+def test_size_rule_finds() -> None:
+    text = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES + "y = 1\n" * MAX_FILE_LINES
+    assert set(oversized(parsed(a__b=text), {"a/b.py": text})) == {"a/b.py", "a/b.py::f"}
+
+
+@pytest.mark.parametrize("text", ["print(1)", "hasattr(1, 'x')", "try:\n    f()\nexcept:\n    pass", "x = 1  # TO" + "DO later"])
+def test_tidiness_rule_finds(text: str) -> None:
+    assert len(untidy(parsed(a__b=text), {"a/b.py": text})) == 1
+
+
+def test_tidiness_rule_reads_code_not_text() -> None:
+    text = '"""print(1)"""\nlog.print(1)'
+    assert not untidy(parsed(a__b=text), {"a/b.py": text})
+
+
+@pytest.mark.parametrize("text", ["def f(x) -> int: ...", "def f(x: int): ...", "def f(*rest) -> None: ..."])
+def test_annotation_rule_finds(text: str) -> None:
+    assert unannotated(parsed(a__b=text))
+
+
+def test_cycle_rule_finds() -> None:
+    files = parsed(models__x="import rlhub.engines.a", engines__x="import rlhub.data.a", data__x="import rlhub.models.a")
+    assert import_cycles(files) == ["data <-> engines", "data <-> models", "engines <-> models"]
+    assert not import_cycles(parsed(models__x="import rlhub.data.a", engines__x="import rlhub.data.a"))
+
+
+def test_light_process_rule_finds() -> None:
+    assert "pyarrow" in loaded_by("import pyarrow")
