@@ -10,7 +10,7 @@ HIDDEN = "<redacted>"
 
 # `token` alone or as an access token; not max_token_len, eos_token or num_tokens, which are this field's daily words
 SECRET_KEY = re.compile(
-    r"(^|[_\-.])(api_?key|apikey|secret|secret_?key|access_?key(_id)?|private_?key|passw(or)?d|passphrase|credentials?|authorization"
+    r"(^|[_.])(api_?key|secret|(secret|secret_access|access|private)_?key(_id)?|passw(or)?d|passphrase|credentials?|authorization"
     r"|(auth|access|bearer|hf|hub|api|wandb|github|session|refresh)_?token)$|^token$",
     re.IGNORECASE,
 )
@@ -26,6 +26,6 @@ def redact(value: Any, key: str = "") -> Any:
         return [redact(inner, key) for inner in value]
     if value in (None, ""):
         return value
-    if SECRET_KEY.search(key):
+    if SECRET_KEY.search(key.replace("-", "_")):
         return HIDDEN
     return SECRET_IN_URL.sub(rf"\1:{HIDDEN}", value) if isinstance(value, str) else value
