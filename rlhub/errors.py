@@ -120,3 +120,7 @@ class RewardError(RlhubError, RuntimeError):
 
 class RunFolderError(RlhubError, RuntimeError):
     """A run folder is in use by another run, or cannot be written; the message names the folder and the remedy."""
+
+
+class LoadError(RlhubError, ImportError):
+    """A function or module that the user named cannot be loaded; the message carries the cause's traceback."""

@@ -1,0 +1,239 @@
+"""A pool of child processes for functions that may raise, hang, crash, eat all memory or print without end.
+
+A function is named, never pickled: `"/path/to/file.py:name"` or `"package.module:name"`; arguments and results travel as
+JSON.  Children persist and get calls in batches, so that 256 trivial calls cost milliseconds; each call has its own
+deadline, after which its child is killed with all its descendants and a fresh one takes the remaining calls.
+
+Why not `multiprocessing` or `concurrent.futures`: they pickle, fork a threaded driver or import its main module, and one
+dead worker breaks their whole pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlhub.errors import LoadError
+from rlhub.utils.killable_process import ChildProcess, spawn
+from rlhub.utils.killable_wire import WireError, encode
+
+logger = logging.getLogger(__name__)
+
+FailureKind = Literal["raised", "timeout", "died", "memory", "bad_argument", "bad_result"]
+GROW_AFTER_S = 0.1  # about twice the start of a child: less work than that is done sooner by the children there are
+LOAD_TIMEOUT_S = 120.0
+MAX_CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a call has no value.
+
+    raised: the function raised (`message`: its traceback); timeout; died: its process ended, twice; memory: over the cap;
+    bad_argument, bad_result: not expressible as JSON.
+    """
+
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A call's value, or its failure."""
+
+    value: Any = None
+    failure: Failure | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """The state of one `map`: encoded calls, those not yet handed out, those that get a second chance, and the outcomes."""
+
+    lines: list[bytes] = field(default_factory=list)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    pending: deque[int] = field(default_factory=deque)
+    retries: deque[int] = field(default_factory=deque)
+    retried: set[int] = field(default_factory=set)
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def unfinished(self) -> bool:
+        return len(self.outcomes) < len(self.lines)
+
+    def add(self, call: Mapping[str, Any]) -> None:
+        number = len(self.lines)
+        try:
+            self.lines.append(encode(dict(call)).rstrip())
+            self.pending.append(number)
+        except WireError as error:
+            self.lines.append(b"")
+            self.outcomes[number] = _failed("bad_argument", str(error))
+
+
+class KillablePool:
+    """`map(calls)` runs `target(**call)` for each call in children; safe to call from several threads, one runs at a time."""
+
+    def __init__(
+        self, target: str, parameters: Iterable[str], *, num_workers: int | None = None, timeout_s: float = 30.0, memory_gb: float = 4.0
+    ) -> None:
+        """parameters: keywords every call has; timeout_s: for one call; memory_gb: address space of one child, in GiB."""
+        self.target, self.parameters = target, tuple(parameters)
+        self.num_workers = num_workers or min(4, os.cpu_count() or 1)
+        self.timeout_s, self.memory_gb = timeout_s, memory_gb
+        self._children: list[ChildProcess] = []
+        self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, _kill_all, self._children)
+
+    def start(self) -> None:
+        """Start the first child and wait until its function is loaded.  Raises LoadError."""
+        self.map([])
+
+    def map(self, calls: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+        """The outcome of every call, in order.  Blocking; returns however the function behaves.  Raises LoadError."""
+        run = _Run()
+        for call in calls:
+            run.add(call)
+        with self._lock:
+            try:
+                self._run(run)
+            except BaseException:  # re-raised: an interrupted run must not leave children whose answers nobody expects
+                self._discard_all()
+                raise
+        return [run.outcomes[number] for number in range(len(calls))]
+
+    def close(self) -> None:
+        """End all children.  A later `map` starts new ones."""
+        with self._lock:
+            while self._children:
+                self._children.pop().close()
+
+    def _run(self, run: _Run) -> None:
+        for child in [child for child in self._children if child.process.poll() is not None]:
+            self._discard(child)  # it died idle, by no fault of a call
+        while run.unfinished or not any(child.ready for child in self._children):
+            self._grow(run)
+            self._feed(run)
+            self._pump(run, self._patience(run))
+            for child in list(self._children):
+                self._settle(run, child)
+
+    def _grow(self, run: _Run) -> None:
+        """One child at first; another for every call that needs a fresh one, and while work outlasts the start of a child."""
+        fresh = sum(1 for child in self._children if not child.served and not child.items)
+        starting = any(not child.ready for child in self._children)
+        slow = bool(run.pending) and not starting and time.monotonic() - run.began > GROW_AFTER_S
+        wanted = not self._children or len(run.retries) > fresh or slow
+        if wanted and len(self._children) < self.num_workers:
+            self._children.append(spawn(self.target, self.parameters, timeout_s=self.timeout_s, memory_gb=self.memory_gb))
+
+    def _feed(self, run: _Run) -> None:
+        """Give every idle child calls: large chunks first, smaller ones towards the end, so that all end together."""
+        for child in self._children:
+            if not child.idle:
+                continue
+            if run.retries and not child.served:
+                chunk = [run.retries.popleft()]
+            else:
+                size = min(MAX_CHUNK, -(-len(run.pending) // (2 * self.num_workers)))
+                chunk = [run.pending.popleft() for _ in range(size)]
+            if chunk:
+                child.give(chunk, b"[" + b",".join(run.lines[number] for number in chunk) + b"]\n")
+
+    def _patience(self, run: _Run) -> float:
+        """Seconds until something may have to be done without a reply."""
+        now = time.monotonic()
+        limits = [self._deadline(child) - now for child in self._children if child.items or not child.ready]
+        if run.pending and len(self._children) < self.num_workers and all(child.ready for child in self._children):
+            limits.append(run.began + GROW_AFTER_S - now)
+        return max(0.0, min(limits, default=0.0))
+
+    def _deadline(self, child: ChildProcess) -> float:
+        return child.since + (self.timeout_s if child.ready else LOAD_TIMEOUT_S)
+
+    def _pump(self, run: _Run, timeout_s: float) -> None:
+        """Wait for pipes, then write and read what they take and have."""
+        poller = select.poll()  # not select.select: a driver may have more than 1024 open files
+        owners = {}
+        for child in self._children:
+            owners[child.reply_fd] = child
+            poller.register(child.reply_fd, select.POLLIN)
+            if child.wants_write:
+                owners[child.request_fd] = child
+                poller.register(child.request_fd, select.POLLOUT)
+        for fd, _ in poller.poll(timeout_s * 1000):
+            child = owners[fd]
+            if fd == child.request_fd:
+                child.write()
+                continue
+            for reply in child.read():
+                self._accept(run, child, reply)
+
+    def _accept(self, run: _Run, child: ChildProcess, reply: dict[str, Any]) -> None:
+        if "load_error" in reply:
+            raise LoadError(f"cannot load {self.target}:\n{reply['load_error']}")
+        if "ready" in reply:
+            child.ready = True
+        elif not child.items:
+            child.finished = True  # an answer that nobody asked for: the next ones could not be told apart
+        elif reply.get("failed") == "memory":
+            child.finished = True
+            self._second_chance(run, child, "memory", f"used more than {self.memory_gb:g} GiB")
+        else:
+            number = child.items.popleft()
+            child.served += 1
+            failed = "failed" in reply
+            run.outcomes[number] = _failed(reply["failed"], reply["message"]) if failed else Outcome(value=reply.get("value"))
+
+    def _settle(self, run: _Run, child: ChildProcess) -> None:
+        """Take a child out that has ended or is past its deadline, and see to the calls it had."""
+        late = (child.items or not child.ready) and time.monotonic() > self._deadline(child)
+        if not (child.finished or late):
+            return
+        how = self._discard(child)
+        if not child.ready:
+            why = f"not done after {LOAD_TIMEOUT_S:g} s" if late else f"the process {how}"
+            raise LoadError(f"cannot load {self.target}: {why}")
+        if child.items and late and not child.finished:
+            run.outcomes[child.items.popleft()] = _failed("timeout", f"not done after {self.timeout_s:g} s")
+        elif child.items:
+            self._second_chance(run, child, "died", f"its process {how}")
+        run.pending.extendleft(reversed(child.items))
+        child.items.clear()
+
+    def _second_chance(self, run: _Run, child: ChildProcess, kind: FailureKind, message: str) -> None:
+        """The death of a process may be the fault of an earlier call (a leak, a damaged heap) or of none: the call in hand is
+        repeated once, first thing in a fresh child."""
+        number = child.items.popleft()
+        if number in run.retried:
+            run.outcomes[number] = _failed(kind, message)
+            return
+        run.retried.add(number)
+        run.retries.append(number)
+
+    def _discard(self, child: ChildProcess) -> str:
+        self._children.remove(child)
+        return child.kill()
+
+    def _discard_all(self) -> None:
+        while self._children:
+            self._children.pop().kill()
+
+
+def _failed(kind: FailureKind, message: str) -> Outcome:
+    return Outcome(failure=Failure(kind=kind, message=message))
+
+
+def _kill_all(children: list[ChildProcess]) -> None:
+    """At garbage collection or interpreter exit."""
+    while children:
+        with contextlib.suppress(OSError):
+            children.pop().close()

@@ -1,0 +1,53 @@
+"""What driver and killable children say to each other: one JSON text a line, no pickle.
+
+JSON because a line may come from code nobody has checked: reading it can at worst fail.  Standard library only: this module
+is imported by every child.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+from typing import Any
+
+BYTES_TAG = "__bytes__"
+
+
+class WireError(ValueError):
+    """A value has no JSON form, or a line is no JSON."""
+
+
+def encode(value: Any) -> bytes:
+    """One line.  Arrays and tensors become lists, sets lists, dates ISO text; bytes survive; anything else is a WireError."""
+    try:
+        return json.dumps(value, default=_plain, separators=(",", ":")).encode("ascii") + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WireError(str(error)) from error
+
+
+def decode(line: bytes) -> Any:
+    """The value of a line; WireError if it is none."""
+    try:
+        return json.loads(line, object_hook=_restore)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"not a JSON line: {line[:80]!r}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray):
+        return {BYTES_TAG: base64.b64encode(value).decode("ascii")}
+    if isinstance(value, set | frozenset):
+        return list(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    try:
+        return value.tolist()  # numpy arrays and scalars, torch tensors: without importing either
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise TypeError(f"a value of type {type(value).__name__} cannot be sent") from error
+
+
+def _restore(mapping: dict[str, Any]) -> Any:
+    if len(mapping) == 1 and isinstance(mapping.get(BYTES_TAG), str):
+        return base64.b64decode(mapping[BYTES_TAG])
+    return mapping
