@@ -23,11 +23,12 @@ FIRST_TOKEN = 3  # 0 to 2 are commonly padding, beginning and end of sequence
 
 
 def hashed_script(request: GenerationRequest, params: SamplingParams) -> list[int]:
-    """Tokens from a checksum of (prompt, seed); ends with the first stop token when shorter than the limit."""
+    """Tokens from a checksum of (prompt, seed); as long as allowed, or shorter and ended by the first stop token."""
     key = zlib.crc32(repr((list(request.prompt_ids), request.seed)).encode())
-    length = 1 + key % params.max_new_tokens
+    stops = bool(params.stop_token_ids) and not params.ignore_eos
+    length = 1 + key % params.max_new_tokens if stops else params.max_new_tokens
     tokens = [FIRST_TOKEN + zlib.crc32(f"{key}:{i}".encode()) % FAKE_VOCABULARY for i in range(length)]
-    if params.stop_token_ids and not params.ignore_eos and length < params.max_new_tokens:
+    if length < params.max_new_tokens:
         tokens[-1] = params.stop_token_ids[0]
     return tokens
 

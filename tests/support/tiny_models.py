@@ -1,0 +1,82 @@
+"""Tiny random models on disk, with weights large enough that greedy completions vary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+Family = Literal["qwen2", "qwen3", "llama"]
+CLASSES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+VOCABULARY = 71  # not a multiple of the padding that vLLM gives the vocabulary
+END_OF_SEQUENCE = 2
+
+
+def tiny_model(
+    family: Family = "qwen2", *, tied: bool = True, seed: int = 0, hidden: int = 32, layers: int = 2
+) -> PreTrainedModel:
+    """A random float32 causal language model; biases and norms are random too, so that a lost one is noticed."""
+    config_class, model_class = CLASSES[family]
+    config = config_class(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        initializer_range=0.15,
+        bos_token_id=1,
+        eos_token_id=END_OF_SEQUENCE,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias") or "norm" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def save_tiny_model(folder: Path, family: Family = "qwen2", *, tied: bool = True, seed: int = 0) -> PreTrainedModel:
+    """`tiny_model`, also written to `folder`."""
+    model = tiny_model(family, tied=tied, seed=seed)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def greedy_reference(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens and their log-probabilities by full forwards over one sequence, without any cache."""
+    ids, log_probs = list(prompt), []
+    for _ in range(num_tokens):
+        row = model(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
+        ids.append(int(row.argmax()))
+        log_probs.append(float(row.max()))
+    return ids[len(prompt) :], log_probs
+
+
+@torch.no_grad()
+def sequence_log_probs(model: PreTrainedModel, prompt: list[int], completion: list[int], temperature: float) -> list[float]:
+    """log pi of the completion's tokens by one full forward, logits divided by the temperature."""
+    ids = torch.tensor([[*prompt, *completion]])
+    rows = (model(ids).logits[0, len(prompt) - 1 : -1].double() / temperature).log_softmax(-1)
+    return rows.gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()

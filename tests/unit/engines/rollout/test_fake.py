@@ -1,0 +1,39 @@
+import torch
+
+from rlhub.config.model import ModelConfig
+from rlhub.config.rollout import RolloutConfig
+from rlhub.engines.rollout.base import RolloutEngine
+from rlhub.engines.rollout.registry import build_rollout_engine
+from tests.support import rollout_contract as contract
+
+WEIGHTS = {f"layer.{i}.weight": torch.randn(3, 2) for i in range(4)}
+
+
+def fake_engine() -> RolloutEngine:
+    engine = build_rollout_engine(
+        RolloutConfig(name="fake"),
+        ModelConfig(),
+        device=torch.device("cpu"),
+        seed=0,
+        max_prompt_length=20,
+        max_response_length=20,
+    )
+    engine.initialize()
+    engine.update_weights([list(WEIGHTS.items())], 0)
+    return engine
+
+
+def test_contract() -> None:
+    contract.check_generation(fake_engine())
+    contract.check_refusals(fake_engine(), max_model_len=40)
+    contract.check_weight_stream(fake_engine(), list(WEIGHTS.items()))
+    contract.check_live_weights(fake_engine(), WEIGHTS)
+    contract.check_agenerate(fake_engine())
+
+
+def test_the_engine_keeps_its_own_copy_of_the_weights() -> None:
+    engine = fake_engine()
+    source = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+    engine.update_weights([list(source.items())], 1)
+    source["layer.0.weight"].zero_()
+    assert torch.equal(next(engine.live_weights())[1], WEIGHTS["layer.0.weight"])
