@@ -27,6 +27,7 @@ class Request:
     """A call as the backend gets it.
 
     materialize: fetch DataProtoFuture arguments in the worker before the method runs.
+    as_data: the outputs are DataProto and will be asked for with `data_future`.
     deadline_s: longest wait for the results, from the moment of sending; None waits for ever.
     """
 
@@ -34,6 +35,7 @@ class Request:
     method: str
     ranks: list[RankRequest]
     materialize: bool = True
+    as_data: bool = False
     deadline_s: float | None = None
 
     @property
@@ -55,7 +57,7 @@ class PendingCall(ABC):
 
     @abstractmethod
     def data_future(self, ranks: Sequence[int], watch: Watch) -> DataProtoFuture:
-        """The outputs of `ranks`, which are DataProto, as one future batch in that order; reading it here ends `watch`."""
+        """The outputs of `ranks` as one future batch in that order; reading it here ends `watch`.  Needs `Request.as_data`."""
 
 
 class Watch:

@@ -18,7 +18,7 @@ from rlhub.protocol import DataProtoFuture
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext
 
 
-class RemoteFailure(Exception):
+class RemoteError(Exception):
     """Carries a worker's failure across the process boundary: the error to raise on the driver and, when the original is
     one of rlhub's (these pickle with their fields), the original as its cause."""
 
@@ -28,11 +28,11 @@ class RemoteFailure(Exception):
         self.cause = cause
 
 
-def describe_failure(error: Exception, context: WorkerContext, method: str) -> RemoteFailure:
+def describe_failure(error: Exception, context: WorkerContext, method: str) -> RemoteError:
     """Where and how a worker failed.  A failure that came from another worker keeps that worker's name."""
     cause = error if isinstance(error, RlhubError) else None
     if isinstance(error, WorkerError):
-        return RemoteFailure(error, None)
+        return RemoteError(error, None)
     wrapped = WorkerError(
         f"{method} raised {type(error).__name__}: {error}",
         role=context.role,
@@ -41,12 +41,12 @@ def describe_failure(error: Exception, context: WorkerContext, method: str) -> R
         remote_type=type(error).__name__,
         remote_traceback="".join(traceback.format_exception(error)),
     )
-    return RemoteFailure(wrapped, cause)
+    return RemoteError(wrapped, cause)
 
 
 @contextmanager
 def failures_of(context: WorkerContext, method: str) -> Iterator[None]:
-    """Raise RemoteFailure for anything that goes wrong inside: the process boundary of a worker."""
+    """Raise RemoteError for anything that goes wrong inside: the process boundary of a worker."""
     try:
         yield
     except Exception as error:
@@ -91,7 +91,7 @@ class RoleHost:
             self._contexts[context.role] = context
 
     def call(self, role: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, materialize: bool = True) -> Any:
-        """Run a method; raises RemoteFailure."""
+        """Run a method; raises RemoteError."""
         context = self._contexts.get(role) or WorkerContext(role=role)
         with failures_of(context, method):
             if role not in self._workers:
@@ -104,11 +104,11 @@ class RoleHost:
 
     def close(self) -> None:
         """Let every worker release what it holds; a failure of one does not stop the others."""
-        failures: list[RemoteFailure] = []
+        failures: list[RemoteError] = []
         for role in list(self._workers):
             try:
                 self.call(role, "close", (), {})
-            except RemoteFailure as failure:
+            except RemoteError as failure:
                 failures.append(failure)
         self._workers.clear()
         self._loop.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from rlhub.errors import ConfigError
 from rlhub.single_controller.observer import CallObserver
@@ -32,7 +32,7 @@ class Launched:
         if run is not None:
             run.close(self._shutdown_deadline_s)
 
-    def __enter__(self) -> Launched:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -7,13 +7,13 @@ per rank, the backend runs the ranks, and the mode joins the results.  Backends 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhub.errors import DispatchError
 from rlhub.registry import suggest
 from rlhub.single_controller.calls import CallFuture, PendingCall, RankRequest, Request, Watch
-from rlhub.single_controller.decorator import Mesh, MethodSpec, registered_methods
+from rlhub.single_controller.decorator import DispatchMode, Mesh, MethodSpec, registered_methods
 from rlhub.single_controller.observer import Call, CallObserver, WorkerInfo
 from rlhub.single_controller.worker import MeshInfo
 
@@ -29,45 +29,43 @@ class GroupMethod:
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        future = self._send(args, kwargs, blocking=self._spec.blocking)
-        return future.get() if self._spec.blocking else self._as_data(future)
+        return self._send(args, kwargs, as_future=False) if self._spec.blocking else self.submit(*args, **kwargs)
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Send the call and return its future: a DataProtoFuture where the mode collects DataProto, else a CallFuture."""
-        return self._as_data(self._send(args, kwargs, blocking=False))
+        return self._send(args, kwargs, as_future=True)
 
-    def _as_data(self, future: CallFuture) -> Any:
-        mode = self._spec.mode
-        if not mode.proto or self._spec.rank_zero:
-            return future
-        return future.as_data(self._collected_ranks())
-
-    def _collected_ranks(self) -> Sequence[int]:
-        ranks_fn = self._spec.mode.ranks_fn
-        return range(self._group.world_size) if ranks_fn is None else ranks_fn(self._group)
-
-    def _send(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, blocking: bool) -> CallFuture:
+    def _send(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, as_future: bool) -> Any:
+        group, mode, finish = self._group, self._spec.mode, _only
+        as_data = as_future and mode.proto and not self._spec.rank_zero
         if self._spec.rank_zero:
-            return self._group._start(self.name, [_rank_zero_request(self._spec, self._group, args, kwargs)], _only, blocking)
-        mode, group, collected = self._spec.mode, self._group, self._collected_ranks()
-        requests = _per_rank(group, mode.name, *mode.dispatch_fn(group, *args, **kwargs))
+            collected: Sequence[int] = (0,)
+            requests = [_rank_zero_request(mode, group, args, kwargs)]
+        else:
+            collected = range(group.world_size) if mode.ranks_fn is None else mode.ranks_fn(group)
+            requests = _per_rank(group, mode.name, *mode.dispatch_fn(group, *args, **kwargs))
+
+            def finish(outputs: dict[int, Any]) -> Any:
+                return mode.collect_fn(group, [outputs[rank] for rank in collected])
+
         for request in requests:
             request.reply = request.rank in collected
-
-        def finish(outputs: dict[int, Any]) -> Any:
-            return mode.collect_fn(group, [outputs[rank] for rank in collected])
-
-        return group._start(self.name, requests, finish, blocking, materialize=self._spec.materialize_futures)
+        future = group._start(
+            self.name, requests, finish, blocking=not as_future, materialize=self._spec.materialize_futures, as_data=as_data
+        )
+        if as_data:
+            return future.as_data(collected)
+        return future if as_future else future.get()
 
 
 def _only(outputs: dict[int, Any]) -> Any:
     return outputs[0]
 
 
-def _rank_zero_request(spec: MethodSpec, group: WorkerGroup, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RankRequest:
+def _rank_zero_request(mode: DispatchMode, group: WorkerGroup, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RankRequest:
     """Rank 0 gets the arguments as they are; a mode that may not be called still refuses."""
-    if not spec.mode.callable:
-        spec.mode.dispatch_fn(group, *args, **kwargs)
+    if not mode.callable:
+        mode.dispatch_fn(group, *args, **kwargs)
     return RankRequest(rank=0, args=tuple(args), kwargs=dict(kwargs))
 
 
@@ -153,18 +151,28 @@ class WorkerGroup(ABC):
         return sorted(self._methods)
 
     def _start(
-        self, method: str, requests: list[RankRequest], finish: Any, blocking: bool, *, materialize: bool = True
+        self,
+        method: str,
+        requests: list[RankRequest],
+        finish: Callable[[dict[int, Any]], Any],
+        *,
+        blocking: bool,
+        materialize: bool = True,
+        as_data: bool = False,
     ) -> CallFuture:
         if self._closed:
             raise DispatchError(f"{self.role}.{method}: this worker group was closed")
         workers = self.workers
-        call = Call(
-            role=self.role, method=method, blocking=blocking, workers=tuple(workers[request.rank] for request in requests)
+        call = Call(role=self.role, method=method, blocking=blocking, workers=tuple(workers[r.rank] for r in requests))
+        request = Request(
+            role=self.role,
+            method=method,
+            ranks=requests,
+            materialize=materialize,
+            as_data=as_data,
+            deadline_s=self.deadline(method),
         )
         watch = Watch(call, self.observers)
-        request = Request(
-            role=self.role, method=method, ranks=requests, materialize=materialize, deadline_s=self.deadline(method)
-        )
         try:
             return CallFuture(self._send(request), finish, watch)
         except BaseException as error:
@@ -174,7 +182,7 @@ class WorkerGroup(ABC):
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> CallFuture:
         """Run any method of the worker, registered or not, on all ranks with the same arguments (lists stay whole)."""
         ranks = [RankRequest(rank=rank, args=args, kwargs=dict(kwargs)) for rank in range(self.world_size)]
-        return self._start(method_name, ranks, lambda outputs: [outputs[rank] for rank in sorted(outputs)], False)
+        return self._start(method_name, ranks, lambda outputs: [outputs[rank] for rank in sorted(outputs)], blocking=False)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """As `execute_all_async`, waiting: one output per rank."""
@@ -183,7 +191,7 @@ class WorkerGroup(ABC):
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> CallFuture:
         """Run any method of the worker on rank 0 only."""
-        return self._start(method_name, [RankRequest(rank=0, args=args, kwargs=dict(kwargs))], _only, False)
+        return self._start(method_name, [RankRequest(rank=0, args=args, kwargs=dict(kwargs))], _only, blocking=False)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """As `execute_rank_zero_async`, waiting."""

@@ -18,7 +18,7 @@ from typing import Any
 from rlhub.errors import ConfigError
 from rlhub.protocol import DataProto, DataProtoFuture
 from rlhub.single_controller.calls import PendingCall, Request, Watch
-from rlhub.single_controller.invoke import RemoteFailure, RoleHost
+from rlhub.single_controller.invoke import RemoteError, RoleHost
 from rlhub.single_controller.observer import CallObserver, WorkerInfo
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext, applied_env
 from rlhub.single_controller.worker_group import WorkerGroup
@@ -36,7 +36,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 class _Finished(PendingCall):
     """A call that is over: its outputs, or the failure to raise whenever it is asked for."""
 
-    def __init__(self, outputs: dict[int, Any], failure: RemoteFailure | None) -> None:
+    def __init__(self, outputs: dict[int, Any], failure: RemoteError | None) -> None:
         self._outputs = outputs
         self._failure = failure
 
@@ -81,7 +81,7 @@ class LocalWorkerGroup(WorkerGroup):
                 {name: _own_columns(value) for name, value in rank.kwargs.items()},
                 materialize=request.materialize,
             )
-        except RemoteFailure as failure:
+        except RemoteError as failure:
             return _Finished({}, failure)
         seconds = time.monotonic() - start
         if request.deadline_s is not None and seconds > request.deadline_s:
@@ -115,7 +115,7 @@ class LocalRun:
                 context = WorkerContext(role=role, device=device, master_port=int(os.environ["MASTER_PORT"]))
                 self._host.add(spec, context)
                 self.groups[role] = LocalWorkerGroup(role, spec, self._host, observers)
-        except RemoteFailure as failure:
+        except RemoteError as failure:
             self.close()
             raise failure.error from failure.__cause__
         except BaseException:
@@ -126,7 +126,7 @@ class LocalRun:
         """Let the workers release what they hold.  Failures of theirs are logged."""
         try:
             self._host.close()
-        except RemoteFailure as failure:
+        except RemoteError as failure:
             logger.warning("while closing: %s", failure.error)
         finally:
             self._env.__exit__(None, None, None)

@@ -1,0 +1,106 @@
+"""Start or join a Ray cluster, with settings that suit one training job.
+
+A cluster started here listens on loopback, has no dashboard, does not report usage, runs its workers at normal priority
+and counts logical CPUs, so that more CPU ranks than cores still start.  A cluster that is joined is left as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+
+from rlhub.errors import ConfigError, ResourceError
+from rlhub.single_controller.ray.nodes import describe_nodes
+from rlhub.single_controller.ray.runtime_env import build_runtime_env
+from rlhub.single_controller.worker import applied_env
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+_ONLY_WHEN_STARTING = ("num_cpus", "num_gpus", "resources", "object_store_memory")
+
+
+@dataclass(slots=True, kw_only=True)
+class Connection:
+    """owned: this process started the cluster (so it may size it, and stops it)."""
+
+    owned: bool
+
+    def close(self) -> None:
+        if self.owned and ray.is_initialized():
+            ray.shutdown()
+
+
+def connect(ray_init: Mapping[str, Any], *, device: str, num_ranks: int) -> Connection:
+    """Use the cluster of this process if there is one, else join `ray_init.address` or RAY_ADDRESS, else start one here.
+
+    num_ranks: worker processes to come; a cluster started on this machine gets at least as many logical CPUs, unless
+    `ray_init.num_cpus` says otherwise.  `ray_init.runtime_env="auto"` ships the working directory to the other nodes.
+    Raises ResourceError when Ray cannot be reached or started, ConfigError for settings that do not go together.
+    """
+    if ray.is_initialized():
+        return Connection(owned=False)
+    options = dict(ray_init)
+    if options.get("runtime_env") == "auto":
+        options["runtime_env"] = build_runtime_env(os.getcwd())
+    address = options.pop("address", None) or os.environ.get("RAY_ADDRESS")
+    joining = address not in (None, "local")
+    options = _join_options(options) if joining else _start_options(options, device, num_ranks)
+    try:
+        with applied_env(_start_environment()), _on_loopback(options.get("_node_ip_address") == LOOPBACK):
+            ray.init(address=address or "local", **options)
+    except (ConnectionError, RuntimeError, OSError) as error:
+        what = f"join the Ray cluster at {address!r} (ray_init.address or RAY_ADDRESS)" if joining else "start Ray here"
+        raise ResourceError(f"cannot {what}: {error}") from error
+    logger.info("%s Ray cluster: %s", "joined a" if joining else "started a", describe_nodes())
+    return Connection(owned=not joining)
+
+
+@contextmanager
+def _on_loopback(wanted: bool) -> Iterator[None]:
+    """Let Ray's processes bind 127.0.0.1 alone.  Ray 2.58 replaces that address by an outward one, and then listens on all
+    interfaces, unless this constant (by default False on desktop systems) says that there will be no second node."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = before and not wanted
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _start_options(options: dict[str, Any], device: str, num_ranks: int) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "num_cpus": max(os.cpu_count() or 1, num_ranks),
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "logging_level": logging.WARNING,
+        "_node_ip_address": LOOPBACK,
+    }
+    if device == "cpu":
+        defaults["num_gpus"] = 0
+    return {**defaults, **options}
+
+
+def _join_options(options: dict[str, Any]) -> dict[str, Any]:
+    useless = [name for name in _ONLY_WHEN_STARTING if name in options]
+    if useless:
+        raise ConfigError(f"ray_init.{useless[0]} has no effect on a cluster that is joined; remove it, or remove the address")
+    return {"log_to_driver": False, "logging_level": logging.WARNING, **options}
+
+
+def _start_environment() -> dict[str, str]:
+    """Variables that Ray's processes read at their start; a user's own setting wins."""
+    wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    wanted = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    for name in ("no_proxy", "NO_PROXY"):
+        # A proxy in the way would swallow the calls between Ray's own processes on this machine.
+        hosts = [host for host in os.environ.get(name, "").split(",") if host]
+        wanted[name] = ",".join(dict.fromkeys([*hosts, "localhost", LOOPBACK]))
+    return wanted

@@ -1,0 +1,237 @@
+"""Calls under way in Ray actors: wait with a deadline, fail fast, and raise typed errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    OwnerDiedError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+
+from rlhub.errors import DeadlineError, WorkerDiedError, WorkerError
+from rlhub.protocol import DataProto, DataProtoFuture
+from rlhub.single_controller.calls import PendingCall, Watch
+from rlhub.single_controller.invoke import RemoteError
+from rlhub.single_controller.observer import WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 3.0
+"""After a first failure, wait this long for the other ranks': when a rank dies its peers fail too (their collective breaks),
+often sooner, and the death is what to report."""
+
+_LOG_EVERY_S = 60.0
+_DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OwnerDiedError, ObjectLostError, OutOfMemoryError)
+_LOG_TAIL_BYTES = 2000
+
+
+def typed_error(error: BaseException, role: str, worker: WorkerInfo, method: str) -> WorkerError:
+    """The rlhub error for what `ray.get` raised for one rank; an rlhub error of the worker's becomes its cause."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, RemoteError):
+        cause.error.__cause__ = cause.cause
+        return cause.error
+    where: dict[str, Any] = {"role": role, "rank": worker.rank, "node": worker.node, "remote_type": type(cause).__name__}
+    if isinstance(error, _DEATHS) or isinstance(cause, _DEATHS):
+        tail = log_tail(worker)
+        reason = " ".join(str(error).split())
+        return WorkerDiedError(f"process {worker.pid} died while or before it ran {method}: {reason}{tail}", **where)
+    return WorkerError(f"{method} failed in Ray: {cause}", remote_traceback=str(error), **where)
+
+
+def log_tail(worker: WorkerInfo) -> str:
+    """The end of a worker's log, when it is a file on this machine."""
+    if not worker.log or not os.path.isfile(worker.log):
+        return f"; log: {worker.log}" if worker.log else ""
+    with open(worker.log, "rb") as file:
+        file.seek(max(0, os.path.getsize(worker.log) - _LOG_TAIL_BYTES))
+        text = file.read().decode(errors="replace").strip()
+    return f"; log {worker.log} ends:\n{text}" if text else f"; log {worker.log} is empty"
+
+
+class Gather:
+    """Collects one reference per rank.  Results and failures stay, so that waiting again gives the same.
+
+    on_failure: called when a rank fails or is late.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        method: str,
+        references: Mapping[int, Any],
+        workers: Mapping[int, WorkerInfo],
+        deadline_s: float | None,
+        on_failure: Callable[[], None],
+    ) -> None:
+        self.name = f"{role}.{method}"
+        self._role, self._method = role, method
+        self._open: dict[Any, int] = {reference: rank for rank, reference in references.items()}
+        self._workers = workers
+        self._deadline_s = deadline_s
+        self._sent = time.monotonic()
+        self._outputs: dict[int, Any] = {}
+        self._errors: list[WorkerError] = []
+        self._late: DeadlineError | None = None
+        self._on_failure = on_failure
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._errors) or self._late is not None
+
+    def done(self) -> bool:
+        if self.failed or not self._open:
+            return True
+        ready, _ = ray.wait(list(self._open), num_returns=len(self._open), timeout=0)
+        return len(ready) == len(self._open)
+
+    def wait(self) -> dict[int, Any]:
+        """Outputs by rank; raises WorkerDiedError, WorkerError or DeadlineError."""
+        if self._late is not None:
+            raise self._late
+        grace_ends = float("inf")
+        while self._open and time.monotonic() < grace_ends:
+            self._take_ready(min(self._seconds_left(), grace_ends - time.monotonic(), _LOG_EVERY_S))
+            if self._errors and grace_ends == float("inf"):
+                grace_ends = time.monotonic() + GRACE_S
+            if self._open and not self._errors and self._seconds_left() <= 0:
+                self._late = self._pass_deadline()
+                self._on_failure()
+                raise self._late
+        if self._errors:
+            raise self._worst_error()
+        return self._outputs
+
+    def _seconds_left(self) -> float:
+        return float("inf") if self._deadline_s is None else self._sent + self._deadline_s - time.monotonic()
+
+    def _take_ready(self, timeout: float) -> None:
+        before = time.monotonic()
+        ready, _ = ray.wait(list(self._open), num_returns=1, timeout=max(timeout, 0.0))
+        if not ready and time.monotonic() - before >= _LOG_EVERY_S - 1:
+            logger.info("waiting for %s, ranks %s, for %.0f s", self.name, self._late_ranks(), time.monotonic() - self._sent)
+        for reference in ready:
+            rank = self._open.pop(reference)
+            try:
+                self._outputs[rank] = ray.get(reference)
+            except RayError as error:
+                self._errors.append(typed_error(error, self._role, self._workers[rank], self._method))
+                self._on_failure()
+
+    def _late_ranks(self) -> list[int]:
+        return sorted(self._open.values())
+
+    def _pass_deadline(self) -> DeadlineError:
+        """The error, after asking late workers on this machine for their stacks."""
+        late = [self._workers[rank] for rank in self._late_ranks()]
+        logs = [worker.log for worker in late if worker.log and os.path.isfile(worker.log)]
+        for worker in late:
+            if worker.log in logs:
+                _ask_for_stacks(worker.pid)
+        where = ", ".join(f"rank {worker.rank} on {worker.node} (process {worker.pid})" for worker in late)
+        hint = f"still running: {where}" + (f"; their stacks are in {', '.join(logs)}" if logs else "")
+        return DeadlineError(self.name, float(self._deadline_s or 0.0), hint)
+
+    def _worst_error(self) -> WorkerError:
+        """A death explains its peers' failures; otherwise the first failure is the cause."""
+        worst = next((error for error in self._errors if isinstance(error, WorkerDiedError)), self._errors[0])
+        for error in self._errors:
+            if error is not worst:
+                logger.warning("%s also failed: %s", self.name, str(error).splitlines()[0])
+        return worst
+
+
+def _ask_for_stacks(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        logger.info("process %d is gone", pid)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Part:
+    """One rank's output batch in the object store, and apart from it its number of rows."""
+
+    role: str
+    method: str
+    worker: WorkerInfo
+    data: Any
+    rows: Any
+
+
+class PartReader:
+    """Reads parts for a DataProtoFuture.  On the driver it first waits for all ranks of the call, as a blocking call does; in
+    a worker, to which it was sent within an argument, it reads the parts alone.  deadline: wall-clock time, or None."""
+
+    def __init__(self, deadline: float | None, gather: Gather | None = None, watch: Watch | None = None) -> None:
+        self._deadline = deadline
+        self._gather = gather
+        self._watch = watch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PartReader, (self._deadline,)
+
+    def resolve(self, parts: list[Part]) -> list[DataProto]:
+        """The batches, in order."""
+        return self._read(parts, [part.data for part in parts])
+
+    def measure(self, parts: list[Part]) -> list[int]:
+        """Rows of each, without fetching the batches."""
+        return self._read(parts, [part.rows for part in parts])
+
+    def _read(self, parts: Sequence[Part], references: list[Any]) -> list[Any]:
+        try:
+            if self._gather is not None:
+                self._gather.wait()
+            values = [self._get(part, reference) for part, reference in zip(parts, references, strict=True)]
+        except BaseException as error:
+            if self._watch is not None:
+                self._watch.end(error)
+            raise
+        if self._watch is not None:
+            self._watch.end()
+        return values
+
+    def _get(self, part: Part, reference: Any) -> Any:
+        timeout = None if self._deadline is None else max(1.0, self._deadline - time.time())
+        try:
+            return ray.get(reference, timeout=timeout)
+        except GetTimeoutError as error:
+            name = f"{part.role}.{part.method}"
+            raise DeadlineError(name, float(timeout or 0.0), f"rank {part.worker.rank} on {part.worker.node}") from error
+        except RayError as error:
+            raise typed_error(error, part.role, part.worker, part.method) from None
+
+
+class RayPending(PendingCall):
+    """A call that is under way.  parts: by rank, for calls whose outputs are read as a DataProtoFuture."""
+
+    def __init__(self, gather: Gather, parts: Mapping[int, Part], deadline: float | None) -> None:
+        self._gather = gather
+        self._parts = parts
+        self._deadline = deadline
+
+    def wait(self) -> dict[int, Any]:
+        return self._gather.wait()
+
+    def done(self) -> bool:
+        return self._gather.done()
+
+    def data_future(self, ranks: Sequence[int], watch: Watch) -> DataProtoFuture:
+        reader = PartReader(self._deadline, self._gather, watch)
+        return DataProtoFuture([self._parts[rank] for rank in ranks], reader.resolve, reader.measure)

@@ -1,0 +1,45 @@
+"""End what a run started: every process that carries the run's marker in its environment, children's children included.
+
+Ray kills its own workers, but not what they started (engines, reward children, servers), and a worker that was killed
+cannot clean up after itself.  The marker is inherited, so such processes are found whoever their parent now is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+MARKER = "RLHUB_RUN_MARKER"
+
+
+def marked_processes(marker: str) -> list[psutil.Process]:
+    """Live processes of this machine whose environment carries `marker` (zombies and other users' do not count)."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARKER) == marker and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess, OSError):
+            continue
+    return found
+
+
+def end_marked(marker: str, deadline_s: float) -> list[int]:
+    """Kill them until none is left or the deadline has passed; returns the pids that are still there."""
+    deadline = time.monotonic() + deadline_s
+    left = marked_processes(marker)
+    while left and time.monotonic() < deadline:
+        for process in left:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(left, timeout=0.5)
+        left = marked_processes(marker)
+    if left:
+        logger.warning("processes of this run that could not be ended: %s", [process.pid for process in left])
+    return [process.pid for process in left]
