@@ -1,0 +1,54 @@
+"""A whole GRPO driver: copy it, change it.  Settings are those of main_ppo.
+
+python recipes/minimal_grpo/grpo.py data.train_files=train.parquet actor_rollout_ref.model.path=MODEL trainer.total_training_steps=60
+"""
+
+import logging
+import sys
+
+import torch
+
+from rlhub.algorithms.advantages.grpo import GRPOKnobs, grpo
+from rlhub.algorithms.inputs import AdvantageInputs
+from rlhub.config.cli import run
+from rlhub.config.ppo import PPOConfig
+from rlhub.rewards import build_reward_manager
+from rlhub.trainer.ppo.build import ACTOR_DEADLINES, build_data, worker_roles
+from rlhub.trainer.workers import launch_workers
+
+logger = logging.getLogger("grpo")
+
+
+def main(config: PPOConfig) -> None:
+    config.algorithm.adv_estimator = "grpo"  # decides which workers start: no critic
+    data = build_data(config)
+    score = build_reward_manager(config.reward_model, config.custom_reward_function, data.tokenizer, config.data.max_response_length)
+    sampling = {"n": config.actor_rollout_ref.rollout.n, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "log_probs": True}
+    roles = worker_roles(config, data.total_steps)
+    with score, launch_workers(roles, config.trainer, deadlines={"actor_rollout_ref": ACTOR_DEADLINES}) as workers:
+        actor = workers.groups["actor_rollout_ref"]
+        for step in range(1, data.total_steps + 1):
+            prompts = next(data.loader)
+            prompts.meta_info.update(sampling)
+            uid = torch.arange(len(prompts)).repeat_interleave(sampling["n"])
+
+            actor.sync_weights(step - 1)  # the trainer's shards -> the rollout engine, checked weight by weight
+            batch = prompts.select(batch_keys=["ordinal"], meta_info_keys=[]).repeat(sampling["n"])
+            batch.union(actor.generate_sequences(prompts.select(non_tensor_batch_keys=[])))
+
+            rewards = score(batch)
+            rows = AdvantageInputs(
+                token_level_rewards=rewards.token_level_scores, response_mask=batch.batch["response_mask"], group=uid
+            )
+            batch.batch["advantages"] = grpo(rows, GRPOKnobs()).advantages
+
+            columns = ["input_ids", "attention_mask", "response_mask", "advantages", "rollout_log_probs"]
+            update = batch.select(batch_keys=columns, non_tensor_batch_keys=[])
+            update.meta_info["num_mini_batches"] = 1  # one optimizer step: on-policy, so no clip ever binds
+            metrics = actor.update_actor(update).meta_info["metrics"]
+            kl = metrics["mismatch/kl"]
+            logger.info("step %d reward %.3f mismatch %.1e", step, rewards.scores.mean(), kl if isinstance(kl, float) else kl[0])
+
+
+if __name__ == "__main__":
+    sys.exit(run(PPOConfig, "ppo", main, description=__doc__ or ""))

@@ -1,0 +1,42 @@
+"""Evaluate a model on data.val_files: `python -m rlhub.trainer.main_eval data.val_files=... actor_rollout_ref.model.path=...`"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import ExitStack
+
+from rlhub.config.cli import run as run_cli
+from rlhub.config.ppo import PPOConfig
+from rlhub.config.schema import to_dict
+
+logger = logging.getLogger(__name__)
+
+DESCRIPTION = (
+    "Sample answers to data.val_files (actor_rollout_ref.rollout.val_kwargs says how), score them, and report pass@1 and "
+    "pass@k, over all rows and per data source.  The sampled answers and metrics.jsonl are left in the run folder."
+)
+
+
+def main(config: PPOConfig) -> int:
+    """One validation, recorded as step 0 of a run folder of its own."""
+    from rlhub.trainer.ppo.build import build_evaluation
+    from rlhub.trainer.run import Run
+
+    config.trainer.resume_mode = "disable"
+    with ExitStack() as stack:
+        run = stack.enter_context(Run(config.trainer, to_dict(config), 0))
+        validator = build_evaluation(config, run, stack)
+        run.start()
+        run.begin_step(0)
+        report = validator()
+        run.log_generations(0, report.samples)
+        run.log(0, report.metrics)
+        for name, value in report.metrics.items():
+            logger.info("%s: %.4f", name, value)
+        logger.info("samples and metrics: %s", run.folder.path)
+        return run.signals.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(PPOConfig, "eval", main, description=DESCRIPTION))

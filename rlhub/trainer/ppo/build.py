@@ -1,0 +1,165 @@
+"""From a resolved configuration to a trainer: data, reward, workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from rlhub.config.ppo import PPOConfig
+from rlhub.data.loader import PromptLoader
+from rlhub.data.prompts import PromptDataset
+from rlhub.models.tokenizer import load_tokenizer
+from rlhub.protocol import DataProto
+from rlhub.rewards import RewardManager, build_reward_manager
+from rlhub.single_controller import ClassWithInitArgs, Launched, WorkerGroup
+from rlhub.trainer.ppo.learner import Learner
+from rlhub.trainer.ppo.requirements import num_mini_batches, requirements
+from rlhub.trainer.ppo.rollouts import VALIDATION_ORDINALS, Generator
+from rlhub.trainer.ppo.trainer import PPOTrainer
+from rlhub.trainer.ppo.validation import Validator
+from rlhub.trainer.run import Run
+from rlhub.trainer.workers import launch_workers
+from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
+from rlhub.workers.critic import CriticWorker
+from rlhub.workers.runtime import WorkerRuntime
+
+ACTOR_DEADLINES = {
+    "init_model": "start",
+    "generate_sequences": "generate",
+    "compute_log_prob": "infer",
+    "compute_ref_log_prob": "infer",
+    "update_actor": "update",
+    "sync_weights": "sync",
+    "save_checkpoint": "checkpoint",
+    "load_checkpoint": "checkpoint",
+}
+CRITIC_DEADLINES = {
+    "init_model": "start",
+    "compute_values": "infer",
+    "update_critic": "update",
+    "save_checkpoint": "checkpoint",
+    "load_checkpoint": "checkpoint",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class PPOData:
+    """The driver's data: tokenizer, training prompts and validation batches."""
+
+    tokenizer: Any
+    loader: PromptLoader
+    val_batches: Sequence[DataProto]
+    total_steps: int
+
+
+def build_data(config: PPOConfig) -> PPOData:
+    """Read the files; DataError names file, row and column of what is unusable."""
+    model, data = config.actor_rollout_ref.model, config.data
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    dataset = PromptDataset(data, data.train_files, tokenizer)
+    loader = PromptLoader(dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, drop_last=True)
+    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
+    val_batches: Sequence[DataProto] = ()
+    if data.val_files:
+        val_batches = load_validation(config, tokenizer)
+    return PPOData(tokenizer=tokenizer, loader=loader, val_batches=val_batches, total_steps=total_steps)
+
+
+def load_validation(config: PPOConfig, tokenizer: Any) -> list[DataProto]:
+    """The validation prompts in batches, with ordinals of their own."""
+    data = config.data
+    dataset = PromptDataset(data, data.val_files, tokenizer)
+    size = data.val_batch_size or len(dataset)
+    loader = PromptLoader(dataset, size, seed=data.seed, shuffle=False, drop_last=False)
+    batches = [next(loader) for _ in range(math.ceil(len(dataset) / size))]
+    for batch in batches:
+        batch.batch["ordinal"] = batch.batch["ordinal"] + VALIDATION_ORDINALS
+    return batches
+
+
+def worker_runtime(config: PPOConfig) -> WorkerRuntime:
+    """What every worker knows of the run."""
+    return WorkerRuntime(
+        device=config.trainer.device,
+        seed=config.trainer.seed,
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        deadline_s=config.trainer.deadline_s.update,
+    )
+
+
+def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Validator:
+    """A validator over data.val_files, with workers that cannot train."""
+    model = config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    batches = load_validation(config, tokenizer)
+    reward = build_reward_manager(
+        config.reward_model, config.custom_reward_function, tokenizer, config.data.max_response_length
+    )
+    stack.callback(reward.close)
+    actor = ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, worker_runtime(config), train=False)
+    launched = stack.enter_context(
+        launch_workers(
+            {"actor_rollout_ref": actor}, config.trainer, deadlines={"actor_rollout_ref": ACTOR_DEADLINES}, run=run
+        )
+    )
+    generator = Generator(launched.groups["actor_rollout_ref"], config.actor_rollout_ref.rollout)
+    num_shown = config.trainer.log_val_generations or sum(len(batch) for batch in batches)
+    return Validator(batches, generator, reward, tokenizer, run.timers, num_shown)
+
+
+def worker_roles(config: PPOConfig, total_steps: int) -> dict[str, ClassWithInitArgs]:
+    """The actor (with rollout and, where read, the reference) and, where the estimator needs values, the critic."""
+    needs = requirements(config)
+    runtime = worker_runtime(config)
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    actor.optim.total_training_steps = total_steps * num_mini_batches(config) * actor.ppo_epochs
+    roles = {
+        "actor_rollout_ref": ClassWithInitArgs(
+            ActorRolloutRefWorker, config.actor_rollout_ref, runtime, needs_reference=needs.reference
+        )
+    }
+    if needs.values:
+        critic.optim.total_training_steps = total_steps * num_mini_batches(config) * (critic.ppo_epochs or 1)
+        roles["critic"] = ClassWithInitArgs(CriticWorker, critic, runtime, loss_agg_mode=actor.loss_agg_mode)
+    return roles
+
+
+def start_workers(config: PPOConfig, total_steps: int, run: Run) -> Launched:
+    """Launch the roles and build their models."""
+    return launch_workers(
+        worker_roles(config, total_steps),
+        config.trainer,
+        deadlines={"actor_rollout_ref": ACTOR_DEADLINES, "critic": CRITIC_DEADLINES},
+        run=run,
+    )
+
+
+def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) -> PPOTrainer:
+    """Start everything; what must be ended is put on `stack`."""
+    reward: RewardManager = build_reward_manager(
+        config.reward_model, config.custom_reward_function, data.tokenizer, config.data.max_response_length
+    )
+    stack.callback(reward.close)
+    launched = stack.enter_context(start_workers(config, data.total_steps, run))
+    actor: WorkerGroup = launched.groups["actor_rollout_ref"]
+    critic = launched.groups.get("critic")
+    generator = Generator(actor, config.actor_rollout_ref.rollout)
+    validator = None
+    if data.val_batches:
+        num_shown = config.trainer.log_val_generations
+        validator = Validator(data.val_batches, generator, reward, data.tokenizer, run.timers, num_shown)
+    return PPOTrainer(
+        config=config,
+        run=run,
+        loader=data.loader,
+        generator=generator,
+        learner=Learner(config, actor, critic, reward, run.timers),
+        validator=validator,
+        actor=actor,
+        critic=critic,
+        total_steps=data.total_steps,
+    )

@@ -1,0 +1,33 @@
+"""Which columns each worker call reads: only these travel."""
+
+from __future__ import annotations
+
+from rlhub.protocol import DataProto
+
+MODEL = ("input_ids", "attention_mask", "response_mask")
+POLICY = (*MODEL, "mini_batch", "advantages", "old_log_probs", "ref_log_prob", "rollout_log_probs")
+VALUE = (*MODEL, "mini_batch", "values", "returns")
+
+
+def view(batch: DataProto, names: tuple[str, ...], **meta: object) -> DataProto:
+    """The named columns of `batch` that exist, without copying, with `meta` as meta_info."""
+    present = [name for name in names if name in batch.batch.keys()]
+    selected = batch.select(batch_keys=present, non_tensor_batch_keys=[], meta_info_keys=[])
+    selected.meta_info.update(meta)
+    return selected
+
+
+def model_inputs(batch: DataProto) -> DataProto:
+    """What a forward pass reads."""
+    return view(batch, MODEL)
+
+
+def policy_inputs(batch: DataProto, num_mini_batches: int) -> DataProto:
+    """What the policy update reads.  The rollout's log-probs go only where the mismatch is measured in the update itself."""
+    names = tuple(n for n in POLICY if not (n == "rollout_log_probs" and "old_log_probs" in batch.batch.keys()))
+    return view(batch, names, num_mini_batches=num_mini_batches)
+
+
+def value_inputs(batch: DataProto, num_mini_batches: int) -> DataProto:
+    """What the critic's update reads."""
+    return view(batch, VALUE, num_mini_batches=num_mini_batches)

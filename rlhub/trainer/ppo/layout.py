@@ -1,0 +1,86 @@
+"""Which rows make which optimizer step, and which rank holds them.
+
+Mini-batches are fixed by the order in which prompts were drawn (or a shuffle seeded by the step), never by the number of
+ranks.  Within each mini-batch rows are dealt to the ranks by length, so that every rank has about the same number of tokens.
+Workers receive contiguous parts, so the batch is reordered until each rank's part is contiguous.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import torch
+from torch import Tensor
+
+from rlhub.protocol import DataProto
+
+
+def part_sizes(num_rows: int, num_parts: int) -> list[int]:
+    """Sizes of `DataProto.chunk`: they differ by at most one, larger ones first."""
+    base, more = divmod(num_rows, num_parts)
+    return [base + (part < more) for part in range(num_parts)]
+
+
+def mini_batch_ids(num_rows: int, rows_per_mini_batch: int, shuffle_seed: int | None) -> Tensor:
+    """(rows,) int64: the optimizer step each row belongs to."""
+    ids = torch.arange(num_rows) // rows_per_mini_batch
+    if shuffle_seed is None:
+        return ids
+    return ids[torch.randperm(num_rows, generator=torch.Generator().manual_seed(shuffle_seed))]
+
+
+def deal(lengths: list[int], capacities: list[int], loads: list[float]) -> list[int]:
+    """Rank of each row: longest first, always to the least loaded rank with room.  `loads` is brought up to date."""
+    room = list(capacities)
+    heap = [(loads[rank], rank) for rank in range(len(room)) if room[rank]]
+    heapq.heapify(heap)
+    ranks = [0] * len(lengths)
+    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, rank = heapq.heappop(heap)
+        ranks[row] = rank
+        room[rank] -= 1
+        loads[rank] = load + lengths[row]
+        if room[rank]:
+            heapq.heappush(heap, (loads[rank], rank))
+    return ranks
+
+
+def capacities_of(mini_batch_sizes: list[int], num_ranks: int) -> list[list[int]]:
+    """Rows of each mini-batch on each rank: as even as possible, and summing over mini-batches to `part_sizes`."""
+    targets = part_sizes(sum(mini_batch_sizes), num_ranks)
+    plan = []
+    for size in mini_batch_sizes:
+        row = [size // num_ranks] * num_ranks
+        plan.append(row)
+        targets = [target - given for target, given in zip(targets, row, strict=True)]
+    for row, size in zip(plan, mini_batch_sizes, strict=True):
+        for _ in range(size % num_ranks):
+            rank = max(range(num_ranks), key=lambda r: (targets[r], -r))
+            row[rank] += 1
+            targets[rank] -= 1
+    return plan
+
+
+def arrange(
+    batch: DataProto, *, rows_per_mini_batch: int, num_ranks: int, balance: bool, shuffle_seed: int | None = None
+) -> DataProto:
+    """Reorder `batch` in place so that part r of `chunk(num_ranks)` is what rank r should hold; adds column `mini_batch`.
+
+    batch: needs `attention_mask` (rows, prompt + response).  Returns the same batch.
+    """
+    ids = mini_batch_ids(len(batch), rows_per_mini_batch, shuffle_seed)
+    batch.batch["mini_batch"] = ids
+    if num_ranks == 1:
+        return batch
+    lengths = batch.batch["attention_mask"].sum(1).tolist()
+    members = [(ids == index).nonzero().squeeze(1).tolist() for index in range(int(ids.max()) + 1)]
+    plan = capacities_of([len(rows) for rows in members], num_ranks)
+    parts: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0.0] * num_ranks
+    for rows, capacities in zip(members, plan, strict=True):
+        costs = [lengths[row] if balance else 1 for row in rows]
+        for row, rank in zip(rows, deal(costs, capacities, loads), strict=True):
+            parts[rank].append(row)
+    order = torch.tensor([row for part in parts for row in part])
+    batch.reorder(order)
+    return batch

@@ -1,0 +1,154 @@
+"""One learning step from a rollout batch: the part that reads like the paper, shared by every schedule.
+
+reward -> log-probs (old, reference) -> values -> advantages -> update critic -> update actor.  What is computed follows from
+what the chosen algorithm requires; no algorithm and no backend is named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rlhub.algorithms.inputs import AdvantageInputs
+from rlhub.algorithms.kl_control import AdaptiveKLController, FixedKLController, KLController, penalized_rewards
+from rlhub.algorithms.knobs import knobs_for
+from rlhub.algorithms.masked import masked_mean
+from rlhub.algorithms.mismatch import mismatch_metrics, mismatch_sums
+from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
+from rlhub.config.algorithm import KLControlConfig
+from rlhub.config.ppo import PPOConfig
+from rlhub.protocol import DataProto
+from rlhub.rewards import RewardManager
+from rlhub.single_controller import WorkerGroup
+from rlhub.trainer.ppo.columns import model_inputs, policy_inputs, value_inputs
+from rlhub.trainer.ppo.layout import arrange
+from rlhub.trainer.ppo.metrics import batch_metrics, mean_metrics
+from rlhub.trainer.ppo.requirements import Requirements, num_mini_batches, requirements
+from rlhub.utils.timing import PhaseTimer
+
+
+def build_kl_controller(config: KLControlConfig) -> KLController:
+    """The controller of the KL-in-reward coefficient."""
+    if config.type == "adaptive":
+        return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
+    return FixedKLController(config.kl_coef)
+
+
+@dataclass(slots=True)
+class Learner:
+    """`learn(batch)` changes the policy (and the critic) once; `metrics` holds that step's measurements."""
+
+    config: PPOConfig
+    actor: WorkerGroup
+    critic: WorkerGroup | None
+    reward: RewardManager
+    timers: PhaseTimer
+    kl_controller: KLController = field(init=False)
+    needs: Requirements = field(init=False)
+    metrics: dict[str, float] = field(init=False, default_factory=dict)
+    _estimator: Any = field(init=False)
+    _knobs: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        algorithm = self.config.algorithm
+        self.needs = requirements(self.config)
+        self.kl_controller = build_kl_controller(algorithm.kl_ctrl)
+        self._estimator = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator)
+        knobs_class = ADVANTAGE_ESTIMATORS.knobs_class(algorithm.adv_estimator)
+        self._knobs = knobs_for(knobs_class, algorithm, algorithm.adv_kwargs, where="algorithm.adv_kwargs")
+
+    def learn(self, batch: DataProto, step: int) -> dict[str, float]:
+        """Train on one rollout batch; `step` counts from 1.  The batch is reordered and gains columns."""
+        self.metrics = {}
+        self.score(batch)
+        self.arrange(batch, step)
+        if self.needs.old_log_probs:
+            batch.union(self.actor.compute_log_prob(model_inputs(batch)))
+            self.measure_mismatch(batch)
+        if self.needs.reference:
+            batch.union(self.actor.compute_ref_log_prob(model_inputs(batch)))
+        if self.critic is not None:
+            batch.union(self.critic.compute_values(model_inputs(batch)))
+        self.estimate_advantages(batch)
+        if self.critic is not None:
+            self.record(self.critic.update_critic(value_inputs(batch, self.num_mini_batches)))
+        if step > self.config.trainer.critic_warmup:
+            self.record(self.actor.update_actor(policy_inputs(batch, self.num_mini_batches)))
+        return self.metrics
+
+    @property
+    def num_mini_batches(self) -> int:
+        return num_mini_batches(self.config)
+
+    def record(self, returned: DataProto) -> None:
+        """Keep the metrics a worker call returned."""
+        self.metrics |= mean_metrics(returned.meta_info["metrics"])
+
+    def score(self, batch: DataProto) -> None:
+        """Adds token_level_scores (rows, response), scores (rows,) and valid (rows,)."""
+        with self.timers.measure("reward"):
+            result = self.reward(batch)
+        batch.batch["token_level_scores"] = result.token_level_scores
+        batch.batch["scores"] = result.scores
+        batch.batch["valid"] = result.valid
+        self.metrics |= result.metrics
+
+    def arrange(self, batch: DataProto, step: int) -> None:
+        """Fix the mini-batches and deal the rows to the ranks."""
+        actor = self.config.actor_rollout_ref.actor
+        arrange(
+            batch,
+            rows_per_mini_batch=actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n,
+            num_ranks=self.actor.mesh("actor").dp_size,
+            balance=self.config.trainer.balance_batch,
+            shuffle_seed=self.config.trainer.seed * 1_000_003 + step if actor.shuffle else None,
+        )
+
+    def measure_mismatch(self, batch: DataProto) -> None:
+        """Rollout against trainer log-probs (without a separate pass the update itself measures them)."""
+        columns = batch.batch
+        sums = mismatch_sums(columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"])
+        self.metrics |= mismatch_metrics({name: float(value) for name, value in sums.items()})
+
+    def estimate_advantages(self, batch: DataProto) -> None:
+        """Adds token_level_rewards, advantages and returns (rows, response); then takes rows that must not train out of
+        response_mask: samples without a valid score and, if asked, truncated ones."""
+        columns = batch.batch
+        columns["token_level_rewards"] = self.penalize(batch)
+        with self.timers.measure("advantages"):
+            outputs = self._estimator(
+                AdvantageInputs(
+                    token_level_rewards=columns["token_level_rewards"],
+                    response_mask=columns["response_mask"],
+                    group=own_group_when_invalid(columns["uid"], columns["valid"]),
+                    values=columns["values"] if self.critic is not None else None,
+                ),
+                self._knobs,
+            )
+        columns["advantages"], columns["returns"] = outputs.advantages, outputs.returns
+        self.metrics |= outputs.metrics | batch_metrics(batch)
+        trained = columns["valid"]
+        if self.config.actor_rollout_ref.actor.mask_truncated:
+            trained = trained & (columns["finish_reason"] == 0)
+        self.metrics["actor/masked_samples"] = float((~trained).sum().item())
+        columns["response_mask"] = columns["response_mask"] * trained[:, None].long()
+
+    def penalize(self, batch: DataProto) -> torch.Tensor:
+        """token_level_scores, less beta times the KL to the reference where the reward carries it."""
+        columns, algorithm = batch.batch, self.config.algorithm
+        if not algorithm.use_kl_in_reward:
+            return columns["token_level_scores"]
+        mask = columns["response_mask"]
+        kl = KL_ESTIMATORS.get(algorithm.kl_penalty)(columns["old_log_probs"], columns["ref_log_prob"])
+        rewards = penalized_rewards(columns["token_level_scores"], kl, mask, self.kl_controller.value)
+        mean_kl = masked_mean(masked_mean(kl, mask, dim=1), mask.any(1)).item()
+        self.metrics |= {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": self.kl_controller.value}
+        self.kl_controller.update(mean_kl, len(batch))
+        return rewards
+
+
+def own_group_when_invalid(uid: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Group ids (rows,), where a sample without a valid score is a group of its own and moves nobody's baseline."""
+    return torch.where(valid, uid, -1 - torch.arange(len(uid)))

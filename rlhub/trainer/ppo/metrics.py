@@ -1,0 +1,44 @@
+"""Metrics the driver computes from a training batch, under the names people look for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhub.protocol import DataProto
+
+
+def spread(prefix: str, values: Tensor) -> dict[str, float]:
+    """mean, max and min of a flat tensor; nothing for an empty one."""
+    if values.numel() == 0:
+        return {}
+    low, high = torch.aminmax(values)
+    return {f"{prefix}/mean": values.float().mean().item(), f"{prefix}/max": high.item(), f"{prefix}/min": low.item()}
+
+
+def batch_metrics(batch: DataProto) -> dict[str, float]:
+    """critic/{score,rewards,advantages,returns,values}/..., response_length/..., prompt_length/... of one step."""
+    columns = batch.batch
+    mask = columns["response_mask"].bool()
+    lengths = columns["response_length"].float()
+    prompts = columns["attention_mask"].sum(1).float() - lengths
+    metrics = {
+        **spread("response_length", lengths),
+        "response_length/clip_ratio": (columns["finish_reason"] == 1).float().mean().item(),
+        **spread("prompt_length", prompts),
+        **spread("critic/score", columns["scores"]),
+        "reward/mean": columns["scores"].float().mean().item(),
+        "reward/std": columns["scores"].float().std(correction=0).item(),
+        **spread("critic/rewards", torch.where(mask, columns["token_level_rewards"], 0).sum(1)),
+        **spread("critic/advantages", columns["advantages"][mask]),
+        **spread("critic/returns", columns["returns"][mask]),
+        "perf/total_num_tokens": float(columns["attention_mask"].sum().item()),
+    }
+    if "values" in columns.keys():
+        metrics |= spread("critic/values", columns["values"][mask])
+    return metrics
+
+
+def mean_metrics(collected: dict[str, list[float]] | dict[str, float]) -> dict[str, float]:
+    """One number per metric from what the ranks returned."""
+    return {name: sum(v) / len(v) if isinstance(v, list) else float(v) for name, v in collected.items()}

@@ -1,0 +1,163 @@
+"""Run: everything around the training steps that is the same for every trainer.
+
+The run folder and its lock, resuming, metrics, progress, checkpoints with retention, and stopping on signals.  A step ends
+in this order: checkpoint committed (with the step's metrics inside), then its line in metrics.jsonl; a process killed
+between the two writes the line on resume, so each step stands there exactly once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhub.checkpoint.files import FileEntry
+from rlhub.checkpoint.store import Checkpoint, CheckpointStore
+from rlhub.config.trainer import TrainerConfig
+from rlhub.single_controller.observer import Call
+from rlhub.tracking.recorder import Recorder
+from rlhub.tracking.run_folder import RunFolder
+from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status
+from rlhub.trainer.stop_signals import StopSignals
+from rlhub.utils.timing import PhaseTimer
+
+logger = logging.getLogger(__name__)
+
+SaveFunction = Callable[[Path], list[FileEntry]]
+StateFunction = Callable[[], Mapping[str, Any]]
+
+
+class Run:
+    """Use as a context manager: `with Run(...) as run`.  Implements CallObserver, so worker calls are timed and shown."""
+
+    def __init__(self, config: TrainerConfig, resolved: dict[str, Any], total_steps: int) -> None:
+        self.config, self.resolved, self.total_steps = config, resolved, total_steps
+        self.folder = RunFolder(Path(config.default_local_dir))
+        self.store = CheckpointStore(self.folder.path)
+        self.timers = PhaseTimer()
+        self.signals = StopSignals()
+        self.checkpoint: Checkpoint | None = None
+        self.recorder: Recorder | None = None
+        self._step_started = time.perf_counter()
+
+    def __enter__(self) -> Run:
+        self.folder.open()
+        self.signals.__enter__()
+        try:
+            self.checkpoint = self._find_checkpoint()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _find_checkpoint(self) -> Checkpoint | None:
+        mode = self.config.resume_mode
+        if mode == "disable":
+            if aside := self.folder.set_aside():
+                logger.warning("trainer.resume_mode=disable: the earlier run here was moved to %s", aside)
+            return None
+        if mode == "resume_path":
+            return self.store.open(Path(self.config.resume_from_path or ""))
+        return self.store.latest()
+
+    @property
+    def already_finished(self) -> str | None:
+        """What to tell the user when there is nothing left to do, else None."""
+        if self.checkpoint is None or self.checkpoint.step < self.total_steps:
+            return None
+        return (
+            f"this run already finished: {self.checkpoint.path} holds step {self.checkpoint.step} of {self.total_steps}. "
+            "To train longer raise trainer.total_training_steps or trainer.total_epochs; to start anew set "
+            "trainer.resume_mode=disable (the old run is moved aside) or another trainer.experiment_name."
+        )
+
+    def start(self) -> None:
+        """Open metrics and trackers; call once the workers are up."""
+        resumed = self.checkpoint
+        info = RunInfo(
+            project=self.config.project_name,
+            experiment=self.config.experiment_name,
+            folder=self.folder.path,
+            config=self.resolved,
+            total_steps=self.total_steps,
+            resumed_step=resumed.step if resumed else None,
+        )
+        self.recorder = Recorder(self.folder, info, self.config.logger)
+        repeated = self.recorder.start(resumed.state["metrics"] if resumed else None)
+        if resumed:
+            again = f"; steps {repeated} are done again" if repeated else ""
+            logger.warning("resuming from %s: continuing at step %d of %d%s", resumed.path, resumed.step + 1, self.total_steps, again)
+
+    @property
+    def stop_requested(self) -> bool:
+        return self.signals.received is not None
+
+    def due(self, frequency: int, step: int, *, last: bool) -> bool:
+        """Every `frequency` steps and at the last one; never when frequency is not positive."""
+        return frequency > 0 and (step % frequency == 0 or last)
+
+    def begin_step(self, step: int) -> None:
+        """Start the step's clock."""
+        self.timers.drain()
+        self._step_started = time.perf_counter()
+
+    def end_step(self, step: int, metrics: Metrics, *, save: SaveFunction, state: StateFunction, last: bool) -> None:
+        """Save if due, then log."""
+        logged = {**metrics, **self._timings(metrics)}
+        if self.due(self.config.save_freq, step, last=last):
+            with self.timers.measure("save"):
+                self._save(step, logged, save, state)
+            logged |= self.timers.drain()
+        assert self.recorder is not None
+        self.recorder.log(step, logged)
+
+    def _timings(self, metrics: Metrics) -> dict[str, float]:
+        """timing_s/... of the phases and of the whole step, and tokens per second over all ranks."""
+        seconds = time.perf_counter() - self._step_started
+        timings = {**self.timers.drain(), "timing_s/step": seconds, "perf/time_per_step": seconds}
+        if "perf/total_num_tokens" in metrics:
+            timings["perf/throughput"] = float(metrics["perf/total_num_tokens"]) / seconds
+        return timings
+
+    def _save(self, step: int, logged: Metrics, save: SaveFunction, state: StateFunction) -> None:
+        numbers = {name: float(value) for name, value in logged.items() if not isinstance(value, str)}
+        entries = save(self.store.begin(step))
+        self.store.commit(step, entries, {**state(), "metrics": dict(logged)}, metrics=numbers)
+        self.store.retain(self.config.max_actor_ckpt_to_keep, self.config.keep_best)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """A step without an update (step 0): its metrics and timings."""
+        assert self.recorder is not None
+        self.recorder.log(step, {**metrics, **self._timings(metrics)})
+
+    def log_generations(self, step: int, rows: Sequence[GenerationRow], split: str = "val") -> None:
+        """Sample completions for people to read."""
+        assert self.recorder is not None
+        if rows:
+            self.recorder.log_generations(step, split, rows)
+
+    def on_start(self, call: Call) -> None:
+        """CallObserver: show what the run is doing."""
+        if self.recorder is not None:
+            self.recorder.phase(call.method)
+
+    def on_end(self, call: Call, seconds: float, error: BaseException | None) -> None:
+        """CallObserver: time every worker call under its method's name."""
+        self.timers.add(call.method, seconds)
+
+    def finish(self, status: Status, message: str = "") -> None:
+        """Final report; trackers closed."""
+        if self.recorder is not None:
+            self.recorder.finish(status, message)
+            self.recorder = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if kind is None:
+            self.finish("interrupted" if self.stop_requested else "finished")
+        else:
+            interrupted = issubclass(kind, KeyboardInterrupt)
+            self.finish("interrupted" if interrupted else "failed", str(error))
+        self.signals.__exit__()
+        self.folder.close()

@@ -1,0 +1,58 @@
+"""The critic's worker: a value model behind a training engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhub.checkpoint.files import FileEntry
+from rlhub.config.critic import CriticConfig
+from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.engines.training.registry import build_value_engine
+from rlhub.engines.training.updates import ValueUpdater
+from rlhub.protocol import DataProto
+from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from rlhub.workers.checkpointing import load_engine, save_engine
+from rlhub.workers.runtime import WorkerRuntime, memory_metrics
+
+CRITIC = make_nd_compute_dataproto_dispatch_fn(mesh_name="critic")
+
+
+class CriticWorker(Worker):
+    """All methods run on every rank."""
+
+    def __init__(self, config: CriticConfig, runtime: WorkerRuntime, *, loss_agg_mode: str) -> None:
+        self.config, self.runtime, self.loss_agg_mode = config, runtime, loss_agg_mode
+        self.device = runtime.torch_device(self.local_rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the value model's engine (collective)."""
+        ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
+        self.engine = build_value_engine(self.config, device=self.device, seed=self.runtime.seed)
+        self.engine.initialize()
+        self.updater = ValueUpdater(
+            self.engine, self.config, loss_agg_mode=self.loss_agg_mode, scale=self.runtime.max_response_length
+        )
+        self._register_dispatch_collect_info("critic", self.engine.dp_rank, True)
+
+    @register(dispatch_mode=CRITIC)
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """values (rows, response), of the state before each response token."""
+        outputs = self.engine.infer(dict(batch.batch.items()), outputs=("values",))
+        return DataProto.from_dict(tensors={"values": outputs["values"]})
+
+    @register(dispatch_mode=CRITIC)
+    def update_critic(self, batch: DataProto) -> DataProto:
+        """All optimizer steps of the batch; meta_info["metrics"] are global."""
+        metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
+        return DataProto(meta_info={"metrics": metrics | memory_metrics("critic", self.device)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> list[FileEntry]:
+        """This rank's shards below `folder`."""
+        return save_engine(self.engine, Path(folder), self.rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        """Weights, optimizer and schedule as they were saved, whatever the number of ranks then."""
+        load_engine(self.engine, Path(folder))

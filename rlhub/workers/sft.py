@@ -1,0 +1,73 @@
+"""The worker of supervised fine-tuning: one policy engine, the negative log-likelihood of response tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rlhub.algorithms.masked import masked_sum
+from rlhub.checkpoint.files import FileEntry
+from rlhub.config.sft import SFTConfig
+from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.engines.training.registry import build_sft_engine
+from rlhub.engines.training.updates import sft_loss, take_steps
+from rlhub.models.sidecars import save_sidecars
+from rlhub.protocol import DataProto
+from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from rlhub.workers.checkpointing import HF_FOLDER, load_engine, save_engine
+from rlhub.workers.runtime import WorkerRuntime, memory_metrics
+
+MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="model")
+
+
+class SFTWorker(Worker):
+    """All methods run on every rank."""
+
+    def __init__(self, config: SFTConfig, runtime: WorkerRuntime) -> None:
+        self.config, self.runtime = config, runtime
+        self.device = runtime.torch_device(self.local_rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the engine (collective)."""
+        ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
+        self.engine = build_sft_engine(self.config, device=self.device, seed=self.runtime.seed)
+        self.engine.initialize()
+        self._register_dispatch_collect_info("model", self.engine.dp_rank, True)
+
+    @register(dispatch_mode=MODEL)
+    def train_step(self, batch: DataProto) -> DataProto:
+        """One optimizer step over the batch; meta_info["metrics"] are global."""
+        rows = dict(batch.batch.items())
+        (step,) = take_steps(self.engine, rows, sft_loss, num_mini_batches=1, epochs=1, scale=1.0, outputs=("log_probs",))
+        metrics = {
+            "train/loss": step.sums["loss"],
+            "train/grad_norm": step.report.grad_norm,
+            "train/lr": step.report.lr,
+            "train/skipped_steps": float(step.report.skipped),
+            "train/tokens": step.denominators.tokens,
+        }
+        return DataProto(meta_info={"metrics": metrics | memory_metrics("model", self.device)})
+
+    @register(dispatch_mode=MODEL)
+    def evaluate(self, batch: DataProto) -> DataProto:
+        """meta_info["metrics"]: the summed negative log-likelihood and the number of tokens, over all ranks."""
+        mask = batch.batch["response_mask"]
+        log_probs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs",))["log_probs"]
+        local = torch.stack([-masked_sum(log_probs.double(), mask), mask.sum().double()])
+        loss, tokens = self.engine.reduce(local).tolist()
+        return DataProto(meta_info={"metrics": {"loss": loss, "tokens": tokens}})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> list[FileEntry]:
+        """This rank's shards below `folder`, and from rank 0 the HF-loadable model with its tokenizer."""
+        entries = save_engine(self.engine, Path(folder), self.rank)
+        if self.rank == 0:
+            save_sidecars(self.config.model, Path(folder) / HF_FOLDER)
+        return entries
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        """Weights, optimizer and schedule as they were saved, whatever the number of ranks then."""
+        load_engine(self.engine, Path(folder))
