@@ -1,0 +1,125 @@
+"""TrainEngine: what every training backend offers to the workers above it.
+
+One engine holds one model (policy or value model) sharded over the ranks of a process group.  Unless a method says
+otherwise, EVERY rank calls it, in the same order, and it blocks.  Rows live on the rank that was given them; global
+quantities (denominators of losses, statistics) are made global with `reduce`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlhub.checkpoint.shards import TensorShard
+
+Rows = Mapping[str, Tensor]
+"""Equally long columns, first axis = rows.  An engine reads `input_ids` and `attention_mask` (rows, prompt + response) and
+`responses` (rows, response) or `response_mask` (rows, response) to know how wide the response is; position ids are derived
+from the attention mask."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ForwardOutputs:
+    """Per-token outputs of one micro-batch, each (rows, response), zero where response_mask is 0; float32, or float64 for a
+    float64 model."""
+
+    log_probs: Tensor | None = None  # log pi(token) after dividing logits by the temperature
+    entropy: Tensor | None = None  # of the full distribution after temperature
+    values: Tensor | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class LossOutput:
+    """What a loss function returns for one micro-batch.
+
+    loss: scalar, this micro-batch's SHARE of the optimizer step's loss, so that the sum over all micro-batches and ranks
+        is the step's loss (denominators are global counts).
+    sums: named scalars to be summed over micro-batches and ranks (metrics' numerators or denominators).
+    """
+
+    loss: Tensor
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+
+LossFunction = Callable[[ForwardOutputs, Rows], LossOutput]
+
+
+@dataclass(slots=True, kw_only=True)
+class StepReport:
+    """Outcome of `optimizer_step`.  skipped: loss or gradient was not finite and the weights were left as they were."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class TrainEngine(ABC):
+    """See the module docstring.  `dp_rank`/`dp_size` say which shard of the rows this rank is given."""
+
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+
+    @abstractmethod
+    def initialize(self) -> None:
+        """Build and shard the model, the optimizer and the schedule.  Call once, after the process group exists."""
+
+    @abstractmethod
+    def forward_backward(self, rows: Rows, loss_fn: LossFunction, *, outputs: Iterable[str] = ("log_probs",)) -> dict[str, float]:
+        """Accumulate the gradient of one optimizer step over `rows`, cut into micro-batches; returns the globally summed
+        `loss` and LossOutput.sums.  Ranks may hold different numbers of rows, also none.  Gradients start from zero.
+
+        outputs: which of "log_probs", "entropy", "values" the loss reads; nothing else is computed.
+        """
+
+    @abstractmethod
+    def optimizer_step(self) -> StepReport:
+        """Clip, step (or skip when not finite), advance the schedule, zero the gradients."""
+
+    @abstractmethod
+    def infer(self, rows: Rows, *, outputs: Iterable[str], adapters: bool = True) -> dict[str, Tensor]:
+        """No-grad forward: the named outputs, each (rows, response) float32 on CPU, in the order of the rows given.
+
+        adapters=False computes with LoRA adapters off (the reference policy of a LoRA run).
+        """
+
+    @abstractmethod
+    def reduce(self, values: Tensor, op: str = "sum") -> Tensor:
+        """All-reduce ("sum", "max" or "min") a small tensor over the data-parallel ranks; returns a new tensor."""
+
+    @abstractmethod
+    def named_weights(self, *, bucket_bytes: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:
+        """Stream the full weights under their Hugging Face names in buckets of about `bucket_bytes` (a larger tensor is a
+        bucket of its own); every rank gets the same buckets.  Adapters are merged in.  Tied weights appear once, under
+        the input embedding's name.  A bucket's tensors are valid until the next is asked for; peak extra memory is at
+        most two buckets or the largest tensor.
+        """
+
+    @abstractmethod
+    def state_shards(self) -> Iterator[TensorShard]:
+        """This rank's pieces of everything a bit-exact resume needs: `model.<name>`, `optim.<state>.<name>`; adapters
+        included, under their own names."""
+
+    @abstractmethod
+    def load_state(self, read: Callable[[TensorShard], Tensor]) -> None:
+        """Fill live state.  For each expected piece the engine builds a TensorShard (its `local` says dtype and shape) and
+        `read` returns that slice from the checkpoint, whatever the world size it was written under."""
+
+    @abstractmethod
+    def scalar_state(self) -> dict[str, int | float]:
+        """Step counts and schedule position, JSON-able; same on every rank."""
+
+    @abstractmethod
+    def load_scalar_state(self, state: Mapping[str, int | float]) -> None: ...
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Bring offloaded weights (and optimizer state, when training) to the device.  No-op without offloading."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Move weights and optimizer state to host memory where configured.  No-op without offloading."""

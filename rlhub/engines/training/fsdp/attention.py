@@ -1,0 +1,186 @@
+"""Causal attention over packed rows, registered with transformers as `rlhub_packed`.
+
+Rows of similar length are gathered into a few right-padded batches and go through the ordinary causal kernel: a real query
+never sees the padding to its right, so the result is exact without any mask.  The plan is made once per micro-batch and all
+layers use it.  On CUDA with half precision the variable-length kernel needs no padding at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from rlhub.errors import EngineError
+
+PACKED_ATTENTION = "rlhub_packed"
+NEW_GROUP_RATIO = 0.75  # a row shorter than this share of its group's longest opens a new group ...
+MIN_GROUP_TOKENS = 1024  # ... once the group is worth a kernel call of its own
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionPlan:
+    """Where rows lie in the packed token axis of N tokens, and in groups of M >= N places in all.
+
+    shapes: (rows, longest) of each group, in the order the groups are laid out.
+    gather: (M,) the token at each place; at padding some token of the same row.
+    restore: (N,) the place of each token.  padding: (P,) the places that hold padding.
+    A plan of one group without padding, in packed order, has no indices: the tokens already lie right.
+    boundaries: (rows + 1,) int32, first token of each row and the end; longest: of all rows.
+    """
+
+    shapes: list[tuple[int, int]]
+    gather: Tensor | None
+    restore: Tensor | None
+    padding: Tensor | None
+    boundaries: Tensor
+    longest: int
+    num_tokens: int
+
+
+def group_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Row indices of each group, longest rows first."""
+    groups: list[list[int]] = []
+    longest = tokens = 0
+    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if not groups or (lengths[row] < NEW_GROUP_RATIO * longest and tokens >= MIN_GROUP_TOKENS):
+            groups.append([])
+            longest, tokens = lengths[row], 0
+        groups[-1].append(row)
+        tokens += longest
+    return groups
+
+
+def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPlan:
+    """Plan for rows of these lengths (all > 0) packed one after the other."""
+    starts = [0, *accumulate(lengths)]
+    boundaries = torch.tensor(starts, dtype=torch.int32)
+    longest = max(lengths)
+    if min(lengths) == longest:
+        return AttentionPlan(
+            shapes=[(len(lengths), longest)],
+            gather=None,
+            restore=None,
+            padding=None,
+            boundaries=boundaries.to(device),
+            longest=longest,
+            num_tokens=starts[-1],
+        )
+    shapes, gathers, reals = [], [], []
+    start_of, length_of = torch.tensor(starts[:-1]), torch.tensor(lengths)
+    for rows in group_lengths(lengths):
+        own, width = torch.tensor(rows), lengths[rows[0]]
+        columns = torch.arange(width)[None]
+        last = length_of[own, None] - 1
+        gathers.append((start_of[own, None] + torch.minimum(columns, last)).flatten())
+        reals.append((columns <= last).flatten())
+        shapes.append((len(rows), width))
+    gather, real = torch.cat(gathers), torch.cat(reals)
+    places = real.nonzero().squeeze(1)
+    restore = torch.empty(starts[-1], dtype=torch.int64)
+    restore[gather[places]] = places
+    padding = (~real).nonzero().squeeze(1)
+    return AttentionPlan(
+        shapes=shapes,
+        gather=gather.to(device),
+        restore=restore.to(device),
+        padding=padding.to(device),
+        boundaries=boundaries.to(device),
+        longest=longest,
+        num_tokens=starts[-1],
+    )
+
+
+class _ToGroups(torch.autograd.Function):
+    """Tokens (N, ...) to places (M, ...).  Padding gets no gradient from causal attention, so going back is a gather too,
+    which is several times faster on CPU than the scatter-add that autograd would do."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, gather: Tensor, restore: Tensor) -> Tensor:
+        ctx.save_for_backward(restore)
+        return tokens.index_select(0, gather)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (restore,) = ctx.saved_tensors
+        return grads[0].index_select(0, restore), None, None
+
+
+class _FromGroups(torch.autograd.Function):
+    """Places (M, ...) to tokens (N, ...); the padding's gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, places: Tensor, plan_gather: Tensor, restore: Tensor, padding: Tensor) -> Tensor:
+        ctx.save_for_backward(plan_gather, padding)
+        return places.index_select(0, restore)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        gather, padding = ctx.saved_tensors
+        return grads[0].index_select(0, gather).index_fill_(0, padding, 0.0), None, None, None
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    packing: AttentionPlan | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query (1, heads, tokens, width); key, value (1, kv heads, tokens, width).  Returns (1, tokens, heads, width)."""
+    if packing is None or packing.num_tokens != query.shape[2]:
+        raise EngineError(
+            f"packed attention was given no plan for its {query.shape[2]} tokens: this model does not pass attention arguments "
+            "through; set model.use_remove_padding=False"
+        )
+    if sliding_window is not None and sliding_window < packing.longest:
+        raise EngineError(
+            f"packed attention is causal over the whole row, but a layer has a window of {sliding_window} tokens and a row has "
+            f"{packing.longest}; set model.use_remove_padding=False"
+        )
+    tokens = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
+        return _variable_length(tokens, packing, scaling), None
+    if packing.gather is not None and packing.restore is not None:
+        tokens = [_ToGroups.apply(tensor, packing.gather, packing.restore) for tensor in tokens]
+    out = _attend(tokens, packing.shapes, scaling, dropout)
+    if packing.gather is not None:
+        out = _FromGroups.apply(out, packing.gather, packing.restore, packing.padding)
+    return out[None], None
+
+
+def _attend(tokens: list[Tensor], shapes: list[tuple[int, int]], scaling: float | None, dropout: float) -> Tensor:
+    """Each group through the causal kernel: (M, heads, width) tensors in and out."""
+    grouped = tokens[0].shape[1] != tokens[1].shape[1]
+    outs, first = [], 0
+    for rows, longest in shapes:
+        size = rows * longest
+        q, k, v = (tensor[first : first + size].unflatten(0, (rows, longest)).transpose(1, 2) for tensor in tokens)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=grouped)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+        first += size
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _variable_length(tokens: list[Tensor], plan: AttentionPlan, scaling: float | None) -> Tensor:
+    q, k, v = (tensor.contiguous() for tensor in tokens)
+    bounds, longest = plan.boundaries, plan.longest
+    grouped = q.shape[1] != k.shape[1]
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped)
+    assert isinstance(out, Tensor)
+    return out[None]
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,0 +1,260 @@
+"""TrainEngine on FSDP2, for policies and value models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from rlhub.checkpoint.shards import TensorShard
+from rlhub.config.model import ModelConfig
+from rlhub.config.training import FSDPConfig, OptimConfig
+from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
+from rlhub.engines.training.fsdp.attention import PACKED_ATTENTION
+from rlhub.engines.training.fsdp.heads import PolicyModule, ValueModule
+from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig, cut, extend_cut, take_rows
+from rlhub.engines.training.fsdp.optimizer import MOMENTS, ShardedAdamW
+from rlhub.engines.training.fsdp.packing import ModelInputs, model_inputs
+from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, make_layout, reshard, shard_model, sharded_params
+from rlhub.engines.training.fsdp.state import fill, live_shards
+from rlhub.engines.training.fsdp.weights import Entry, WeightStream
+from rlhub.errors import EngineError
+from rlhub.models.hf import ModelKind, build_model
+from rlhub.models.lora import LORA_A, LORA_B, LoRALinear, add_lora, set_adapters
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+OUTPUTS: dict[ModelKind, frozenset[str]] = {"policy": frozenset({"log_probs", "entropy"}), "value": frozenset({"values"})}
+UNSHARDED_GRAD_BYTES = 2 << 30
+"""Gradients up to this size wait unsharded for the last micro-batch (one reduction a step); larger ones are reduced after
+each, which costs communication but keeps memory at a shard."""
+
+
+class FSDPEngine(TrainEngine):
+    """kind: "policy" gives log_probs and entropy, "value" gives values.  optim None: inference only.  temperature: logits
+    are divided by it.  infer_micro_batch: cut of `infer`, default that of training.  seed: of adapters and new heads."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        fsdp: FSDPConfig,
+        optim: OptimConfig | None,
+        *,
+        kind: ModelKind,
+        device: torch.device,
+        temperature: float = 1.0,
+        micro_batch: MicroBatchConfig | None = None,
+        infer_micro_batch: MicroBatchConfig | None = None,
+        grad_clip: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        self.model_config, self.fsdp_config, self.optim_config = model, fsdp, optim
+        self.kind: ModelKind = kind
+        self.device, self.temperature, self.grad_clip, self.seed = device, temperature, grad_clip, seed
+        self.micro_batch = micro_batch or MicroBatchConfig()
+        self.infer_micro_batch = infer_micro_batch or self.micro_batch
+        self.dp_rank, self.dp_size = 0, 1
+        self.layout: Layout | None = None
+        self.optimizer: ShardedAdamW | None = None
+        self.params: list[ShardedParam] = []
+        self._loss_is_finite = True
+        self._offloaded = False
+
+    def initialize(self) -> None:
+        self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
+        self.layout = make_layout(self.fsdp_config, self.device)
+        attention = PACKED_ATTENTION if self.model_config.use_remove_padding else "sdpa"
+        dtype = DTYPES[self.fsdp_config.model_dtype]
+        model = build_model(self.model_config, self.kind, dtype=dtype, attention=attention, seed=self.seed)
+        if self.model_config.lora_rank > 0:
+            self._add_adapters(model)
+        if self.optim_config is None:
+            model.requires_grad_(False)
+        self.model = model.to(self.device)
+        self.root: nn.Module = PolicyModule(model, temperature=self.temperature) if self.kind == "policy" else ValueModule(model)
+        shard_model(
+            self.root, model, self.layout, torch.bfloat16 if self.device.type == "cuda" and dtype == torch.float32 else None
+        )
+        self.params = sharded_params(model, self.layout)
+        size = sum(p.param.numel() * p.param.element_size() for p in self.params if p.param.requires_grad)
+        self._sync_once = size <= UNSHARDED_GRAD_BYTES
+        if self.optim_config is not None:
+            self.optimizer = ShardedAdamW(self.params, self.optim_config, self.layout)
+
+    def _add_adapters(self, model: nn.Module) -> None:
+        head = model.get_submodule("score") if self.kind == "value" else model.get_output_embeddings()  # type: ignore[operator]
+        add_lora(model, self.model_config, head=head, seed=self.seed)
+        if self.kind == "value":
+            head.requires_grad_(True)
+
+    # Passes
+
+    def forward_backward(self, rows: Rows, loss_fn: LossFunction, *, outputs: Iterable[str] = ("log_probs",)) -> dict[str, float]:
+        if self.optimizer is None:
+            raise EngineError("this engine was built without an optimizer: it can infer, not train")
+        self._prepare()
+        wanted = self._check_outputs(outputs)
+        self.root.train()
+        self._zero_grad()
+        losses: list[Tensor] = []
+        sums: dict[str, list[Tensor]] = {}
+        bins = self._cut(rows, self.micro_batch)
+        for number, indices in enumerate(bins):
+            if isinstance(self.root, FSDPModule):
+                self.root.set_requires_gradient_sync(not self._sync_once or number == len(bins) - 1)
+            micro = take_rows(rows, indices, self.device)
+            result = loss_fn(self._forward(micro, wanted), micro)
+            if not result.loss.requires_grad:
+                raise EngineError(f"the loss does not depend on the engine's outputs {sorted(wanted)}: nothing to train on")
+            (result.loss * self.dp_size).backward()  # FSDP averages gradients over the ranks
+            losses.append(result.loss.detach())
+            for name, value in result.sums.items():
+                sums.setdefault(name, []).append(value.detach())
+        return self._global_sums(losses, sums)
+
+    def _global_sums(self, losses: list[Tensor], sums: dict[str, list[Tensor]]) -> dict[str, float]:
+        names = sorted(sums)
+        columns = [losses, *(sums[name] for name in names)]
+        totals = torch.stack([torch.stack(column).double().sum() for column in columns])
+        loss, *values = self.reduce(totals).tolist()
+        self._loss_is_finite = math.isfinite(loss)
+        return {"loss": loss, **dict(zip(names, values, strict=True))}
+
+    def infer(self, rows: Rows, *, outputs: Iterable[str], adapters: bool = True) -> dict[str, Tensor]:
+        self._prepare()
+        wanted = self._check_outputs(outputs)
+        needed = {name: rows[name] for name in ("input_ids", "attention_mask", "response_mask")}
+        shape = needed["response_mask"].shape
+        results = {name: torch.zeros(shape, dtype=self._output_dtype) for name in wanted}
+        self.root.eval()
+        set_adapters(self.root, adapters)
+        with torch.no_grad():
+            for indices in self._cut(needed, self.infer_micro_batch):
+                passed = self._forward(take_rows(needed, indices, self.device), wanted)
+                for name in results if indices else ():
+                    value: Tensor = getattr(passed, name)
+                    results[name][indices] = value.to("cpu")
+        set_adapters(self.root, True)
+        reshard(self.root)
+        return results
+
+    def _forward(self, micro: Rows, wanted: frozenset[str]) -> ForwardOutputs:
+        inputs: ModelInputs = model_inputs(micro, pack=self.model_config.use_remove_padding, device=self.device)
+        values: dict[str, Tensor] = self.root(inputs, wanted)
+        return ForwardOutputs(**{name: inputs.spread(value) for name, value in values.items()})
+
+    def _cut(self, rows: Rows, config: MicroBatchConfig) -> list[list[int]]:
+        """At least one pass, and as many as the rank with the most."""
+        bins = cut(rows["attention_mask"].sum(1).tolist(), config)
+        count = max(len(bins), 1)
+        if self.dp_size > 1:
+            count = int(self.reduce(torch.tensor([count]), op="max").item())
+        return extend_cut(bins, count)
+
+    def _check_outputs(self, outputs: Iterable[str]) -> frozenset[str]:
+        wanted = frozenset(outputs)
+        if not wanted or not wanted <= OUTPUTS[self.kind]:
+            raise EngineError(f"a {self.kind} engine computes {sorted(OUTPUTS[self.kind])}, not {sorted(wanted)}")
+        return wanted
+
+    @property
+    def _output_dtype(self) -> torch.dtype:
+        return torch.float64 if self.fsdp_config.model_dtype == "fp64" else torch.float32
+
+    # Steps
+
+    def optimizer_step(self) -> StepReport:
+        if self.optimizer is None:
+            raise EngineError("this engine was built without an optimizer: it can infer, not train")
+        self._prepare()
+        norm, rate, skipped = self.optimizer.step(self.grad_clip, loss_is_finite=self._loss_is_finite)
+        self._zero_grad()
+        return StepReport(grad_norm=norm, lr=rate, skipped=skipped)
+
+    def _zero_grad(self) -> None:
+        for param in self.params:
+            param.param.grad = None
+
+    def reduce(self, values: Tensor, op: str = "sum") -> Tensor:
+        result = values.to(self.device, copy=True)
+        if self.dp_size > 1:
+            dist.all_reduce(result, op=REDUCE_OPS[op])
+        return result.to(values.device)
+
+    # Weights and state
+
+    def named_weights(self, *, bucket_bytes: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:
+        self._prepare()
+        assert self.layout is not None
+        return iter(WeightStream(self._entries(), self.layout, bucket_bytes))
+
+    def _entries(self) -> list[Entry]:
+        by_name = {param.name: param for param in self.params}
+        adapted = {f"{name}.": module for name, module in self.model.named_modules() if isinstance(module, LoRALinear)}
+        entries = []
+        for name, param in by_name.items():
+            owner, own = name[: name.rfind(".") + 1], name.rpartition(".")[2]
+            if owner in adapted and own in (LORA_A, LORA_B):
+                continue
+            entry = Entry(weight=param)
+            if owner in adapted and own == "weight":
+                entry = Entry(weight=param, lora=adapted[owner], lora_a=by_name[owner + LORA_A], lora_b=by_name[owner + LORA_B])
+            entries.append(entry)
+        return entries
+
+    def state_shards(self) -> Iterator[TensorShard]:
+        self._prepare()
+        assert self.layout is not None
+        if self.layout.replica > 0:  # another rank has the same rows
+            return iter(())
+        return live_shards(self.params, self.optimizer)
+
+    def load_state(self, read: Callable[[TensorShard], Tensor]) -> None:
+        self._prepare()
+        fill(live_shards(self.params, self.optimizer), read)
+
+    def scalar_state(self) -> dict[str, int | float]:
+        if self.optimizer is None:
+            return {}
+        return {"optimizer_steps": self.optimizer.num_steps, "skipped_steps": self.optimizer.num_skipped}
+
+    def load_scalar_state(self, state: Mapping[str, int | float]) -> None:
+        if self.optimizer is not None:
+            self.optimizer.set_num_steps(int(state["optimizer_steps"]))
+            self.optimizer.num_skipped = int(state["skipped_steps"])
+
+    # Residence
+
+    def _prepare(self) -> None:
+        if self.layout is None:
+            raise EngineError("the training engine is not initialized: call initialize first")
+        if self._offloaded:
+            self.onload()
+
+    def onload(self) -> None:
+        if self._offloaded:
+            self._move(self.device)
+        self._offloaded = False
+
+    def offload(self) -> None:
+        if self.device.type == "cpu" or not (self.fsdp_config.param_offload or self.fsdp_config.optimizer_offload):
+            return
+        self._move(torch.device("cpu"))
+        torch.cuda.empty_cache()
+        self._offloaded = True
+
+    def _move(self, device: torch.device) -> None:
+        if self.fsdp_config.param_offload:
+            self._zero_grad()
+            self.root.to(device)
+        if self.optimizer is None:
+            return
+        self.optimizer.rebind()
+        if self.fsdp_config.optimizer_offload:
+            for slot in self.optimizer.slots:
+                for name in MOMENTS:
+                    self.optimizer.adamw.state[slot.leaf][name] = self.optimizer.moment(slot, name).to(device)

@@ -1,0 +1,64 @@
+"""The module that is sharded as a whole: a Hugging Face model whose forward ends in per-target numbers, not logits.
+
+FSDP gathers a module's weights when its forward is called, so the head's matrix must be used inside the root's forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhub.engines.training.fsdp.logprob import log_probs_and_entropy
+from rlhub.engines.training.fsdp.packing import ModelInputs
+from rlhub.models.hf import backbone
+
+
+def hidden_states(model: PreTrainedModel, inputs: ModelInputs) -> Tensor:
+    """Last hidden states (S, hidden) at the tokens before the targets."""
+    extra: dict[str, Any] = {} if inputs.plan is None else {"packing": inputs.plan}
+    outputs = backbone(model)(
+        input_ids=inputs.input_ids,
+        position_ids=inputs.position_ids,
+        attention_mask=inputs.attention_mask,
+        use_cache=False,
+        **extra,
+    )
+    hidden: Tensor = outputs.last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, inputs.sources)
+
+
+class PolicyModule(nn.Module):
+    """Log-probs and entropy of the targets, (S,) each, float32 or float64."""
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+
+    def forward(self, inputs: ModelInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
+        head = self.model.get_output_embeddings()
+        log_probs, entropy = log_probs_and_entropy(
+            hidden_states(self.model, inputs),
+            head.weight,
+            head.bias,
+            inputs.targets,
+            temperature=self.temperature,
+            want_entropy="entropy" in outputs,
+        )
+        both = {"log_probs": log_probs, "entropy": entropy}
+        return {name: both[name] for name in both if name in outputs}
+
+
+class ValueModule(nn.Module):
+    """Values (S,) of the states before the targets, float32 or float64."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: ModelInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
+        values = nn.functional.linear(hidden_states(self.model, inputs), self.model.score.weight).squeeze(-1)
+        return {"values": values if values.dtype == torch.float64 else values.float()}

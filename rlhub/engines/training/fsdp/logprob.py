@@ -1,0 +1,110 @@
+"""Log-probabilities and entropy straight from hidden states, a chunk of tokens at a time.
+
+The logits of all tokens together are the largest tensor of a training step (tokens x vocabulary).  Here they exist one chunk
+at a time: the forward pass keeps three numbers per token, the backward pass computes each chunk's logits again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits held at a time: 32 and 512 MiB in float32
+MIN_CHUNK_TOKENS = 64
+
+
+def chunk_tokens(num_tokens: int, vocab_size: int, device_type: str = "cpu") -> int:
+    """Tokens per chunk: within CHUNK_ELEMENTS, and at most half of all, so that the whole never exists at once."""
+    fitting = max(CHUNK_ELEMENTS.get(device_type, 1 << 23) // max(vocab_size, 1), MIN_CHUNK_TOKENS)
+    return max(min(fitting, (num_tokens + 1) // 2), 1)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse_temperature: float) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    return logits if inverse_temperature == 1.0 else logits.mul_(inverse_temperature)
+
+
+class ChunkedLogProb(torch.autograd.Function):
+    """hidden (S, D), weight (V, D), bias (V,) or None, targets (S,) -> log_probs (S,), entropy (S,).
+
+    log_prob = z_y - logsumexp(z); entropy = logsumexp(z) - sum softmax(z) z; z = logits / temperature.  Outputs are
+    float32, or float64 for float64 inputs.  With want_entropy=False the entropy is zeros without gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        inverse_temperature: float,
+        want_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        count = hidden.shape[0]
+        log_probs = torch.zeros(count, dtype=dtype, device=hidden.device)
+        entropy, normalizer = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
+        size = chunk_tokens(count, weight.shape[0], hidden.device.type)
+        for first in range(0, count, size):
+            part = slice(first, first + size)
+            logits = _logits(hidden[part], weight, bias, inverse_temperature)
+            total = logits.logsumexp(-1)
+            log_probs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - total
+            if want_entropy:
+                shifted = logits - total[:, None]
+                entropy[part] = total - torch.linalg.vecdot(shifted.exp_(), logits)
+            normalizer[part] = total
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
+        ctx.inverse_temperature, ctx.want_entropy, ctx.size = inverse_temperature, want_entropy, size
+        if not want_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """d log_prob / dz = onehot - p;  d entropy / dz = -p (log p + entropy)."""
+        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
+        grad_log_probs, grad_entropy = grads
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=normalizer.dtype) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias, dtype=normalizer.dtype) if bias is not None and ctx.needs_input_grad[2] else None
+        for first in range(0, hidden.shape[0], ctx.size):
+            part = slice(first, first + ctx.size)
+            log_p = _logits(hidden[part], weight, bias, ctx.inverse_temperature).sub_(normalizer[part, None])
+            if ctx.want_entropy:
+                d_logits = log_p.exp()
+                log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(grad_log_probs[part, None])
+                d_logits.mul_(log_p).neg_()
+            else:
+                d_logits = log_p.exp_().mul_(grad_log_probs[part, None]).neg_()
+            d_logits.scatter_add_(-1, targets[part, None], grad_log_probs[part, None])
+            if ctx.inverse_temperature != 1.0:
+                d_logits.mul_(ctx.inverse_temperature)
+            if d_bias is not None:
+                d_bias.add_(d_logits.sum(0))
+            d_logits = d_logits.to(hidden.dtype)  # half-precision products on GPUs; nothing on others
+            if d_weight is not None:
+                d_weight += d_logits.t() @ hidden[part]
+            if d_hidden is not None:
+                d_hidden[part] = d_logits @ weight
+        return (
+            d_hidden,
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None or bias is None else d_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def log_probs_and_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float, want_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """See `ChunkedLogProb`; temperature > 0 divides the logits."""
+    outputs: tuple[Tensor, Tensor] = ChunkedLogProb.apply(hidden, weight, bias, targets, 1.0 / temperature, want_entropy)
+    return outputs

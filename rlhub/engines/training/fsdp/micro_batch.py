@@ -1,0 +1,72 @@
+"""Cutting a rank's rows into forward passes: by number of rows or by a token budget, equally many on every rank.
+
+Sharded models communicate in every pass, so all ranks must make the same number of them; a rank that runs out of rows makes
+passes over a row of padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhub.engines.training.base import Rows
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class MicroBatchConfig:
+    """rows: most rows in a pass; max_tokens: most tokens in a pass (a longer row makes a pass of its own).  With neither,
+    all rows go through at once."""
+
+    rows: int | None = None
+    max_tokens: int | None = None
+
+
+def cut(lengths: Sequence[int], config: MicroBatchConfig) -> list[list[int]]:
+    """Row indices of each pass, by the rows' token counts; no rows: no passes."""
+    if config.max_tokens is not None:
+        return _cut_by_tokens(lengths, config.max_tokens, config.rows)
+    step = config.rows or max(len(lengths), 1)
+    return [list(range(first, min(first + step, len(lengths)))) for first in range(0, len(lengths), step)]
+
+
+def _cut_by_tokens(lengths: Sequence[int], max_tokens: int, max_rows: int | None) -> list[list[int]]:
+    """First-fit decreasing, which needs at most 11/9 of the fewest passes plus one."""
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        for index, room in enumerate(free):
+            if lengths[row] <= room and (max_rows is None or len(bins[index]) < max_rows):
+                bins[index].append(row)
+                free[index] -= lengths[row]
+                break
+        else:
+            bins.append([row])
+            free.append(max_tokens - lengths[row])
+    return [sorted(rows) for rows in bins]
+
+
+def extend_cut(bins: list[list[int]], count: int) -> list[list[int]]:
+    """`count` passes out of at most as many: the fullest are halved first, and what is missing then has no rows."""
+    bins = [list(rows) for rows in bins]
+    while len(bins) < count:
+        largest = max(range(len(bins)), key=lambda i: len(bins[i]), default=None)
+        if largest is None or len(bins[largest]) < 2:
+            bins.append([])
+            continue
+        rows = bins[largest]
+        bins[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return bins
+
+
+def take_rows(rows: Rows, indices: list[int], device: torch.device) -> dict[str, Tensor]:
+    """The rows of one pass on `device`; for no indices one row of zeros (masked everywhere)."""
+    if not indices:
+        return {name: torch.zeros((1, *column.shape[1:]), dtype=column.dtype, device=device) for name, column in rows.items()}
+    count = next(iter(rows.values())).shape[0]
+    if indices == list(range(count)):
+        return {name: column.to(device, non_blocking=True) for name, column in rows.items()}
+    index = torch.tensor(indices)
+    return {name: column[index.to(column.device)].to(device, non_blocking=True) for name, column in rows.items()}

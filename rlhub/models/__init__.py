@@ -1,0 +1,1 @@
+"""Hugging Face models as rlhub trains them: building, tokenizers, LoRA, and the facts of a model's configuration."""

@@ -1,0 +1,89 @@
+"""Building Hugging Face models for training: policies with a language-model head, value models with a scalar head."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+
+from rlhub.config.model import ModelConfig
+from rlhub.errors import ConfigError
+
+ModelKind = Literal["policy", "value"]
+
+HEAD_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Settings by which some models change logits after the head's matrix; log-probs computed without them would be wrong."""
+
+
+def load_config(model: ModelConfig) -> PreTrainedConfig:
+    """The model's configuration with the user's overrides; dropout is off unless overridden.
+
+    Dropout would make the policy being stepped differ from the one whose log-probs were taken.
+    """
+    if model.path is None:
+        raise ConfigError("model.path is not set: name a model folder or a Hugging Face hub model")
+    try:
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no model configuration could be loaded from {model.path!r}: {error}") from error
+    known = config.to_dict()
+    for name, value in known.items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(config, name, 0.0)
+    for name, value in model.override_config.items():
+        if name not in known:
+            raise ConfigError(f"model.override_config.{name}: the configuration of {model.path!r} has no such entry")
+        setattr(config, name, value)
+    return config
+
+
+def build_model(
+    model: ModelConfig, kind: ModelKind, *, dtype: torch.dtype, attention: str, seed: int, empty: bool = False
+) -> PreTrainedModel:
+    """A model with the checkpoint's weights in `dtype` on the CPU; `empty`: on the meta device, without weights.
+
+    attention: name of the attention implementation.  seed: of weights the checkpoint lacks (a new value head); the
+    process's own random state is left alone.
+    """
+    config = load_config(model)
+    loader: Any = AutoModelForCausalLM
+    if kind == "value":
+        config.num_labels = 1
+        loader = AutoModelForSequenceClassification
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": model.trust_remote_code}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if empty:
+            with torch.device("meta"):
+                built = loader.from_config(config, **options)
+        else:
+            built = loader.from_pretrained(model.path, config=config, **options)
+    if kind == "policy":
+        _refuse_transformed_logits(built)
+    if model.enable_gradient_checkpointing:
+        built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return built.train()
+
+
+def _refuse_transformed_logits(model: PreTrainedModel) -> None:
+    values = model.config.get_text_config().to_dict()
+    found = [name for name in HEAD_TRANSFORMS if values.get(name) not in (None, 1, 1.0)]
+    if found:
+        raise ConfigError(
+            f"{model.config.model_type} changes its logits after the output layer ({', '.join(found)}), "
+            "which the training engine's log-probs do not follow; use another model"
+        )
+
+
+def backbone(model: PreTrainedModel) -> nn.Module:
+    """The transformer below the head: token ids to last hidden states."""
+    inner: nn.Module = model.base_model
+    return inner
+
+
+def transformer_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks, in order: the units of sharding."""
+    kinds = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in kinds]

@@ -1,0 +1,78 @@
+"""Facts of a model read from its `config.json`: for checks before anything starts, and for counting floating-point work.
+
+Reads JSON only, so it costs milliseconds and loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhub.errors import ConfigError
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ModelShape:
+    """Sizes of a decoder-only transformer.  `max_positions` 0: the configuration names no limit."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    tied: bool
+
+    @property
+    def num_matmul_params(self) -> int:
+        """Weights that every token is multiplied with: projections and head, without the embedding lookup."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
+
+    def training_flops(self, num_tokens: int, mean_length: float) -> float:
+        """Floating-point operations of forward and backward over `num_tokens` tokens in sequences of `mean_length`.
+
+        6 per weight and token, plus 6 * layers * heads * head_dim * length for causal attention (half of the square),
+        as counted in PaLM (arXiv 2204.02311, appendix B).
+        """
+        attention = 6.0 * self.num_layers * self.num_heads * self.head_dim * mean_length
+        return num_tokens * (6.0 * self.num_matmul_params + attention)
+
+
+def read_model_shape(path: str | Path, override_config: Mapping[str, Any] | None = None) -> ModelShape:
+    """Shape of the model in a local folder.  Raises ConfigError: no config.json, not JSON, or without the sizes needed."""
+    file = Path(path) / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist: {path} is not a model folder") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON ({error})") from error
+    values = {**values, **values.get("text_config", {}), **(override_config or {})}
+    try:
+        return _shape(values)
+    except KeyError as error:
+        raise ConfigError(f"{file} has no {error.args[0]!r}: not a decoder-only transformer that rlhub knows") from None
+
+
+def _shape(values: Mapping[str, Any]) -> ModelShape:
+    heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
+    return ModelShape(
+        model_type=str(values["model_type"]),
+        vocab_size=int(values["vocab_size"]),
+        hidden_size=hidden,
+        intermediate_size=int(values.get("intermediate_size") or 4 * hidden),
+        num_layers=int(values["num_hidden_layers"]),
+        num_heads=heads,
+        num_kv_heads=int(values.get("num_key_value_heads") or heads),
+        head_dim=int(values.get("head_dim") or hidden // heads),
+        max_positions=int(values.get("max_position_embeddings") or 0),
+        tied=bool(values.get("tie_word_embeddings", False)),
+    )
