@@ -1,0 +1,47 @@
+"""What becomes of samples whose scoring failed: counted, reported, masked or scored 0, or the end of the run."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+from rlhub.errors import RewardError
+from rlhub.rewards.pool import RewardOutcome, RewardRequest
+
+logger = logging.getLogger(__name__)
+SHOWN = 3
+
+
+def check_failures(
+    requests: Sequence[RewardRequest], outcomes: Sequence[RewardOutcome], *, on_error: Literal["fail", "mask", "zero"], max_error_rate: float
+) -> dict[str, float]:
+    """Metrics of the failures; RewardError if `on_error` or `max_error_rate` does not let them pass."""
+    kinds = Counter(outcome.error.kind for outcome in outcomes if outcome.error is not None)
+    num_failed = sum(kinds.values())
+    share = num_failed / max(len(outcomes), 1)
+    if num_failed:
+        report = _report(requests, outcomes, kinds)
+        if on_error == "fail":
+            raise RewardError(f"{report}\nThe run stops because reward_model.on_error=fail; mask and zero go on without such samples.")
+        if share > max_error_rate:
+            raise RewardError(
+                f"{report}\n{num_failed} of {len(outcomes)} = {share:.0%} is more than reward_model.max_error_rate={max_error_rate:g} allows."
+            )
+        logger.warning("%s", report)
+    return {
+        "reward/num_failed": float(num_failed),
+        "reward/failed_share": share,
+        **{f"reward/num_failed/{kind}": float(count) for kind, count in sorted(kinds.items())},
+    }
+
+
+def _report(requests: Sequence[RewardRequest], outcomes: Sequence[RewardOutcome], kinds: Counter[str]) -> str:
+    """Counts by kind, and one example each of the first few kinds."""
+    lines = [f"scoring failed for {sum(kinds.values())} of {len(outcomes)} samples ({', '.join(f'{n} {k}' for k, n in kinds.most_common())})"]
+    for kind in list(kinds)[:SHOWN]:
+        row, error = next((i, o.error) for i, o in enumerate(outcomes) if o.error is not None and o.error.kind == kind)
+        source = requests[row].data_source
+        lines.append(f"row {row}, data_source {source!r}, {len(requests[row].solution_str)} characters: {kind}: {error.message}")
+    return "\n".join(lines)

@@ -1,0 +1,101 @@
+"""The plain manager: the reward of a response is its score, on its last token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhub.protocol import DataProto
+from rlhub.rewards.base import Decoder, ManagerParts, RewardResult
+from rlhub.rewards.failures import check_failures
+from rlhub.rewards.pool import RewardOutcome, RewardRequest
+
+
+class NaiveManager:
+    """Decodes, scores in the pool, applies the failure policy.  Subclasses change scores in `adjust`."""
+
+    def __init__(self, parts: ManagerParts, knobs: Any = None) -> None:
+        self.parts, self.knobs = parts, knobs
+
+    def __call__(self, batch: DataProto) -> RewardResult:
+        parts = self.parts
+        lengths = response_lengths(batch)
+        requests = reward_requests(batch, lengths, parts.tokenizer)
+        outcomes = parts.pool.score(requests)
+        metrics = check_failures(requests, outcomes, on_error=parts.on_error, max_error_rate=parts.max_error_rate)
+        scored = np.array([outcome.error is None for outcome in outcomes], dtype=bool)
+        raw = np.array([outcome.score for outcome in outcomes], dtype=np.float32)
+        adjusted, added = self.adjust(raw, lengths.numpy())
+        scores = torch.from_numpy(np.where(scored, adjusted, 0).astype(np.float32))
+        extra = added | collect_details(outcomes)
+        return RewardResult(
+            token_level_scores=on_last_token(scores, lengths, batch.batch["responses"].shape[1]),
+            scores=scores,
+            valid=torch.from_numpy(scored) if parts.on_error == "mask" else torch.ones(len(outcomes), dtype=torch.bool),
+            extra=extra,
+            metrics=metrics | numeric_means(extra),
+        )
+
+    def adjust(self, scores: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """scores (B,) float32 and response lengths (B,) in tokens -> rewards (B,) and further entries of `extra`."""
+        return scores, {}
+
+    def close(self) -> None:
+        self.parts.pool.close()
+
+
+def response_lengths(batch: DataProto) -> Tensor:
+    """(B,) int64 tokens of each response, those included that an environment wrote: attention_mask's part over the response."""
+    width = batch.batch["responses"].shape[1]
+    mask = batch.batch["attention_mask"]
+    return mask[:, mask.shape[1] - width :].sum(1)
+
+
+def reward_requests(batch: DataProto, lengths: Tensor, tokenizer: Decoder) -> list[RewardRequest]:
+    """One request a row, with the response's text less special tokens."""
+    rows = [ids[:length] for ids, length in zip(batch.batch["responses"].tolist(), lengths.tolist(), strict=True)]
+    texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    columns = batch.non_tensor_batch
+    return [
+        RewardRequest(data_source=source, solution_str=text, ground_truth=truth, extra_info=extra)
+        for text, source, truth, extra in zip(
+            texts, columns["data_source"], columns["ground_truth"], columns["extra_info"], strict=True
+        )
+    ]
+
+
+def on_last_token(scores: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """(B, width) float32: scores (B,) at index length - 1, 0 elsewhere and in rows of length 0."""
+    placed = torch.zeros(len(scores), width, dtype=torch.float32)
+    rows = torch.nonzero(lengths > 0).squeeze(1)
+    placed[rows, lengths[rows] - 1] = scores[rows]
+    return placed
+
+
+def collect_details(outcomes: Sequence[RewardOutcome]) -> dict[str, np.ndarray]:
+    """The rows' details as columns (B,): float64 if every row has a number, else objects, None where a row has no entry."""
+    names = dict.fromkeys(name for outcome in outcomes for name in outcome.details)
+    return {name: _column([outcome.details.get(name) for outcome in outcomes]) for name in names}
+
+
+def _column(values: list[Any]) -> np.ndarray:
+    if all(isinstance(value, Real) for value in values):
+        return np.array(values, dtype=np.float64)
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
+
+
+def numeric_means(extra: dict[str, np.ndarray]) -> dict[str, float]:
+    """reward/<name>: mean over the rows that have a finite number."""
+    means = {}
+    for name, column in extra.items():
+        numbers = [float(value) for value in column if isinstance(value, Real) and np.isfinite(value)]
+        if numbers and all(value is None or isinstance(value, Real) for value in column):
+            means[f"reward/{name}"] = float(np.mean(numbers))
+    return means

@@ -1,0 +1,85 @@
+"""RewardPool: scores from a function that is not trusted to return, and to return a number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlhub.utils.killable import KillablePool, Outcome
+
+RewardFailureKind = Literal["raised", "timeout", "died", "memory", "bad_value", "bad_input"]
+LARGEST_SCORE = 3.4e38  # float32, the dtype of the reward columns
+PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardRequest:
+    """The arguments of one `compute_score` call.  ground_truth and extra_info: anything with a JSON form, arrays, bytes."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFailure:
+    """Why there is no score.  bad_value: the function returned no finite number; bad_input: the row cannot be sent to it."""
+
+    kind: RewardFailureKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOutcome:
+    """score: 0.0 where `error` is set; details: the other entries of a returned dict."""
+
+    score: float = 0.0
+    details: dict[str, Any] = field(default_factory=dict)
+    error: RewardFailure | None = None
+
+
+class RewardPool:
+    """Scores in killable children.  `target`: `"/path/to/file.py:name"` or `"package.module:name"`."""
+
+    def __init__(self, target: str, *, num_workers: int | None = None, timeout_s: float = 30.0, memory_gb: float = 4.0) -> None:
+        """timeout_s: for one sample; memory_gb: address space of one child, in GiB; num_workers: at most, started as needed."""
+        self._pool = KillablePool(target, PARAMETERS, num_workers=num_workers, timeout_s=timeout_s, memory_gb=memory_gb)
+
+    def start(self) -> None:
+        """Load the function in a first child.  Raises LoadError with its traceback."""
+        self._pool.start()
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
+        """One outcome a request, in order, within the deadlines whatever the function does.  Blocking."""
+        return [read_outcome(outcome) for outcome in self._pool.map([_arguments(request) for request in requests])]
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def _arguments(request: RewardRequest) -> dict[str, Any]:
+    return {name: getattr(request, name) for name in PARAMETERS}
+
+
+def read_outcome(outcome: Outcome) -> RewardOutcome:
+    """A number (True and False are 1 and 0), or a dict with one under "score"; anything else is a bad_value."""
+    if outcome.failure is not None:
+        kinds: dict[str, RewardFailureKind] = {"bad_argument": "bad_input", "bad_result": "bad_value"}
+        failure = outcome.failure
+        return RewardOutcome(error=RewardFailure(kind=kinds.get(failure.kind, failure.kind), message=failure.message))  # type: ignore[arg-type]
+    value, details = outcome.value, {}
+    if isinstance(value, dict):
+        if "score" not in value:
+            return _bad_value(f'a dict without "score": keys {sorted(value)[:10]}')
+        value, details = value["score"], {key: item for key, item in value.items() if key != "score"}
+    if not isinstance(value, bool | int | float):
+        return _bad_value(f"{'None' if value is None else type(value).__name__ + ' ' + repr(value)[:80]}")
+    if not abs(value) <= LARGEST_SCORE:  # also true of NaN
+        return _bad_value(f"{value}, which is no finite float32" if not isinstance(value, int) else "an integer beyond float32")
+    return RewardOutcome(score=float(value), details=details)
+
+
+def _bad_value(got: str) -> RewardOutcome:
+    return RewardOutcome(error=RewardFailure(kind="bad_value", message=f'returned {got}; expected a finite number or a dict with "score"'))

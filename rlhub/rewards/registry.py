@@ -1,0 +1,33 @@
+"""Names of reward managers and of the scorers that come with rlhub.  Loads neither torch nor a scorer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlhub.registry import Registry
+
+REWARD_MANAGERS: Registry[Callable[..., Any]] = Registry("reward manager")
+"""Name -> `(parts: ManagerParts, knobs) -> RewardManager`; the row's knobs are filled from reward_model.reward_kwargs."""
+REWARD_MANAGERS.add_lazy("naive", "rlhub.rewards.naive:NaiveManager")
+REWARD_MANAGERS.add_lazy("dapo", "rlhub.rewards.dapo:DapoManager", knobs="rlhub.rewards.dapo:DapoKnobs")
+
+SCORERS: Registry[Callable[..., Any]] = Registry("scorer")
+"""Name -> `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
+SCORERS.add_lazy("gsm8k", "rlhub.rewards.gsm8k:compute_score")
+SCORERS.add_lazy("math", "rlhub.rewards.math:compute_score")
+SCORERS.add_lazy("exact", "rlhub.rewards.exact:compute_score")
+
+SOURCES = {
+    "gsm8k": "gsm8k",
+    "openai/gsm8k": "gsm8k",
+    "math": "math",
+    "math_dapo": "math",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "hendrycks/competition_math": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "HuggingFaceH4/aime_2024": "math",
+    "exact": "exact",
+}
+"""data_source of a row -> its scorer, under the names the published data sets go by."""
