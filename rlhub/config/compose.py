@@ -34,6 +34,7 @@ def compose(config_name: str, overrides: Sequence[str], folder: str | None, prob
             problems.append(f"--config-dir {folder}: no such folder")
             return {}
     arguments = _checked(overrides, folders, problems)
+    folders.sort(key=lambda place: not (place / f"{config_name}.yaml").is_file())  # Hydra wants the named file in the first
     if len(folders) > 1:
         arguments.append(f"hydra.searchpath=[file://{folders[1]}]")
     try:

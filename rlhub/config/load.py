@@ -49,6 +49,11 @@ def collect(cls: type[C], config_name: str, overrides: Sequence[str] = (), *, co
     """As `load`, but returns the problems with what could be made of the rest."""
     problems: list[str] = []
     tree = compose.compose(config_name, overrides, config_dir, problems)
+    return interpret(cls, tree, problems)
+
+
+def interpret(cls: type[C], tree: Mapping[str, Any], problems: list[str]) -> Loaded[C]:
+    """What the user said, as nested containers, over the defaults; `problems` are those found before."""
     said = foreign.resolve_aliases(dict(flatten(tree, _free_keys(cls))), problems)
     known = {leaf.key for leaf in leaves(cls)}
     faulty: set[str] = set()

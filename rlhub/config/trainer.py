@@ -53,7 +53,7 @@ class TrainerConfig:
     plugins: list[str] = field(default_factory=list)
     """Python modules that register your own parts; imported here and by every worker."""
     nnodes: PositiveInt = 1
-    """Machines."""
+    """Number of machines."""
     n_gpus_per_node: PositiveInt | None = None
     """Worker ranks per machine: GPUs, or on CPU processes; null: the GPUs found, on CPU 1."""
     save_freq: IntOrOff = -1

@@ -1,0 +1,291 @@
+"""What can be found wrong before any process starts, beyond the configuration's own rules: names, files, model, machine.
+
+Loads no torch (unless the user set an algorithm's own knobs, which only its module can judge), so that a wrong path costs
+half a second and not the start of a cluster.  Everything found is returned, to be shown with the other problems.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rlhub.algorithms.knobs import knobs_for
+from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+from rlhub.config import checks, effects
+from rlhub.config.devices import count_gpus, torch_has_cuda
+from rlhub.config.model import ModelConfig
+from rlhub.config.ppo import PPOConfig
+from rlhub.config.reward import CustomRewardConfig
+from rlhub.config.sft import SFTConfig
+from rlhub.config.trainer import TrainerConfig
+from rlhub.data import check_files
+from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
+from rlhub.errors import ConfigError, RegistryError
+from rlhub.models.shape import ModelShape, read_model_shape
+from rlhub.registry import Registry
+from rlhub.rewards.registry import REWARD_MANAGERS
+from rlhub.tracking.registry import TRACKERS
+
+logger = logging.getLogger(__name__)
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # "gpt2" or "Qwen/Qwen2.5-0.5B"
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_SHARED_KNOBS = {
+    "algorithm": ("gamma", "lam", "norm_adv_by_std_in_grpo"),
+    _ACTOR: ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
+}
+"""Settings that only some estimators or losses have as a knob of the same name."""
+
+
+@functools.singledispatch
+def check(config: Any, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
+    """Problems of a derived configuration; [] if it may start.  set_keys: what the user set, for warnings."""
+    raise TypeError(f"no preflight for {type(config).__name__}")
+
+
+@check.register
+def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
+    problems = [
+        *import_plugins(config.trainer.plugins),
+        *check_names(config),
+        *check_data(config.data.train_files, config.data.val_files, config.data.prompt_key),
+        *check_custom_reward(config.custom_reward_function),
+        *check_models(config),
+        *check_machine(config.trainer),
+        *check_folders(config.trainer),
+    ]
+    if config.algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:
+        requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
+        problems += checks.check_requirements(config, requires)
+    for warning in [] if problems else warnings(config, set_keys):
+        logger.warning(warning)
+    return problems
+
+
+@check.register
+def _(config: SFTConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
+    problems = [
+        *import_plugins(config.trainer.plugins),
+        *check_trackers(config.trainer.logger),
+        *check_data(config.data.train_files, config.data.val_files, config.data.prompt_key),
+        *check_machine(config.trainer),
+        *check_folders(config.trainer),
+    ]
+    shape = read_shape(config.model, "model", problems)
+    if shape is not None:
+        problems += check_length(shape, config.data.max_length, f"data.max_length={config.data.max_length}", "model")
+    return problems
+
+
+def warnings(config: PPOConfig, set_keys: AbstractSet[str]) -> list[str]:
+    """Settings the user made that the chosen algorithm does not read.  Call it for a configuration without problems."""
+    requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
+    estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    loss = f"{_ACTOR}.policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}"
+    rules: list[effects.Dead] = [
+        ("values" not in requires, ("critic.", "trainer.critic_warmup"), f"{estimator} has no critic"),
+    ]
+    for section, registry, name, chosen in (
+        ("algorithm", ADVANTAGE_ESTIMATORS, config.algorithm.adv_estimator, estimator),
+        (_ACTOR, POLICY_LOSSES, config.actor_rollout_ref.actor.policy_loss.loss_mode, loss),
+    ):
+        mentioned = [knob for knob in _SHARED_KNOBS[section] if f"{section}.{knob}" in set_keys]
+        if mentioned:
+            unread = tuple(f"{section}.{knob}" for knob in mentioned if knob not in _knob_names(registry, name))
+            rules.append((True, unread, f"{chosen} does not read it"))
+    return effects.without_effect(config, set_keys, rules)
+
+
+def _knob_names(registry: Registry[Any], name: str) -> frozenset[str]:
+    knobs = registry.knobs_class(name)
+    return frozenset(getattr(knobs, "__dataclass_fields__", ()))
+
+
+def import_plugins(modules: Sequence[str]) -> list[str]:
+    """Import the user's modules, so that what they register is known."""
+    problems = []
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001  # a plugin is foreign code: whatever it raises belongs to its name
+            problems.append(f"trainer.plugins: importing {name!r} failed: {type(error).__name__}: {error}")
+    return problems
+
+
+def check_names(config: PPOConfig) -> list[str]:
+    """Every part named in the configuration exists, and its knobs are its own."""
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    engine = resolve_engine_name(config.actor_rollout_ref.rollout.name)
+    named: list[tuple[str, Registry[Any], str]] = [
+        ("algorithm.adv_estimator", ADVANTAGE_ESTIMATORS, algorithm.adv_estimator),
+        ("algorithm.kl_penalty", KL_ESTIMATORS, algorithm.kl_penalty),
+        (f"{_ACTOR}.policy_loss.loss_mode", POLICY_LOSSES, actor.policy_loss.loss_mode),
+        (f"{_ACTOR}.kl_loss_type", KL_ESTIMATORS, actor.kl_loss_type),
+        (f"{_ROLLOUT}.name", ROLLOUT_ENGINES, engine),
+        ("reward_model.reward_manager", REWARD_MANAGERS, config.reward_model.reward_manager),
+    ]
+    problems = [problem for key, registry, name in named for problem in _unknown(key, registry, name)]
+    if engine == "vllm" and find_spec("vllm") is None:
+        problems.append(f"{_ROLLOUT}.name=vllm: vllm is not installed (bash scripts/setup_env.sh does it); hf needs no vllm")
+    problems += check_trackers(config.trainer.logger)
+    for key, registry, name, section, kwargs in (
+        ("algorithm.adv_kwargs", ADVANTAGE_ESTIMATORS, algorithm.adv_estimator, algorithm, algorithm.adv_kwargs),
+        (f"{_ACTOR}.policy_loss.kwargs", POLICY_LOSSES, actor.policy_loss.loss_mode, actor, actor.policy_loss.kwargs),
+    ):
+        problems += _check_knobs(key, registry, name, section, kwargs)
+    return problems
+
+
+def check_trackers(names: Sequence[str]) -> list[str]:
+    """Trackers exist and the packages they need are installed."""
+    problems = [problem for name in names for problem in _unknown("trainer.logger", TRACKERS, name)]
+    for name in names:
+        needed = TRACKERS.row(name).requires if name in TRACKERS else frozenset()
+        missing = [package for package in sorted(needed) if find_spec(package) is None]
+        if missing:
+            problems.append(f"trainer.logger: {name} needs the package {', '.join(missing)}, which is not installed")
+    return problems
+
+
+def _unknown(key: str, registry: Registry[Any], name: str) -> list[str]:
+    try:
+        registry.row(name)
+    except RegistryError as error:
+        return [f"{key}: {error}"]
+    return []
+
+
+def _check_knobs(key: str, registry: Registry[Any], name: str, section: Any, kwargs: Mapping[str, Any]) -> list[str]:
+    if not kwargs or name not in registry:
+        return []
+    try:
+        knobs_for(registry.knobs_class(name), section, kwargs, where=key)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def check_data(train_files: str | list[str] | None, val_files: str | list[str] | None, prompt_key: str) -> list[str]:
+    """The files exist, are not empty and have the prompt's column."""
+    problems = []
+    for split, files in (("train", train_files), ("val", val_files)):
+        if files:
+            problems += check_files([files] if isinstance(files, str) else files, prompt_key, split)
+    return problems
+
+
+def check_custom_reward(custom: CustomRewardConfig) -> list[str]:
+    """The file exists and defines the function; read, not run."""
+    if custom.path is None:
+        return []
+    path = Path(custom.path).expanduser()
+    if not path.is_file():
+        return [f"custom_reward_function.path={custom.path}: no such file (looked for {path.resolve()})"]
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8"), str(path)).body
+    except (SyntaxError, UnicodeDecodeError) as error:
+        return [f"custom_reward_function.path={custom.path}: not a Python file: {error}"]
+    bound = {name for node in body for name in _names_bound_by(node)}
+    if custom.name in bound or "*" in bound:
+        return []
+    there = ", ".join(sorted(bound)) or "nothing"
+    return [f"custom_reward_function.name={custom.name}: not defined in {custom.path}, which has: {there}"]
+
+
+def _names_bound_by(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(name.asname or name.name).partition(".")[0] for name in node.names]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return ["*"] if isinstance(node, ast.If | ast.Try | ast.With) else []  # may bind anything: for the reward process to say
+
+
+def check_models(config: PPOConfig) -> list[str]:
+    """The model folder is one; heads fit the tensor parallelism and positions the lengths."""
+    problems: list[str] = []
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    shape = read_shape(model, "actor_rollout_ref.model", problems)
+    critic = config.critic.model
+    if critic is not None and critic.path != model.path:
+        read_shape(critic, "critic.model", problems)
+    if shape is None:
+        return problems
+    size, heads = rollout.tensor_model_parallel_size, shape.num_heads
+    if heads % size:
+        arithmetic = f"{heads} = {heads // size} x {size} + {heads % size}"
+        problems.append(f"{_ROLLOUT}.tensor_model_parallel_size={size} does not divide the model's {heads} heads: {arithmetic}")
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    arithmetic = f"data.max_prompt_length={prompt} + data.max_response_length={response} = {prompt + response}"
+    return problems + check_length(shape, prompt + response, arithmetic, "actor_rollout_ref.model")
+
+
+def check_length(shape: ModelShape, length: int, arithmetic: str, key: str) -> list[str]:
+    """The longest sequence fits the model's positions."""
+    if 0 < shape.max_positions < length:
+        return [f"{arithmetic} tokens, but {key} has {shape.max_positions} positions (max_position_embeddings)"]
+    return []
+
+
+def read_shape(model: ModelConfig, key: str, problems: list[str]) -> ModelShape | None:
+    """The model's sizes if it is a local folder; faults go to `problems`.  A hub name is looked at when it is loaded."""
+    if not model.path:
+        return None
+    path = Path(model.path).expanduser()
+    if path.is_dir():
+        try:
+            return read_model_shape(path, model.override_config)
+        except ConfigError as error:
+            problems += [f"{key}.path={model.path}: {text}" for text in error.problems]
+    elif not HUB_NAME.fullmatch(model.path) or path.exists():
+        problems.append(f"{key}.path={model.path}: no such folder (looked for {path.resolve()})")
+    elif os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON") and not _is_cached(model.path):
+        problems.append(f"{key}.path={model.path}: no such folder, and not in the hub's cache while HF_HUB_OFFLINE is set")
+    return None
+
+
+def _is_cached(name: str) -> bool:
+    """As huggingface_hub lays its cache out: models--<owner>--<name>/snapshots."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    return (cache / f"models--{name.replace('/', '--')}" / "snapshots").is_dir()
+
+
+def check_machine(trainer: TrainerConfig) -> list[str]:
+    """This machine has the GPUs asked for; a cluster that is joined is asked when it is there."""
+    joins_cluster = "address" in trainer.ray_init or "RAY_ADDRESS" in os.environ
+    if trainer.device != "cuda" or trainer.nnodes > 1 or (joins_cluster and trainer.backend == "ray"):
+        return []
+    found, wanted = count_gpus(), trainer.n_gpus_per_node
+    if found == 0:
+        return ["trainer.device=cuda: no GPU found on this machine; trainer.device=cpu runs without"]
+    if not torch_has_cuda():
+        return [
+            "trainer.device=cuda: the installed torch is a CPU build: make the environment on a GPU machine"
+        ]
+    if wanted is not None and wanted > found:
+        return [f"trainer.n_gpus_per_node={wanted}, but this machine has {found} GPUs"]
+    return []
+
+
+def check_folders(trainer: TrainerConfig) -> list[str]:
+    """The run folder can be written, the checkpoint to resume from is there."""
+    problems = []
+    folder = Path(trainer.default_local_dir).expanduser().resolve()
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        problems.append(f"trainer.default_local_dir={trainer.default_local_dir}: {existing} is not a folder we may write to")
+    resume = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
+    if resume and not Path(resume).expanduser().is_dir():
+        problems.append(f"trainer.resume_from_path={trainer.resume_from_path}: no such folder")
+    return problems

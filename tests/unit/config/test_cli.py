@@ -1,0 +1,137 @@
+"""The command line of the mains, called in this process."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Iterator
+
+import pytest
+import yaml
+
+from rlhub.config.cli import EXIT_USAGE, run
+from rlhub.config.ppo import PPOConfig
+from rlhub.config.schema import leaves, to_dict
+from rlhub.errors import DataError, EngineError
+
+# Command lines as people bring them from the field's established configuration.
+GRPO = """
+    data.train_files=gsm8k/train.parquet data.val_files=gsm8k/test.parquet data.train_batch_size=1024 data.max_prompt_length=512
+    data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation=error algorithm.adv_estimator=grpo
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct actor_rollout_ref.actor.optim.lr=1e-6
+    actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.ppo_mini_batch_size=256
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 actor_rollout_ref.actor.use_kl_loss=True
+    actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl
+    actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.model.enable_gradient_checkpointing=True
+    actor_rollout_ref.actor.fsdp_config.param_offload=False actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.rollout.tensor_model_parallel_size=2
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.ref.fsdp_config.param_offload=True
+    algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger='["console","wandb"]' trainer.project_name=gsm8k
+    trainer.experiment_name=grpo trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5
+    trainer.total_epochs=15
+"""
+PPO = f"""
+    {GRPO} algorithm.adv_estimator=gae critic.optim.lr=1e-5 critic.model.use_remove_padding=True
+    critic.model.path=Qwen/Qwen2.5-0.5B-Instruct critic.model.enable_gradient_checkpointing=True
+    critic.ppo_micro_batch_size_per_gpu=32 critic.model.fsdp_config.param_offload=False algorithm.use_kl_in_reward=True
+    algorithm.kl_ctrl.kl_coef=0.001
+"""
+ENOUGH = ["data.train_files=a.parquet", "actor_rollout_ref.model.path=m"]
+
+
+@pytest.fixture(autouse=True)
+def quiet_root_logger() -> Iterator[None]:
+    """`run` sets logging up where nobody has; leave the process as it was."""
+    handlers = list(logging.getLogger().handlers)
+    yield
+    logging.getLogger().handlers[:] = handlers
+
+
+def start(*argv: str, **keywords: object) -> tuple[int, list[PPOConfig]]:
+    seen: list[PPOConfig] = []
+    code = run(PPOConfig, "ppo", lambda config: seen.append(config), description="Train.", argv=list(argv), **keywords)  # type: ignore[arg-type]
+    return code, seen
+
+
+@pytest.mark.parametrize("line", [GRPO, PPO])
+def test_established_command_lines_reach_main(line: str) -> None:
+    code, (config,) = start(*shlex.split(line))
+    assert code == 0
+    assert config.actor_rollout_ref.ref.fsdp_config is not None and config.actor_rollout_ref.ref.fsdp_config.param_offload
+    assert config.trainer.logger == ["console", "wandb"]
+    assert config.critic.model is not None and config.critic.ppo_micro_batch_size_per_gpu == 32
+    wanted = "Qwen/Qwen2.5-0.5B-Instruct" if line is PPO else "Qwen/Qwen2.5-3B-Instruct"
+    assert config.critic.model.path == wanted
+
+
+def test_without_data_it_says_what_is_missing_and_where_to_start(capsys: pytest.CaptureFixture[str]) -> None:
+    code, seen = start()
+    error = capsys.readouterr().err
+    assert code == EXIT_USAGE and not seen
+    assert "data.train_files is not set" in error and "bash scripts/quickstart.sh" in error and "model.path" in error
+    assert "Traceback" not in error
+
+
+def test_help_lists_every_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    code, seen = start("--help")
+    text = capsys.readouterr().out
+    assert code == 0 and not seen
+    for leaf in leaves(PPOConfig):
+        section, _, name = leaf.key.rpartition(".")
+        assert f"\n{section}.\n" in text and f"\n  {name} = " in text
+    assert "train_batch_size = 1024" in text and "scripts/quickstart.sh" in text
+
+
+def test_cfg_job_prints_the_resolved_configuration_even_if_incomplete(capsys: pytest.CaptureFixture[str]) -> None:
+    code, seen = start("--cfg", "job", "trainer.experiment_name=x", "+trainer.ray_init.runtime_env.env_vars.WANDB_API_KEY=hush")
+    text = capsys.readouterr().out
+    assert code == 0 and not seen
+    tree = yaml.safe_load(text)
+    assert tree["trainer"]["default_local_dir"] == "checkpoints/rlhub/x"
+    assert tree["critic"]["ppo_mini_batch_size"] == 256  # derived
+    assert "hush" not in text
+    assert tree.keys() == to_dict(PPOConfig()).keys()
+
+
+def test_problems_of_loading_checks_and_preflight_come_together(capsys: pytest.CaptureFixture[str]) -> None:
+    code, seen = start(
+        "data.train_fils=x", "trainer.save_freq=0", *ENOUGH[1:], preflight=lambda config, set_keys: [f"seen {sorted(set_keys)}"]
+    )
+    error = capsys.readouterr().err
+    assert code == EXIT_USAGE and not seen
+    assert "did you mean data.train_files?" in error and "trainer.save_freq=0" in error
+    assert "seen ['actor_rollout_ref.model.path', 'trainer.save_freq']" in error
+    assert "data.train_files is not set" not in error  # it would only repeat the misspelt key
+
+
+def test_a_setting_without_effect_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        code, seen = start(*ENOUGH, "actor_rollout_ref.model.lora_alpha=32")
+    assert code == 0 and seen
+    assert "actor_rollout_ref.model.lora_alpha=32.0 has no effect" in caplog.text
+
+
+def test_bad_options_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert start("--nonsense")[0] == EXIT_USAGE
+    assert start("--cfg", "nothing")[0] == EXIT_USAGE
+    capsys.readouterr()
+
+
+def test_options_and_settings_may_be_mixed() -> None:
+    code, (config,) = start(ENOUGH[0], "--config-name", "ppo", ENOUGH[1])
+    assert code == 0 and config.actor_rollout_ref.model.path == "m"
+
+
+def test_mains_result_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    def bad_data(config: PPOConfig) -> int:
+        raise DataError("a.parquet row 3: no prompt")
+
+    def broken(config: PPOConfig) -> int:
+        raise EngineError("a bug, not the user's fault")
+
+    assert run(PPOConfig, "ppo", lambda config: 130, description="", argv=ENOUGH) == 130
+    assert run(PPOConfig, "ppo", bad_data, description="", argv=ENOUGH) == EXIT_USAGE
+    assert capsys.readouterr().err.startswith("error: a.parquet row 3")
+    with pytest.raises(EngineError):
+        run(PPOConfig, "ppo", broken, description="", argv=ENOUGH)

@@ -1,0 +1,172 @@
+"""Derived settings, rules between settings with their arithmetic, and settings without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from rlhub.config import checks, derive, effects
+from rlhub.config.ppo import PPOConfig
+from rlhub.config.schema import leaves
+from rlhub.config.sft import SFTConfig
+
+Change = Callable[[PPOConfig], None]
+
+
+def put(config: object, **values: object) -> None:
+    """put(config, a__b=1) sets config.a.b, also where the section is a fresh default."""
+    for path, value in values.items():
+        *parents, last = path.split("__")
+        node = config
+        for name in parents:
+            node = getattr(node, name)
+        setattr(node, last, value)
+
+
+def good(**values: object) -> PPOConfig:
+    """A configuration that passes, with `values` put before deriving."""
+    config = PPOConfig()
+    put(config, data__train_files="train.parquet", data__val_files="val.parquet", actor_rollout_ref__model__path="model")
+    put(config, trainer__device="cpu", **values)
+    derive.derive(config)
+    return config
+
+
+def test_the_default_passes() -> None:
+    assert checks.check(good()) == []
+
+
+def test_everything_that_can_be_derived_is() -> None:
+    config = good()
+    by_key = {leaf.key for leaf in leaves(PPOConfig) if leaf.default is None}
+    open_on_purpose = {
+        "data.val_batch_size", "data.apply_chat_template_kwargs", "trainer.total_training_steps", "trainer.resume_from_path",
+        "trainer.max_actor_ckpt_to_keep", "trainer.keep_best", "custom_reward_function.path", "data.train_files", "data.val_files",
+        "actor_rollout_ref.model.path", "actor_rollout_ref.actor.optim.total_training_steps", "critic.optim.total_training_steps",
+        "actor_rollout_ref.rollout.kv_cache_gb", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high",
+        "critic.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    }  # fmt: skip
+
+    def value(key: str) -> object:
+        node: object = config
+        for name in key.split("."):
+            node = getattr(node, name)
+        return node
+
+    assert {key for key in by_key if value(key) is None} <= open_on_purpose
+    assert config.actor_rollout_ref.rollout.max_model_len == 1024
+    assert config.trainer.n_gpus_per_node == 1
+    assert config.trainer.default_local_dir == "checkpoints/rlhub/run"
+
+
+def test_parts_follow_the_actor_without_sharing_its_objects() -> None:
+    config = good(
+        actor_rollout_ref__actor__ppo_mini_batch_size=64,
+        actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=3,
+        actor_rollout_ref__actor__use_dynamic_bsz=True,
+        actor_rollout_ref__rollout__log_prob_use_dynamic_bsz=False,
+    )
+    critic, parts = config.critic, config.actor_rollout_ref
+    assert (critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu, critic.use_dynamic_bsz) == (64, 3, True)
+    assert parts.rollout.log_prob_use_dynamic_bsz is False and parts.ref.log_prob_use_dynamic_bsz is True
+    assert critic.fsdp_config == parts.actor.fsdp_config and critic.fsdp_config is not parts.actor.fsdp_config
+    assert critic.model == parts.model and critic.model is not parts.model
+
+
+def test_device_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(derive, "count_gpus", lambda: 4)
+    monkeypatch.setattr(derive, "torch_has_cuda", lambda: True)
+    config = PPOConfig()
+    derive.derive(config)
+    assert (config.trainer.device, config.trainer.n_gpus_per_node) == ("cuda", 4)
+    monkeypatch.setattr(derive, "torch_has_cuda", lambda: False)
+    config = PPOConfig()
+    derive.derive(config)
+    assert (config.trainer.device, config.trainer.n_gpus_per_node) == ("cpu", 1)
+
+
+_A, _R = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"data__train_files": None}, ("data.train_files is not set", "scripts/quickstart.sh")),
+        ({"actor_rollout_ref__model__path": None}, ("actor_rollout_ref.model.path is not set",)),
+        ({"data__train_batch_size": 64}, ("64 is less than", "ppo_mini_batch_size=256", "set actor_rollout_ref.actor")),
+        ({"data__train_batch_size": 600}, ("600 = 2 x 256 + 88", "200 or 300")),
+        ({"critic__ppo_mini_batch_size": 300}, ("critic.ppo_mini_batch_size=300", "1024 = 3 x 300 + 124")),
+        (
+            {"data__train_batch_size": 2, f"{_A}ppo_mini_batch_size": 2, "trainer__n_gpus_per_node": 4},
+            ("2 prompts x n=1 = 2 samples", "1 x trainer.n_gpus_per_node=4 = 4 ranks"),
+        ),
+        ({f"{_R}max_model_len": 1000}, ("1000 is less than", "512 + data.max_response_length=512 = 1024")),
+        ({f"{_R}enable_chunked_prefill": False, f"{_R}max_num_batched_tokens": 512}, ("512 is less than max_model_len=1024",)),
+        ({f"{_A}use_dynamic_bsz": True, f"{_A}ppo_max_token_len_per_gpu": 1023}, ("=1023 tokens cannot hold one row", "= 1024")),
+        ({"critic__use_dynamic_bsz": True, "critic__ppo_max_token_len_per_gpu": 9}, ("critic.ppo_max_token_len_per_gpu=9",)),
+        ({f"{_R}tensor_model_parallel_size": 2, "trainer__n_gpus_per_node": 3}, ("3 = 1 x 2 + 1",)),
+        ({f"{_A}fsdp_config.fsdp_size".replace(".", "__"): 2, "trainer__n_gpus_per_node": 3}, ("fsdp_size=2", "3 ranks")),
+        ({"trainer__backend": "local", "trainer__n_gpus_per_node": 2}, ("backend=local", "2 ranks")),
+        ({"trainer__resume_mode": "resume_path"}, ("trainer.resume_from_path",)),
+        ({"trainer__test_freq": 5, "data__val_files": None}, ("data.val_files is not set",)),
+        ({"trainer__keep_best": "val/pass@1", "data__val_files": None}, ("needs validation",)),
+        ({"trainer__save_freq": 0}, ("trainer.save_freq=0",)),
+        ({"critic__optim__betas": [0.9]}, ("critic.optim.betas",)),
+        ({"reward_model__enable": True}, ("reward_model.enable=true",)),
+    ],
+)
+def test_each_rule_names_what_breaks_it(values: dict[str, object], parts: tuple[str, ...]) -> None:
+    (problem,) = checks.check(good(**values))
+    assert all(part in problem for part in parts), problem
+
+
+def test_problems_come_together() -> None:
+    assert len(checks.check(good(data__train_files=None, data__train_batch_size=64, trainer__save_freq=0))) == 3
+
+
+def test_group_estimators_need_groups() -> None:
+    (problem,) = checks.check_requirements(good(), frozenset({"groups"}))
+    assert "actor_rollout_ref.rollout.n=1" in problem and "2 or more" in problem
+    assert checks.check_requirements(good(actor_rollout_ref__rollout__n=2), frozenset({"groups"})) == []
+    assert checks.check_requirements(good(), frozenset({"values"})) == []
+
+
+def test_uneven_sizes_are_stated() -> None:
+    texts = checks.notes(good(trainer__n_gpus_per_node=3))
+    assert "1024 prompts x n=1 = 1024 samples = 3 ranks x 341 + 1" in texts[0] and len(texts) == 2
+    assert checks.notes(good(trainer__n_gpus_per_node=4)) == []
+
+
+def test_sft_rules() -> None:
+    config = SFTConfig()
+    put(config, data__use_dynamic_bsz=True, data__max_token_len_per_gpu=8, trainer__device="cpu")
+    derive.derive(config)
+    texts = checks.check(config)
+    assert [text.split()[0] for text in texts] == ["data.train_files", "model.path", "data.max_token_len_per_gpu=8"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "cure"),
+    [
+        ("actor_rollout_ref.actor.kl_loss_coef", 0.1, {f"{_A}use_kl_loss": True}),
+        ("algorithm.kl_ctrl.kl_coef", 0.1, {"algorithm__use_kl_in_reward": True}),
+        ("actor_rollout_ref.model.lora_alpha", 32.0, {"actor_rollout_ref__model__lora_rank": 8}),
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", 9000, {f"{_A}use_dynamic_bsz": True}),
+        ("actor_rollout_ref.actor.loss_scale_factor", 7.0, {f"{_A}loss_agg_mode": "seq-mean-token-sum-norm"}),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", 1.0, {f"{_R}val_kwargs__do_sample": True}),
+        ("actor_rollout_ref.actor.optim.min_lr_ratio", 0.1, {f"{_A}optim__lr_scheduler_type": "cosine"}),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization", 0.6, {"trainer__device": "cuda"}),
+        ("custom_reward_function.name", "score", {"custom_reward_function__path": "x.py"}),
+        ("trainer.resume_from_path", "x", {"trainer__resume_mode": "resume_path"}),
+    ],
+)
+def test_a_setting_nobody_reads_is_named_and_only_then(key: str, value: object, cure: dict[str, object]) -> None:
+    setting = {key.replace(".", "__"): value}
+    (warning,) = effects.without_effect(good(**setting), {key})
+    assert warning.startswith(f"{key}={value} has no effect: ")
+    assert effects.without_effect(good(**setting, **cure), {key}) == []
+    assert effects.without_effect(good(**setting), set()) == []  # the user did not say it
+    assert effects.without_effect(good(), {key}) == []  # said, but it is the default

@@ -1,0 +1,257 @@
+"""Overrides and YAML become typed settings; whatever is wrong is named, all of it at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from rlhub.config.load import collect, interpret, load, nearest, validate
+from rlhub.config.ppo import PPOConfig
+from rlhub.config.schema import leaves
+from rlhub.config.sft import SFTConfig
+from rlhub.errors import ConfigError
+
+
+def ppo(*overrides: str) -> PPOConfig:
+    return load(PPOConfig, "ppo", overrides)
+
+
+def problems(*overrides: str) -> list[str]:
+    """What is wrong with plain key=value settings; past Hydra, which takes a tenth of a second each time."""
+    return interpret(PPOConfig, OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides))), []).problems
+
+
+def test_without_overrides_all_is_default_but_what_is_inherited() -> None:
+    config, default = ppo(), PPOConfig()
+    assert config.data == default.data
+    assert config.actor_rollout_ref.actor == default.actor_rollout_ref.actor
+    assert config.trainer.default_local_dir == "checkpoints/rlhub/run"
+
+
+def test_every_prefix_sets() -> None:
+    config = ppo(
+        "data.train_batch_size=64", "+data.seed=5", "++trainer.seed=6", "trainer.ray_init.num_cpus=3", "+trainer.ray_init.a=4"
+    )
+    assert (config.data.train_batch_size, config.data.seed, config.trainer.seed) == (64, 5, 6)
+    assert config.trainer.ray_init == {"num_cpus": 3, "a": 4}
+
+
+def test_values_take_the_type_of_their_setting() -> None:
+    config = ppo(
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        "actor_rollout_ref.actor.entropy_coeff=0",
+        "trainer.total_training_steps=1e3",
+        "trainer.experiment_name=42",
+        "trainer.logger=console",
+        'data.train_files=["a.parquet","b.jsonl"]',
+        "data.val_files=c.parquet",
+        "data.max_prompt_length=1_024",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        "actor_rollout_ref.rollout.max_model_len=null",
+        "algorithm.adv_kwargs={alpha: 0.5, mode: fast}",
+        "trainer.ray_init.runtime_env.env_vars.A=b",
+    )
+    optim = config.actor_rollout_ref.actor.optim
+    assert optim.lr == 1e-6
+    assert type(config.actor_rollout_ref.actor.entropy_coeff) is float
+    assert config.trainer.total_training_steps == 1000 and type(config.trainer.total_training_steps) is int
+    assert config.trainer.experiment_name == "42"
+    assert config.trainer.logger == ["console"]
+    assert config.data.train_files == ["a.parquet", "b.jsonl"] and config.data.val_files == "c.parquet"
+    assert config.data.max_prompt_length == 1024
+    assert config.actor_rollout_ref.model.enable_gradient_checkpointing is False
+    assert config.algorithm.adv_kwargs == {"alpha": 0.5, "mode": "fast"}
+    assert config.trainer.ray_init == {"runtime_env": {"env_vars": {"A": "b"}}}
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("data.train_batch_size=abc", ("data.train_batch_size", "'abc'", "int >= 1")),
+        ("data.train_batch_size=1.5", ("1.5", "int")),
+        ("data.train_batch_size=true", ("True", "int")),
+        ("data.train_batch_size=0", ("must be >= 1",)),
+        ("data.train_batch_size=null", ("null is not allowed",)),
+        ("algorithm.gamma=1.01", (">= 0 and <= 1",)),
+        ("algorithm.gamma=nan", ("out of range",)),
+        ("data.shuffle=1", ("true or false",)),
+        ("data.truncation=eror", ("one of error, left", "did you mean 'error'")),
+        ("actor_rollout_ref.actor.optim=5", ("actor_rollout_ref.actor.optim: got 5", "section")),
+        ("trainer.experiment_name=[a]", ("expected string",)),
+        ("actor_rollout_ref.actor.strategy=megatron", ("one of fsdp, fsdp2",)),
+    ],
+)
+def test_a_wrong_value_is_named(override: str, parts: tuple[str, ...]) -> None:
+    (problem,) = problems(override)
+    assert all(part in problem for part in parts), problem
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("data.train_fils", "data.train_files"),
+        ("trainer.nnode", "trainer.nnodes"),
+        ("algoritm.gamma", "algorithm.gamma"),
+        ("actor_rollout_ref.optim.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio"),
+        ("actor_rollout_ref.rolout.temperature", "actor_rollout_ref.rollout.temperature"),
+        ("gamma", "algorithm.gamma"),
+        ("data.prompt_key.x", "data.prompt_key"),
+        ("entirely.different", None),
+    ],
+)
+def test_an_unknown_key_gets_the_nearest_full_key(key: str, meant: str | None) -> None:
+    (problem,) = problems(f"{key}=1")
+    assert problem.startswith(f"{key}: no such setting")
+    assert (f"did you mean {meant}" in problem) if meant else ("did you mean" not in problem)
+
+
+def test_all_problems_come_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ppo("data.train_fils=x", "trainer.nnodes=abc", "nonsense", "data.seed=1,2", "trainer.max_staleness=2", "hydra.run.dir=x")
+    assert len(caught.value.problems) == 6
+    assert "6 problems" in str(caught.value)
+
+
+def test_an_unreadable_override_says_what_to_write() -> None:
+    hints = {
+        "nonsense": "there is no '='",
+        "trainer.keep_best=a=b": """quote it: trainer.keep_best='"a=b"'""",
+        "data.seed=1,2": "key=[a,b]",
+        "hydra.run.dir=x": "default_local_dir",
+        "trainer.experiment_name=${trainer.nothing}": "trainer.nothing",
+        "data.prompt_key=???": "required",
+    }
+    found = collect(PPOConfig, "ppo", list(hints)).problems
+    for hint in hints.values():
+        assert any(hint in problem for problem in found), (hint, found)
+    assert ppo("""trainer.keep_best='"a=b"'""").trainer.keep_best == "a=b"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.max_staleness=0",
+        "trainer.stale_policy=drop",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+        "actor_rollout_ref.actor.megatron.param_offload=False",
+        "algorithm.filter_groups.enable=False",
+        "algorithm.filter_groups.max_num_gen_batches=10",
+        "algorithm.rollout_correction.rollout_is=null",
+        "algorithm.rollout_correction.rollout_is_threshold=2.0",
+        "actor_rollout_ref.rollout.multi_turn.enable=false",
+        "actor_rollout_ref.rollout.multi_turn.format=hermes",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent",
+        "reward_model.model.path=null",
+        "actor_rollout_ref.hybrid_engine=True",
+    ],
+)
+def test_a_foreign_key_at_the_value_that_changes_nothing_is_silent(override: str) -> None:
+    assert problems(override) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("trainer.max_staleness=1", "synchronously (only 0 is accepted)"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "sequence parallelism"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "Megatron"),
+        ("actor_rollout_ref.actor.megatron.param_offload=True", "Megatron"),
+        ("algorithm.filter_groups.enable=True", "resample"),
+        ("algorithm.rollout_correction.rollout_is=token", "does not correct"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", "single turns"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "single turns"),
+        ("reward_model.model.path=some/model", "reward models"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size=8", "_per_gpu"),
+    ],
+)
+def test_a_foreign_key_that_would_matter_is_refused_with_the_reason(override: str, reason: str) -> None:
+    (problem,) = problems(override)
+    assert problem.startswith(override.partition("=")[0]) and reason in problem
+
+
+def test_aliases() -> None:
+    assert ppo("critic.model.fsdp_config.param_offload=True").critic.fsdp_config.param_offload is True  # type: ignore[union-attr]
+    (problem,) = problems("critic.model.fsdp_config.param_offload=True", "critic.fsdp_config.param_offload=False")
+    assert "same setting" in problem
+
+
+def test_optional_sections_take_the_rest_from_their_source() -> None:
+    config = ppo(
+        "actor_rollout_ref.model.path=big",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "critic.model.path=small",
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size=2",
+        "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    )
+    assert config.critic.model is not None and config.actor_rollout_ref.ref.fsdp_config is not None
+    assert (config.critic.model.path, config.critic.model.use_remove_padding) == ("small", False)
+    assert config.actor_rollout_ref.ref.fsdp_config.param_offload is True
+    assert config.actor_rollout_ref.ref.fsdp_config.fsdp_size == 2
+    assert config.actor_rollout_ref.actor.fsdp_config.param_offload is False
+
+
+def test_own_yaml_builds_on_ours_and_typos_in_it_are_found(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo, _self_]\ndata: {train_batch_size: 8}\ntrainer: {seed: 3}\n")
+    config = load(PPOConfig, "mine", ["trainer.seed=4"], config_dir=str(tmp_path))
+    assert (config.data.train_batch_size, config.trainer.seed) == (8, 4)
+    (tmp_path / "typo.yaml").write_text("data: {train_batch_sise: 8}\n")
+    with pytest.raises(ConfigError, match=r"data\.train_batch_sise: no such setting; did you mean data\.train_batch_size"):
+        load(PPOConfig, "typo", config_dir=str(tmp_path))
+
+
+def test_groups_of_own_yaml_can_be_chosen(tmp_path: Path) -> None:
+    (tmp_path / "size").mkdir()
+    (tmp_path / "size" / "tiny.yaml").write_text("# @package _global_\ndata: {train_batch_size: 8}\n")
+    config = load(PPOConfig, "ppo", ["+size=tiny"], config_dir=str(tmp_path))
+    assert config.data.train_batch_size == 8
+
+
+@pytest.mark.parametrize(("folder", "name"), [("/nowhere/at/all", "ppo"), (None, "no_such_name")])
+def test_a_missing_file_is_a_config_error(folder: str | None, name: str) -> None:
+    with pytest.raises(ConfigError):
+        load(PPOConfig, name, config_dir=folder)
+
+
+def test_set_keys_are_what_the_user_said() -> None:
+    assert collect(PPOConfig, "ppo", ["data.seed=1", "+trainer.max_staleness=0"]).set_keys == {"data.seed"}
+
+
+def test_sft_and_validate() -> None:
+    config = load(SFTConfig, "sft", ["data.max_length=7", "model.path=x"])
+    assert config.data.max_length == 7 and config.optim.lr == 1e-4
+    config.data.max_length = -1
+    (problem,) = validate(config)
+    assert "data.max_length" in problem
+    assert validate(PPOConfig()) == []
+
+
+def test_nearest_is_empty_for_nothing_alike() -> None:
+    assert nearest("zzz.qqq", {"data.seed", "trainer.seed"}) == []
+
+
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    size: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class _Root:
+    part: _Part = field(default_factory=_Part)
+    anything: Any = None
+
+
+@pytest.mark.parametrize("cls", [PPOConfig, SFTConfig])
+def test_every_setting_is_documented_and_few_enough(cls: type) -> None:
+    all_leaves = list(leaves(cls))
+    assert [leaf.key for leaf in all_leaves if len(leaf.doc) < 10] == []
+    assert len(all_leaves) < 200
+
+
+def test_documentation_check_finds_a_bare_field() -> None:
+    assert [leaf.key for leaf in leaves(_Root) if not leaf.doc] == ["part.size", "anything"]
