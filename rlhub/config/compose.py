@@ -80,7 +80,7 @@ def _quoting_hint(text: str) -> str:
     if not sign:
         return ": there is no '='"
     if any(character in value for character in "=:,()[]{} '\"$"):
-        return f"; if the value is text, quote it: {key}='\"{value}\"'"
+        return f"; if the value is text, quote it (twice, for the shell): {key}='\"{value}\"'"
     return ""
 
 

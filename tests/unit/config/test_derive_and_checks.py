@@ -28,7 +28,7 @@ def good(**values: object) -> PPOConfig:
     """A configuration that passes, with `values` put before deriving."""
     config = PPOConfig()
     put(config, data__train_files="train.parquet", data__val_files="val.parquet", actor_rollout_ref__model__path="model")
-    put(config, trainer__device="cpu", **values)
+    put(config, **({"trainer__device": "cpu"} | values))
     derive.derive(config)
     return config
 
@@ -42,7 +42,7 @@ def test_everything_that_can_be_derived_is() -> None:
     by_key = {leaf.key for leaf in leaves(PPOConfig) if leaf.default is None}
     open_on_purpose = {
         "data.val_batch_size", "data.apply_chat_template_kwargs", "trainer.total_training_steps", "trainer.resume_from_path",
-        "trainer.max_actor_ckpt_to_keep", "trainer.keep_best", "custom_reward_function.path", "data.train_files", "data.val_files",
+        "trainer.max_actor_ckpt_to_keep", "trainer.keep_best", "custom_reward_function.path",
         "actor_rollout_ref.model.path", "actor_rollout_ref.actor.optim.total_training_steps", "critic.optim.total_training_steps",
         "actor_rollout_ref.rollout.kv_cache_gb", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
         "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high",
@@ -169,4 +169,7 @@ def test_a_setting_nobody_reads_is_named_and_only_then(key: str, value: object, 
     assert warning.startswith(f"{key}={value} has no effect: ")
     assert effects.without_effect(good(**setting, **cure), {key}) == []
     assert effects.without_effect(good(**setting), set()) == []  # the user did not say it
-    assert effects.without_effect(good(), {key}) == []  # said, but it is the default
+
+
+def test_a_default_said_aloud_is_no_warning() -> None:
+    assert effects.without_effect(good(), {"trainer.critic_warmup", "actor_rollout_ref.actor.kl_loss_coef"}) == []

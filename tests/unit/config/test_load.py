@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def test_values_take_the_type_of_their_setting() -> None:
         ("data.train_batch_size=0", ("must be >= 1",)),
         ("data.train_batch_size=null", ("null is not allowed",)),
         ("algorithm.gamma=1.01", (">= 0 and <= 1",)),
-        ("algorithm.gamma=nan", ("out of range",)),
+        ("algorithm.gamma=.nan", ("out of range",)),
         ("data.shuffle=1", ("true or false",)),
         ("data.truncation=eror", ("one of error, left", "did you mean 'error'")),
         ("actor_rollout_ref.actor.optim=5", ("actor_rollout_ref.actor.optim: got 5", "section")),
@@ -120,7 +121,7 @@ def test_all_problems_come_at_once() -> None:
 def test_an_unreadable_override_says_what_to_write() -> None:
     hints = {
         "nonsense": "there is no '='",
-        "trainer.keep_best=a=b": """quote it: trainer.keep_best='"a=b"'""",
+        "trainer.keep_best=a=b": """for the shell): trainer.keep_best='"a=b"'""",
         "data.seed=1,2": "key=[a,b]",
         "hydra.run.dir=x": "default_local_dir",
         "trainer.experiment_name=${trainer.nothing}": "trainer.nothing",
@@ -129,7 +130,7 @@ def test_an_unreadable_override_says_what_to_write() -> None:
     found = collect(PPOConfig, "ppo", list(hints)).problems
     for hint in hints.values():
         assert any(hint in problem for problem in found), (hint, found)
-    assert ppo("""trainer.keep_best='"a=b"'""").trainer.keep_best == "a=b"
+    assert ppo(*shlex.split("""trainer.keep_best='"a=b"'""")).trainer.keep_best == "a=b"
 
 
 @pytest.mark.parametrize(
