@@ -78,7 +78,7 @@ def raw_tensor(name: str, tensor: Tensor) -> RawTensor:
 
     def data() -> memoryview:
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-        return memoryview(flat.view(torch.uint8).numpy())
+        return flat.view(torch.uint8).numpy().data
 
     num_bytes = tensor.numel() * tensor.element_size()
     return RawTensor(name=name, dtype=DTYPE_CODES[tensor.dtype], shape=tuple(tensor.shape), num_bytes=num_bytes, data=data)
@@ -122,14 +122,12 @@ def _check_piece(shard: TensorShard, index: dict[str, dict[str, Any]]) -> None:
     shape, local = shard.global_shape, tuple(shard.local.shape)
     fits = len(local) == len(shape) and local[1:] == shape[1:]
     if fits and shape:
-        fits = 0 <= shard.offset and shard.offset + local[0] <= shape[0]
+        fits = shard.offset >= 0 and shard.offset + local[0] <= shape[0]
     if not fits:
         raise CheckpointError(f"{shard.name}: a piece of shape {local} at row {shard.offset} does not fit in {shape}")
 
 
-def _write_batch(
-    folder: Path, rank: int, number: int, batch: list[TensorShard], index: dict[str, dict[str, Any]]
-) -> FileEntry:
+def _write_batch(folder: Path, rank: int, number: int, batch: list[TensorShard], index: dict[str, dict[str, Any]]) -> FileEntry:
     name = f"shards-rank{rank:05d}-{number:05d}.safetensors"
     for shard in batch:
         rows = shard.local.shape[0] if shard.global_shape else 1
@@ -169,13 +167,17 @@ class ShardReader:
             index = json.loads(text)
             version, pieces = index["version"], index["pieces"]
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}: not a shard index ({error}); the checkpoint is corrupt, use an earlier one") from error
+            raise CheckpointError(
+                f"{path}: not a shard index ({error}); the checkpoint is corrupt, use an earlier one"
+            ) from error
         if version != FORMAT_VERSION:
             raise CheckpointError(f"{path}: written in format {version}, this rlhub reads format {FORMAT_VERSION}")
         for name, row in pieces.items():
             stored = self._stored.setdefault(name, _Stored(dtype=row["dtype"], shape=tuple(row["shape"]), pieces=[]))
             if (stored.dtype, stored.shape) != (row["dtype"], tuple(row["shape"])):
-                raise CheckpointError(f"{path}: {name} is {row['dtype']} {row['shape']} here, {stored.dtype} {stored.shape} before")
+                raise CheckpointError(
+                    f"{path}: {name} is {row['dtype']} {row['shape']} here, {stored.dtype} {stored.shape} before"
+                )
             stored.pieces.append(_Piece(file=self.folder / row["file"], start=row["start"], stop=row["stop"]))
 
     def names(self) -> list[str]:
@@ -221,7 +223,8 @@ class ShardReader:
             covering = [piece for piece in stored.pieces if piece.start <= position < piece.stop]
             if not covering:
                 raise CheckpointError(
-                    f"{shard.name}: row {position} of {stored.shape} is in no file of {self.folder}; the save of some rank is missing"
+                    f"{shard.name}: row {position} of {stored.shape} is in no file of {self.folder}; "
+                    "the save of some rank is missing"
                 )
             piece = max(covering, key=lambda candidate: candidate.stop)
             upto = min(stop, piece.stop)

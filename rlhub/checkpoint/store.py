@@ -129,7 +129,7 @@ class CheckpointStore:
         if not aside.is_dir():
             raise CheckpointError(f"{aside}: no such folder; call begin({aside.name.removeprefix(ASIDE + PREFIX)}) first")
         listed = {}
-        for entry in map(lambda entry: _relative(aside, entry), files):
+        for entry in (_relative(aside, entry) for entry in files):
             path = aside / entry.path
             if not path.exists() or path.stat().st_size != entry.size:
                 raise CheckpointError(

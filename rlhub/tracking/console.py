@@ -81,11 +81,17 @@ class ConsoleTracker(Tracker):
         if not self._console.is_terminal:
             return
         columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-            TextColumn("[dim]{task.fields[phase]}"),
-        )  # fmt: skip
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[phase]}", style="dim", markup=False),
+        )
         self._progress = Progress(*columns, console=self._console, refresh_per_second=REFRESH_PER_SECOND)
-        self._task = self._progress.add_task(run.experiment, total=run.total_steps, completed=run.resumed_step or 0, phase="starting")
+        self._task = self._progress.add_task(
+            run.experiment, total=run.total_steps, completed=run.resumed_step or 0, phase="starting"
+        )
         self._progress.start()
 
     def _say(self, text: str) -> None:

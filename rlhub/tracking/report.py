@@ -205,7 +205,9 @@ def _timing(series: dict[str, Series]) -> str:
         columns.append(Series(name="the rest", steps=steps, values=rest))
     elif small:
         parts = [_at(one, steps) for one in small]
-        columns.append(Series(name="other phases", steps=steps, values=[math.fsum(p.values[i] for p in parts) for i in range(len(steps))]))
+        columns.append(
+            Series(name="other phases", steps=steps, values=[math.fsum(p.values[i] for p in parts) for i in range(len(steps))])
+        )
     chart = stacked_columns("Seconds per step", steps, columns, unit="s")
     return f'<h2>Time</h2><div class="charts wide">{chart}<div class="chart">{_time_table(columns, len(steps))}</div></div>'
 
@@ -222,8 +224,8 @@ def _time_table(columns: Sequence[Series], num_steps: int) -> str:
     for index, one in enumerate(columns):
         seconds = math.fsum(one.values)
         rows.append(
-            f'<tr><td><i style="background:var(--c{index % NUM_COLOURS})"></i>{escape(one.name)}</td><td>{number(seconds / num_steps)}</td>'
-            f"<td>{duration(seconds)}</td><td>{seconds / total:.1%}</td></tr>"
+            f'<tr><td><i style="background:var(--c{index % NUM_COLOURS})"></i>{escape(one.name)}</td>'
+            f"<td>{number(seconds / num_steps)}</td><td>{duration(seconds)}</td><td>{seconds / total:.1%}</td></tr>"
         )
     return f"<table><tr><th>phase</th><th>s per step</th><th>in all</th><th>share</th></tr>{''.join(rows)}</table>"
 
@@ -242,7 +244,10 @@ def _samples(folder: Path) -> str:
         mean = f" · mean score {_three_digits(statistics.fmean(scores))}" if scores else ""
         head = f"Step {step} <span class='chip'>{escape(split)}</span> <small class='sub'>{len(rows)} samples{mean}</small>"
         body = "".join(_sample(row) for row in rows[:SAMPLE_ROWS])
-        blocks.append(f'<details class="card"{" open" if position == 0 else ""}><summary>{head}</summary><div class="samples">{body}</div></details>')
+        blocks.append(
+            f'<details class="card"{" open" if position == 0 else ""}><summary>{head}</summary>'
+            f'<div class="samples">{body}</div></details>'
+        )
     return f"<h2>Sample completions</h2>{''.join(blocks)}"
 
 

@@ -167,11 +167,13 @@ def _step_label(x: float, text: str) -> str:
 def _curve(series: Series, colour: int, axes: _Axes, *, smooth: bool) -> str:
     stroke = f'style="stroke:var(--c{colour})"'
     if len(series.values) == 1:
-        return f'<circle cx="{axes.x(series.steps[0]):.1f}" cy="{axes.y(series.values[0]):.1f}" r="3" style="fill:var(--c{colour})"/>'
+        x, y = axes.x(series.steps[0]), axes.y(series.values[0])
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill:var(--c{colour})"/>'
     path = _path(series.steps, series.values, axes)
     if not smooth or len(series.values) < SMOOTH_FROM:
         return f'<path class="line" d="{path}" {stroke}/>'
-    return f'<path class="raw" d="{path}" {stroke}/><path class="line" d="{_path(series.steps, smoothed(series.values), axes)}" {stroke}/>'
+    average = _path(series.steps, smoothed(series.values), axes)
+    return f'<path class="raw" d="{path}" {stroke}/><path class="line" d="{average}" {stroke}/>'
 
 
 def _path(steps: Sequence[int], values: Sequence[float], axes: _Axes) -> str:
@@ -196,7 +198,8 @@ def stacked_columns(title: str, steps: Sequence[int], parts: Sequence[Series], *
             if y0 - y1 > 0.05:
                 text = escape(f"{tip}\n{one.name}: {number(one.values[index])} {unit}")
                 bars.append(
-                    f'<rect x="{axes.x(index) + width * 0.08:.1f}" y="{y1:.1f}" width="{width * 0.84:.1f}" height="{y0 - y1:.1f}" '
+                    f'<rect x="{axes.x(index) + width * 0.08:.1f}" y="{y1:.1f}" '
+                    f'width="{width * 0.84:.1f}" height="{y0 - y1:.1f}" '
                     f'style="fill:var(--c{colour % NUM_COLOURS})"><title>{text}</title></rect>'
                 )
     return (

@@ -145,7 +145,9 @@ class RunFolder:
     def set_aside(self) -> Path | None:
         """Make room for a run from the beginning: move everything here into `earlier-<k>`, which is returned; None when
         there was nothing of a run.  Call it after `open`."""
-        moving = [path for path in self.path.iterdir() if path.name not in KEPT_ON_RESTART and not path.name.startswith("earlier-")]
+        moving = [
+            path for path in self.path.iterdir() if path.name not in KEPT_ON_RESTART and not path.name.startswith("earlier-")
+        ]
         if not any(path.is_file() or any(path.iterdir()) for path in moving):
             return None
         target = _unused(self.path, "earlier-{}")

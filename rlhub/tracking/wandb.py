@@ -35,7 +35,8 @@ class WandbTracker(Tracker):
             )
         except (self._wandb.Error, OSError) as error:
             raise ConfigError(
-                f"wandb does not start: {error}; log in with `wandb login`, set WANDB_MODE=offline, or take wandb out of trainer.logger"
+                f"wandb does not start: {error}; log in with `wandb login`, set WANDB_MODE=offline, "
+                "or take wandb out of trainer.logger"
             ) from error
         folder.write_note(NOTE, run_id)
 

@@ -36,17 +36,29 @@ def pieces(tensors: dict[str, Tensor], rank: int, world: int) -> list[TensorShar
 
 def blank(shard: TensorShard) -> TensorShard:
     return TensorShard(
-        name=shard.name, local=shard.local.to("meta"), global_shape=shard.global_shape, offset=shard.offset, replicated=shard.replicated
+        name=shard.name,
+        local=shard.local.to("meta"),
+        global_shape=shard.global_shape,
+        offset=shard.offset,
+        replicated=shard.replicated,
     )
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    )
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    writers=st.integers(1, 5), readers=st.integers(1, 5), rows=st.integers(0, 9), width=st.integers(1, 3), limit=st.sampled_from([1, 40, 1 << 30])
+    writers=st.integers(1, 5),
+    readers=st.integers(1, 5),
+    rows=st.integers(0, 9),
+    width=st.integers(1, 3),
+    limit=st.sampled_from([1, 40, 1 << 30]),
 )
 def test_any_world_size_to_any_other(
     tmp_path_factory: pytest.TempPathFactory, writers: int, readers: int, rows: int, width: int, limit: int

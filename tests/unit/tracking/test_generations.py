@@ -11,7 +11,10 @@ ODD = "line\nbreak \u2028 \u202e ‮ 🤖 \x00 \x1b[31m </script>"
 
 
 def test_round_trip_of_odd_text(tmp_path: Path) -> None:
-    rows = [GenerationRow(prompt=ODD, response="", score=None), GenerationRow(prompt="p", response=ODD, score=0.5, extra={"k": [1]})]
+    rows = [
+        GenerationRow(prompt=ODD, response="", score=None),
+        GenerationRow(prompt="p", response=ODD, score=0.5, extra={"k": [1]}),
+    ]
     path = write_generations(tmp_path / "generations", 3, "val", rows)
     assert path.name == "val-000003.jsonl" and read_generations(path) == rows
 

@@ -45,7 +45,11 @@ def test_floats_survive_bit_for_bit_in_standard_json(tmp_path_factory: pytest.Te
     json.loads(path.read_text(), parse_constant=refuse)
     back = read_metrics(path)[0]
     assert back.keys() == {"step", "x"}
-    assert math.isnan(back["x"]) if math.isnan(value) else (back["x"] == value and math.copysign(1, back["x"]) == math.copysign(1, value))
+    assert (
+        math.isnan(back["x"])
+        if math.isnan(value)
+        else (back["x"] == value and math.copysign(1, back["x"]) == math.copysign(1, value))
+    )
 
 
 def test_a_step_cannot_come_twice_or_late(path: Path) -> None:

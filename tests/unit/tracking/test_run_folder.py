@@ -44,9 +44,8 @@ def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path: Path) -> No
 
 
 def test_one_process_cannot_open_it_twice_but_again(tmp_path: Path) -> None:
-    with RunFolder(tmp_path):
-        with pytest.raises(RunFolderError):
-            RunFolder(tmp_path).open()
+    with RunFolder(tmp_path), pytest.raises(RunFolderError):
+        RunFolder(tmp_path).open()
     with RunFolder(tmp_path) as folder:
         assert folder.logs.is_dir() and folder.generations.is_dir()
 
