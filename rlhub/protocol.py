@@ -388,27 +388,21 @@ class DataProto:
         return cls(batch=batch, non_tensor_batch=stored.arrays, meta_info=stored.meta)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Protocol 5: tensors' bytes out of band.  Below: private copies."""
-        pack = pack_tensor if protocol >= 5 else _detached
-        columns = None if self.batch is None else {key: pack(tensor) for key, tensor in self.tensors().items()}
+        """From protocol 5 on, the tensors' bytes travel out of band."""
+        columns = None if self.batch is None else {key: pack_tensor(column, protocol) for key, column in self.tensors().items()}
         return _rebuild, (type(self), len(self), columns, self.non_tensor_batch, self.meta_info)
 
 
 def _rebuild(
     cls: type[DataProto],
     rows: int,
-    columns: dict[str, Packed | Tensor] | None,
+    columns: dict[str, Packed] | None,
     arrays: dict[str, np.ndarray],
     meta: dict[str, Any],
 ) -> DataProto:
     if columns is None:
         return cls(None, arrays, meta)
-    tensors = {key: value if isinstance(value, Tensor) else unpack_tensor(value) for key, value in columns.items()}
-    return cls(TensorDict(tensors, batch_size=[rows]), arrays, meta)
-
-
-def _detached(tensor: Tensor) -> Packed | Tensor:
-    return tensor.detach().cpu()
+    return cls(TensorDict({key: unpack_tensor(value) for key, value in columns.items()}, batch_size=[rows]), arrays, meta)
 
 
 # -- functions on batches --------------------------------------------------------------------------------------------------

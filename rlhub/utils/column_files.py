@@ -52,8 +52,13 @@ def write_columns(
     some = next(iter(tensors.values()), None)
     rows = len(some) if some is not None else next(map(len, arrays.values()), 0)
     document = {
-        "order": list(arrays), "objects": objects, "meta": _encode(dict(meta), "meta_info"), "rows": rows, "has_tensors": has_tensors
-    }  # fmt: skip
+        "tensors": list(tensors),
+        "arrays": list(arrays),
+        "objects": objects,
+        "meta": _encode(dict(meta), "meta_info"),
+        "rows": rows,
+        "has_tensors": has_tensors,
+    }
     entries[_JSON] = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
     save_file(entries, str(path), metadata={"format": "rlhub-columns-1"})
 
@@ -63,10 +68,10 @@ def read_columns(path: Path) -> StoredColumns:
     entries = load_file(str(path))
     document = json.loads(entries[_JSON].numpy().tobytes())
     arrays = {}
-    for key in document["order"]:
+    for key in document["arrays"]:
         arrays[key] = entries[_ARRAY + key].numpy() if _ARRAY + key in entries else _decode_array(document["objects"][key])
     return StoredColumns(
-        tensors={key.removeprefix(_TENSOR): value for key, value in entries.items() if key.startswith(_TENSOR)},
+        tensors={key: entries[_TENSOR + key] for key in document["tensors"]},
         arrays=arrays,
         meta=_decode(document["meta"]),
         num_rows=document["rows"],
@@ -81,7 +86,7 @@ def _torch_holds(array: np.ndarray) -> bool:
 def _decode_array(stored: Mapping[str, Any]) -> np.ndarray:
     values = _decode(stored["values"])
     dtype = np.dtype(stored["dtype"])
-    array = object_array(values) if dtype == object else np.array(values, dtype=str).astype(dtype)
+    array = object_array(values) if dtype.hasobject else np.array(values, dtype=str).astype(dtype)
     return array.reshape(stored["shape"])
 
 

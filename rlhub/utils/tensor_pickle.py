@@ -20,23 +20,25 @@ from rlhub.utils.readonly_tensor import ReadOnlyTensor, guard
 Packed = tuple[Any, ...]
 
 
-def pack_tensor(tensor: Tensor) -> Packed:
-    """`tensor` (any device, layout or strides) as a tuple whose bytes travel out of band.  Gradients do not travel."""
+def pack_tensor(tensor: Tensor, protocol: int = 5) -> Packed:
+    """`tensor` (any device, dtype or strides) as a tuple whose bytes travel out of band from pickle protocol 5 on.
+
+    Gradients do not travel.
+    """
     tensor = tensor.detach()
     if tensor.is_nested:
         jagged: Any = tensor.cpu()
-        return "jagged", pack_tensor(jagged.values()), pack_tensor(jagged.offsets())
+        return "jagged", pack_tensor(jagged.values(), protocol), pack_tensor(jagged.offsets(), protocol)
     if tensor.layout != torch.strided:
         return "other", tensor.cpu()
     plain = tensor.plain if isinstance(tensor, ReadOnlyTensor) else tensor
     dense = plain.cpu().resolve_conj().resolve_neg().contiguous()
-    raw = dense.view(RAW_VIEWS[dense.dtype]) if dense.dtype in RAW_VIEWS and dense.dim() else dense
-    if raw.dtype in RAW_VIEWS:
-        raw = raw.reshape(1).view(RAW_VIEWS[raw.dtype])
-    array = raw.numpy()
+    raw = dense.reshape(-1)
+    array = raw.view(RAW_VIEWS.get(dense.dtype, dense.dtype)).numpy()
     if isinstance(tensor, ReadOnlyTensor):
         array.flags.writeable = False
-    return "dense", dense.dtype, tuple(dense.shape), pickle.PickleBuffer(array)  # type: ignore[arg-type]  # numpy arrays are buffers
+    buffer: Any = array
+    return "dense", dense.dtype, tuple(dense.shape), pickle.PickleBuffer(buffer) if protocol >= 5 else array
 
 
 def unpack_tensor(packed: Packed) -> Tensor:
