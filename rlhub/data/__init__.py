@@ -1,0 +1,12 @@
+"""Data files -> rows -> token ids -> batches in a resumable order.
+
+files       rows of parquet and jsonl; checks before start (no torch)
+tokenizing  prompt text or chat messages -> token ids; length policy
+order       which rows come when: seed, epoch, cursor
+prompts     PromptDataset, PromptLoader: prompts for reinforcement learning
+sft         SFTDataset, SFTLoader: demonstrations with a loss mask
+"""
+
+from rlhub.data.files import check_files, load_rows
+
+__all__ = ["check_files", "load_rows"]

@@ -1,0 +1,125 @@
+"""Prompts for reinforcement learning: token ids left padded, and what the reward needs to know of each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhub.config.data import DataConfig
+from rlhub.data.files import Row, load_rows
+from rlhub.data.order import ResumableLoader
+from rlhub.data.tokenizing import Tokenizer, check_policy, encode_prompts, left_padded, pad_id, truncate
+from rlhub.errors import DataError
+from rlhub.protocol import DataProto
+from rlhub.utils.columns import object_array
+
+logger = logging.getLogger(__name__)
+
+
+class PromptDataset:
+    """All usable prompts of the files, tokenized.
+
+    A row has `config.prompt_key` (text or chat messages), `data_source`, and optionally `reward_model` (`ground_truth` in it)
+    and `extra_info`.  Prompts longer than `config.max_prompt_length` tokens are dropped (`filter_overlong_prompts`), cut
+    (`truncation`) or an error.  Every problem is a DataError that names file, row and column, raised here and not mid-run.
+    """
+
+    def __init__(self, config: DataConfig, files: str | Sequence[str], tokenizer: Tokenizer) -> None:
+        check_policy(config.truncation)
+        rows = load_rows(files)
+        texts, ids = encode_prompts(tokenizer, rows, config.prompt_key, config.apply_chat_template_kwargs)
+        kept = _within_limit(config, rows, ids)
+        self.pad_id = pad_id(tokenizer)
+        self.prompt_ids = [truncate(ids[index], config.max_prompt_length, config.truncation) for index in kept]
+        self._columns = {
+            "data_source": [_data_source(rows[index]) for index in kept],
+            "ground_truth": [_ground_truth(rows[index]) for index in kept],
+            "extra_info": [_extra_info(rows[index]) for index in kept],
+            "raw_prompt": [texts[index] for index in kept],
+        }
+        self.num_filtered = len(rows) - len(kept)
+        self.fingerprint = fingerprint_of(self.prompt_ids, self._columns["data_source"], self._columns["ground_truth"])
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+    def batch(self, indices: np.ndarray) -> DataProto:
+        """Those rows: `prompts` and `attention_mask` (rows, longest) int64, left padded; object columns `data_source`,
+        `ground_truth`, `extra_info`, `raw_prompt` (the text the tokens came from)."""
+        tokens = [self.prompt_ids[index] for index in indices]
+        tensors = {
+            "prompts": torch.from_numpy(left_padded(tokens, self.pad_id)),
+            "attention_mask": torch.from_numpy(left_padded([[1] * len(row) for row in tokens], 0)),
+        }
+        return DataProto.from_dict(
+            tensors, {key: object_array(column[index] for index in indices) for key, column in self._columns.items()}
+        )
+
+
+class PromptLoader(ResumableLoader):
+    """Batches of prompts in a resumable order; see ResumableLoader and PromptDataset.batch."""
+
+
+def fingerprint_of(*columns: Any) -> str:
+    """Hash of JSON-able columns (other values enter by their repr)."""
+    digest = hashlib.blake2b(digest_size=16)
+    for column in columns:
+        for value in column:
+            digest.update(json.dumps(value, default=repr, separators=(",", ":")).encode() + b"\n")
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def _within_limit(config: DataConfig, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> list[int]:
+    """Indices of the rows to keep."""
+    limit = config.max_prompt_length
+    long = [index for index, tokens in enumerate(ids) if len(tokens) > limit]
+    if not long:
+        return list(range(len(rows)))
+    if config.filter_overlong_prompts:
+        if len(long) == len(rows):
+            raise DataError(
+                f"all {len(rows)} prompts are longer than data.max_prompt_length={limit} tokens and were filtered out; "
+                f"the shortest has {min(map(len, ids))}"
+            )
+        logger.info("%d of %d prompts are longer than %d tokens and are left out", len(long), len(rows), limit)
+        dropped = set(long)
+        return [index for index in range(len(rows)) if index not in dropped]
+    if config.truncation == "error":
+        raise rows[long[0]].problem(
+            config.prompt_key,
+            f"{len(ids[long[0]])} tokens exceed data.max_prompt_length={limit}; so do {len(long) - 1} other rows. Raise the limit, "
+            "set data.filter_overlong_prompts=True to leave such rows out, or data.truncation=left, right or middle to cut them",
+        )
+    logger.warning("%d of %d prompts are longer than %d tokens and are cut (%s)", len(long), len(rows), limit, config.truncation)
+    return list(range(len(rows)))
+
+
+def _data_source(row: Row) -> str:
+    value = row.get("data_source")
+    if not isinstance(value, str):
+        raise row.problem("data_source", f"must be text, got {type(value).__name__}")
+    return value
+
+
+def _ground_truth(row: Row) -> Any:
+    """None where the file has no `reward_model` column: a reward function may not need one."""
+    if "reward_model" not in row.values:
+        return None
+    spec = row.get("reward_model")
+    if not isinstance(spec, Mapping) or spec.get("ground_truth") is None:
+        raise row.problem("reward_model", f"must be an object with 'ground_truth', got {spec!r:.80}")
+    return spec["ground_truth"]
+
+
+def _extra_info(row: Row) -> dict[str, Any]:
+    value = row.values.get("extra_info")
+    if value is not None and not isinstance(value, Mapping):
+        raise row.problem("extra_info", f"must be an object, got {type(value).__name__}")
+    return dict(value or {})

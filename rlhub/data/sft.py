@@ -1,0 +1,173 @@
+"""Demonstrations for supervised fine-tuning: prompt and response, or chat messages, with a mask over what is to be learned.
+
+Batches have the shape of rollouts (prompts left padded, responses right padded), so one engine trains on both.  Prompts are
+tokenized exactly as for generation, and responses apart from them: what is learned is what will be sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhub.config.sft import SFTDataConfig
+from rlhub.data.files import Row, load_rows
+from rlhub.data.order import ResumableLoader
+from rlhub.data.prompts import fingerprint_of
+from rlhub.data.tokenizing import (
+    Tokenizer,
+    check_policy,
+    checked_messages,
+    checked_text,
+    encode,
+    encode_prompts,
+    left_padded,
+    pad_id,
+    render_chat,
+    right_padded,
+    truncate,
+)
+from rlhub.errors import DataError
+from rlhub.protocol import DataProto
+
+MESSAGES = "messages"
+"""Column of whole conversations."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Demonstration:
+    """Token ids and, for each, 1 if it is to be learned."""
+
+    tokens: list[int]
+    learned: list[int]
+
+    def start(self) -> int:
+        """Where the response part begins: at the first learned token, but never at the first token, which nothing predicts."""
+        return max(1, self.learned.index(1))
+
+
+class SFTDataset:
+    """All demonstrations of the files, tokenized.
+
+    A row has `config.prompt_key` (text or chat messages) and `config.response_key` (text), or `messages` with at least one
+    assistant turn.  Learned are the response's or the assistant turns' tokens, the end-of-sequence token included.  Rows longer
+    than `config.max_length` tokens are an error or cut by `config.truncation`.  DataError names file, row and column.
+    """
+
+    def __init__(self, config: SFTDataConfig, files: str | Sequence[str], tokenizer: Tokenizer) -> None:
+        check_policy(config.truncation)
+        if tokenizer.eos_token_id is None:
+            raise DataError("the tokenizer has no end-of-sequence token, so a model could not learn to stop")
+        rows = load_rows(files)
+        self.pad_id = pad_id(tokenizer)
+        if config.prompt_key not in rows[0].values and MESSAGES in rows[0].values:
+            found = [_of_messages(tokenizer, row) for row in rows]
+        else:
+            found = _of_pairs(config, tokenizer, rows)
+        self.demonstrations = [_cut(config, row, demonstration) for row, demonstration in zip(rows, found, strict=True)]
+        self.fingerprint = fingerprint_of([(item.tokens, item.learned) for item in self.demonstrations])
+
+    def __len__(self) -> int:
+        return len(self.demonstrations)
+
+    def batch(self, indices: np.ndarray) -> DataProto:
+        """Those rows, int64: `prompts` (rows, P) left padded, `responses` and `response_mask` (rows, T) right padded,
+        `input_ids` and `attention_mask` (rows, P + T)."""
+        items = [self.demonstrations[index] for index in indices]
+        starts = [item.start() for item in items]
+        pairs = list(zip(items, starts, strict=True))
+        prompts = left_padded([item.tokens[:start] for item, start in pairs], self.pad_id)
+        responses = right_padded([item.tokens[start:] for item, start in pairs], self.pad_id)
+        prompt_mask = left_padded([[1] * start for start in starts], 0)
+        filled = right_padded([[1] * (len(item.tokens) - start) for item, start in pairs], 0)
+        columns = {
+            "prompts": prompts,
+            "responses": responses,
+            "response_mask": right_padded([item.learned[start:] for item, start in pairs], 0),
+            "input_ids": np.concatenate([prompts, responses], axis=1),
+            "attention_mask": np.concatenate([prompt_mask, filled], axis=1),
+        }
+        return DataProto.from_dict({key: torch.from_numpy(column) for key, column in columns.items()})
+
+
+class SFTLoader(ResumableLoader):
+    """Batches of demonstrations in a resumable order; see ResumableLoader and SFTDataset.batch."""
+
+
+def _of_pairs(config: SFTDataConfig, tokenizer: Tokenizer, rows: Sequence[Row]) -> list[Demonstration]:
+    _, prompts = encode_prompts(tokenizer, rows, config.prompt_key, None)
+    texts = [checked_text(row, config.response_key, row.get(config.response_key)) for row in rows]
+    responses = [_ended(tokenizer, tokens) for tokens in encode(tokenizer, texts, add_special_tokens=False)]
+    return [
+        Demonstration(tokens=[*prompt, *response], learned=[0] * len(prompt) + [1] * len(response))
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+
+
+def _of_messages(tokenizer: Tokenizer, row: Row) -> Demonstration:
+    """The conversation up to its last assistant turn, tokenized piece by piece as generation would meet it."""
+    tokens: list[int] = []
+    learned: list[int] = []
+    pieces = _pieces(tokenizer, row, checked_messages(row, MESSAGES, row.get(MESSAGES)))
+    for (_, is_answer), piece in zip(
+        pieces, encode(tokenizer, [text for text, _ in pieces], add_special_tokens=False), strict=True
+    ):
+        tokens += piece
+        learned += [int(is_answer)] * len(piece)
+    ended = _ended(tokenizer, tokens)
+    return Demonstration(tokens=ended, learned=learned + [1] * (len(ended) - len(tokens)))
+
+
+def _pieces(tokenizer: Tokenizer, row: Row, messages: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """The chat template's text cut into `(text, written by the assistant)`, the last piece an answer."""
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns or turns[0] == 0:
+        raise row.problem(MESSAGES, "needs an assistant turn, and a turn before it")
+    pieces: list[tuple[str, bool]] = []
+    done = 0
+    whole = render_chat(tokenizer, row, MESSAGES, messages[: turns[-1] + 1], generation=False, kwargs=None)
+    for turn in turns:
+        before = render_chat(tokenizer, row, MESSAGES, messages[:turn], generation=True, kwargs=None)
+        after = render_chat(tokenizer, row, MESSAGES, messages[: turn + 1], generation=False, kwargs=None)
+        if not after.startswith(before) or not whole.startswith(after):
+            raise row.problem(
+                MESSAGES,
+                f"the chat template rewrites earlier turns after message {turn}; give one row a turn, as prompt and response",
+            )
+        end = _end_of_answer(after, len(before), tokenizer.eos_token)
+        pieces += [(whole[done : len(before)], False), (whole[len(before) : end], True)]
+        done = end
+    return [piece for piece in pieces if piece[0]]
+
+
+def _end_of_answer(text: str, start: int, eos: str | None) -> int:
+    """Templates write e.g. a line break after the end-of-sequence token, which a model never gets to sample."""
+    found = text.rfind(eos, start) if eos else -1
+    return len(text) if found < 0 or eos is None else found + len(eos)
+
+
+def _ended(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
+    eos = tokenizer.eos_token_id
+    return tokens if eos is None or (tokens and tokens[-1] == eos) else [*tokens, eos]
+
+
+def _cut(config: SFTDataConfig, row: Row, item: Demonstration) -> Demonstration:
+    """Within `config.max_length`, or a DataError."""
+    size = len(item.tokens)
+    if size > config.max_length and config.truncation == "error":
+        raise DataError(
+            f"{row.file}, row {row.number}: {size} tokens exceed data.max_length={config.max_length}; raise it, or set "
+            "data.truncation=left, right or middle"
+        )
+    cut = Demonstration(
+        tokens=list(truncate(item.tokens, config.max_length, config.truncation)),
+        learned=list(truncate(item.learned, config.max_length, config.truncation)),
+    )
+    if 1 not in cut.learned[1:]:
+        raise DataError(
+            f"{row.file}, row {row.number}: of {size} tokens no response token is left (data.max_length={config.max_length})"
+        )
+    return cut

@@ -1,0 +1,159 @@
+"""Prompt text or chat messages -> token ids, with errors that name the row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jinja2
+import numpy as np
+
+from rlhub.data.files import Row
+from rlhub.errors import DataError
+
+_BATCH = 1024
+"""Texts a call: enough for a fast tokenizer to use its threads."""
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    pad_token_id: int | None
+    eos_token_id: int | None
+    eos_token: str | None
+    chat_template: Any
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any: ...
+
+
+def pad_id(tokenizer: Tokenizer) -> int:
+    """The id that fills short rows.  DataError if the tokenizer has none."""
+    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if found is None:
+        raise DataError("the tokenizer has neither a pad token nor an end-of-sequence token to pad with")
+    return int(found)
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+    """Token ids of each text."""
+    ids: list[list[int]] = []
+    for start in range(0, len(texts), _BATCH):
+        ids += tokenizer(list(texts[start : start + _BATCH]), add_special_tokens=add_special_tokens)["input_ids"]
+    return ids
+
+
+def checked_text(row: Row, column: str, value: Any) -> str:
+    """`value` if it is text that can be written as UTF-8 and is not blank."""
+    if not isinstance(value, str):
+        raise row.problem(column, f"must be text, got {type(value).__name__} {value!r:.80}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise row.problem(column, f"is not valid Unicode: {error}") from error
+    if not value.strip():
+        raise row.problem(column, "is empty")
+    return value
+
+
+def checked_messages(row: Row, column: str, value: Any) -> list[dict[str, Any]]:
+    """`value` as chat messages: a list of {"role": text, "content": text, ...}; null entries (parquet's filling) dropped."""
+    messages = list(value) if isinstance(value, (list, tuple, np.ndarray)) else []
+    if not messages:
+        raise row.problem(column, f"must be chat messages (a list with at least one), got {type(value).__name__} {value!r:.80}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise row.problem(column, f"message {index} must have a text 'role' and a text 'content', got {message!r:.80}")
+        content = message.get("content")
+        if not isinstance(content, str):
+            raise row.problem(column, f"message {index}: 'content' must be text, got {type(content).__name__}")
+        if content:
+            checked_text(row, column, content if content.strip() else "blank")
+    return [{key: item for key, item in message.items() if item is not None} for message in messages]
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    row: Row,
+    column: str,
+    messages: list[dict[str, Any]],
+    *,
+    generation: bool,
+    kwargs: Mapping[str, Any] | None,
+) -> str:
+    """The chat template's text; with `generation` it ends where the assistant's answer begins."""
+    if not tokenizer.chat_template:
+        raise row.problem(
+            column,
+            "holds chat messages, but the tokenizer has no chat template; use a tokenizer with one, or text prompts",
+        )
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation, **(kwargs or {}))
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise row.problem(column, f"the chat template refuses these messages: {error}") from error
+    return checked_text(row, column, text)
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, rows: Sequence[Row], column: str, chat_kwargs: Mapping[str, Any] | None
+) -> tuple[list[str], list[list[int]]]:
+    """Prompts as the model reads them: `(texts, token ids)`.
+
+    A text prompt is tokenized as it is, with the special tokens that the tokenizer adds by itself; chat messages go through
+    the chat template, whose text already has its special tokens.
+    """
+    texts: list[str] = []
+    chats: list[bool] = []
+    for row in rows:
+        value = row.get(column)
+        chats.append(not isinstance(value, (str, float, int)))
+        if chats[-1]:
+            messages = checked_messages(row, column, value)
+            texts.append(render_chat(tokenizer, row, column, messages, generation=True, kwargs=chat_kwargs))
+        else:
+            texts.append(checked_text(row, column, value))
+    ids: list[list[int]] = [[] for _ in rows]
+    for chat in (False, True):
+        chosen = [index for index, is_chat in enumerate(chats) if is_chat == chat]
+        for index, tokens in zip(
+            chosen, encode(tokenizer, [texts[index] for index in chosen], add_special_tokens=not chat), strict=True
+        ):
+            ids[index] = tokens
+    for row, tokens in zip(rows, ids, strict=True):
+        if not tokens:
+            raise row.problem(column, "has no tokens")
+    return texts, ids
+
+
+def truncate(tokens: Sequence[int], limit: int, policy: str) -> Sequence[int]:
+    """At most `limit` entries: "left" drops the first, "right" the last, "middle" keeps both ends."""
+    if len(tokens) <= limit:
+        return tokens
+    if policy == "left":
+        return tokens[len(tokens) - limit :]
+    if policy == "right":
+        return tokens[:limit]
+    head = limit // 2
+    return [*tokens[:head], *tokens[len(tokens) - (limit - head) :]]
+
+
+def check_policy(policy: str) -> None:
+    if policy not in TRUNCATIONS:
+        raise DataError(f"data.truncation is {policy!r}; known: {', '.join(TRUNCATIONS)}")
+
+
+def left_padded(rows: Sequence[Sequence[int]], fill: int) -> np.ndarray:
+    """(rows, longest) int64, short rows filled on the left."""
+    width = max(map(len, rows), default=0)
+    out = np.full((len(rows), width), fill, dtype=np.int64)
+    for line, tokens in zip(out, rows, strict=True):
+        line[width - len(tokens) :] = tokens
+    return out
+
+
+def right_padded(rows: Iterable[Sequence[int]], fill: int) -> np.ndarray:
+    """(rows, longest) int64, short rows filled on the right."""
+    return np.ascontiguousarray(left_padded([row[::-1] for row in rows], fill)[:, ::-1])
