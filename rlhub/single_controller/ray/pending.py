@@ -49,7 +49,8 @@ def typed_error(error: BaseException, role: str, worker: WorkerInfo, method: str
     where: dict[str, Any] = {"role": role, "rank": worker.rank, "node": worker.node, "remote_type": type(cause).__name__}
     if isinstance(error, _DEATHS) or isinstance(cause, _DEATHS):
         tail = log_tail(worker)
-        reason = " ".join(str(error).split())
+        # Ray appends advice of a general kind to the facts.
+        reason = " ".join(str(error).split()).split("Some common causes")[0].strip()
         return WorkerDiedError(f"process {worker.pid} died while or before it ran {method}: {reason}{tail}", **where)
     return WorkerError(f"{method} failed in Ray: {cause}", remote_traceback=str(error), **where)
 

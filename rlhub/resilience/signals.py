@@ -1,0 +1,53 @@
+"""SIGTERM and Ctrl-C as a request to stop at the next safe point; a second Ctrl-C stops at once."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+logger = logging.getLogger(__name__)
+
+
+class StopSignals:
+    """Context manager that turns the first SIGINT or SIGTERM into `requested`, so that the loop can save and leave.
+
+    A second SIGINT raises KeyboardInterrupt.  Former handlers are restored on exit.  Outside the main thread, where Python
+    allows no handlers, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._received: signal.Signals | None = None
+        self._former: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self._received is not None
+
+    @property
+    def exit_code(self) -> int:
+        """What the process should exit with: 128 + the signal's number, or 0 when none came."""
+        return 0 if self._received is None else 128 + self._received.value
+
+    @property
+    def reason(self) -> str:
+        return "" if self._received is None else self._received.name
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._former[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._former.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._received = signal.Signals(number)
+        logger.warning("%s: stopping after this step; Ctrl-C again stops at once", self._received.name)
