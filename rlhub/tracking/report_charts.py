@@ -78,13 +78,13 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
 
 
 def smoothed(values: Sequence[float], share: float = SMOOTH_SHARE) -> list[float]:
-    """Centred moving average, so that the line does not lag behind what it shows; the window shrinks towards both ends."""
+    """Centred moving average, so that the line does not lag behind what it shows; at the ends, over what there is."""
     reach = max(1, round(share * len(values) / 2))
     sums = list(itertools.accumulate(values, initial=0.0))
     result = []
     for index in range(len(values)):
-        side = min(reach, index, len(values) - 1 - index)
-        result.append((sums[index + side + 1] - sums[index - side]) / (2 * side + 1))
+        start, stop = max(0, index - reach), min(len(values), index + reach + 1)
+        result.append((sums[stop] - sums[start]) / (stop - start))
     return result
 
 

@@ -88,7 +88,8 @@ for(const figure of document.querySelectorAll('figure.chart')){
   const step=hits.map(h=>h.s.x[h.i]).reduce((a,b)=>Math.abs(a-x)<=Math.abs(b-x)?a:b);
   const at=left+(step-box.x[0])/(box.x[1]-box.x[0])*(width-left-right);
   cross.setAttribute('x1',at);cross.setAttribute('x2',at);cross.style.display='';
-  X
+  const shown=hits.filter(h=>h.s.x[h.i]===step).map(h=>(series.length>1?h.s.n+'  ':'')+short(h.s.y[h.i]));
+  tip.textContent=['step '+step,...shown].join('\\n');
   tip.style.display='block';const px=at/width*r.width;tip.style.top='6px';
   tip.style.left=px>r.width/2?'auto':(px+10)+'px';tip.style.right=px>r.width/2?(r.width-px+10)+'px':'auto'};
  plot.onmouseleave=()=>{tip.style.display='none';cross.style.display='none'};
