@@ -10,8 +10,6 @@ dead worker breaks their whole pool.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import select
 import threading
@@ -25,8 +23,6 @@ from typing import Any, Literal
 from rlhub.errors import LoadError
 from rlhub.utils.killable_process import ChildProcess, spawn
 from rlhub.utils.killable_wire import WireError, encode
-
-logger = logging.getLogger(__name__)
 
 FailureKind = Literal["raised", "timeout", "died", "memory", "bad_argument", "bad_result"]
 GROW_AFTER_S = 0.1  # about twice the start of a child: less work than that is done sooner by the children there are
@@ -106,15 +102,14 @@ class KillablePool:
             try:
                 self._run(run)
             except BaseException:  # re-raised: an interrupted run must not leave children whose answers nobody expects
-                self._discard_all()
+                _kill_all(self._children)
                 raise
         return [run.outcomes[number] for number in range(len(calls))]
 
     def close(self) -> None:
         """End all children.  A later `map` starts new ones."""
         with self._lock:
-            while self._children:
-                self._children.pop().close()
+            _kill_all(self._children)
 
     def _run(self, run: _Run) -> None:
         for child in [child for child in self._children if child.process.poll() is not None]:
@@ -187,6 +182,7 @@ class KillablePool:
         elif reply.get("failed") == "memory":
             child.finished = True
             self._second_chance(run, child, "memory", f"used more than {self.memory_gb:g} GiB")
+            _take_back(run, child)
         else:
             number = child.items.popleft()
             child.served += 1
@@ -206,8 +202,7 @@ class KillablePool:
             run.outcomes[child.items.popleft()] = _failed("timeout", f"not done after {self.timeout_s:g} s")
         elif child.items:
             self._second_chance(run, child, "died", f"its process {how}")
-        run.pending.extendleft(reversed(child.items))
-        child.items.clear()
+        _take_back(run, child)
 
     def _second_chance(self, run: _Run, child: ChildProcess, kind: FailureKind, message: str) -> None:
         """The death of a process may be the fault of an earlier call (a leak, a damaged heap) or of none: the call in hand is
@@ -223,9 +218,11 @@ class KillablePool:
         self._children.remove(child)
         return child.kill()
 
-    def _discard_all(self) -> None:
-        while self._children:
-            self._children.pop().kill()
+
+def _take_back(run: _Run, child: ChildProcess) -> None:
+    """The calls that an ended child has not begun are the next to be handed out."""
+    run.pending.extendleft(reversed(child.items))
+    child.items.clear()
 
 
 def _failed(kind: FailureKind, message: str) -> Outcome:
@@ -233,7 +230,6 @@ def _failed(kind: FailureKind, message: str) -> Outcome:
 
 
 def _kill_all(children: list[ChildProcess]) -> None:
-    """At garbage collection or interpreter exit."""
+    """Idle children have nothing to lose, so all are killed; also at garbage collection and interpreter exit."""
     while children:
-        with contextlib.suppress(OSError):
-            children.pop().close()
+        children.pop().kill()

@@ -28,7 +28,7 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 ORPHAN_CHECK_S = 5.0
 MAX_REPLY_BYTES = 1 << 20
 MAX_TEXT = 4000
-ALARM_FACTOR, ALARM_EXTRA_S = 2.0, 10.0  # later than any kill from the driver, which may no longer be there
+ALARM_FACTOR, ALARM_EXTRA_S = 2.0, 2.0  # later than any kill from the driver, which may no longer be there
 
 
 def main(setup: dict[str, Any]) -> NoReturn:
@@ -72,7 +72,11 @@ def load(target: str) -> Callable[..., Any]:
 
 def _check(function: Callable[..., Any], parameters: list[str]) -> None:
     """TypeError if the function cannot be called with these keywords."""
-    inspect.signature(function).bind(**dict.fromkeys(parameters))
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**dict.fromkeys(parameters))
+    except TypeError as error:
+        raise TypeError(f"{function!r} takes {signature}, but is called with the keywords {', '.join(parameters)}: {error}") from None
     if inspect.iscoroutinefunction(function):
         raise TypeError("an async function is not called here; write a plain one")
 

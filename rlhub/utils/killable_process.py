@@ -100,15 +100,6 @@ class ChildProcess:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return (f"ended with {how}" if ended_before else "closed its pipes") + (f"\n{crash}" if crash else "")
 
-    def close(self) -> None:
-        """Ask the idle child to leave, by the end of its input; kill it if it does not."""
-        if self.idle:
-            os.close(self.request_fd)
-            self.request_fd = os.open(os.devnull, os.O_WRONLY)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=0.5)
-        self.kill()
-
 
 def spawn(target: str, parameters: Iterable[str], *, timeout_s: float, memory_gb: float) -> ChildProcess:
     """Start a child for `target`; it will send `ready` or `load_error`."""

@@ -1,0 +1,179 @@
+"""Real children, with functions that do everything a function must not."""
+
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlhub.errors import LoadError
+from rlhub.utils.killable import KillablePool, Outcome
+
+FUNCTION = '''
+import ctypes, os, signal, subprocess, sys, time
+KEPT = []
+
+def act(x):
+    if x == "raise": raise ValueError("no good")
+    if x == "exit": os._exit(3)
+    if x == "sys.exit": sys.exit("bye")
+    if x == "crash": ctypes.string_at(0)
+    if x == "hang": ctypes.PyDLL(None).sleep(1000)
+    if x == "print":
+        for _ in range(16): print("x" * (1 << 26))
+    if x == "eat": return len(bytearray(1 << 34))
+    if x == "leak": KEPT.append(bytearray(200 << 20))
+    if x == "closure": return lambda: x
+    if x == "huge": return "x" * (1 << 22)
+    if x == "interrupt": raise KeyboardInterrupt
+    if x == "close": os.closerange(3, 100)
+    if x == "spawn":
+        subprocess.Popen(["sh", "-c", "sleep 98765.25 & exit"], start_new_session=True)
+        while True: pass
+    if x == "pid": return os.getpid()
+    if x == "slow": time.sleep(0.4); return os.getpid()
+    if x == "modules": return sorted(sys.modules)
+    return x
+
+async def later(x): return x
+NUMBER = 3
+'''
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    path = tmp_path / "act.py"
+    path.write_text(textwrap.dedent(FUNCTION))
+    return f"{path}:act"
+
+
+@pytest.fixture
+def make(target: str) -> Iterator[Callable[..., KillablePool]]:
+    pools: list[KillablePool] = []
+
+    def build(**settings: object) -> KillablePool:
+        pools.append(KillablePool(target, ["x"], **{"num_workers": 1, "timeout_s": 20.0, "memory_gb": 1.0} | settings))  # type: ignore[arg-type]
+        return pools[-1]
+
+    yield build
+    for pool in pools:
+        pool.close()
+
+
+def run(pool: KillablePool, *values: object) -> list[Outcome]:
+    return pool.map([{"x": value} for value in values])
+
+
+def kinds(outcomes: list[Outcome]) -> list[str | None]:
+    return [None if outcome.failure is None else outcome.failure.kind for outcome in outcomes]
+
+
+def test_values_come_back_in_order_from_one_persistent_child_without_torch(make: Callable[..., KillablePool]) -> None:
+    pool = make(num_workers=3)
+    assert [outcome.value for outcome in run(pool, *range(1000))] == list(range(1000))
+    first, second = run(pool, "pid")[0].value, run(pool, "pid")[0].value
+    assert first == second
+    assert not {"torch", "numpy", "ray", "pickle"} & set(run(pool, "modules")[0].value)
+    assert run(pool) == []
+
+
+@pytest.mark.parametrize(
+    ("action", "kind", "says"),
+    [
+        ("raise", "raised", "ValueError: no good"),
+        ("sys.exit", "raised", "SystemExit: bye"),
+        ("interrupt", "raised", "KeyboardInterrupt"),
+        ("exit", "died", "exit code 3"),
+        ("crash", "died", "Segmentation fault"),
+        ("eat", "memory", "1 GiB"),
+        ("closure", "bad_result", "function"),
+        ("huge", "bad_result", "bytes"),
+        ("close", "died", "ended with"),
+    ],
+)
+def test_a_failing_call_is_a_typed_failure_and_its_neighbours_are_scored(
+    make: Callable[..., KillablePool], action: str, kind: str, says: str
+) -> None:
+    outcomes = run(make(), 1, action, 2)
+    assert kinds(outcomes) == [None, kind, None]
+    assert outcomes[1].failure is not None and says in outcomes[1].failure.message
+    assert (outcomes[0].value, outcomes[2].value) == (1, 2)
+
+
+def test_an_argument_that_cannot_be_sent_fails_alone(make: Callable[..., KillablePool]) -> None:
+    assert kinds(run(make(), 1, object(), 2)) == [None, "bad_argument", None]
+
+
+def test_a_call_that_holds_the_interpreter_lock_is_killed_at_its_deadline(make: Callable[..., KillablePool]) -> None:
+    pool = make(timeout_s=0.3)
+    assert kinds(run(pool, 1, "hang", 2, "hang", 3)) == [None, "timeout", None, "timeout", None]
+
+
+def test_a_gigabyte_of_output_goes_nowhere(make: Callable[..., KillablePool]) -> None:
+    assert run(make(), "print")[0].value == "print"
+
+
+def test_descendants_in_sessions_of_their_own_die_with_the_call(make: Callable[..., KillablePool]) -> None:
+    assert kinds(run(make(timeout_s=0.5), "spawn")) == ["timeout"]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "98765.25" in (p.info["cmdline"] or [])]
+
+
+def test_a_leak_costs_fresh_children_but_no_call(make: Callable[..., KillablePool]) -> None:
+    """Six calls leak 1.2 GiB together under a cap of 0.5: each succeeds at its second chance at the latest."""
+    assert kinds(run(make(memory_gb=0.5), *["leak"] * 6)) == [None] * 6
+
+
+def test_a_child_that_died_between_calls_is_replaced(make: Callable[..., KillablePool]) -> None:
+    pool = make()
+    pid = run(pool, "pid")[0].value
+    psutil.Process(pid).kill()
+    assert run(pool, "pid")[0].value != pid
+
+
+def test_slow_calls_spread_over_the_workers_and_trivial_ones_do_not(make: Callable[..., KillablePool]) -> None:
+    pool = make(num_workers=2)
+    pool.start()
+    assert len({outcome.value for outcome in run(pool, *["pid"] * 64)}) == 1
+    assert len({outcome.value for outcome in run(pool, *["slow"] * 4)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import nothing_of_this_name", "nothing_of_this_name"),
+        ("def other(x): pass", "act"),
+        ("act = 3", "not a function"),
+        ("def act(y): pass", "keywords x"),
+        ("async def act(x): pass", "async"),
+        ("def act(x:", "SyntaxError"),
+        ("import os; os._exit(7)", "exit code 7"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_clear_error(tmp_path: Path, source: str, says: str) -> None:
+    (tmp_path / "act.py").write_text(source)
+    pool = KillablePool(f"{tmp_path / 'act.py'}:act", ["x"])
+    with pytest.raises(LoadError, match="cannot load") as error:
+        pool.start()
+    assert says in str(error.value)
+
+
+def test_a_module_attribute_and_threads(make: Callable[..., KillablePool]) -> None:
+    pool = KillablePool("textwrap:dedent", ["text"])
+    results: dict[int, list[Outcome]] = {}
+    threads = [threading.Thread(target=lambda n=n: results.update({n: pool.map([{"text": f" {n}"}] * 50)})) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pool.close()
+    assert all(outcome.value == str(n) for n, outcomes in results.items() for outcome in outcomes) and len(results) == 4
+
+
+def test_closing_ends_the_children(make: Callable[..., KillablePool]) -> None:
+    pool = make()
+    pid = run(pool, "pid")[0].value
+    assert psutil.pid_exists(pid)
+    pool.close()
+    assert not psutil.pid_exists(pid)
