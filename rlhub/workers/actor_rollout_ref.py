@@ -19,6 +19,7 @@ from rlhub.engines.training.registry import build_policy_engine, build_reference
 from rlhub.engines.training.updates import PolicyUpdater
 from rlhub.models.sidecars import save_sidecars
 from rlhub.models.tokenizer import load_tokenizer
+from rlhub.models.vocabulary import read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.sharding_manager.manager import ShardingManager, SyncReport
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
@@ -44,7 +45,8 @@ class ActorRolloutRefWorker(Worker):
     def init_model(self) -> None:
         """Build all engines (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
-        self.tokenizer = load_tokenizer(self.config.model.path, trust_remote_code=self.config.model.trust_remote_code)
+        tokenizer = load_tokenizer(self.config.model.path, trust_remote_code=self.config.model.trust_remote_code)
+        self.vocabulary = read_vocabulary(self.config.model, tokenizer)
         self.engine = build_policy_engine(self.config, device=self.device, seed=self.runtime.seed, train=self.train)
         self.engine.initialize()
         self.reference = self._build_reference()
@@ -100,9 +102,9 @@ class ActorRolloutRefWorker(Worker):
             run_seed=self.runtime.seed,
         )
         completions = self.rollout.generate(requests, self._sampling(meta))
-        check_completions(completions, self.tokenizer_size, meta["log_probs"])
+        check_completions(completions, self.vocabulary.size, meta["log_probs"])
         padded = pad_completions(
-            completions, pad_id=self.tokenizer.pad_token_id, with_log_probs=meta["log_probs"], widest=self._widest
+            completions, pad_id=self.vocabulary.pad_id, with_log_probs=meta["log_probs"], widest=self._widest
         )
         rows = training_columns(columns["prompts"], columns["attention_mask"], padded, meta["n"])
         return DataProto.from_dict(tensors=rows)
@@ -113,7 +115,7 @@ class ActorRolloutRefWorker(Worker):
             top_p=float(meta["top_p"]),
             top_k=int(meta["top_k"]),
             max_new_tokens=self.runtime.max_response_length,
-            stop_token_ids=tuple(self.stop_token_ids),
+            stop_token_ids=self.vocabulary.stop_token_ids,
             ignore_eos=self.config.rollout.ignore_eos,
             log_probs=bool(meta["log_probs"]),
         )

@@ -1,0 +1,34 @@
+"""The token ids a model may produce and those that end its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+
+from rlhub.config.model import ModelConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Vocabulary:
+    """size: of the model's output layer (it may be larger than the tokenizer's).  stop_token_ids: the tokenizer's end token
+    and those of the model's generation settings.  pad_id: fills the space after an answer."""
+
+    size: int
+    stop_token_ids: tuple[int, ...]
+    pad_id: int
+
+
+def read_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
+    """From the model's configuration, its generation settings if it has any, and the tokenizer."""
+    assert model.path is not None, "checked when the configuration is loaded"
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, **model.override_config)
+    stops = {int(tokenizer.eos_token_id)}
+    try:
+        more = GenerationConfig.from_pretrained(model.path).eos_token_id
+    except OSError:  # the model has no generation settings
+        more = None
+    stops |= set(more) if isinstance(more, list) else ({more} - {None})
+    return Vocabulary(
+        size=int(config.get_text_config().vocab_size), stop_token_ids=tuple(sorted(stops)), pad_id=int(tokenizer.pad_token_id)
+    )
