@@ -76,7 +76,7 @@ class Registry(Generic[T]):
         if name not in self._rows:
             article = "an" if self.kind[0] in "aeiou" else "a"
             raise RegistryError(
-                f"no {self.kind} {name!r}{suggest(name, self._rows)} known: {', '.join(sorted(self._rows))}. "
+                f"no {self.kind} {name!r}{suggest(name, self._rows) or ';'} known: {', '.join(sorted(self._rows))}. "
                 f"To add {article} {self.kind} of your own, register it in a module named in trainer.plugins."
             )
         return self._rows[name]
