@@ -24,24 +24,24 @@ CLASSES = {
 }
 VOCABULARY = 71  # not a multiple of the padding that vLLM gives the vocabulary
 END_OF_SEQUENCE = 2
+HEAD_WIDTH = 32  # the smallest that vLLM's CPU attention has
+KV_HEADS = {"qwen2": 2, "qwen3": 2, "llama": 1}  # 1: two tensor-parallel ranks hold the same key-value head
 
 
-def tiny_model(
-    family: Family = "qwen2", *, tied: bool = True, seed: int = 0, hidden: int = 32, layers: int = 2
-) -> PreTrainedModel:
+def tiny_model(family: Family = "qwen2", *, tied: bool = True, seed: int = 0) -> PreTrainedModel:
     """A random float32 causal language model; biases and norms are random too, so that a lost one is noticed."""
     config_class, model_class = CLASSES[family]
     config = config_class(
         vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
+        hidden_size=4 * HEAD_WIDTH,
+        intermediate_size=192,
+        num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden // 4,
+        num_key_value_heads=KV_HEADS[family],
+        head_dim=HEAD_WIDTH,
         max_position_embeddings=256,
         tie_word_embeddings=tied,
-        initializer_range=0.15,
+        initializer_range=0.1,
         bos_token_id=1,
         eos_token_id=END_OF_SEQUENCE,
         pad_token_id=0,
@@ -63,12 +63,19 @@ def save_tiny_model(folder: Path, family: Family = "qwen2", *, tied: bool = True
     return model
 
 
+def full_forward(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """Logits (tokens, vocabulary) in float64.  The mask is given because building it makes transformers import the
+    compiler, which takes seconds."""
+    mask = torch.full((len(ids), len(ids)), torch.finfo(torch.float32).min).triu(1)[None, None]
+    return model(torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0].double()
+
+
 @torch.no_grad()
 def greedy_reference(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
     """Greedy tokens and their log-probabilities by full forwards over one sequence, without any cache."""
     ids, log_probs = list(prompt), []
     for _ in range(num_tokens):
-        row = model(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
+        row = full_forward(model, ids)[-1].log_softmax(-1)
         ids.append(int(row.argmax()))
         log_probs.append(float(row.max()))
     return ids[len(prompt) :], log_probs
@@ -77,6 +84,5 @@ def greedy_reference(model: PreTrainedModel, prompt: list[int], num_tokens: int)
 @torch.no_grad()
 def sequence_log_probs(model: PreTrainedModel, prompt: list[int], completion: list[int], temperature: float) -> list[float]:
     """log pi of the completion's tokens by one full forward, logits divided by the temperature."""
-    ids = torch.tensor([[*prompt, *completion]])
-    rows = (model(ids).logits[0, len(prompt) - 1 : -1].double() / temperature).log_softmax(-1)
+    rows = (full_forward(model, [*prompt, *completion])[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
     return rows.gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()

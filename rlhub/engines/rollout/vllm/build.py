@@ -13,11 +13,13 @@ from vllm import LLM
 from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.model_executor.layers import utils as vllm_layer_utils
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.vllm.environment import job_identity
-from rlhub.engines.rollout.vllm.memory import CPU_BLOCK_TOKENS, cpu_cache_bytes
+from rlhub.engines.rollout.vllm.memory import CPU_BLOCK_TOKENS, cpu_cache_bytes, head_width, text_config
+from rlhub.errors import EngineError
 
 
 def supports_sleep(setup: RolloutSetup) -> bool:
@@ -37,6 +39,7 @@ def build_llm(setup: RolloutSetup, dtype: torch.dtype, *, in_process_group: bool
             block_size=CPU_BLOCK_TOKENS,
             kv_cache_memory_bytes=cpu_cache_bytes(setup, dtype),
         )
+        _check_head_width(setup)
         _keep_weights_unpacked()
     with _named_shared_memory():
         llm = LLM(**arguments)
@@ -68,6 +71,16 @@ def _arguments(setup: RolloutSetup, dtype: torch.dtype) -> dict[str, Any]:
         "skip_tokenizer_init": True,  # token in, token out
         "generation_config": "vllm",  # the model folder's sampling defaults must not change the requests
     }
+
+
+def _check_head_width(setup: RolloutSetup) -> None:
+    """vLLM itself fails only in the first generation, and without naming the model's setting."""
+    width, known = head_width(text_config(setup)), CPUAttentionBackend.get_supported_head_sizes()
+    if width not in known:
+        raise EngineError(
+            f"vLLM on CPU has attention for heads of {', '.join(map(str, known))} elements; the model's have {width}: "
+            "use rollout.name=hf"
+        )
 
 
 def _keep_weights_unpacked() -> None:

@@ -77,7 +77,9 @@ class VLLMEngine(RolloutEngine):
             return []
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
         sampling = [_vllm_params(request, params) for request in requests]
-        outputs = self._engine().generate(prompts, sampling, use_tqdm=False)
+        devices = [self._setup.device] if self._setup.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):  # vLLM draws from the global generator even where it uses the seeds'
+            outputs = self._engine().generate(prompts, sampling, use_tqdm=False)
         return [self._completion(output.outputs[0], params) for output in outputs]
 
     def _completion(self, output: CompletionOutput, params: SamplingParams) -> Completion:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from rlhub.engines.rollout.registry import RolloutSetup
 
@@ -29,11 +29,19 @@ def cpu_cache_bytes(setup: RolloutSetup, dtype: torch.dtype) -> int:
 
 def _bytes_per_token(setup: RolloutSetup, dtype: torch.dtype) -> int:
     """Keys and values of all layers on one tensor-parallel rank."""
-    config = AutoConfig.from_pretrained(
+    config = text_config(setup)
+    heads = config.to_dict().get("num_key_value_heads") or config.num_attention_heads
+    local_heads = max(1, heads // setup.config.tensor_model_parallel_size)
+    return 2 * config.num_hidden_layers * local_heads * head_width(config) * dtype.itemsize
+
+
+def text_config(setup: RolloutSetup) -> PreTrainedConfig:
+    """The language model's part of the Hugging Face configuration, overrides applied."""
+    return AutoConfig.from_pretrained(
         setup.model.path, trust_remote_code=setup.model.trust_remote_code, **setup.model.override_config
     ).get_text_config()
-    values = config.to_dict()
-    heads = values.get("num_key_value_heads") or config.num_attention_heads
-    width = values.get("head_dim") or config.hidden_size // config.num_attention_heads
-    local_heads = max(1, heads // setup.config.tensor_model_parallel_size)
-    return 2 * config.num_hidden_layers * local_heads * width * dtype.itemsize
+
+
+def head_width(config: PreTrainedConfig) -> int:
+    """Elements of one attention head."""
+    return config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads

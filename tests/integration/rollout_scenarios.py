@@ -1,0 +1,194 @@
+"""Runs rollout engines and the sharding manager in ranks of one job and writes what it saw as JSON.
+
+Started by test_rollout_vllm.py as `python -m tests.integration.rollout_scenarios <folder> <port> <world size> <rank>`;
+vLLM's start is the expensive part, so one job serves many assertions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed as dist
+
+from rlhub.config.model import ModelConfig
+from rlhub.config.rollout import RolloutConfig
+from rlhub.engines.rollout.base import GenerationRequest, RolloutEngine, SamplingParams, WeightBucket
+from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.errors import EngineError, WeightMismatchError
+from rlhub.sharding_manager.manager import ShardingManager
+from tests.support import rollout_contract as contract
+from tests.support.plain_train_engine import PlainTrainEngine
+from tests.support.tiny_models import Family, greedy_reference, save_tiny_model, sequence_log_probs
+
+MAX_MODEL_LEN = 96
+BUCKET = 4096
+GREEDY_TOKENS = 16
+# One of each kind of live parameter: fused rows, fused bias, split columns, vocabulary rows, replicated.
+FLIPPED = {
+    "qwen2": ["model.layers.1.self_attn.k_proj.bias", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"],
+    "qwen3": ["model.layers.0.self_attn.q_norm.weight", "model.layers.1.self_attn.v_proj.weight"],
+    "llama": ["model.layers.1.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"],
+}
+# (family, tied, tensor-parallel size) by number of ranks; two ranks with size 1 are two replicas
+CASES: dict[int, list[tuple[Family, bool, int]]] = {
+    1: [("qwen2", True, 1), ("llama", False, 1), ("qwen3", True, 1)],
+    2: [("qwen2", True, 1), ("qwen2", True, 2), ("llama", False, 2)],
+}
+
+
+def build(folder: Path, name: str, tp: int, rank: int, **options: Any) -> RolloutEngine:
+    return build_rollout_engine(
+        RolloutConfig(name=name, tensor_model_parallel_size=tp, max_num_seqs=16, **options),
+        ModelConfig(path=str(folder)),
+        device=torch.device("cpu"),
+        seed=0,
+        max_prompt_length=MAX_MODEL_LEN // 2,
+        max_response_length=MAX_MODEL_LEN // 2,
+        dp_rank=rank // tp,
+        tp_rank=rank % tp,
+    )
+
+
+def process_state() -> dict[str, Any]:
+    """What building an engine must leave as it was."""
+    return {
+        "python": repr(random.getstate()),
+        "numpy": repr(np.random.get_state()),
+        "torch": torch.get_rng_state().tolist(),
+        "dtype": str(torch.get_default_dtype()),
+        "threads": torch.get_num_threads(),
+        "set_num_threads": repr(torch.set_num_threads),
+        "affinity": sorted(os.sched_getaffinity(0)),
+        "environment": {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
+    }
+
+
+def greedy(engine: RolloutEngine) -> list[list[int]]:
+    return contract.tokens(engine.generate(contract.requests(), SamplingParams(temperature=0.0, max_new_tokens=GREEDY_TOKENS)))
+
+
+def log_prob_error(engine: RolloutEngine, train: PlainTrainEngine) -> float:
+    """Largest difference to a full forward, sampling at a temperature."""
+    worst = 0.0
+    completions = engine.generate(contract.requests(), SamplingParams(temperature=0.7, max_new_tokens=GREEDY_TOKENS))
+    for prompt, completion in zip(contract.PROMPTS, completions, strict=True):
+        expected = sequence_log_probs(train.model, prompt, completion.token_ids, 0.7)
+        worst = max(worst, *(abs(a - b) for a, b in zip(expected, completion.log_probs, strict=True)))
+    return worst
+
+
+def long_prompt_tokens(engine: RolloutEngine) -> list[int]:
+    """Longer than a cache block, so that a stale prefix would be used."""
+    request = GenerationRequest(prompt_ids=[3 + i % 60 for i in range(70)], seed=0)
+    return engine.generate([request], SamplingParams(temperature=0.0, max_new_tokens=12))[0].token_ids
+
+
+def error_of(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except (EngineError, WeightMismatchError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def flip(engine: RolloutEngine, name: str) -> None:
+    view = next(view for live, view, _ in engine.live_weights() if live == name)
+    index = (view.shape[0] - 1, *([0] * (view.dim() - 1)))
+    view[index] = torch.nextafter(view[index], torch.tensor(torch.inf))
+
+
+def caught_flip(engine: RolloutEngine, manager: ShardingManager, name: str, *, here: bool) -> str:
+    """Sync with one element of `name` changed after the update, on this rank or not; the name the manager reports."""
+    update = engine.update_weights
+
+    def update_weights(buckets: Iterable[WeightBucket], version: int) -> None:
+        update(buckets, version)
+        if here:
+            flip(engine, name)
+
+    engine.update_weights = update_weights  # type: ignore[method-assign]
+    try:
+        manager.sync(9)
+    except WeightMismatchError as error:
+        return error.weight
+    finally:
+        engine.update_weights = update  # type: ignore[method-assign]
+    return "not caught"
+
+
+def run_case(folder: Path, family: Family, tied: bool, tp: int, rank: int, world_size: int) -> dict[str, Any]:
+    """Build, sync, generate, train a little, sync again, corrupt; everything an assertion needs."""
+    path = folder / f"rank{rank}-{family}-{tied}-{tp}"
+    train = PlainTrainEngine(save_tiny_model(path, family, tied=tied))
+    engine = build(path, "vllm", tp, rank)
+    torch.manual_seed(17)
+    before = process_state()
+    engine.initialize()
+    out: dict[str, Any] = {"undisturbed": process_state() == before}
+    out["without_weights"] = error_of(lambda: greedy(engine))
+    manager = ShardingManager(train, engine, bucket_bytes=BUCKET)
+    out["steps"] = []
+    for version in range(2):
+        report = manager.sync(version)
+        out["steps"].append(
+            {
+                "reference": [greedy_reference(train.model, prompt, GREEDY_TOKENS)[0] for prompt in contract.PROMPTS],
+                "greedy": greedy(engine),
+                "long": long_prompt_tokens(engine),
+                "long_reference": greedy_reference(train.model, [3 + i % 60 for i in range(70)], 12)[0],
+                "log_prob_error": log_prob_error(engine, train),
+                "num_weights": report.num_weights,
+                "sampled": contract.tokens(engine.generate(contract.requests(), SamplingParams(max_new_tokens=12))),
+                "version": engine.version,
+            }
+        )
+        train.perturb(version)
+    weights = dict(train.model.named_parameters())
+    contract.check_live_weights(engine, {name: tensor.detach() for name, tensor in weights.items()})
+    contract.check_generation(engine)
+    contract.check_refusals(engine, MAX_MODEL_LEN)
+    contract.check_weight_stream(engine, [(name, tensor.detach()) for name, tensor in weights.items()])
+    if tp == 1:
+        contract.check_agenerate(engine)
+    else:
+        out["agenerate"] = error_of(lambda: next(iter(engine.agenerate(contract.requests()[0], SamplingParams()).__await__())))
+    out["flips"] = {name: caught_flip(engine, manager, name, here=rank == world_size - 1) for name in FLIPPED[family]}
+    out["healed"] = error_of(lambda: manager.sync(10))
+    engine.shutdown()
+    engine.shutdown()
+    out["after_shutdown"] = error_of(lambda: greedy(engine))
+    total = torch.tensor(1)
+    dist.all_reduce(total)
+    out["group_alive"] = int(total) == world_size
+    return out
+
+
+def main() -> None:
+    folder, port, world_size, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
+    out: dict[str, Any] = {}
+    try:
+        for family, tied, tp in CASES[world_size]:
+            out[f"{family}-tp{tp}"] = run_case(folder, family, tied, tp, rank, world_size)
+    except BaseException:
+        out["error"] = traceback.format_exc()
+        raise
+    finally:
+        (folder / f"rank{rank}.json").write_text(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()
