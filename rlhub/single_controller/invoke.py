@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pickle
 import threading
 import traceback
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ class RemoteError(Exception):
 
 def describe_failure(error: Exception, context: WorkerContext, method: str) -> RemoteError:
     """Where and how a worker failed.  A failure that came from another worker keeps that worker's name."""
-    cause = error if isinstance(error, RlhubError) else None
+    cause = error if isinstance(error, RlhubError) and _pickles(error) else None
     if isinstance(error, WorkerError):
         return RemoteError(error, None)
     wrapped = WorkerError(
@@ -42,6 +43,14 @@ def describe_failure(error: Exception, context: WorkerContext, method: str) -> R
         remote_traceback="".join(traceback.format_exception(error)),
     )
     return RemoteError(wrapped, cause)
+
+
+def _pickles(error: RlhubError) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - a field may raise anything while pickling; the description then goes without it
+        return False
+    return True
 
 
 @contextmanager
