@@ -94,8 +94,8 @@ def _within_limit(config: DataConfig, rows: Sequence[Row], ids: Sequence[Sequenc
     if config.truncation == "error":
         raise rows[long[0]].problem(
             config.prompt_key,
-            f"{len(ids[long[0]])} tokens exceed data.max_prompt_length={limit}; so do {len(long) - 1} other rows. Raise the limit, "
-            "set data.filter_overlong_prompts=True to leave such rows out, or data.truncation=left, right or middle to cut them",
+            f"{len(ids[long[0]])} tokens exceed data.max_prompt_length={limit}; so do {len(long) - 1} other rows. Raise "
+            "the limit, leave such rows out (data.filter_overlong_prompts=True) or cut them (data.truncation=left)",
         )
     logger.warning("%d of %d prompts are longer than %d tokens and are cut (%s)", len(long), len(rows), limit, config.truncation)
     return list(range(len(rows)))

@@ -112,9 +112,8 @@ def _of_messages(tokenizer: Tokenizer, row: Row) -> Demonstration:
     tokens: list[int] = []
     learned: list[int] = []
     pieces = _pieces(tokenizer, row, checked_messages(row, MESSAGES, row.get(MESSAGES)))
-    for (_, is_answer), piece in zip(
-        pieces, encode(tokenizer, [text for text, _ in pieces], add_special_tokens=False), strict=True
-    ):
+    encoded = encode(tokenizer, [text for text, _ in pieces], add_special_tokens=False)
+    for (_, is_answer), piece in zip(pieces, encoded, strict=True):
         tokens += piece
         learned += [int(is_answer)] * len(piece)
     ended = _ended(tokenizer, tokens)
@@ -128,15 +127,13 @@ def _pieces(tokenizer: Tokenizer, row: Row, messages: list[dict[str, Any]]) -> l
         raise row.problem(MESSAGES, "needs an assistant turn, and a turn before it")
     pieces: list[tuple[str, bool]] = []
     done = 0
-    whole = render_chat(tokenizer, row, MESSAGES, messages[: turns[-1] + 1], generation=False, kwargs=None)
+    whole = render_chat(tokenizer, row, MESSAGES, messages[: turns[-1] + 1], generation=False)
     for turn in turns:
-        before = render_chat(tokenizer, row, MESSAGES, messages[:turn], generation=True, kwargs=None)
-        after = render_chat(tokenizer, row, MESSAGES, messages[: turn + 1], generation=False, kwargs=None)
+        before = render_chat(tokenizer, row, MESSAGES, messages[:turn], generation=True)
+        after = render_chat(tokenizer, row, MESSAGES, messages[: turn + 1], generation=False)
         if not after.startswith(before) or not whole.startswith(after):
-            raise row.problem(
-                MESSAGES,
-                f"the chat template rewrites earlier turns after message {turn}; give one row a turn, as prompt and response",
-            )
+            text = f"the chat template rewrites turns before message {turn}; give each answer a row, as prompt and response"
+            raise row.problem(MESSAGES, text)
         end = _end_of_answer(after, len(before), tokenizer.eos_token)
         pieces += [(whole[done : len(before)], False), (whole[len(before) : end], True)]
         done = end

@@ -82,7 +82,7 @@ def render_chat(
     messages: list[dict[str, Any]],
     *,
     generation: bool,
-    kwargs: Mapping[str, Any] | None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """The chat template's text; with `generation` it ends where the assistant's answer begins."""
     if not tokenizer.chat_template:
