@@ -7,24 +7,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from rlhub.checkpoint.shards import TensorShard
 from rlhub.config.model import ModelConfig
 from rlhub.config.training import FSDPConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
-from rlhub.engines.training.fsdp.attention import PACKED_ATTENTION
-from rlhub.engines.training.fsdp.heads import PolicyModule, ValueModule
+from rlhub.engines.training.fsdp.building import BuildPlan, build_sharded
 from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig, cut, extend_cut, take_rows
 from rlhub.engines.training.fsdp.optimizer import MOMENTS, ShardedAdamW
 from rlhub.engines.training.fsdp.packing import ModelInputs, model_inputs
-from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, make_layout, reshard, shard_model, sharded_params
+from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, make_layout, num_bytes, reshard
 from rlhub.engines.training.fsdp.state import fill, live_shards
 from rlhub.engines.training.fsdp.weights import Entry, WeightStream
 from rlhub.errors import EngineError
-from rlhub.models.hf import ModelKind, build_model
-from rlhub.models.lora import LORA_A, LORA_B, LoRALinear, add_lora, set_adapters
+from rlhub.models.hf import ModelKind
+from rlhub.models.lora import LORA_A, LORA_B, LoRALinear, set_adapters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -67,29 +66,19 @@ class FSDPEngine(TrainEngine):
     def initialize(self) -> None:
         self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
         self.layout = make_layout(self.fsdp_config, self.device)
-        attention = PACKED_ATTENTION if self.model_config.use_remove_padding else "sdpa"
-        dtype = DTYPES[self.fsdp_config.model_dtype]
-        model = build_model(self.model_config, self.kind, dtype=dtype, attention=attention, seed=self.seed)
-        if self.model_config.lora_rank > 0:
-            self._add_adapters(model)
-        if self.optim_config is None:
-            model.requires_grad_(False)
-        self.model = model.to(self.device)
-        self.root: nn.Module = PolicyModule(model, temperature=self.temperature) if self.kind == "policy" else ValueModule(model)
-        shard_model(
-            self.root, model, self.layout, torch.bfloat16 if self.device.type == "cuda" and dtype == torch.float32 else None
+        plan = BuildPlan(
+            model=self.model_config,
+            kind=self.kind,
+            dtype=DTYPES[self.fsdp_config.model_dtype],
+            temperature=self.temperature,
+            trainable=self.optim_config is not None,
+            seed=self.seed,
         )
-        self.params = sharded_params(model, self.layout)
-        size = sum(p.param.numel() * p.param.element_size() for p in self.params if p.param.requires_grad)
-        self._sync_once = size <= UNSHARDED_GRAD_BYTES
+        built = build_sharded(plan, self.layout, self.device)
+        self.root, self.model, self.params = built.root, built.model, built.params
+        self._sync_once = num_bytes(p.param for p in self.params if p.param.requires_grad) <= UNSHARDED_GRAD_BYTES
         if self.optim_config is not None:
             self.optimizer = ShardedAdamW(self.params, self.optim_config, self.layout)
-
-    def _add_adapters(self, model: nn.Module) -> None:
-        head = model.get_submodule("score") if self.kind == "value" else model.get_output_embeddings()  # type: ignore[operator]
-        add_lora(model, self.model_config, head=head, seed=self.seed)
-        if self.kind == "value":
-            head.requires_grad_(True)
 
     # Passes
 

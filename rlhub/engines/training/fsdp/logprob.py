@@ -32,7 +32,7 @@ class ChunkedLogProb(torch.autograd.Function):
     """hidden (S, D), weight (V, D), bias (V,) or None, targets (S,) -> log_probs (S,), entropy (S,).
 
     log_prob = z_y - logsumexp(z); entropy = logsumexp(z) - sum softmax(z) z; z = logits / temperature.  Outputs are
-    float32, or float64 for float64 inputs.  With want_entropy=False the entropy is zeros without gradient.
+    float32, or float64 for float64 inputs.  With want_entropy=False the entropy is zeros.
     """
 
     @staticmethod
@@ -60,23 +60,23 @@ class ChunkedLogProb(torch.autograd.Function):
                 entropy[part] = total - torch.linalg.vecdot(shifted.exp_(), logits)
             normalizer[part] = total
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.inverse_temperature, ctx.want_entropy, ctx.size = inverse_temperature, want_entropy, size
-        if not want_entropy:
-            ctx.mark_non_differentiable(entropy)
+        ctx.inverse_temperature, ctx.size = inverse_temperature, size
+        ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient, and then costs none
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """d log_prob / dz = onehot - p;  d entropy / dz = -p (log p + entropy)."""
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        grad_log_probs, grad_entropy = grads
+        grad_entropy = grads[1]
+        grad_log_probs = torch.zeros_like(normalizer) if grads[0] is None else grads[0]
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=normalizer.dtype) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=normalizer.dtype) if bias is not None and ctx.needs_input_grad[2] else None
         for first in range(0, hidden.shape[0], ctx.size):
             part = slice(first, first + ctx.size)
             log_p = _logits(hidden[part], weight, bias, ctx.inverse_temperature).sub_(normalizer[part, None])
-            if ctx.want_entropy:
+            if grad_entropy is not None:
                 d_logits = log_p.exp()
                 log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(grad_log_probs[part, None])
                 d_logits.mul_(log_p).neg_()

@@ -5,6 +5,7 @@ One rank on a CPU holds plain tensors: FSDP's gathers and copies would cost time
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +75,11 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors; of distributed ones, over all ranks."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def make_layout(fsdp: FSDPConfig, device: torch.device) -> Layout:
     """The mesh for this process group.  Raises ConfigError if fsdp_size does not divide the number of ranks."""
     world = dist.get_world_size()
@@ -105,7 +111,7 @@ def shard_model(root: nn.Module, model: PreTrainedModel, layout: Layout, compute
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    if sum(p.numel() * p.element_size() for p in model.parameters()) > WHOLE_MODEL_BYTES:
+    if num_bytes(model.parameters()) > WHOLE_MODEL_BYTES:
         for layer in transformer_layers(model):
             fully_shard(layer, mesh=layout.mesh, mp_policy=policy)
     fully_shard(root, mesh=layout.mesh, mp_policy=policy)

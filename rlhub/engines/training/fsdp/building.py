@@ -1,0 +1,91 @@
+"""From a configuration to a sharded model with weights.
+
+A small model is read by every rank.  A large one is read by rank 0 alone: all ranks shard an empty model and then receive
+it weight by weight, so no rank but 0 ever holds more than its shard and one tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhub.config.model import ModelConfig
+from rlhub.engines.training.fsdp.attention import PACKED_ATTENTION
+from rlhub.engines.training.fsdp.heads import PolicyModule, ValueModule
+from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, num_bytes, shard_model, sharded_params
+from rlhub.models.hf import ModelKind, build_model
+from rlhub.models.lora import add_lora
+
+BROADCAST_BYTES = 1 << 30
+"""Models above this size are read by rank 0 alone."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class BuildPlan:
+    """kind, dtype of the master weights, temperature of a policy, trainable (False: all weights frozen), seed of new weights."""
+
+    model: ModelConfig
+    kind: ModelKind
+    dtype: torch.dtype
+    temperature: float
+    trainable: bool
+    seed: int
+
+
+@dataclass(slots=True, kw_only=True)
+class BuiltModel:
+    """root: what is called and sharded as a whole; model: the Hugging Face model in it; params: its weights."""
+
+    root: nn.Module
+    model: PreTrainedModel
+    params: list[ShardedParam]
+
+
+def build_sharded(plan: BuildPlan, layout: Layout, device: torch.device) -> BuiltModel:
+    """Every rank calls.  Raises ConfigError for an unusable model or target_modules."""
+    broadcast = False
+    if layout.mesh is not None and dist.get_world_size() > 1:
+        empty = _prepared(plan, empty=True)
+        broadcast = num_bytes(empty.parameters()) > BROADCAST_BYTES
+    model = empty if broadcast else _prepared(plan).to(device)
+    root = PolicyModule(model, temperature=plan.temperature) if plan.kind == "policy" else ValueModule(model)
+    compute_dtype = torch.bfloat16 if device.type == "cuda" and plan.dtype == torch.float32 else None
+    shard_model(root, model, layout, compute_dtype)
+    if broadcast:
+        root.to_empty(device=device)
+        _receive(model, _prepared(plan) if dist.get_rank() == 0 else None, layout, device)
+    return BuiltModel(root=root, model=model, params=sharded_params(model, layout))
+
+
+def _prepared(plan: BuildPlan, *, empty: bool = False) -> PreTrainedModel:
+    attention = PACKED_ATTENTION if plan.model.use_remove_padding else "sdpa"
+    model = build_model(plan.model, plan.kind, dtype=plan.dtype, attention=attention, seed=plan.seed, empty=empty)
+    if plan.model.lora_rank > 0:
+        head: nn.Module = model.get_submodule("score") if plan.kind == "value" else model.get_output_embeddings()
+        add_lora(model, plan.model, head=head, seed=plan.seed)
+        head.requires_grad_(plan.kind == "value")  # a value model's head is new: there is nothing to adapt
+    if not plan.trainable:
+        model.requires_grad_(False)
+    return model
+
+
+@torch.no_grad()
+def _receive(model: PreTrainedModel, source: PreTrainedModel | None, layout: Layout, device: torch.device) -> None:
+    """Fill `model` from rank 0's `source`, buffers too (rotary frequencies are in no checkpoint)."""
+    params: dict[str, Tensor] = dict(source.named_parameters()) if source is not None else {}
+    for param in sharded_params(model, layout):
+        full = _broadcast(params.get(param.name), param.global_shape, param.param.dtype, device)
+        param.local.copy_(full[param.offset : param.offset + param.local.shape[0]])
+    buffers: dict[str, Tensor] = dict(source.named_buffers()) if source is not None else {}
+    for name, buffer in model.named_buffers():
+        buffer.copy_(_broadcast(buffers.get(name), tuple(buffer.shape), buffer.dtype, device))
+
+
+def _broadcast(source: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    full = torch.empty(shape, dtype=dtype, device=device) if source is None else source.to(device)
+    dist.broadcast(full, src=0)
+    return full
