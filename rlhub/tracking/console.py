@@ -44,7 +44,7 @@ COLUMNS = (
     Column(title="tokens/s", metrics=("perf/throughput", "perf/tokens_per_s"), form="{:.0f}"),
     Column(title="s/step", metrics=("timing_s/step", "perf/time_per_step"), form="{:.2f}"),
 )
-ALWAYS_SEEN = re.compile(r"(^|/)(skipped|nonfinite|failed|errors?)(_|$|/)")
+ALWAYS_SEEN = re.compile(r"(^|[/_])(skipped|nonfinite|failed|errors?)(_|$|/)")
 """Counters of things that should not happen: shown under the row whenever they are not 0."""
 
 
@@ -59,7 +59,11 @@ def cells(metrics: Metrics) -> list[str | None]:
 
 def troubles(metrics: Metrics) -> str:
     """`name value` of every counter of failures that is not 0."""
-    found = [f"{name} {value}" for name, value in metrics.items() if ALWAYS_SEEN.search(name) and value]
+    found = [
+        f"{name} {value:g}"
+        for name, value in metrics.items()
+        if ALWAYS_SEEN.search(name) and value and not isinstance(value, str)
+    ]
     return ", ".join(found)
 
 

@@ -30,9 +30,12 @@ REPORT_SHARE = 0.01  # of the run's time at most goes into refreshing the report
 class Recorder:
     """See the module docstring.  Driver process only; `folder` is open.
 
+    A step's line and its checkpoint cannot appear in one instant.  Either log first, then commit; or commit first with the
+    metrics in the checkpoint's state and give them to `start` on resume.  Both ways each step is logged exactly once.
+
     recorder = Recorder(folder, info, ["console", "wandb"])
     recorder.start()
-    recorder.log(step, metrics)                    # once per step, before its checkpoint is committed
+    recorder.log(step, metrics)                    # once per step
     recorder.log_generations(step, "val", rows)    # before that step's `log`
     recorder.finish("finished")
     """

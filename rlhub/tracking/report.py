@@ -42,11 +42,12 @@ class Panel:
     pattern: str
     zero: bool = False
     smooth: bool = True
+    at_least: int = 1  # curves; with fewer there is no chart
 
 
 PANELS = (
-    Panel(title="Validation", pattern=r"val/(pass@\d+|score(/mean)?|accuracy|reward/mean)", zero=True, smooth=False),
-    Panel(title="Validation by data source", pattern=r"val/(.+/pass@1|pass@1/.+)", zero=True, smooth=False),
+    Panel(title="Validation", pattern=r"val/(pass@\d+|accuracy)", zero=True, smooth=False),
+    Panel(title="Validation by data source", pattern=r"val/(.+/pass@1|pass@1/.+)", zero=True, smooth=False, at_least=2),
     Panel(title="Reward", pattern=r"reward/mean"),
     Panel(title="Loss", pattern=r"((train|sft|val)/)?loss"),
     Panel(title="Response length (tokens)", pattern=r"response_length/mean", zero=True),
@@ -161,7 +162,8 @@ def _three_digits(value: float) -> str:
 
 def _matching(series: dict[str, Series], panel: Panel) -> list[Series]:
     names = [name for name in series if re.fullmatch(panel.pattern, name)]
-    return [series[name] for name in sorted(names, key=_natural)][:NUM_COLOURS]
+    found = [series[name] for name in sorted(names, key=_natural)][:NUM_COLOURS]
+    return found if len(found) >= panel.at_least else []
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

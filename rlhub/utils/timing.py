@@ -1,4 +1,8 @@
-"""Wall-clock timing of named phases, collected until somebody asks."""
+"""Wall-clock timing of named phases, collected until somebody asks.
+
+Phases are disjoint: what is counted inside a measured block (a worker call, an inner block) belongs to its own name and is
+taken off the block's, so the phases of a step add up to at most the step.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +14,49 @@ from contextlib import contextmanager
 PREFIX = "timing_s/"
 
 
+class _Open(threading.local):
+    """Per thread: for each open block, outermost first, the seconds counted inside it."""
+
+    def __init__(self) -> None:
+        self.inside: list[float] = []
+
+
 class PhaseTimer:
     """Adds up the seconds spent under each name.  May be used from several threads at once.
 
     timer = PhaseTimer()
-    with timer.measure("reward"):
-        ...
-    metrics.update(timer.drain())    # {"timing_s/reward": 0.31}
+    with timer.measure("save"):                # the driver's own part
+        timer.add("save_checkpoint", 1.7)      # a worker call inside it
+    metrics.update(timer.drain())              # {"timing_s/save_checkpoint": 1.7, "timing_s/save": 0.02}
     """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._lock = threading.Lock()
+        self._open = _Open()
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Count the block's duration under `name`, also when it raises."""
+        """Count the block's duration, less what is counted inside it, under `name`; also when the block raises."""
         start = time.perf_counter()
+        self._open.inside.append(0.0)
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - start)
+            whole = time.perf_counter() - start
+            self._count(name, max(0.0, whole - self._open.inside.pop()))
+            self._note_inside(whole)
 
     def add(self, name: str, seconds: float) -> None:
         """Count a duration measured elsewhere."""
+        self._count(name, seconds)
+        self._note_inside(seconds)
+
+    def _note_inside(self, seconds: float) -> None:
+        if self._open.inside:
+            self._open.inside[-1] += seconds
+
+    def _count(self, name: str, seconds: float) -> None:
         with self._lock:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 

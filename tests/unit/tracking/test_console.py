@@ -53,6 +53,6 @@ def test_table_and_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_troubles_are_counters_of_failures_only() -> None:
-    assert troubles({"reward/failed": 2, "actor/skipped_steps": 0, "reward/error_rate": 0.5, "val/pass@1": 1.0}) == (
-        "reward/failed 2, reward/error_rate 0.5"
+    assert troubles({"reward/num_failed": 2.0, "actor/skipped_steps": 0, "reward/num_failed/timeout": 2, "val/pass@1": 1.0}) == (
+        "reward/num_failed 2, reward/num_failed/timeout 2"
     )
