@@ -3,6 +3,7 @@
 python recipes/minimal_grpo/grpo.py data.train_files=train.parquet actor_rollout_ref.model.path=MODEL trainer.total_training_steps=60
 """
 
+import contextlib
 import logging
 import sys
 
@@ -25,10 +26,9 @@ def main(config: PPOConfig) -> None:
     score = build_reward_manager(config.reward_model, config.custom_reward_function, data.tokenizer, config.data.max_response_length)
     sampling = {"n": config.actor_rollout_ref.rollout.n, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "log_probs": True}
     roles = worker_roles(config, data.total_steps)
-    with score, launch_workers(roles, config.trainer, deadlines={"actor_rollout_ref": ACTOR_DEADLINES}) as workers:
+    with contextlib.closing(score), launch_workers(roles, config.trainer, deadlines={"actor_rollout_ref": ACTOR_DEADLINES}) as workers:
         actor = workers.groups["actor_rollout_ref"]
-        for step in range(1, data.total_steps + 1):
-            prompts = next(data.loader)
+        for step, prompts in zip(range(1, data.total_steps + 1), data.loader.endless(), strict=False):
             prompts.meta_info.update(sampling)
             uid = torch.arange(len(prompts)).repeat_interleave(sampling["n"])
 

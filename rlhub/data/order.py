@@ -73,6 +73,11 @@ class ResumableLoader:
                 self._end_epoch()
             yield batch
 
+    def endless(self) -> Iterator[DataProto]:
+        """The batches from the cursor on, epoch after epoch."""
+        while True:
+            yield from self
+
     def _least(self) -> int:
         """The fewest rows that make a batch."""
         return self.batch_size if self.drop_last else 1

@@ -270,9 +270,7 @@ def check_machine(trainer: TrainerConfig) -> list[str]:
     if found == 0:
         return ["trainer.device=cuda: no GPU found on this machine; trainer.device=cpu runs without"]
     if not torch_has_cuda():
-        return [
-            "trainer.device=cuda: the installed torch is a CPU build: make the environment on a GPU machine"
-        ]
+        return ["trainer.device=cuda: the installed torch is a CPU build: make the environment on a GPU machine"]
     if wanted is not None and wanted > found:
         return [f"trainer.n_gpus_per_node={wanted}, but this machine has {found} GPUs"]
     return []

@@ -16,11 +16,11 @@ from typing import Any
 from rlhub.checkpoint.files import FileEntry
 from rlhub.checkpoint.store import Checkpoint, CheckpointStore
 from rlhub.config.trainer import TrainerConfig
+from rlhub.resilience.signals import StopSignals
 from rlhub.single_controller.observer import Call
 from rlhub.tracking.recorder import Recorder
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status
-from rlhub.trainer.stop_signals import StopSignals
 from rlhub.utils.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Run:
 
     @property
     def stop_requested(self) -> bool:
-        return self.signals.received is not None
+        return self.signals.requested
 
     def due(self, frequency: int, step: int, *, last: bool) -> bool:
         """Every `frequency` steps and at the last one; never when frequency is not positive."""
@@ -159,5 +159,5 @@ class Run:
         else:
             interrupted = issubclass(kind, KeyboardInterrupt)
             self.finish("interrupted" if interrupted else "failed", str(error))
-        self.signals.__exit__()
+        self.signals.__exit__(None, None, None)
         self.folder.close()

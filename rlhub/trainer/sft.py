@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from rlhub.trainer.workers import launch_workers
 from rlhub.workers.runtime import WorkerRuntime
 from rlhub.workers.sft import SFTWorker
 
+MODEL = ["input_ids", "attention_mask", "response_mask"]
 DEADLINES = {
     "init_model": "start",
     "train_step": "update",
@@ -47,10 +47,11 @@ class SFTTrainer:
         if step == 0 and self.val_batches and self.config.trainer.val_before_train:
             self.run.begin_step(0)
             self.run.log(0, self.validate())
+        batches = self.loader.endless()
         while step < self.total_steps and not self.run.stop_requested:
             step += 1
             self.run.begin_step(step)
-            metrics = mean_metrics(self.model.train_step(next(self.loader)).meta_info["metrics"])
+            metrics = mean_metrics(self.model.train_step(next(batches).select(batch_keys=MODEL)).meta_info["metrics"])
             last = step == self.total_steps or self.run.stop_requested
             if self.val_batches and self.run.due(self.config.trainer.test_freq, step, last=last):
                 metrics |= self.validate()
@@ -61,7 +62,7 @@ class SFTTrainer:
         """val/loss: mean negative log-likelihood per response token."""
         loss = tokens = 0.0
         for batch in self.val_batches:
-            sums = mean_metrics(self.model.evaluate(batch).meta_info["metrics"])
+            sums = mean_metrics(self.model.evaluate(batch.select(batch_keys=MODEL)).meta_info["metrics"])
             loss, tokens = loss + sums["loss"], tokens + sums["tokens"]
         return {"val/loss": loss / max(tokens, 1.0)}
 
@@ -101,8 +102,7 @@ def build_data(config: SFTConfig) -> SFTData:
     val_batches: list[DataProto] = []
     if data.val_files:
         validation = SFTDataset(data, data.val_files, tokenizer)
-        batches = SFTLoader(validation, data.train_batch_size, seed=data.seed, shuffle=False, drop_last=False)
-        val_batches = [next(batches) for _ in range(math.ceil(len(validation) / data.train_batch_size))]
+        val_batches = list(SFTLoader(validation, data.train_batch_size, shuffle=False, drop_last=False))
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
     return SFTData(loader=loader, val_batches=val_batches, total_steps=total_steps)
 

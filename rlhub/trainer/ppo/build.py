@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from rlhub.config.ppo import PPOConfig
-from rlhub.data.loader import PromptLoader
-from rlhub.data.prompts import PromptDataset
+from rlhub.data.prompts import PromptDataset, PromptLoader
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager, build_reward_manager
@@ -73,8 +71,7 @@ def load_validation(config: PPOConfig, tokenizer: Any) -> list[DataProto]:
     data = config.data
     dataset = PromptDataset(data, data.val_files, tokenizer)
     size = data.val_batch_size or len(dataset)
-    loader = PromptLoader(dataset, size, seed=data.seed, shuffle=False, drop_last=False)
-    batches = [next(loader) for _ in range(math.ceil(len(dataset) / size))]
+    batches = list(PromptLoader(dataset, size, shuffle=False, drop_last=False))
     for batch in batches:
         batch.batch["ordinal"] = batch.batch["ordinal"] + VALIDATION_ORDINALS
     return batches

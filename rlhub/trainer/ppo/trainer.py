@@ -11,7 +11,8 @@ from typing import Any
 
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.ppo import PPOConfig
-from rlhub.data.loader import PromptLoader
+from rlhub.data.prompts import PromptLoader
+from rlhub.protocol import DataProto
 from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.learner import Learner
 from rlhub.trainer.ppo.rollouts import Generator
@@ -38,10 +39,11 @@ class PPOTrainer:
         step = self.restore()
         if step == 0:
             self.before_training()
+        batches = self.loader.endless()
         while step < self.total_steps and not self.run.stop_requested:
             step += 1
             self.run.begin_step(step)
-            metrics = self.train_step(step)
+            metrics = self.train_step(step, next(batches))
             last = step == self.total_steps or self.run.stop_requested
             if self.validator is not None and self.run.due(self.config.trainer.test_freq, step, last=last):
                 metrics |= self.validate(step)
@@ -55,9 +57,9 @@ class PPOTrainer:
         if metrics:
             self.run.log(0, metrics)
 
-    def train_step(self, step: int) -> dict[str, float]:
+    def train_step(self, step: int, prompts: DataProto) -> dict[str, float]:
         """One batch of prompts through generation and learning."""
-        batch = self.generator.training(next(self.loader))
+        batch = self.generator.training(prompts)
         metrics = self.learner.learn(batch, step)
         if step > self.config.trainer.critic_warmup:
             self.generator.policy_version = step
