@@ -1,4 +1,4 @@
-"""Workers for the tests of worker groups.  A module of its own, so that worker processes can import them."""
+"""Workers for the tests of worker groups: a module of its own, so that worker processes can import them."""
 
 from __future__ import annotations
 
@@ -159,6 +159,9 @@ class Probe(Worker):
 
     def unregistered(self, value: object) -> object:
         return value
+
+    def root_log_level(self) -> int:
+        return logging.getLogger().level
 
 
 class Second(Worker):
