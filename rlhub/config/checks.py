@@ -4,6 +4,7 @@ arithmetic, so that all of it can be shown together before any process starts.""
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -14,8 +15,29 @@ from rlhub.config.sft import SFTConfig
 from rlhub.config.trainer import TrainerConfig
 from rlhub.config.training import FSDPConfig, OptimConfig
 
-QUICKSTART = "To see a whole run without data or model of your own: bash scripts/quickstart.sh"
+_FILES = (
+    "name a parquet or jsonl file, or a list of them (to see a whole run without data of your own: bash scripts/quickstart.sh)"
+)
+_MODEL = "name a Hugging Face model or a folder with one"
+REQUIRED: dict[type, tuple[str, ...]] = {
+    PPOConfig: ("data.train_files", "actor_rollout_ref.model.path"),
+    SFTConfig: ("data.train_files", "model.path"),
+}
+"""What training needs, by configuration; other mains name their own."""
+
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def check_required(config: Any, keys: Sequence[str]) -> list[str]:
+    """The settings without which there is nothing to run; each of `keys` is one of files or of a model's path."""
+    problems = []
+    for key in keys:
+        node = config
+        for name in key.split("."):
+            node = getattr(node, name)
+        if not node:
+            problems.append(f"{key} is not set: {_MODEL if key.endswith('.path') else _FILES}")
+    return problems
 
 
 @functools.singledispatch
@@ -26,9 +48,7 @@ def check(config: Any) -> list[str]:
 
 @check.register
 def _(config: PPOConfig) -> list[str]:
-    model = config.actor_rollout_ref.model
     return [
-        *_check_required(config.data.train_files, model.path, "actor_rollout_ref.model.path"),
         *_check_batches(config),
         *_check_lengths(config),
         *_check_ranks(config),
@@ -44,7 +64,6 @@ def _(config: PPOConfig) -> list[str]:
 def _(config: SFTConfig) -> list[str]:
     data, ranks = config.data, _ranks(config.trainer)
     problems = [
-        *_check_required(data.train_files, config.model.path, "model.path"),
         *_check_trainer(config.trainer, has_validation=data.val_files is not None),
         *_check_optim(config.optim, "optim"),
         *_check_sharding(config.fsdp_config, "fsdp_config", ranks),
@@ -82,15 +101,6 @@ def notes(config: PPOConfig) -> list[str]:
                 f"{rest} ranks take one more, the others wait for them"
             )
     return found
-
-
-def _check_required(train_files: str | list[str] | None, path: str | None, path_key: str) -> list[str]:
-    problems = []
-    if not train_files:
-        problems.append(f"data.train_files is not set: name a parquet or jsonl file, or a list of them. {QUICKSTART}")
-    if not path:
-        problems.append(f"{path_key} is not set: name a Hugging Face model or a folder with one")
-    return problems
 
 
 def _check_batches(config: PPOConfig) -> list[str]:

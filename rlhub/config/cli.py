@@ -36,10 +36,12 @@ def run(
     *,
     description: str,
     preflight: Preflight[C] | None = None,
+    required: Sequence[str] | None = None,
     argv: Sequence[str] | None = None,
 ) -> int:
     """Parse `argv` (default: the process's), build and check the configuration, call `main(config)`.
 
+    required: settings that must be given; default: what training needs.
     Returns the exit status: main's (None is 0), or 2 after printing what is wrong with configuration, data or resources.
     """
     arguments = _parse(config_name, description, sys.argv[1:] if argv is None else argv, config_class)
@@ -53,6 +55,7 @@ def run(
             arguments.overrides,
             config_dir=arguments.config_dir,
             preflight=preflight,
+            required=required,
             only_show=arguments.cfg is not None,
         )
         if arguments.cfg is not None:
@@ -72,6 +75,7 @@ def prepare(
     *,
     config_dir: str | None = None,
     preflight: Preflight[C] | None = None,
+    required: Sequence[str] | None = None,
     only_show: bool = False,
 ) -> C:
     """A loaded, derived and checked configuration; raises ConfigError with every problem, warns of settings without effect.
@@ -85,7 +89,8 @@ def prepare(
         if loaded.problems:
             raise ConfigError(loaded.problems)
         return loaded.config
-    found = checks.check(loaded.config)
+    found = checks.check_required(loaded.config, checks.REQUIRED.get(config_class, ()) if required is None else required)
+    found += checks.check(loaded.config)
     if preflight is not None:
         found += preflight(loaded.config, loaded.set_keys)
     problems = loaded.problems + [text for text in found if not any(key in text for key in loaded.faulty)]

@@ -112,6 +112,13 @@ def test_a_setting_without_effect_is_a_warning(caplog: pytest.LogCaptureFixture)
     assert "actor_rollout_ref.model.lora_alpha=32.0 has no effect" in caplog.text
 
 
+def test_a_main_may_require_other_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    code, seen = start("data.val_files=v.parquet", required=("data.val_files",))
+    assert code == 0 and seen
+    code, seen = start(*ENOUGH, required=("data.val_files",))
+    assert code == EXIT_USAGE and "data.val_files is not set" in capsys.readouterr().err
+
+
 def test_bad_options_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert start("--nonsense")[0] == EXIT_USAGE
     assert start("--cfg", "nothing")[0] == EXIT_USAGE

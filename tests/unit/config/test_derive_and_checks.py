@@ -94,8 +94,6 @@ _A, _R = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
-        ({"data__train_files": None}, ("data.train_files is not set", "scripts/quickstart.sh")),
-        ({"actor_rollout_ref__model__path": None}, ("actor_rollout_ref.model.path is not set",)),
         ({"data__train_batch_size": 64}, ("64 is less than", "ppo_mini_batch_size=256", "set actor_rollout_ref.actor")),
         ({"data__train_batch_size": 600}, ("600 = 2 x 256 + 88", "200 or 300")),
         ({"critic__ppo_mini_batch_size": 300}, ("critic.ppo_mini_batch_size=300", "1024 = 3 x 300 + 124")),
@@ -124,7 +122,15 @@ def test_each_rule_names_what_breaks_it(values: dict[str, object], parts: tuple[
 
 
 def test_problems_come_together() -> None:
-    assert len(checks.check(good(data__train_files=None, data__train_batch_size=64, trainer__save_freq=0))) == 3
+    assert len(checks.check(good(trainer__test_freq=0, data__train_batch_size=64, trainer__save_freq=0))) == 3
+
+
+def test_required_settings() -> None:
+    keys = checks.REQUIRED[PPOConfig]
+    assert checks.check_required(good(), keys) == []
+    first, second = checks.check_required(good(data__train_files=[], actor_rollout_ref__model__path=None), keys)
+    assert first.startswith("data.train_files is not set") and "bash scripts/quickstart.sh" in first
+    assert second.startswith("actor_rollout_ref.model.path is not set")
 
 
 def test_group_estimators_need_groups() -> None:
@@ -145,7 +151,8 @@ def test_sft_rules() -> None:
     put(config, data__use_dynamic_bsz=True, data__max_token_len_per_gpu=8, trainer__device="cpu")
     derive.derive(config)
     texts = checks.check(config)
-    assert [text.split()[0] for text in texts] == ["data.train_files", "model.path", "data.max_token_len_per_gpu=8"]
+    assert [text.split()[0] for text in texts] == ["data.max_token_len_per_gpu=8"]
+    assert len(checks.check_required(config, checks.REQUIRED[SFTConfig])) == 2
 
 
 @pytest.mark.parametrize(
