@@ -21,11 +21,12 @@ from typing import Any
 from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from rlhub.config import checks, effects
+from rlhub.config.data import DataConfig
 from rlhub.config.devices import count_gpus, torch_has_cuda
 from rlhub.config.model import ModelConfig
 from rlhub.config.ppo import PPOConfig
 from rlhub.config.reward import CustomRewardConfig
-from rlhub.config.sft import SFTConfig
+from rlhub.config.sft import SFTConfig, SFTDataConfig
 from rlhub.config.trainer import TrainerConfig
 from rlhub.data import check_files
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
@@ -37,7 +38,8 @@ from rlhub.tracking.registry import TRACKERS
 
 logger = logging.getLogger(__name__)
 
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # "gpt2" or "Qwen/Qwen2.5-0.5B"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # "gpt2" or "Qwen/Qwen2.5-0.5B"
+CONVERSATION_COLUMN = "messages"  # as rlhub.data.sft reads it, which loads torch
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _SHARED_KNOBS = {
     "algorithm": ("gamma", "lam", "norm_adv_by_std_in_grpo"),
@@ -57,7 +59,7 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
     problems = [
         *import_plugins(config.trainer.plugins),
         *check_names(config),
-        *check_data(config.data.train_files, config.data.val_files, config.data.prompt_key),
+        *check_data(config.data),
         *check_custom_reward(config.custom_reward_function),
         *check_models(config),
         *check_machine(config.trainer),
@@ -76,7 +78,7 @@ def _(config: SFTConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
     problems = [
         *import_plugins(config.trainer.plugins),
         *check_trackers(config.trainer.logger),
-        *check_data(config.data.train_files, config.data.val_files, config.data.prompt_key),
+        *check_demonstrations(config.data),
         *check_machine(config.trainer),
         *check_folders(config.trainer),
     ]
@@ -123,7 +125,7 @@ def import_plugins(modules: Sequence[str]) -> list[str]:
 
 def check_names(config: PPOConfig) -> list[str]:
     """Every part named in the configuration exists, and its knobs are its own."""
-    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    algorithm, actor, reward = config.algorithm, config.actor_rollout_ref.actor, config.reward_model
     engine = resolve_engine_name(config.actor_rollout_ref.rollout.name)
     named: list[tuple[str, Registry[Any], str]] = [
         ("algorithm.adv_estimator", ADVANTAGE_ESTIMATORS, algorithm.adv_estimator),
@@ -131,7 +133,7 @@ def check_names(config: PPOConfig) -> list[str]:
         (f"{_ACTOR}.policy_loss.loss_mode", POLICY_LOSSES, actor.policy_loss.loss_mode),
         (f"{_ACTOR}.kl_loss_type", KL_ESTIMATORS, actor.kl_loss_type),
         (f"{_ROLLOUT}.name", ROLLOUT_ENGINES, engine),
-        ("reward_model.reward_manager", REWARD_MANAGERS, config.reward_model.reward_manager),
+        ("reward_model.reward_manager", REWARD_MANAGERS, reward.reward_manager),
     ]
     problems = [problem for key, registry, name in named for problem in _unknown(key, registry, name)]
     if engine == "vllm" and find_spec("vllm") is None:
@@ -140,6 +142,7 @@ def check_names(config: PPOConfig) -> list[str]:
     for key, registry, name, section, kwargs in (
         ("algorithm.adv_kwargs", ADVANTAGE_ESTIMATORS, algorithm.adv_estimator, algorithm, algorithm.adv_kwargs),
         (f"{_ACTOR}.policy_loss.kwargs", POLICY_LOSSES, actor.policy_loss.loss_mode, actor, actor.policy_loss.kwargs),
+        ("reward_model.reward_kwargs", REWARD_MANAGERS, reward.reward_manager, reward, reward.reward_kwargs),
     ):
         problems += _check_knobs(key, registry, name, section, kwargs)
     return problems
@@ -174,12 +177,19 @@ def _check_knobs(key: str, registry: Registry[Any], name: str, section: Any, kwa
     return []
 
 
-def check_data(train_files: str | list[str] | None, val_files: str | list[str] | None, prompt_key: str) -> list[str]:
-    """The files exist, are not empty and have the prompt's column."""
+def check_data(data: DataConfig) -> list[str]:
+    """The files exist, are not empty and have the columns that are read."""
+    given = [(split, files) for split, files in (("train", data.train_files), ("val", data.val_files)) if files]
+    return [problem for split, files in given for problem in check_files(files, data.prompt_key, split)]
+
+
+def check_demonstrations(data: SFTDataConfig) -> list[str]:
+    """As `check_data`, for files with prompt and response, or with whole conversations."""
     problems = []
-    for split, files in (("train", train_files), ("val", val_files)):
-        if files:
-            problems += check_files([files] if isinstance(files, str) else files, prompt_key, split)
+    for split, files in (("train", data.train_files), ("val", data.val_files)):
+        pairs = check_files(files, data.prompt_key, split, (data.response_key,)) if files else []
+        if pairs and check_files(files, CONVERSATION_COLUMN, split, ()):
+            problems += pairs
     return problems
 
 
