@@ -14,7 +14,7 @@ MAX_STATED = 1000  # characters of an answer
 
 _STATED = re.compile(r"answer\b[^\n.:=0-9]{0,40}?(?:\bis\b|:|=)[\s:*]*(?:therefore|thus|exactly|equal to|simply)?", re.IGNORECASE)
 _CLAUSE_END = re.compile(r"[.!?;](?=\s|$)|\n")
-_HEADING = re.compile(r"\s*[0-9]+\s*[.):]\s*[^\s0-9]")
+_HEADING = re.compile(r"\s*[0-9]+\s*(?:[.):]\s+\S|[):]\S)")
 
 
 def after_hashes(text: str) -> Iterator[tuple[int, str]]:

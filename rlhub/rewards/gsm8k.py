@@ -29,7 +29,8 @@ def final_number(text: str) -> Fraction | None:
     candidates = sorted(_candidates(text), key=lambda candidate: candidate[0])
     if candidates:
         return candidates[-1][1]
-    return whole_number(clean(text), units=True) if len(text) <= LONGEST else None
+    bare = len(text) <= LONGEST and "=" not in text  # an equation may be any step of a working
+    return whole_number(clean(text), units=True) if bare else None
 
 
 def _candidates(text: str) -> Iterator[tuple[int, Fraction | None]]:

@@ -15,7 +15,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 from rlhub.rewards.final_answer import MAX_STATED, after_hashes, boxed, stated
 from rlhub.rewards.numbers import clean, whole_number
 
-STEP_TIMEOUT_S = 5  # of a parse or comparison: an answer that takes longer (a tower of powers) is a wrong answer, not a failure
+STEP_TIMEOUT_S = 3  # of a parse or comparison: an answer that takes longer (a tower of powers) is a wrong answer, not a failure
 LATEX = [LatexExtractionConfig()]
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)

@@ -22,7 +22,7 @@ def act(x):
     if x == "crash": ctypes.string_at(0)
     if x == "hang": ctypes.PyDLL(None).sleep(1000)
     if x == "print":
-        for _ in range(16): print("x" * (1 << 26))
+        print("x" * (1 << 26)); print("x" * (1 << 26), file=sys.__stderr__)
     if x == "eat": return len(bytearray(1 << 34))
     if x == "leak": KEPT.append(bytearray(200 << 20))
     if x == "closure": return lambda: x
@@ -111,7 +111,7 @@ def test_a_call_that_holds_the_interpreter_lock_is_killed_at_its_deadline(make: 
     assert kinds(run(pool, 1, "hang", 2, "hang", 3)) == [None, "timeout", None, "timeout", None]
 
 
-def test_a_gigabyte_of_output_goes_nowhere(make: Callable[..., KillablePool]) -> None:
+def test_output_goes_nowhere_whatever_its_size(make: Callable[..., KillablePool]) -> None:
     assert run(make(), "print")[0].value == "print"
 
 

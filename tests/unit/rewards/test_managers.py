@@ -1,0 +1,160 @@
+"""Managers over a scripted pool: decoding, placing, policies, penalties."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhub.errors import RewardError
+from rlhub.protocol import DataProto
+from rlhub.rewards import ManagerParts, RewardFailure, RewardOutcome, RewardRequest
+from rlhub.rewards.dapo import DapoKnobs, DapoManager, OverlongBuffer, overlong_penalty
+from rlhub.rewards.naive import NaiveManager
+
+EOS = 0
+WIDTH = 6
+
+
+class Letters:
+    """Token id = code point; 0 ends a text and is special."""
+
+    def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
+        return ["".join(chr(i) for i in ids if not (skip_special_tokens and i == EOS)) for ids in sequences]
+
+
+class Scripted:
+    """Scores by a table; what is not in it fails."""
+
+    def __init__(self, table: dict[str, float | dict[str, Any]]) -> None:
+        self.table, self.seen = table, []  # type: ignore[var-annotated]
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
+        self.seen = list(requests)
+        return [self._one(request.solution_str) for request in requests]
+
+    def _one(self, text: str) -> RewardOutcome:
+        if text not in self.table:
+            return RewardOutcome(error=RewardFailure(kind="raised", message=f"no {text}"))
+        value = self.table[text]
+        details = dict(value) if isinstance(value, dict) else {"score": value}
+        return RewardOutcome(score=details.pop("score"), details=details)
+
+    def close(self) -> None: ...
+
+
+def make_batch(texts: list[str], prompt_width: int = 2) -> DataProto:
+    rows = len(texts)
+    responses = torch.full((rows, WIDTH), ord("?"))
+    mask = torch.zeros(rows, WIDTH, dtype=torch.int64)
+    for row, text in enumerate(texts):
+        responses[row, : len(text)] = torch.tensor([ord(c) for c in text], dtype=torch.int64)
+        mask[row, : len(text)] = 1
+    tensors = {"responses": responses, "attention_mask": torch.cat([torch.ones(rows, prompt_width, dtype=torch.int64), mask], 1)}
+    columns = {"data_source": ["source"] * rows, "ground_truth": [f"truth {i}" for i in range(rows)], "extra_info": [{"i": i} for i in range(rows)]}
+    return DataProto.from_dict(tensors, columns)
+
+
+def parts(table: dict[str, Any], **settings: Any) -> ManagerParts:
+    values: dict[str, Any] = {"on_error": "mask", "max_error_rate": 1.0, "max_response_length": WIDTH} | settings
+    return ManagerParts(pool=Scripted(table), tokenizer=Letters(), **values)  # type: ignore[arg-type]
+
+
+def test_requests_hold_the_response_without_padding_and_special_tokens() -> None:
+    built = parts({"ab": 1.0, "": 0.25, "abcdef": 0.5})
+    result = NaiveManager(built)(make_batch(["ab\0", "", "abcdef"]))
+    assert [(r.data_source, r.solution_str, r.ground_truth, r.extra_info) for r in built.pool.seen] == [  # type: ignore[attr-defined]
+        ("source", "ab", "truth 0", {"i": 0}),
+        ("source", "", "truth 1", {"i": 1}),
+        ("source", "abcdef", "truth 2", {"i": 2}),
+    ]
+    expected = torch.zeros(3, WIDTH)
+    expected[0, 2], expected[2, 5] = 1.0, 0.5
+    assert torch.equal(result.token_level_scores, expected) and result.token_level_scores.dtype == torch.float32
+    assert torch.equal(result.scores, torch.tensor([1.0, 0.25, 0.5]))
+    assert result.valid.tolist() == [True] * 3 and result.valid.dtype == torch.bool
+    assert result.metrics == {"reward/num_failed": 0.0, "reward/failed_share": 0.0}
+
+
+def test_an_environments_tokens_count_towards_the_place_of_the_score() -> None:
+    batch = make_batch(["abcd"])
+    batch.batch["response_mask"] = torch.tensor([[1, 0, 0, 1, 0, 0]])
+    assert NaiveManager(parts({"abcd": 2.0}))(batch).token_level_scores.tolist() == [[0, 0, 0, 2.0, 0, 0]]
+
+
+def test_mask_and_zero_keep_going_and_count() -> None:
+    batch = make_batch(["ab", "xx", "ab", "yy"])
+    for on_error, valid in (("mask", [True, False, True, False]), ("zero", [True] * 4)):
+        result = NaiveManager(parts({"ab": 1.0}, on_error=on_error))(batch)
+        assert result.scores.tolist() == [1.0, 0.0, 1.0, 0.0] and result.valid.tolist() == valid
+        assert result.token_level_scores.sum(1).tolist() == [1.0, 0.0, 1.0, 0.0]
+        assert result.metrics == {"reward/num_failed": 2.0, "reward/failed_share": 0.5, "reward/num_failed/raised": 2.0}
+
+
+def test_fail_and_too_many_failures_stop_with_an_example() -> None:
+    batch = make_batch(["ab", "xx", "ab", "ab"])
+    with pytest.raises(RewardError, match=r"(?s)1 of 4.*row 1, data_source 'source'.*raised: no xx.*on_error=fail"):
+        NaiveManager(parts({"ab": 1.0}, on_error="fail"))(batch)
+    for on_error in ("mask", "zero"):
+        with pytest.raises(RewardError, match=r"1 of 4 = 25% is more than reward_model.max_error_rate=0.2"):
+            NaiveManager(parts({"ab": 1.0}, on_error=on_error, max_error_rate=0.2))(batch)
+        NaiveManager(parts({"ab": 1.0}, on_error=on_error, max_error_rate=0.25))(batch)
+
+
+def test_details_become_columns_and_means() -> None:
+    table = {"a": {"score": 1.0, "acc": True, "n": 3}, "b": {"score": 0.0, "acc": False, "n": 5, "why": "wrong"}}
+    result = NaiveManager(parts(table))(make_batch(["a", "b", "x"]))
+    assert result.extra["acc"].tolist() == [True, False, None] and result.extra["why"].tolist() == [None, "wrong", None]
+    assert result.metrics["reward/acc"] == 0.5 and result.metrics["reward/n"] == 4.0 and "reward/why" not in result.metrics
+    complete = NaiveManager(parts(table))(make_batch(["a", "b"]))
+    assert complete.extra["acc"].dtype == np.float64 and complete.extra["n"].tolist() == [3.0, 5.0]
+
+
+def test_a_detail_that_is_a_list_stays_one_object_a_row() -> None:
+    result = NaiveManager(parts({"a": {"score": 1.0, "steps": [1, 2]}, "b": {"score": 1.0, "steps": [3, 4]}}))(make_batch(["a", "b"]))
+    assert result.extra["steps"].tolist() == [[1, 2], [3, 4]] and result.extra["steps"].shape == (2,)
+
+
+def test_the_overlong_penalty_follows_the_paper() -> None:
+    """R = 0 up to L_max - L_cache, then falls linearly to -1 at L_max (equation 13 of the DAPO paper), times the factor."""
+    buffer = OverlongBuffer(enable=True, len=4, penalty_factor=2.0)
+    lengths = np.array([0, 5, 6, 7, 8, 9, 10])
+    assert overlong_penalty(lengths, limit=10, buffer=buffer).tolist() == [0, 0, 0, -0.5, -1.0, -1.5, -2.0]
+
+
+def test_dapo_adds_the_penalty_but_not_to_correctness_or_failed_rows() -> None:
+    knobs = DapoKnobs(overlong_buffer_cfg={"enable": True, "len": 2})  # type: ignore[arg-type]
+    table = {"a": 1.0, "abcde": 1.0, "abcdef": 1.0}
+    result = DapoManager(parts(table), knobs)(make_batch(["a", "abcde", "abcdef", "xxxxxx"]))
+    assert result.scores.tolist() == [1.0, 0.5, 0.0, 0.0]
+    assert result.token_level_scores.sum(1).tolist() == [1.0, 0.5, 0.0, 0.0]
+    assert result.extra["acc"].tolist() == [1.0, 1.0, 1.0, 0.0]
+    assert result.extra["overlong_reward"].tolist() == [0.0, -0.5, -1.0, -1.0]
+    off = DapoManager(parts(table), DapoKnobs())(make_batch(["a", "abcdef"]))
+    assert off.scores.tolist() == [1.0, 1.0] and off.extra == {}
+
+
+def test_dapo_keeps_the_scorers_own_correctness() -> None:
+    knobs = DapoKnobs(overlong_buffer_cfg={"enable": True, "len": 2})  # type: ignore[arg-type]
+    result = DapoManager(parts({"ab": {"score": 0.9, "acc": False}}), knobs)(make_batch(["ab"]))
+    assert result.extra["acc"].tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"enable": True}, "len must be at least 1"),
+        ({"enable": True, "len": 2, "penalty_factor": -1.0}, "penalty_factor must be 0 or more"),
+        ({"enabled": True}, "did you mean 'enable'"),
+        ("on", "must be a mapping"),
+    ],
+)
+def test_wrong_dapo_knobs_are_named(given: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        DapoKnobs(overlong_buffer_cfg=given)
+
+
+def test_a_buffer_longer_than_the_response_is_an_error() -> None:
+    with pytest.raises(ValueError, match="exceeds data.max_response_length=6"):
+        DapoManager(parts({}), DapoKnobs(overlong_buffer_cfg=OverlongBuffer(enable=True, len=7)))
