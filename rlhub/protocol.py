@@ -460,18 +460,17 @@ def all_gather_data_proto(data: DataProto, group: dist.ProcessGroup | None = Non
 
     Every rank of `group` calls; blocking.  Ranks may have different numbers of rows, but the same columns.
     """
-    world_size = dist.get_world_size(group)
-    shared: list[Any] = [None] * world_size
-    dist.all_gather_object(shared, (len(data), data.non_tensor_batch, data.meta_info), group=group)
-    counts = [rows for rows, _, _ in shared]
-    columns = (
-        {} if data.batch is None else {key: all_gather_rows(data.batch[key], counts, group) for key in sorted(data.batch.keys())}
-    )
+    columns = data.tensors()
+    spec = {key: (column.dtype, tuple(column.shape[1:])) for key, column in columns.items()}
+    shared: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shared, (len(data), spec, data.non_tensor_batch, data.meta_info), group=group)
+    if any(other != spec for _, other, _, _ in shared):
+        raise ProtocolError(f"all_gather_data_proto: the ranks' tensor columns differ: {[other for _, other, _, _ in shared]}")
+    counts = [rows for rows, _, _, _ in shared]
+    gathered = {key: all_gather_rows(columns[key], counts, group) for key in sorted(columns)}
     parts = [
-        DataProto(
-            TensorDict({key: column[rank] for key, column in columns.items()}, [counts[rank]]) if columns else None, arrays, meta
-        )
-        for rank, (_, arrays, meta) in enumerate(shared)
+        DataProto(TensorDict({key: gathered[key][rank] for key in columns}, [counts[rank]]) if columns else None, arrays, meta)
+        for rank, (_, _, arrays, meta) in enumerate(shared)
     ]
     joined = DataProto.concat(parts)
     data.batch, data.non_tensor_batch, data.meta_info = joined.batch, joined.non_tensor_batch, joined.meta_info

@@ -1,4 +1,5 @@
-"""Rows of parquet and jsonl files, and the cheap checks that run before anything heavy is loaded (no torch here)."""
+"""Rows of parquet and jsonl files, and the cheap checks that run before anything heavy is loaded (no torch here,
+and pyarrow only once a parquet file is met)."""
 
 from __future__ import annotations
 
@@ -7,9 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rlhub.errors import DataError
 from rlhub.registry import suggest
@@ -100,10 +98,9 @@ def _reader(path: Path) -> Callable[[Path], list[Row]]:
 def _columns(path: Path) -> list[str]:
     """Column names, from the parquet footer or the first line."""
     if _reader(path) is _read_parquet:
-        with _open_parquet(path) as file:
-            if file.metadata.num_rows == 0:
-                raise DataError(f"{path} has no rows")
-            return list(file.schema_arrow.names)
+        from rlhub.data.parquet import column_names
+
+        return column_names(path)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -111,20 +108,11 @@ def _columns(path: Path) -> list[str]:
     raise DataError(f"{path} has no rows")
 
 
-def _open_parquet(path: Path) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} is not a readable parquet file: {error}") from error
-
-
 def _read_parquet(path: Path) -> list[Row]:
-    with _open_parquet(path) as file:
-        try:
-            records = file.read().to_pylist()
-        except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path} is damaged: {error}") from error
-    return [Row(values=record, file=str(path), number=number) for number, record in enumerate(records, 1)]
+    # pyarrow takes 0.3 s to import, and the command line's --help comes by here.
+    from rlhub.data.parquet import read_records
+
+    return [Row(values=record, file=str(path), number=number) for number, record in enumerate(read_records(path), 1)]
 
 
 def _read_jsonl(path: Path) -> list[Row]:
