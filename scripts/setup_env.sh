@@ -6,7 +6,8 @@
 # On a machine without a CUDA GPU: CPU builds of torch and vLLM; with one: their CUDA builds.
 #   --torch-index URL   take torch from this package index; for machines whose own index has no CPU build of torch
 #   --pip               install with pip instead of uv (slower, same result)
-# PYTHON=/path/to/python3.11 chooses the interpreter (3.11 or 3.12).
+# PYTHON=/path/to/python3.11 chooses the interpreter (3.11 or 3.12); RLHUB_PLATFORM=cpu|cuda says what is found otherwise
+# (when an image is built for machines with GPUs, for example).
 #
 # uv does not read pip's settings, so find-links and index-url of pip (environment or configuration) are handed to it.
 set -euo pipefail
@@ -17,7 +18,7 @@ while [ $# -gt 0 ]; do
   case "$1" in
     --torch-index) TORCH_INDEX="${2:?--torch-index needs a URL}"; shift 2 ;;
     --pip) USE_UV=0; shift ;;
-    -h|--help) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h|--help) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) echo "setup_env: unknown option $1 (see --help)" >&2; exit 2 ;;
   esac
 done
@@ -31,7 +32,10 @@ has_gpu() {
   compgen -G '/dev/nvidia[0-9]*' >/dev/null && return 0
   command -v nvidia-smi >/dev/null && timeout 15 nvidia-smi -L 2>/dev/null | grep -q '^GPU '
 }
-if has_gpu; then PLATFORM=cuda; else PLATFORM=cpu; fi
+if [ -n "${RLHUB_PLATFORM:-}" ]; then PLATFORM="$RLHUB_PLATFORM"
+elif has_gpu; then PLATFORM=cuda
+else PLATFORM=cpu; fi
+case "$PLATFORM" in cpu|cuda) ;; *) fail "RLHUB_PLATFORM=$PLATFORM: expected cpu or cuda" ;; esac
 
 find_python() {
   local candidate
