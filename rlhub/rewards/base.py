@@ -62,5 +62,3 @@ class ManagerParts:
     max_response_length: int
     on_error: Literal["fail", "mask", "zero"]
     max_error_rate: float
-
-

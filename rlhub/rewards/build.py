@@ -25,7 +25,10 @@ def build_reward_manager(
     where = "reward_model.reward_kwargs"
     knobs = knobs_for(REWARD_MANAGERS.knobs_class(name), reward_model, reward_model.reward_kwargs, where=where)
     pool = RewardPool(
-        reward_target(custom), num_workers=reward_model.num_workers, timeout_s=reward_model.timeout_s, memory_gb=reward_model.memory_gb
+        reward_target(custom),
+        num_workers=reward_model.num_workers,
+        timeout_s=reward_model.timeout_s,
+        memory_gb=reward_model.memory_gb,
     )
     parts = ManagerParts(
         pool=pool,

@@ -15,6 +15,7 @@ from rlhub.rewards.naive import NaiveManager
 
 CORRECT_ABOVE = 0.5  # between the wrong and right of both usual scales, 0 to 1 and -1 to 1
 
+
 @dataclass(slots=True, kw_only=True)
 class OverlongBuffer:
     """The last `len` tokens before the response limit, in which the penalty grows from 0 to `penalty_factor`.
@@ -48,7 +49,9 @@ class DapoKnobs:
         known = [item.name for item in dataclasses.fields(OverlongBuffer)]
         for name in given:
             if name not in known:
-                raise ValueError(f"overlong_buffer_cfg.{name}: no such knob{suggest(str(name), known)}; known: {', '.join(known)}")
+                raise ValueError(
+                    f"overlong_buffer_cfg.{name}: no such knob{suggest(str(name), known)}; known: {', '.join(known)}"
+                )
         self.overlong_buffer_cfg = OverlongBuffer(**given)
 
 

@@ -15,20 +15,27 @@ SHOWN = 3
 
 
 def check_failures(
-    requests: Sequence[RewardRequest], outcomes: Sequence[RewardOutcome], *, on_error: Literal["fail", "mask", "zero"], max_error_rate: float
+    requests: Sequence[RewardRequest],
+    outcomes: Sequence[RewardOutcome],
+    *,
+    on_error: Literal["fail", "mask", "zero"],
+    max_error_rate: float,
 ) -> dict[str, float]:
     """Metrics of the failures; RewardError if `on_error` or `max_error_rate` does not let them pass."""
-    kinds = Counter(outcome.error.kind for outcome in outcomes if outcome.error is not None)
+    kinds: Counter[str] = Counter(outcome.error.kind for outcome in outcomes if outcome.error is not None)
     num_failed = sum(kinds.values())
     share = num_failed / max(len(outcomes), 1)
     if num_failed:
         report = _report(requests, outcomes, kinds)
         if on_error == "fail":
-            raise RewardError(f"{report}\nThe run stops because reward_model.on_error=fail; mask and zero go on without such samples.")
-        if share > max_error_rate:
             raise RewardError(
-                f"{report}\n{num_failed} of {len(outcomes)} = {share:.0%} is more than reward_model.max_error_rate={max_error_rate:g} allows."
+                f"{report}\nThe run stops because reward_model.on_error=fail; mask and zero go on without such samples."
             )
+        if share > max_error_rate:
+            compared = (
+                f"{num_failed} of {len(outcomes)} = {share:.0%} is more than reward_model.max_error_rate={max_error_rate:g}"
+            )
+            raise RewardError(f"{report}\n{compared} allows.")
         logger.warning("%s", report)
     return {
         "reward/num_failed": float(num_failed),
@@ -39,7 +46,8 @@ def check_failures(
 
 def _report(requests: Sequence[RewardRequest], outcomes: Sequence[RewardOutcome], kinds: Counter[str]) -> str:
     """Counts by kind, and one example each of the first few kinds."""
-    lines = [f"scoring failed for {sum(kinds.values())} of {len(outcomes)} samples ({', '.join(f'{n} {k}' for k, n in kinds.most_common())})"]
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    lines = [f"scoring failed for {sum(kinds.values())} of {len(outcomes)} samples ({counts})"]
     for kind in list(kinds)[:SHOWN]:
         row, error = next((i, o.error) for i, o in enumerate(outcomes) if o.error is not None and o.error.kind == kind)
         source = requests[row].data_source

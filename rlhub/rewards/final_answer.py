@@ -18,7 +18,7 @@ _HEADING = re.compile(r"\s*[0-9]+\s*(?:[.):]\s+\S|[):]\S)")
 
 
 def after_hashes(text: str) -> Iterator[tuple[int, str]]:
-    """(position, rest of the line) of the `####` marks from the last backwards, numbered headings ("#### 2. Compute") left out."""
+    """(position, rest of the line) of the `####` marks from the last backwards, without headings like "#### 2. Compute"."""
     end = len(text)
     for _ in range(MAX_TRIED):
         position = text.rfind("####", 0, end)

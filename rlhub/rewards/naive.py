@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,8 @@ from rlhub.protocol import DataProto
 from rlhub.rewards.base import Decoder, ManagerParts, RewardResult
 from rlhub.rewards.failures import check_failures
 from rlhub.rewards.pool import RewardOutcome, RewardRequest
+
+NUMBERS = (bool, int, float)
 
 
 class NaiveManager:
@@ -34,7 +35,7 @@ class NaiveManager:
         scores = torch.from_numpy(np.where(scored, adjusted, 0).astype(np.float32))
         extra = added | collect_details(outcomes)
         return RewardResult(
-            token_level_scores=on_last_token(scores, lengths, batch.batch["responses"].shape[1]),
+            token_level_scores=on_last_token(scores, lengths, _tensor(batch, "responses").shape[1]),
             scores=scores,
             valid=torch.from_numpy(scored) if parts.on_error == "mask" else torch.ones(len(outcomes), dtype=torch.bool),
             extra=extra,
@@ -51,14 +52,20 @@ class NaiveManager:
 
 def response_lengths(batch: DataProto) -> Tensor:
     """(B,) int64 tokens of each response, those included that an environment wrote: attention_mask's part over the response."""
-    width = batch.batch["responses"].shape[1]
-    mask = batch.batch["attention_mask"]
+    width = _tensor(batch, "responses").shape[1]
+    mask = _tensor(batch, "attention_mask")
     return mask[:, mask.shape[1] - width :].sum(1)
+
+
+def _tensor(batch: DataProto, name: str) -> Tensor:
+    assert batch.batch is not None
+    column: Tensor = batch.batch[name]
+    return column
 
 
 def reward_requests(batch: DataProto, lengths: Tensor, tokenizer: Decoder) -> list[RewardRequest]:
     """One request a row, with the response's text less special tokens."""
-    rows = [ids[:length] for ids, length in zip(batch.batch["responses"].tolist(), lengths.tolist(), strict=True)]
+    rows = [ids[:length] for ids, length in zip(_tensor(batch, "responses").tolist(), lengths.tolist(), strict=True)]
     texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
     columns = batch.non_tensor_batch
     return [
@@ -84,7 +91,7 @@ def collect_details(outcomes: Sequence[RewardOutcome]) -> dict[str, np.ndarray]:
 
 
 def _column(values: list[Any]) -> np.ndarray:
-    if all(isinstance(value, Real) for value in values):
+    if all(isinstance(value, NUMBERS) for value in values):
         return np.array(values, dtype=np.float64)
     column = np.empty(len(values), dtype=object)
     column[:] = values
@@ -95,7 +102,7 @@ def numeric_means(extra: dict[str, np.ndarray]) -> dict[str, float]:
     """reward/<name>: mean over the rows that have a finite number."""
     means = {}
     for name, column in extra.items():
-        numbers = [float(value) for value in column if isinstance(value, Real) and np.isfinite(value)]
-        if numbers and all(value is None or isinstance(value, Real) for value in column):
+        numbers = [float(value) for value in column if isinstance(value, NUMBERS) and np.isfinite(value)]
+        if numbers and all(value is None or isinstance(value, NUMBERS) for value in column):
             means[f"reward/{name}"] = float(np.mean(numbers))
     return means

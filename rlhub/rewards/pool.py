@@ -82,4 +82,6 @@ def read_outcome(outcome: Outcome) -> RewardOutcome:
 
 
 def _bad_value(got: str) -> RewardOutcome:
-    return RewardOutcome(error=RewardFailure(kind="bad_value", message=f'returned {got}; expected a finite number or a dict with "score"'))
+    return RewardOutcome(
+        error=RewardFailure(kind="bad_value", message=f'returned {got}; expected a finite number or a dict with "score"')
+    )

@@ -79,7 +79,13 @@ class KillablePool:
     """`map(calls)` runs `target(**call)` for each call in children; safe to call from several threads, one runs at a time."""
 
     def __init__(
-        self, target: str, parameters: Iterable[str], *, num_workers: int | None = None, timeout_s: float = 30.0, memory_gb: float = 4.0
+        self,
+        target: str,
+        parameters: Iterable[str],
+        *,
+        num_workers: int | None = None,
+        timeout_s: float = 30.0,
+        memory_gb: float = 4.0,
     ) -> None:
         """parameters: keywords every call has; timeout_s: for one call; memory_gb: address space of one child, in GiB."""
         self.target, self.parameters = target, tuple(parameters)

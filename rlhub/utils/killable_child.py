@@ -41,7 +41,7 @@ def main(setup: dict[str, Any]) -> NoReturn:
     try:
         function = load(setup["target"])
         _check(function, setup["parameters"])
-    except BaseException:  # the loader's process boundary: whatever the user's module does becomes the driver's LoadError
+    except BaseException:  # noqa: BLE001  # process boundary: whatever the user's module does becomes the driver's LoadError
         _send(reply_fd, {"load_error": traceback.format_exc()[-MAX_TEXT:]})
         _leave()
     _send(reply_fd, {"ready": True})
@@ -76,7 +76,9 @@ def _check(function: Callable[..., Any], parameters: list[str]) -> None:
     try:
         signature.bind(**dict.fromkeys(parameters))
     except TypeError as error:
-        raise TypeError(f"{function!r} takes {signature}, but is called with the keywords {', '.join(parameters)}: {error}") from None
+        raise TypeError(
+            f"{function!r} takes {signature}, but is called with the keywords {', '.join(parameters)}: {error}"
+        ) from None
     if inspect.iscoroutinefunction(function):
         raise TypeError("an async function is not called here; write a plain one")
 
@@ -99,7 +101,7 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, A
         value = function(**arguments)
     except MemoryError:
         return {"failed": "memory", "message": "MemoryError"}
-    except BaseException as error:  # process boundary: an untrusted function; SystemExit and KeyboardInterrupt are its failures too
+    except BaseException as error:  # noqa: BLE001  # process boundary: an untrusted function, which may also sys.exit
         return {"failed": "raised", "message": _brief(error)}
     return {"value": value}
 
@@ -109,7 +111,7 @@ def _brief(error: BaseException) -> str:
     try:
         own = error.__traceback__
         lines = traceback.format_exception(type(error), error, own.tb_next if own is not None else None, limit=-5)
-    except BaseException:  # an untrusted __str__ runs in here
+    except BaseException:  # noqa: BLE001  # an untrusted __str__ runs in here
         return f"{type(error).__name__} (its text cannot be formatted)"
     return "".join(lines).strip()[-MAX_TEXT:]
 
@@ -119,8 +121,8 @@ def _send(reply_fd: int, reply: dict[str, Any]) -> None:
         line = encode(reply)
     except WireError as error:
         line = _bad_result(reply, str(error))
-    except BaseException as error:  # an untrusted `tolist` or `isoformat` runs in the encoder
-        line = encode({"failed": "bad_result", "message": f"encoding the returned {type(reply.get('value')).__name__} raised: {_brief(error)}"})
+    except BaseException as error:  # noqa: BLE001  # an untrusted `tolist` or `isoformat` runs in the encoder
+        line = _bad_result(reply, f"turning it into JSON raised {_brief(error)}")
     if len(line) > MAX_REPLY_BYTES:
         line = _bad_result(reply, f"{len(line)} bytes as JSON, at most {MAX_REPLY_BYTES} are taken")
     while line:

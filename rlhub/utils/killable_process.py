@@ -19,7 +19,10 @@ import psutil
 
 from rlhub.utils.killable_wire import WireError, decode
 
-BOOT = "import json,sys; s=json.loads(sys.argv[1]); sys.path[:]=s['sys_path']; from rlhub.utils.killable_child import main; main(s)"
+BOOT = (
+    "import json,sys; setup=json.loads(sys.argv[1]); sys.path[:]=setup['sys_path']; "
+    "from rlhub.utils.killable_child import main; main(setup)"
+)
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 MAX_UNREAD_BYTES = 1 << 22  # four of the largest replies a child sends; more without a line end is not a child of ours speaking
 READ_BYTES = 1 << 16  # the size of a pipe
@@ -105,7 +108,7 @@ def spawn(target: str, parameters: Iterable[str], *, timeout_s: float, memory_gb
     """Start a child for `target`; it will send `ready` or `load_error`."""
     request_read, request_write = os.pipe()
     reply_read, reply_write = os.pipe()
-    crash_file = tempfile.TemporaryFile()
+    crash_file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ChildProcess.kill
     setup = {
         "sys_path": sys.path,
         "target": target,

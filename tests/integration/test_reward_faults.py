@@ -118,7 +118,11 @@ def test_an_answer_that_is_code_is_text() -> None:
     pool = RewardPool("rlhub.rewards.default:compute_score", num_workers=1)
     payload = f"__import__('os').system('touch {mark}')"
     texts = [payload, f"#### {payload}", f"\\boxed{{{payload}}}", f"The answer is {payload}"]
-    requests = [RewardRequest(data_source=s, solution_str=t, ground_truth="5") for s in ("gsm8k", "lighteval/MATH", "exact") for t in texts]
+    requests = [
+        RewardRequest(data_source=s, solution_str=t, ground_truth="5")
+        for s in ("gsm8k", "lighteval/MATH", "exact")
+        for t in texts
+    ]
     outcomes = pool.score(requests)
     pool.close()
     assert [outcome.score for outcome in outcomes] == [0.0] * 12 and not any(outcome.error for outcome in outcomes)

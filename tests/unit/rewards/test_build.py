@@ -20,7 +20,9 @@ def test_the_built_in_scorers_are_the_default() -> None:
     manager.close()
 
 
-def test_a_function_of_ones_own_by_a_path_relative_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_of_ones_own_by_a_path_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "neighbour.py").write_text("FACTOR = 3\n")
     (tmp_path / "own.py").write_text(
         "from neighbour import FACTOR\ndef reward(data_source, solution_str, ground_truth, extra_info):\n"

@@ -78,7 +78,11 @@ def test_anything_else_scores_zero(text: str, truth: object) -> None:
     assert score(text, truth) == 0.0
 
 
-@given(st.integers(-(10**12), 10**12), st.sampled_from(["#### {}", "\\boxed{{{}}}", "the answer is {}.", "Answer: ${}", "{}"]), st.booleans())
+@given(
+    st.integers(-(10**12), 10**12),
+    st.sampled_from(["#### {}", "\\boxed{{{}}}", "the answer is {}.", "Answer: ${}", "{}"]),
+    st.booleans(),
+)
 def test_every_integer_in_every_form(value: int, form: str, grouped: bool) -> None:
     text = form.format(f"{value:,}" if grouped else value)
     assert score(text, str(value)) == 1.0

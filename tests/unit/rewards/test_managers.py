@@ -52,7 +52,11 @@ def make_batch(texts: list[str], prompt_width: int = 2) -> DataProto:
         responses[row, : len(text)] = torch.tensor([ord(c) for c in text], dtype=torch.int64)
         mask[row, : len(text)] = 1
     tensors = {"responses": responses, "attention_mask": torch.cat([torch.ones(rows, prompt_width, dtype=torch.int64), mask], 1)}
-    columns = {"data_source": ["source"] * rows, "ground_truth": [f"truth {i}" for i in range(rows)], "extra_info": [{"i": i} for i in range(rows)]}
+    columns = {
+        "data_source": ["source"] * rows,
+        "ground_truth": [f"truth {i}" for i in range(rows)],
+        "extra_info": [{"i": i} for i in range(rows)],
+    }
     return DataProto.from_dict(tensors, columns)
 
 
@@ -112,7 +116,9 @@ def test_details_become_columns_and_means() -> None:
 
 
 def test_a_detail_that_is_a_list_stays_one_object_a_row() -> None:
-    result = NaiveManager(parts({"a": {"score": 1.0, "steps": [1, 2]}, "b": {"score": 1.0, "steps": [3, 4]}}))(make_batch(["a", "b"]))
+    result = NaiveManager(parts({"a": {"score": 1.0, "steps": [1, 2]}, "b": {"score": 1.0, "steps": [3, 4]}}))(
+        make_batch(["a", "b"])
+    )
     assert result.extra["steps"].tolist() == [[1, 2], [3, 4]] and result.extra["steps"].shape == (2,)
 
 

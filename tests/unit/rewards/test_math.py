@@ -73,9 +73,19 @@ def test_a_ground_truth_without_an_answer_is_an_error() -> None:
 def test_model_text_is_never_evaluated(tmp_path: pathlib.Path) -> None:
     """With a control: the same texts do create the file when Python evaluates them."""
     mark = tmp_path / "evaluated"
-    payloads = [f"__import__('pathlib').Path('{mark}').touch()", f"print(open('{mark}', 'w'))", f"(lambda: open('{mark}', 'w'))()"]
+    payloads = [
+        f"__import__('pathlib').Path('{mark}').touch()",
+        f"print(open('{mark}', 'w'))",
+        f"(lambda: open('{mark}', 'w'))()",
+    ]
     for payload in payloads:
-        for text in (payload, f"\\boxed{{{payload}}}", f"The answer is {payload}", f"#### {payload}", f"\\boxed{{\\text{{{payload}}}}}"):
+        for text in (
+            payload,
+            f"\\boxed{{{payload}}}",
+            f"The answer is {payload}",
+            f"#### {payload}",
+            f"\\boxed{{\\text{{{payload}}}}}",
+        ):
             assert score(text, "5") == 0.0
         assert not mark.exists()
         eval(payload)

@@ -45,7 +45,14 @@ def test_anything_else_is_a_bad_value(value: Any, says: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("raised", "raised"), ("timeout", "timeout"), ("died", "died"), ("memory", "memory"), ("bad_argument", "bad_input"), ("bad_result", "bad_value")],
+    [
+        ("raised", "raised"),
+        ("timeout", "timeout"),
+        ("died", "died"),
+        ("memory", "memory"),
+        ("bad_argument", "bad_input"),
+        ("bad_result", "bad_value"),
+    ],
 )
 def test_failures_of_the_pool_keep_their_kind(kind: Any, expected: str) -> None:
     outcome = read_outcome(Outcome(failure=Failure(kind=kind, message="why")))

@@ -11,7 +11,7 @@ import pytest
 from rlhub.errors import LoadError
 from rlhub.utils.killable import KillablePool, Outcome
 
-FUNCTION = '''
+FUNCTION = """
 import ctypes, os, signal, subprocess, sys, time
 KEPT = []
 
@@ -39,7 +39,7 @@ def act(x):
 
 async def later(x): return x
 NUMBER = 3
-'''
+"""
 
 
 @pytest.fixture

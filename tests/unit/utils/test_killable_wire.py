@@ -8,7 +8,12 @@ from rlhub.utils.killable_wire import WireError, decode, encode
 
 
 def test_plain_values_bytes_and_odd_text_come_back() -> None:
-    value = {"text": "\ud800 line\nbreak \u2028 \x00 ünï", "blob": b"\x00\xff", "list": [1, 2.5, None, True], "deep": {"a": {"b": []}}}
+    value = {
+        "text": "\ud800 line\nbreak \u2028 \x00 ünï",
+        "blob": b"\x00\xff",
+        "list": [1, 2.5, None, True],
+        "deep": {"a": {"b": []}},
+    }
     line = encode(value)
     assert line.count(b"\n") == 1 and line.endswith(b"\n")
     assert decode(line) == value
