@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -17,6 +19,7 @@ from rlhub.errors import ConfigError, DataError, ResourceError
 
 C = TypeVar("C")
 
+TEXT_WIDTH = 120
 EXIT_USAGE = 2  # as argparse and most shells' tools: the command, not the program, is at fault
 
 Preflight = Callable[[C, frozenset[str]], list[str]]
@@ -59,7 +62,7 @@ def run(
             only_show=arguments.cfg is not None,
         )
         if arguments.cfg is not None:
-            sys.stdout.write(show.to_yaml(config))
+            _write(show.to_yaml(config))
             return 0
         return main(config) or 0
     except (ConfigError, DataError, ResourceError) as error:
@@ -103,7 +106,8 @@ def prepare(
 
 def _parse(config_name: str, description: str, argv: Sequence[str], config_class: type) -> argparse.Namespace | int:
     parser = argparse.ArgumentParser(
-        description=description,
+        prog=_program(),
+        description=textwrap.fill(description, TEXT_WIDTH),
         add_help=False,
         usage="%(prog)s [--help] [--cfg job] [--config-dir DIR] [--config-name NAME] [key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -121,10 +125,24 @@ def _parse(config_name: str, description: str, argv: Sequence[str], config_class
     except SystemExit as stop:  # argparse has printed what is wrong
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
     if arguments.help:
-        sys.stdout.write(f"{parser.format_help()}\n\nAll settings (name = default, meaning, [type]):\n")
-        sys.stdout.write(f"{show.settings(config_class)}\n")
+        _write(f"{parser.format_help()}\n\nAll settings (name = default, meaning, [type]):\n{show.settings(config_class)}\n")
         return 0
     return arguments
+
+
+def _program() -> str | None:
+    """How this program is called: `python -m package.module` where it was; None: argparse's own guess."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name}" if spec is not None else None
+
+
+def _write(text: str) -> None:
+    """To standard output; a reader that has seen enough (`--help | head`) is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more when it exits
 
 
 def _configure_logging() -> None:

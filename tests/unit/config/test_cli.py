@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -81,6 +84,16 @@ def test_help_lists_every_setting_with_its_default(capsys: pytest.CaptureFixture
         section, _, name = leaf.key.rpartition(".")
         assert f"\n{section}.\n" in text and f"\n  {name} = " in text
     assert "train_batch_size = 1024" in text and "scripts/quickstart.sh" in text
+
+
+def test_help_into_a_pipe_that_closes_is_no_error() -> None:
+    code = "from rlhub.config.cli import run; from rlhub.config.ppo import PPOConfig; import sys\n"
+    code += "sys.exit(run(PPOConfig, 'ppo', lambda config: None, description='', argv=['--help']))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_cfg_job_prints_the_resolved_configuration_even_if_incomplete(capsys: pytest.CaptureFixture[str]) -> None:
