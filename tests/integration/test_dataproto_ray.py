@@ -18,14 +18,7 @@ from rlhub.protocol import DataProto, DataProtoFuture, all_gather_data_proto
 MIB = 2**20
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    started = not ray.is_initialized()
-    if started:
-        ray.init(num_cpus=2, object_store_memory=400 * MIB, include_dashboard=False, logging_level="error")
-    yield
-    if started:
-        ray.shutdown()
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def batch_of(rows: int, width: int = 1) -> DataProto:
@@ -81,8 +74,11 @@ class Reader:
 
 
 @pytest.fixture(scope="module")
-def readers() -> list[Any]:
-    return [Reader.remote() for _ in range(2)]
+def readers(ray_cluster: None) -> Iterator[list[Any]]:
+    started = [Reader.remote() for _ in range(2)]
+    yield started
+    for reader in started:
+        ray.kill(reader)
 
 
 def test_echo_is_exact(readers: list[Any]) -> None:
