@@ -28,7 +28,7 @@ from rlhub.errors import EngineError, WeightMismatchError
 from rlhub.sharding_manager.manager import ShardingManager
 from tests.support import rollout_contract as contract
 from tests.support.plain_train_engine import PlainTrainEngine
-from tests.support.tiny_models import Family, greedy_reference, save_tiny_model, sequence_log_probs
+from tests.support.tiny_models import Family, greedy_reference, save_tiny_model, sequence_log_probs, tiny_model
 
 MAX_MODEL_LEN = 96
 BUCKET = 4096
@@ -126,11 +126,14 @@ def caught_flip(engine: RolloutEngine, manager: ShardingManager, name: str, *, h
     return "not caught"
 
 
+def model_folder(folder: Path, family: Family, rank: int) -> Path:
+    return folder / f"rank{rank}-{family}"
+
+
 def run_case(folder: Path, family: Family, tied: bool, tp: int, rank: int, world_size: int) -> dict[str, Any]:
     """Build, sync, generate, train a little, sync again, corrupt; everything an assertion needs."""
-    path = folder / f"rank{rank}-{family}-{tied}-{tp}"
-    train = PlainTrainEngine(save_tiny_model(path, family, tied=tied))
-    engine = build(path, "vllm", tp, rank)
+    train = PlainTrainEngine(tiny_model(family, tied=tied))
+    engine = build(model_folder(folder, family, rank), "vllm", tp, rank)
     torch.manual_seed(17)
     before = process_state()
     engine.initialize()
@@ -177,6 +180,8 @@ def main() -> None:
     folder, port, world_size, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    for family, tied, _ in CASES[world_size]:  # in a process group transformers would save on rank 0 only
+        save_tiny_model(model_folder(folder, family, rank), family, tied=tied)
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
     out: dict[str, Any] = {}

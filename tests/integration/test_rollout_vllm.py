@@ -1,0 +1,103 @@
+"""vLLM on CPU, in one rank and in two: generation, weight updates, and what the weight check catches."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.rollout_scenarios import CASES, FLIPPED
+
+ROOT = Path(__file__).parents[2]
+START_LIMIT_S = 600  # vLLM's import alone takes ten seconds of CPU time a process
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_job(folder: Path, world_size: int) -> list[dict[str, Any]]:
+    """What each rank of one job saw."""
+    port = free_port()
+    command = [sys.executable, "-m", "tests.integration.rollout_scenarios", str(folder), str(port), str(world_size)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment) for rank in range(world_size)]
+    try:
+        for process in ranks:
+            process.wait(START_LIMIT_S)
+    finally:
+        for process in ranks:
+            process.kill()
+    results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+    errors = [result["error"] for result in results if "error" in result]
+    assert not errors, "\n".join(errors)
+    assert [process.returncode for process in ranks] == [0] * world_size
+    return results
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_job(tmp_path_factory.mktemp("job"), request.param)
+
+
+def cases(job: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """(case, what a rank saw) for every rank; all the cases of the job's size are there."""
+    expected = {f"{family}-tp{tp}" for family, _, tp in CASES[len(job)]}
+    assert all(set(result) == expected for result in job)
+    return [pair for result in job for pair in result.items()]
+
+
+def test_greedy_completions_equal_full_forwards_before_and_after_an_update(job: list[dict[str, Any]]) -> None:
+    for name, case in cases(job):
+        first, second = case["steps"]
+        for version, step in enumerate((first, second)):
+            assert step["greedy"] == step["reference"], name
+            assert step["version"] == version
+        assert first["reference"] != second["reference"], "the update must change what is generated"
+
+
+def test_cached_prefixes_do_not_outlive_their_weights(job: list[dict[str, Any]]) -> None:
+    for name, case in cases(job):
+        for step in case["steps"]:
+            assert step["long"] == step["long_reference"], name
+
+
+def test_log_probs_are_those_of_the_tempered_distribution(job: list[dict[str, Any]]) -> None:
+    for name, case in cases(job):
+        assert all(step["log_prob_error"] < 2e-5 for step in case["steps"]), name
+
+
+def test_ranks_sample_the_same_for_the_same_seeds(job: list[dict[str, Any]]) -> None:
+    for name, case in job[0].items():
+        for result in job[1:]:
+            assert [step["sampled"] for step in result[name]["steps"]] == [step["sampled"] for step in case["steps"]]
+
+
+def test_one_flipped_element_in_the_engine_is_caught_by_name_on_every_rank(job: list[dict[str, Any]]) -> None:
+    for name, case in cases(job):
+        assert case["flips"] == {weight: weight for weight in FLIPPED[name.split("-")[0]]}
+        assert case["healed"] == "none"
+
+
+def test_the_trainers_process_is_left_as_it_was(job: list[dict[str, Any]]) -> None:
+    for name, case in cases(job):
+        assert case["undisturbed"], name
+        assert case["group_alive"], name
+
+
+def test_an_engine_without_weights_refuses_to_generate(job: list[dict[str, Any]]) -> None:
+    for _, case in cases(job):
+        for answer in (case["without_weights"], case["after_shutdown"]):
+            assert answer.startswith("EngineError") and "update_weights" in answer
+
+
+def test_single_requests_are_refused_under_tensor_parallelism(job: list[dict[str, Any]]) -> None:
+    for name, case in cases(job):
+        assert ("agenerate" in case) == name.endswith("tp2")
+        assert "tensor-parallel" in case.get("agenerate", "tensor-parallel")
