@@ -1,0 +1,173 @@
+"""The FSDP2 engine on 1, 2 and 4 real gloo ranks against a plain Hugging Face loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.integration import fsdp_checks as checks
+from tests.integration.fsdp_ranks import Ranks
+
+WORLDS = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Tiny models with awkward sizes: 67 tokens divide by no number of ranks."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+    sizes = {
+        "vocab_size": 67,
+        "hidden_size": 24,
+        "intermediate_size": 36,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    configs = {
+        "qwen2": Qwen2Config(**sizes, tie_word_embeddings=True),
+        "qwen3": Qwen3Config(**sizes, head_dim=6, tie_word_embeddings=False),
+        "llama": LlamaConfig(**sizes, tie_word_embeddings=False),
+    }
+    paths = {}
+    for name, config in configs.items():
+        torch.manual_seed(7)
+        path = tmp_path_factory.mktemp("models") / name
+        model = AutoModelForCausalLM.from_config(config)
+        for param in model.parameters():  # away from the zeros and ones of a fresh model
+            param.data.add_(torch.randn_like(param) * 0.1)
+        model.save_pretrained(path)
+        paths[name] = str(path)
+    return paths
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"world{world}")
+def ranks(request: pytest.FixtureRequest):
+    group = Ranks(request.param)
+    yield group
+    group.close()
+
+
+GRADIENT_CASES = {
+    "whole": {},
+    "single_rows": {"micro": {"rows": 1}},
+    "pairs": {"micro": {"rows": 2}},
+    "tokens": {"micro": {"max_tokens": 20}},
+    "padded": {"model": {"use_remove_padding": False}, "micro": {"rows": 2}},
+    "idle_rank": {"uneven": True, "micro": {"rows": 2}},
+    "checkpointing": {"model": {"enable_gradient_checkpointing": True}, "micro": {"rows": 3}},
+    "as_large_model": {"large": True, "micro": {"rows": 2}},
+}
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+@pytest.mark.parametrize("case", GRADIENT_CASES)
+def test_gradient_does_not_depend_on_the_cut(ranks: Ranks, models: dict[str, str], kind: str, case: str) -> None:
+    for error, loss, expected in ranks.call(checks.gradient, models["qwen2"], kind, GRADIENT_CASES[case]):
+        assert error <= 1e-10
+        assert loss == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3", "llama"])
+def test_gradient_in_float32(ranks: Ranks, models: dict[str, str], model: str) -> None:
+    for error, loss, expected in ranks.call(
+        checks.gradient, models[model], "policy", {"dtype": "fp32", "micro": {"max_tokens": 20}}
+    ):
+        assert error <= 1e-5
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_gradient_check_sees_a_small_error(ranks: Ranks, models: dict[str, str]) -> None:
+    """The control: one target off by 0.01 is far outside the tolerance."""
+    for error, _, _ in ranks.call(checks.gradient, models["qwen2"], "policy", {"damage": True}):
+        assert error > 1e-4
+
+
+@pytest.mark.parametrize("case", ["whole", "single_rows", "tokens", "padded", "idle_rank"])
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_infer(ranks: Ranks, models: dict[str, str], kind: str, case: str) -> None:
+    assert max(ranks.call(checks.inference, models["qwen3"], kind, GRADIENT_CASES[case])) < 1e-12
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+def test_steps_equal_torch_adamw(ranks: Ranks, models: dict[str, str], model: str, large: bool) -> None:
+    for weights, norms in ranks.call(checks.steps_against_torch, models[model], {}, large):
+        assert norms < 1e-10
+        assert weights < 1e-8
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_hybrid_sharding_steps(ranks: Ranks, models: dict[str, str], size: int) -> None:
+    if ranks.world < size:
+        size = 1
+    for weights, norms in ranks.call(checks.steps_against_torch, models["qwen2"], {"fsdp_size": size}, False):
+        assert norms < 1e-10
+        assert weights < 1e-8
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 4000, 1 << 30])
+def test_weight_stream(ranks: Ranks, models: dict[str, str], bucket_bytes: int) -> None:
+    results = ranks.call(checks.bucket_sizes, models["qwen2"], bucket_bytes)
+    for buckets, exact in results:
+        assert exact
+        assert buckets == results[0][0]
+        names = [name for bucket in buckets for name, _ in bucket]
+        assert len(names) == len(set(names))
+        assert "lm_head.weight" not in names and "model.embed_tokens.weight" in names
+        assert all(len(bucket) == 1 or sum(size for _, size in bucket) <= bucket_bytes for bucket in buckets)
+        if bucket_bytes == 1 << 30:
+            assert len(buckets) == 1
+
+
+def test_large_model_is_broadcast_exactly(ranks: Ranks, models: dict[str, str]) -> None:
+    for name in ("qwen2", "qwen3"):
+        assert all(ranks.call(checks.large_model_is_exact, models[name]))
+
+
+@pytest.mark.parametrize("model", ["qwen2", "llama"])
+def test_lora(ranks: Ranks, models: dict[str, str], model: str) -> None:
+    for facts in ranks.call(checks.lora, models[model]):
+        assert facts["moved"] > 1e-3 or ranks.world > 1  # a rank may hold only rows without targets
+        assert facts["without"] < 1e-12
+        assert facts["merged"] < 1e-12
+        assert facts["frozen"] == 0
+        rank, layers, in_and_out = 4, 2, [24 + 24, 24 + 12, 24 + 12, 24 + 24, 24 + 36, 24 + 36, 36 + 24]  # q k v o gate up down
+        assert facts["trainable"] == layers * rank * sum(in_and_out)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_not_finite_step_is_skipped_everywhere(ranks: Ranks, models: dict[str, str], where: str) -> None:
+    for facts in ranks.call(checks.not_finite, models["qwen2"], where):
+        assert facts == {
+            "skipped": True,
+            "unchanged": True,
+            "next": True,
+            "scalars": {"optimizer_steps": 1, "skipped_steps": 1},
+        }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, models: dict[str, str]):
+    """A run saved from two ranks, and how it went on."""
+    folder = tmp_path_factory.mktemp("saved")
+    group = Ranks(2)
+    result = group.call(checks.save, models["qwen2"], str(folder), 3)[0]
+    group.close()
+    return str(folder), result
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_resume_on_any_number_of_ranks(saved, ranks: Ranks, models: dict[str, str], warm: bool) -> None:
+    folder, expected = saved
+    for result in ranks.call(checks.resume, models["qwen2"], folder, expected["scalars"], warm):
+        for name, weight in expected["weights"].items():
+            if ranks.world == 2:
+                assert np.array_equal(result["weights"][name], weight), name
+            else:  # sums over ranks are rounded in another order
+                assert np.allclose(result["weights"][name], weight, rtol=0, atol=1e-9), name
+        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-9)
