@@ -1,0 +1,111 @@
+"""Scenarios that need a Ray cluster of their own, each run in a process of its own by the tests.
+
+Usage: python -m tests.integration.cluster_scenarios SCENARIO RESULT_FILE; the result is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlhub.errors import ConfigError, ResourceError, WorkerDiedError
+from rlhub.single_controller import ClassWithInitArgs, launch
+from tests.integration.controller_workers import Probe
+
+STORE = 200 * 2**20
+
+
+def _listening() -> list[str]:
+    """Addresses on which this process's descendants listen."""
+    processes = psutil.Process().children(recursive=True)
+    return sorted({c.laddr.ip for p in processes for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN})
+
+
+def own_cluster() -> dict[str, Any]:
+    """More ranks than cores with a proxy in the way: start, use and close."""
+    os.environ.update(http_proxy="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9")
+    ranks = (os.cpu_count() or 1) + 2
+    launched = launch({"actor": ClassWithInitArgs(Probe)}, ranks_per_node=ranks, ray_init={"object_store_memory": STORE})
+    actor = launched.groups["actor"]
+    listening = _listening()  # before the workers' own rendezvous, whose store torch binds to all interfaces
+    result = {
+        "ranks": ranks,
+        "per_rank": actor.per_rank(list(range(ranks))),
+        "sum": actor.all_reduce(),
+        "niceness": actor.niceness(),
+        "listening": listening,
+        "pids": [worker.pid for worker in actor.workers],
+        "children": actor.start_child(),
+    }
+    launched.close()
+    result["left"] = [pid for pid in result["pids"] + result["children"] if psutil.pid_exists(pid)]
+    result["descendants"] = [p.name() for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return result
+
+
+def refusals() -> dict[str, Any]:
+    """A cluster that is too small, and settings that make no sense."""
+    result: dict[str, Any] = {}
+    begin = time.monotonic()
+    for name, ray_init, device in (
+        ("cpus", {"num_cpus": 1, "object_store_memory": STORE}, "cpu"),
+        ("gpus", {"num_gpus": 0, "object_store_memory": STORE}, "cuda"),
+        ("join", {"address": "127.0.0.1:1", "num_cpus": 3}, "cpu"),
+    ):
+        try:
+            launch({"actor": ClassWithInitArgs(Probe)}, ranks_per_node=2, ray_init=ray_init, device=device)  # type: ignore[arg-type]
+        except (ResourceError, ConfigError) as error:
+            result[name] = str(error)
+    result["seconds"] = time.monotonic() - begin
+    return result
+
+
+def two_nodes() -> dict[str, Any]:
+    """Two nodes of different size with addresses of their own, then the loss of one."""
+    from ray.cluster_utils import Cluster
+
+    small = {"num_cpus": 2, "object_store_memory": STORE, "include_dashboard": False}
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False}
+    )
+    lost = cluster.add_node(**small)
+    cluster.wait_for_nodes()
+    from rlhub.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, connect
+
+    connection = connect({"address": cluster.address}, device="cpu", num_ranks=3)
+    pool = RayResourcePool([1, 2], wait_for_nodes=True, deadline_s=60)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Probe, tp=1), name_prefix="actor")
+    environments = group.environment()
+    result: dict[str, Any] = {
+        "owned": connection.owned,
+        "node_ids": [slot.node_id for slot in pool.slots()],
+        "local": [(env["RANK"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) for env in environments],
+        "sum": group.all_reduce(),
+    }
+    group.set_deadlines({"replicate": 60.0})
+    begin = time.monotonic()
+    cluster.remove_node(lost, allow_graceful=False)
+    try:
+        group.replicate(1)
+    except WorkerDiedError as error:
+        result["lost"] = [error.role, error.rank, time.monotonic() - begin]
+    group.close(20.0)
+    pids = [worker.pid for worker in group.workers]
+    result["left"] = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    pool.release()
+    import ray
+
+    ray.shutdown()
+    cluster.shutdown()
+    return result
+
+
+if __name__ == "__main__":
+    scenario = {"own_cluster": own_cluster, "refusals": refusals, "two_nodes": two_nodes}[sys.argv[1]]
+    Path(sys.argv[2]).write_text(json.dumps(scenario()))

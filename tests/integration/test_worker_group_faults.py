@@ -1,0 +1,189 @@
+"""What goes wrong in workers reaches the driver as a typed error in time, and closing leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+
+from rlhub.errors import DataError, DeadlineError, ResourceError, WorkerDiedError, WorkerError
+from rlhub.protocol import DataProto
+from rlhub.resilience import FaultInjector, parse_fault_plan
+from rlhub.single_controller import ClassWithInitArgs, Launched, launch
+from rlhub.single_controller.ray.reaper import marked_processes
+from tests.integration.controller_workers import Probe, Second
+
+Start = Callable[..., Launched]
+
+
+@pytest.fixture()
+def start(ray_cluster: None, tmp_path: Path) -> Iterator[Start]:
+    """Launch a Probe on two ranks; whatever the test does, it is closed afterwards and leaves no process."""
+    runs: list[Launched] = []
+
+    def start_run(**kwargs: Any) -> Launched:
+        runs.append(launch({"actor": ClassWithInitArgs(Probe)}, ranks_per_node=2, log_dir=tmp_path, **kwargs))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.close()
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_exceptions_deadlines_and_a_death_with_hanging_peers(start: Start) -> None:
+    run = start()
+    actor = run.groups["actor"]
+
+    with pytest.raises(WorkerError, match=r"\[actor rank 1 on 127.0.0.1\] fail_on raised ValueError: no such luck") as caught:
+        actor.fail_on(1)
+    assert caught.value.remote_type == "ValueError" and 'raise ValueError("no such luck")' in caught.value.remote_traceback
+    assert not isinstance(caught.value, WorkerDiedError)
+    with pytest.raises(WorkerError) as caught:
+        actor.fail_on(0, kind="data")
+    assert isinstance(caught.value.__cause__, DataError)
+    with pytest.raises(WorkerError, match="no_such_method"):
+        actor.execute_all_sync("no_such_method")
+
+    failing = actor.double_later(DataProto.from_dict({"y": torch.zeros(4)}))
+    with pytest.raises(WorkerError, match="double_later raised KeyError"):
+        failing.get()
+    with pytest.raises(WorkerError, match="double_later raised KeyError"):
+        actor.double(failing)
+    assert actor.replicate(1) == [(0, 1), (1, 1)], "the workers go on"
+
+    actor.set_deadlines({"sleep_on": 1.0})
+    begin = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"actor.sleep_on: not done after 1 s; still running: rank 1 on") as late:
+        actor.sleep_on(1, 6.0)
+    assert time.monotonic() - begin < 3 and late.value.seconds == 1.0
+    assert wait_for(lambda: "sleep_on" in Path(actor.workers[1].log).read_text()), "the stacks are in the log"
+
+    begin = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=f"process {actor.workers[0].pid} died") as died:
+        actor.die_on(0, others_sleep_s=300.0)
+    assert (died.value.role, died.value.rank) == ("actor", 0) and time.monotonic() - begin < 15
+    with pytest.raises(WorkerDiedError, match="rank 0"):
+        actor.only_zero(1)
+    begin = time.monotonic()
+    run.close()
+    assert time.monotonic() - begin < 10, "a hanging peer is not waited for"
+    assert all(gone(worker.pid) for worker in actor.workers)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_a_death_is_reported_rather_than_what_it_did_to_its_peers_and_children_are_ended(start: Start) -> None:
+    run = start()
+    actor = run.groups["actor"]
+    children = actor.start_child()
+    assert not any(gone(pid) for pid in children)
+    with pytest.raises(WorkerDiedError, match="actor rank 1"):
+        actor.die_and_break_peers(1)
+    assert not any(gone(pid) for pid in children), "the control: Ray does not end what a worker started"
+    run.close()
+    assert all(gone(pid) for pid in children)
+    assert all(gone(worker.pid) for worker in actor.workers)
+
+
+def test_an_idle_death_and_a_stopped_process(start: Start) -> None:
+    plan = parse_fault_plan([{"kind": "stop", "call": "actor.replicate", "rank": 1, "at": 2}])
+    run = start(observers=[FaultInjector(plan)], shutdown_deadline_s=20.0)
+    actor = run.groups["actor"]
+    actor.set_deadlines({}, default=2.0)
+    assert len(actor.replicate(1)) == 2
+    with pytest.raises(DeadlineError, match="actor.replicate.*rank 1"):
+        actor.replicate(1)
+    os.kill(actor.workers[0].pid, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="rank 0"):
+        actor.only_zero(1)
+    begin = time.monotonic()
+    run.close()
+    assert time.monotonic() - begin < 20 and all(gone(worker.pid) for worker in actor.workers)
+
+
+def host_processes() -> set[int]:
+    """Processes that host workers, by the title that Ray gives them."""
+    processes = psutil.process_iter(["cmdline"])
+    return {process.pid for process in processes if "WorkerHost" in " ".join(process.info["cmdline"] or [])}
+
+
+def free_cpus() -> float:
+    return float(ray.available_resources().get("CPU", 0))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "plugins", "message"),
+    [
+        ({"fail_on_rank": 1}, [], r"critic rank 1 .*__init__ raised ValueError: rank 1 cannot be built"),
+        ({}, ["no_such_plugin_module"], r"prepare raised ModuleNotFoundError: No module named 'no_such_plugin_module'"),
+    ],
+)
+def test_what_cannot_start_says_why_and_gives_its_places_back(
+    ray_cluster: None, kwargs: dict[str, Any], plugins: list[str], message: str
+) -> None:
+    assert wait_for(lambda: free_cpus() == 4.0)
+    before = host_processes()
+    roles = {"actor": ClassWithInitArgs(Second), "critic": ClassWithInitArgs(Probe, **kwargs)}
+    with pytest.raises(WorkerError, match=message):
+        launch(roles, ranks_per_node=2, plugins=plugins)
+    assert wait_for(lambda: free_cpus() == 4.0)
+    new = [
+        pid for pid in set(psutil.pids()) - before if not gone(pid) and "WorkerHost" in " ".join(psutil.Process(pid).cmdline())
+    ]
+    assert new == []
+
+
+def test_a_start_that_hangs_has_a_deadline(ray_cluster: None) -> None:
+    class Stuck(Second):
+        def __init__(self) -> None:
+            time.sleep(60)
+
+    begin = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"(actor.__init__|workers\.\w+): not done"):
+        launch({"actor": ClassWithInitArgs(Stuck)}, start_deadline_s=10.0)
+    assert time.monotonic() - begin < 40
+
+
+def test_more_than_the_cluster_has_is_refused_with_numbers_and_knobs(ray_cluster: None) -> None:
+    from rlhub.single_controller.ray import RayResourcePool
+
+    assert wait_for(lambda: free_cpus() == 4.0)
+    begin = time.monotonic()
+    with pytest.raises(ResourceError, match=r"asked for 99 worker processes .*4 of 4 CPUs free.*n_gpus_per_node.*num_cpus"):
+        RayResourcePool([99]).slots()
+    assert time.monotonic() - begin < 5
+    with pytest.raises(ResourceError, match=r"not given within 2 s .*trainer.device=cpu"):
+        RayResourcePool([1], use_gpu=True, deadline_s=2, wait_for_nodes=True).slots()
+    held = RayResourcePool([4])
+    held.slots()
+    with pytest.raises(ResourceError, match=r"0 of 4 CPUs free"):
+        RayResourcePool([2], deadline_s=2).slots()
+    held.release()
+
+
+def test_marked_processes_are_only_the_runs_own(start: Start) -> None:
+    run = start()
+    actor = run.groups["actor"]
+    marker = actor.environment()[0]["RLHUB_RUN_MARKER"]
+    assert {process.pid for process in marked_processes(marker)} == {worker.pid for worker in actor.workers}
+    assert marked_processes("someone else's") == []
