@@ -9,9 +9,11 @@ from contextlib import ExitStack
 from rlhub.config.cli import run as run_cli
 from rlhub.config.ppo import PPOConfig
 from rlhub.config.schema import to_dict
+from rlhub.trainer.preflight import check
 
 logger = logging.getLogger(__name__)
 
+REQUIRED = ("data.val_files", "actor_rollout_ref.model.path")
 DESCRIPTION = (
     "Sample answers to data.val_files (actor_rollout_ref.rollout.val_kwargs says how), score them, and report pass@1 and "
     "pass@k, over all rows and per data source.  The sampled answers and metrics.jsonl are left in the run folder."
@@ -39,4 +41,4 @@ def main(config: PPOConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(PPOConfig, "eval", main, description=DESCRIPTION))
+    sys.exit(run_cli(PPOConfig, "eval", main, description=DESCRIPTION, preflight=check, required=REQUIRED))

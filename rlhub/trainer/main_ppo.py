@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from rlhub.config.cli import run as run_cli
 from rlhub.config.ppo import PPOConfig
 from rlhub.config.schema import to_dict
+from rlhub.trainer.preflight import check
 
 logger = logging.getLogger(__name__)
 
@@ -16,13 +17,6 @@ DESCRIPTION = (
     "Reinforcement-learning post-training of a language model: prompts are answered by the rollout engine, scored by a "
     "reward function, and the policy is updated by the chosen estimator and loss."
 )
-
-
-def preflight(config: PPOConfig, set_keys: frozenset[str]) -> list[str]:
-    """Everything that can be found wrong before a process starts."""
-    from rlhub.trainer.preflight import check
-
-    return check(config)
 
 
 def main(config: PPOConfig) -> int:
@@ -44,4 +38,4 @@ def main(config: PPOConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(PPOConfig, "ppo", main, description=DESCRIPTION, preflight=preflight))
+    sys.exit(run_cli(PPOConfig, "ppo", main, description=DESCRIPTION, preflight=check))

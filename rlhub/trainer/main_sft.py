@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from rlhub.config.cli import run as run_cli
 from rlhub.config.schema import to_dict
 from rlhub.config.sft import SFTConfig
+from rlhub.trainer.preflight import check
 
 logger = logging.getLogger(__name__)
 
@@ -34,4 +35,4 @@ def main(config: SFTConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(SFTConfig, "sft", main, description=DESCRIPTION))
+    sys.exit(run_cli(SFTConfig, "sft", main, description=DESCRIPTION, preflight=check))
