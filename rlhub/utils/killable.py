@@ -26,6 +26,9 @@ from rlhub.utils.killable_wire import WireError, encode
 
 FailureKind = Literal["raised", "timeout", "died", "memory", "bad_argument", "bad_result"]
 GROW_AFTER_S = 0.1  # about twice the start of a child: less work than that is done sooner by the children there are
+GATHER_S = (
+    0.0005  # after a first reply, before reading: trivial calls answer by the dozen, and each wake-up costs more than a call
+)
 LOAD_TIMEOUT_S = 120.0
 MAX_CHUNK = 256
 
@@ -52,27 +55,29 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """The state of one `map`: encoded calls, those not yet handed out, those that get a second chance, and the outcomes."""
+    """The state of one `map`: the calls, those not yet handed out, those that get a second chance, and the outcomes."""
 
-    lines: list[bytes] = field(default_factory=list)
+    calls: Sequence[Mapping[str, Any]]
+    pending: deque[int]
     outcomes: dict[int, Outcome] = field(default_factory=dict)
-    pending: deque[int] = field(default_factory=deque)
     retries: deque[int] = field(default_factory=deque)
     retried: set[int] = field(default_factory=set)
     began: float = field(default_factory=time.monotonic)
 
     @property
     def unfinished(self) -> bool:
-        return len(self.outcomes) < len(self.lines)
+        return len(self.outcomes) < len(self.calls)
 
-    def add(self, call: Mapping[str, Any]) -> None:
-        number = len(self.lines)
+    def request(self, numbers: list[int]) -> tuple[list[int], bytes]:
+        """The line for these calls, and which of them are in it: what cannot be sent has failed with that."""
         try:
-            self.lines.append(encode(dict(call)).rstrip())
-            self.pending.append(number)
+            return numbers, encode([dict(self.calls[number]) for number in numbers])
         except WireError as error:
-            self.lines.append(b"")
-            self.outcomes[number] = _failed("bad_argument", str(error))
+            if len(numbers) == 1:
+                self.outcomes[numbers[0]] = _failed("bad_argument", str(error))
+                return [], b""
+        sendable = [number for number in numbers if self.request([number])[0]]
+        return (sendable, self.request(sendable)[1]) if sendable else ([], b"")
 
 
 class KillablePool:
@@ -101,9 +106,7 @@ class KillablePool:
 
     def map(self, calls: Sequence[Mapping[str, Any]]) -> list[Outcome]:
         """The outcome of every call, in order.  Blocking; returns however the function behaves.  Raises LoadError."""
-        run = _Run()
-        for call in calls:
-            run.add(call)
+        run = _Run(calls=calls, pending=deque(range(len(calls))))
         with self._lock:
             try:
                 self._run(run)
@@ -146,8 +149,9 @@ class KillablePool:
             else:
                 size = min(MAX_CHUNK, -(-len(run.pending) // (2 * self.num_workers)))
                 chunk = [run.pending.popleft() for _ in range(size)]
-            if chunk:
-                child.give(chunk, b"[" + b",".join(run.lines[number] for number in chunk) + b"]\n")
+            sendable, line = run.request(chunk) if chunk else ([], b"")
+            if sendable:
+                child.give(sendable, line)
 
     def _patience(self, run: _Run) -> float:
         """Seconds until something may have to be done without a reply."""
@@ -170,7 +174,10 @@ class KillablePool:
             if child.wants_write:
                 owners[child.request_fd] = child
                 poller.register(child.request_fd, select.POLLOUT)
-        for fd, _ in poller.poll(timeout_s * 1000):
+        events = poller.poll(timeout_s * 1000)
+        if events:
+            time.sleep(GATHER_S)
+        for fd, _ in events:
             child = owners[fd]
             if fd == child.request_fd:
                 child.write()

@@ -21,7 +21,7 @@ class WireError(ValueError):
 def encode(value: Any) -> bytes:
     """One line.  Arrays and tensors become lists, sets lists, dates ISO text; bytes survive; anything else is a WireError."""
     try:
-        return json.dumps(value, default=_plain, separators=(",", ":")).encode("ascii") + b"\n"
+        return _ENCODER.encode(value).encode("ascii") + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise WireError(str(error)) from error
 
@@ -29,7 +29,7 @@ def encode(value: Any) -> bytes:
 def decode(line: bytes) -> Any:
     """The value of a line; WireError if it is none."""
     try:
-        return json.loads(line, object_hook=_restore)
+        return _DECODER.decode(line.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise WireError(f"not a JSON line: {line[:80]!r}") from error
 
@@ -51,3 +51,7 @@ def _restore(mapping: dict[str, Any]) -> Any:
     if len(mapping) == 1 and isinstance(mapping.get(BYTES_TAG), str):
         return base64.b64decode(mapping[BYTES_TAG])
     return mapping
+
+
+_ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"))  # made once: json.dumps with arguments makes one a call
+_DECODER = json.JSONDecoder(object_hook=_restore)

@@ -90,7 +90,7 @@ def test_values_come_back_in_order_from_one_persistent_child_without_torch(make:
         ("eat", "memory", "1 GiB"),
         ("closure", "bad_result", "function"),
         ("huge", "bad_result", "bytes"),
-        ("close", "died", "ended with"),
+        ("close", "died", "its process"),
     ],
 )
 def test_a_failing_call_is_a_typed_failure_and_its_neighbours_are_scored(
