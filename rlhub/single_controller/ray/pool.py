@@ -86,11 +86,11 @@ class RayResourcePool(ResourcePool):
         if not self.wait_for_nodes and not self._could_fit():
             raise self._refusal("the cluster is too small for it")
         lifetime = "detached" if self.detached else None
-        groups = [
-            placement_group([self.bundle()] * count, strategy="STRICT_PACK", lifetime=lifetime) for count in self.process_on_nodes
-        ]
-        for group in groups:
-            if not self._wait(group, deadline):
+        groups: list[PlacementGroup] = []
+        # Largest first, each before the next: a small group placed early may take the room that a large one needs.
+        for count in sorted(self.process_on_nodes, reverse=True):
+            groups.append(placement_group([self.bundle()] * count, strategy="STRICT_PACK", lifetime=lifetime))
+            if not self._wait(groups[-1], deadline):
                 for reserved in groups:
                     remove_placement_group(reserved)
                 raise self._refusal(f"not given within {self.deadline_s:g} s (trainer.deadline_s.resources)")
