@@ -25,7 +25,7 @@ def fingerprint(tensor: Tensor) -> int:
     """
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.device.type == "cpu":
-        return xxhash.xxh3_128_intdigest(flat.view(torch.uint8).numpy())
+        return xxhash.xxh3_128_intdigest(flat.view(torch.uint8).numpy().data)
     return checksum(flat)
 
 
