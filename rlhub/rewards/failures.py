@@ -14,6 +14,11 @@ logger = logging.getLogger(__name__)
 SHOWN = 3
 
 
+def max_failures(num_rows: int, *, on_error: Literal["fail", "mask", "zero"], max_error_rate: float) -> int:
+    """How many failures among `num_rows` samples the policy lets pass."""
+    return 0 if on_error == "fail" else int(max_error_rate * num_rows)
+
+
 def check_failures(
     requests: Sequence[RewardRequest],
     outcomes: Sequence[RewardOutcome],
@@ -23,6 +28,7 @@ def check_failures(
 ) -> dict[str, float]:
     """Metrics of the failures; RewardError if `on_error` or `max_error_rate` does not let them pass."""
     kinds: Counter[str] = Counter(outcome.error.kind for outcome in outcomes if outcome.error is not None)
+    num_skipped = kinds.pop("skipped", 0)
     num_failed = sum(kinds.values())
     share = num_failed / max(len(outcomes), 1)
     if num_failed:
@@ -31,11 +37,12 @@ def check_failures(
             raise RewardError(
                 f"{report}\nThe run stops because reward_model.on_error=fail; mask and zero go on without such samples."
             )
-        if share > max_error_rate:
+        if share > max_error_rate or num_skipped:
             compared = (
                 f"{num_failed} of {len(outcomes)} = {share:.0%} is more than reward_model.max_error_rate={max_error_rate:g}"
             )
-            raise RewardError(f"{report}\n{compared} allows.")
+            rest = f" The other {num_skipped} were not scored." if num_skipped else ""
+            raise RewardError(f"{report}\n{compared} allows.{rest}")
         logger.warning("%s", report)
     return {
         "reward/num_failed": float(num_failed),

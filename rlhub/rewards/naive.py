@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import Decoder, ManagerParts, RewardResult
-from rlhub.rewards.failures import check_failures
+from rlhub.rewards.failures import check_failures, max_failures
 from rlhub.rewards.pool import RewardOutcome, RewardRequest
 
 NUMBERS = (bool, int, float)
@@ -27,7 +27,8 @@ class NaiveManager:
         parts = self.parts
         lengths = response_lengths(batch)
         requests = reward_requests(batch, lengths, parts.tokenizer)
-        outcomes = parts.pool.score(requests)
+        allowed = max_failures(len(requests), on_error=parts.on_error, max_error_rate=parts.max_error_rate)
+        outcomes = parts.pool.score(requests, max_failures=allowed)
         metrics = check_failures(requests, outcomes, on_error=parts.on_error, max_error_rate=parts.max_error_rate)
         scored = np.array([outcome.error is None for outcome in outcomes], dtype=bool)
         raw = np.array([outcome.score for outcome in outcomes], dtype=np.float32)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rlhub.utils.killable import KillablePool, Outcome
 
-RewardFailureKind = Literal["raised", "timeout", "died", "memory", "bad_value", "bad_input"]
+RewardFailureKind = Literal["raised", "timeout", "died", "memory", "bad_value", "bad_input", "skipped"]
 LARGEST_SCORE = 3.4e38  # float32, the dtype of the reward columns
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
@@ -25,7 +25,8 @@ class RewardRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFailure:
-    """Why there is no score.  bad_value: the function returned no finite number; bad_input: the row cannot be sent to it."""
+    """Why there is no score.  bad_value: the function returned no finite number; bad_input: the row cannot be sent to it;
+    skipped: not scored, because more samples had failed than the caller allows."""
 
     kind: RewardFailureKind
     message: str
@@ -51,9 +52,13 @@ class RewardPool:
         """Load the function in a first child.  Raises LoadError with its traceback."""
         self._pool.start()
 
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        """One outcome a request, in order, within the deadlines whatever the function does.  Blocking."""
-        return [read_outcome(outcome) for outcome in self._pool.map([_arguments(request) for request in requests])]
+    def score(self, requests: Sequence[RewardRequest], *, max_failures: int | None = None) -> list[RewardOutcome]:
+        """One outcome a request, in order, within the deadlines whatever the function does.  Blocking.
+
+        max_failures: skip the rest after more failures than that; None: score all.
+        """
+        outcomes = self._pool.map([_arguments(request) for request in requests], max_failures=max_failures)
+        return [read_outcome(outcome) for outcome in outcomes]
 
     def close(self) -> None:
         self._pool.close()

@@ -24,7 +24,7 @@ from rlhub.errors import LoadError
 from rlhub.utils.killable_process import ChildProcess, spawn
 from rlhub.utils.killable_wire import WireError, encode
 
-FailureKind = Literal["raised", "timeout", "died", "memory", "bad_argument", "bad_result"]
+FailureKind = Literal["raised", "timeout", "died", "memory", "bad_argument", "bad_result", "skipped"]
 GROW_AFTER_S = 0.1  # about twice the start of a child: less work than that is done sooner by the children there are
 GATHER_S = (
     0.0005  # after a first reply, before reading: trivial calls answer by the dozen, and each wake-up costs more than a call
@@ -38,7 +38,7 @@ class Failure:
     """Why a call has no value.
 
     raised: the function raised (`message`: its traceback); timeout; died: its process ended, twice; memory: over the cap;
-    bad_argument, bad_result: not expressible as JSON.
+    bad_argument, bad_result: not expressible as JSON; skipped: not done, because too many others had failed.
     """
 
     kind: FailureKind
@@ -59,6 +59,8 @@ class _Run:
 
     calls: Sequence[Mapping[str, Any]]
     pending: deque[int]
+    max_failures: int
+    num_failures: int = 0
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     retries: deque[int] = field(default_factory=deque)
     retried: set[int] = field(default_factory=set)
@@ -66,7 +68,11 @@ class _Run:
 
     @property
     def unfinished(self) -> bool:
-        return len(self.outcomes) < len(self.calls)
+        return len(self.outcomes) < len(self.calls) and self.num_failures <= self.max_failures
+
+    def fail(self, number: int, kind: FailureKind, message: str) -> None:
+        self.outcomes[number] = Outcome(failure=Failure(kind=kind, message=message))
+        self.num_failures += 1
 
     def request(self, numbers: list[int]) -> tuple[list[int], bytes]:
         """The line for these calls, and which of them are in it: what cannot be sent has failed with that."""
@@ -74,7 +80,7 @@ class _Run:
             return numbers, encode([dict(self.calls[number]) for number in numbers])
         except WireError as error:
             if len(numbers) == 1:
-                self.outcomes[numbers[0]] = _failed("bad_argument", str(error))
+                self.fail(numbers[0], "bad_argument", str(error))
                 return [], b""
         sendable = [number for number in numbers if self.request([number])[0]]
         return (sendable, self.request(sendable)[1]) if sendable else ([], b"")
@@ -104,16 +110,22 @@ class KillablePool:
         """Start the first child and wait until its function is loaded.  Raises LoadError."""
         self.map([])
 
-    def map(self, calls: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """The outcome of every call, in order.  Blocking; returns however the function behaves.  Raises LoadError."""
-        run = _Run(calls=calls, pending=deque(range(len(calls))))
+    def map(self, calls: Sequence[Mapping[str, Any]], *, max_failures: int | None = None) -> list[Outcome]:
+        """The outcome of every call, in order.  Blocking; returns however the function behaves.  Raises LoadError.
+
+        max_failures: after more than so many, the calls not yet answered are skipped, so that a function which always hangs
+        costs a few deadlines and not one for every call.
+        """
+        most = len(calls) if max_failures is None else max_failures
+        run = _Run(calls=calls, pending=deque(range(len(calls))), max_failures=most)
         with self._lock:
             try:
                 self._run(run)
             except BaseException:  # re-raised: an interrupted run must not leave children whose answers nobody expects
                 _kill_all(self._children)
                 raise
-        return [run.outcomes[number] for number in range(len(calls))]
+        skipped = Outcome(failure=Failure(kind="skipped", message=f"{run.num_failures} other calls had failed"))
+        return [run.outcomes.get(number, skipped) for number in range(len(calls))]
 
     def close(self) -> None:
         """End all children.  A later `map` starts new ones."""
@@ -129,6 +141,8 @@ class KillablePool:
             self._pump(run, self._patience(run))
             for child in list(self._children):
                 self._settle(run, child)
+        for child in [child for child in self._children if child.items]:
+            self._discard(child)  # at work on calls that are skipped
 
     def _grow(self, run: _Run) -> None:
         """One child at first; another for every call that needs a fresh one, and while work outlasts the start of a child."""
@@ -199,8 +213,10 @@ class KillablePool:
         else:
             number = child.items.popleft()
             child.served += 1
-            failed = "failed" in reply
-            run.outcomes[number] = _failed(reply["failed"], reply["message"]) if failed else Outcome(value=reply.get("value"))
+            if "failed" in reply:
+                run.fail(number, reply["failed"], reply["message"])
+            else:
+                run.outcomes[number] = Outcome(value=reply.get("value"))
 
     def _settle(self, run: _Run, child: ChildProcess) -> None:
         """Take a child out that has ended or is past its deadline, and see to the calls it had."""
@@ -212,7 +228,7 @@ class KillablePool:
             why = f"not done after {LOAD_TIMEOUT_S:g} s" if late else f"the process {how}"
             raise LoadError(f"cannot load {self.target}: {why}")
         if child.items and late and not child.finished:
-            run.outcomes[child.items.popleft()] = _failed("timeout", f"not done after {self.timeout_s:g} s")
+            run.fail(child.items.popleft(), "timeout", f"not done after {self.timeout_s:g} s")
         elif child.items:
             self._second_chance(run, child, "died", f"its process {how}")
         _take_back(run, child)
@@ -222,7 +238,7 @@ class KillablePool:
         repeated once, first thing in a fresh child."""
         number = child.items.popleft()
         if number in run.retried:
-            run.outcomes[number] = _failed(kind, message)
+            run.fail(number, kind, message)
             return
         run.retried.add(number)
         run.retries.append(number)
@@ -236,10 +252,6 @@ def _take_back(run: _Run, child: ChildProcess) -> None:
     """The calls that an ended child has not begun are the next to be handed out."""
     run.pending.extendleft(reversed(child.items))
     child.items.clear()
-
-
-def _failed(kind: FailureKind, message: str) -> Outcome:
-    return Outcome(failure=Failure(kind=kind, message=message))
 
 
 def _kill_all(children: list[ChildProcess]) -> None:

@@ -90,6 +90,14 @@ def test_hanging_samples_cost_one_deadline_each_shared_by_the_workers(build: Cal
     assert time.monotonic() - started < 30
 
 
+def test_a_function_that_always_hangs_stops_the_run_after_a_few_deadlines(build: Callable[..., RewardManager]) -> None:
+    """200 deadlines of a second would be 100 s for two workers."""
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"(?s)timeout.*more than reward_model.max_error_rate=0.01.* were not scored"):
+        build(timeout_s=1.0, max_error_rate=0.01)(make_batch(["hang"] * 200))
+    assert time.monotonic() - started < 40
+
+
 def test_a_gigabyte_of_output_is_not_a_fault(build: Callable[..., RewardManager]) -> None:
     assert build(timeout_s=60.0)(make_batch(["print"])).scores.tolist() == [1.0]
 

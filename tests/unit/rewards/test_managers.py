@@ -30,7 +30,7 @@ class Scripted:
     def __init__(self, table: dict[str, float | dict[str, Any]]) -> None:
         self.table, self.seen = table, []  # type: ignore[var-annotated]
 
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
+    def score(self, requests: Sequence[RewardRequest], *, max_failures: int | None = None) -> list[RewardOutcome]:
         self.seen = list(requests)
         return [self._one(request.solution_str) for request in requests]
 

@@ -111,6 +111,15 @@ def test_a_call_that_holds_the_interpreter_lock_is_killed_at_its_deadline(make: 
     assert kinds(run(pool, 1, "hang", 2, "hang", 3)) == [None, "timeout", None, "timeout", None]
 
 
+def test_after_too_many_failures_the_rest_is_skipped(make: Callable[..., KillablePool]) -> None:
+    """With the control: without a limit every call is done."""
+    pool = make(timeout_s=0.3)
+    calls = [{"x": x} for x in (1, "hang", "hang", *[2] * 5)]
+    assert kinds(pool.map(calls, max_failures=1)) == [None, "timeout", "timeout", *["skipped"] * 5]
+    assert kinds(pool.map(calls)) == [None, "timeout", "timeout", *[None] * 5]
+    assert kinds(pool.map([{"x": "raise"}] * 3, max_failures=0))[0] == "raised"
+
+
 def test_output_goes_nowhere_whatever_its_size(make: Callable[..., KillablePool]) -> None:
     assert run(make(), "print")[0].value == "print"
 
