@@ -11,19 +11,27 @@ import os
 import random
 import sys
 import traceback
+import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch import distributed as dist
+from transformers import PreTrainedModel
 
 from rlhub.config.model import ModelConfig
 from rlhub.config.rollout import RolloutConfig
+from rlhub.config.training import FSDPConfig
 from rlhub.engines.rollout.base import GenerationRequest, RolloutEngine, SamplingParams, WeightBucket
 from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.vllm.engine import VLLMEngine
+from rlhub.engines.training.base import TrainEngine
+from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.errors import EngineError, WeightMismatchError
 from rlhub.sharding_manager.manager import ShardingManager
 from tests.support import rollout_contract as contract
@@ -39,10 +47,29 @@ FLIPPED = {
     "qwen3": ["model.layers.0.self_attn.q_norm.weight", "model.layers.1.self_attn.v_proj.weight"],
     "llama": ["model.layers.1.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"],
 }
-# (family, tied, tensor-parallel size) by number of ranks; two ranks with size 1 are two replicas
-CASES: dict[int, list[tuple[Family, bool, int]]] = {
-    1: [("qwen2", True, 1), ("llama", False, 1), ("qwen3", True, 1)],
-    2: [("qwen2", True, 1), ("qwen2", True, 2), ("llama", False, 2)],
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """tp: tensor-parallel size of the rollout; two ranks with tp 1 are two replicas.  fsdp: a sharded trainer."""
+
+    family: Family
+    tied: bool
+    tp: int
+    fsdp: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-tp{self.tp}"
+
+
+CASES = {  # by number of ranks
+    1: [Case(family="qwen2", tied=True, tp=1), Case(family="llama", tied=False, tp=1), Case(family="qwen3", tied=True, tp=1)],
+    2: [
+        Case(family="qwen2", tied=True, tp=1, fsdp=True),
+        Case(family="qwen2", tied=True, tp=2),
+        Case(family="llama", tied=False, tp=2, fsdp=True),
+    ],
 }
 
 
@@ -77,20 +104,22 @@ def greedy(engine: RolloutEngine) -> list[list[int]]:
     return contract.tokens(engine.generate(contract.requests(), SamplingParams(temperature=0.0, max_new_tokens=GREEDY_TOKENS)))
 
 
-def log_prob_error(engine: RolloutEngine, train: PlainTrainEngine) -> float:
+def log_prob_error(engine: RolloutEngine, model: PreTrainedModel) -> float:
     """Largest difference to a full forward, sampling at a temperature."""
     worst = 0.0
     completions = engine.generate(contract.requests(), SamplingParams(temperature=0.7, max_new_tokens=GREEDY_TOKENS))
     for prompt, completion in zip(contract.PROMPTS, completions, strict=True):
-        expected = sequence_log_probs(train.model, prompt, completion.token_ids, 0.7)
+        expected = sequence_log_probs(model, prompt, completion.token_ids, 0.7)
         worst = max(worst, *(abs(a - b) for a, b in zip(expected, completion.log_probs, strict=True)))
     return worst
 
 
-def long_prompt_tokens(engine: RolloutEngine) -> list[int]:
-    """Longer than a cache block, so that a stale prefix would be used."""
+def long_prompt_error(engine: RolloutEngine, model: PreTrainedModel) -> float:
+    """Largest difference of log-probs to a full forward, for a prompt of several cache blocks: a stale prefix shows."""
     request = GenerationRequest(prompt_ids=[3 + i % 60 for i in range(70)], seed=0)
-    return engine.generate([request], SamplingParams(temperature=0.0, max_new_tokens=12))[0].token_ids
+    completion = engine.generate([request], SamplingParams(max_new_tokens=12))[0]
+    expected = sequence_log_probs(model, list(request.prompt_ids), completion.token_ids, 1.0)
+    return max(abs(a - b) for a, b in zip(expected, completion.log_probs, strict=True))
 
 
 def error_of(action: Callable[[], object]) -> str:
@@ -130,11 +159,53 @@ def model_folder(folder: Path, family: Family, rank: int) -> Path:
     return folder / f"rank{rank}-{family}"
 
 
-def run_case(folder: Path, family: Family, tied: bool, tp: int, rank: int, world_size: int) -> dict[str, Any]:
-    """Build, sync, generate, train a little, sync again, corrupt; everything an assertion needs."""
-    train = PlainTrainEngine(tiny_model(family, tied=tied))
-    engine = build(model_folder(folder, family, rank), "vllm", tp, rank)
-    torch.manual_seed(17)
+@torch.no_grad()
+def perturb(weights: Iterable[tuple[str, Tensor]], seed: int) -> None:
+    """Scale every weight by a factor of its own: the same change for whole and for sharded weights."""
+    for name, weight in weights:
+        weight.mul_(0.7 + 0.6 * (zlib.crc32(f"{name}:{seed}".encode()) % 1000) / 1000)
+
+
+def build_trainer(case: Case, path: Path) -> tuple[TrainEngine, Callable[[], Iterable[tuple[str, Tensor]]]]:
+    """The engine and a way to its live weights."""
+    if not case.fsdp:
+        plain = PlainTrainEngine(tiny_model(case.family, tied=case.tied))
+        return plain, plain.model.named_parameters
+    engine = FSDPEngine(ModelConfig(path=str(path)), FSDPConfig(), None, kind="policy", device=torch.device("cpu"))
+    engine.initialize()
+    return engine, lambda: [(item.name, item.param) for item in engine.params]
+
+
+def observe_step(engine: RolloutEngine, manager: ShardingManager, model: PreTrainedModel, version: int) -> dict[str, Any]:
+    """Sync, and compare what the engine then generates with full forwards of `model`."""
+    report = manager.sync(version)
+    return {
+        "reference": [greedy_reference(model, prompt, GREEDY_TOKENS)[0] for prompt in contract.PROMPTS],
+        "greedy": greedy(engine),
+        "long_prompt_error": long_prompt_error(engine, model),
+        "log_prob_error": log_prob_error(engine, model),
+        "num_weights": report.num_weights,
+        "sampled": contract.tokens(engine.generate(contract.requests(), SamplingParams(max_new_tokens=12))),
+        "version": engine.version,
+    }
+
+
+def stale_prefix_error(engine: VLLMEngine, manager: ShardingManager, model: PreTrainedModel) -> float:
+    """The long prompt's error when the prefix cache is not reset; the caller has just changed the weights."""
+    reset = engine._reset_prefix_cache
+    engine._reset_prefix_cache = lambda: None  # type: ignore[method-assign]
+    manager.sync(5)
+    engine._reset_prefix_cache = reset  # type: ignore[method-assign]
+    return long_prompt_error(engine, model)
+
+
+def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, Any]:
+    """Build, sync, generate, change the weights, sync again, corrupt; everything an assertion needs."""
+    path = model_folder(folder, case.family, rank)
+    train, live = build_trainer(case, path)
+    model = tiny_model(case.family, tied=case.tied)
+    engine = build(path, "vllm", case.tp, rank)
+    assert isinstance(engine, VLLMEngine)
     before = process_state()
     engine.initialize()
     out: dict[str, Any] = {"undisturbed": process_state() == before}
@@ -142,30 +213,21 @@ def run_case(folder: Path, family: Family, tied: bool, tp: int, rank: int, world
     manager = ShardingManager(train, engine, bucket_bytes=BUCKET)
     out["steps"] = []
     for version in range(2):
-        report = manager.sync(version)
-        out["steps"].append(
-            {
-                "reference": [greedy_reference(train.model, prompt, GREEDY_TOKENS)[0] for prompt in contract.PROMPTS],
-                "greedy": greedy(engine),
-                "long": long_prompt_tokens(engine),
-                "long_reference": greedy_reference(train.model, [3 + i % 60 for i in range(70)], 12)[0],
-                "log_prob_error": log_prob_error(engine, train),
-                "num_weights": report.num_weights,
-                "sampled": contract.tokens(engine.generate(contract.requests(), SamplingParams(max_new_tokens=12))),
-                "version": engine.version,
-            }
-        )
-        train.perturb(version)
-    weights = dict(train.model.named_parameters())
-    contract.check_live_weights(engine, {name: tensor.detach() for name, tensor in weights.items()})
+        out["steps"].append(observe_step(engine, manager, model, version))
+        perturb(live(), version)
+        perturb(model.named_parameters(), version)
+    out["stale_prefix_error"] = stale_prefix_error(engine, manager, model)
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    contract.check_live_weights(engine, weights)
     contract.check_generation(engine)
     contract.check_refusals(engine, MAX_MODEL_LEN)
-    contract.check_weight_stream(engine, [(name, tensor.detach()) for name, tensor in weights.items()])
-    if tp == 1:
+    contract.check_weight_stream(engine, list(weights.items()))
+    if case.tp == 1:
         contract.check_agenerate(engine)
     else:
         out["agenerate"] = error_of(lambda: next(iter(engine.agenerate(contract.requests()[0], SamplingParams()).__await__())))
-    out["flips"] = {name: caught_flip(engine, manager, name, here=rank == world_size - 1) for name in FLIPPED[family]}
+    last = rank == world_size - 1
+    out["flips"] = {name: caught_flip(engine, manager, name, here=last) for name in FLIPPED[case.family]}
     out["healed"] = error_of(lambda: manager.sync(10))
     engine.shutdown()
     engine.shutdown()
@@ -180,14 +242,14 @@ def main() -> None:
     folder, port, world_size, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    for family, tied, _ in CASES[world_size]:  # in a process group transformers would save on rank 0 only
-        save_tiny_model(model_folder(folder, family, rank), family, tied=tied)
+    for case in CASES[world_size]:  # in a process group transformers would save on rank 0 only
+        save_tiny_model(model_folder(folder, case.family, rank), case.family, tied=case.tied)
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
     out: dict[str, Any] = {}
     try:
-        for family, tied, tp in CASES[world_size]:
-            out[f"{family}-tp{tp}"] = run_case(folder, family, tied, tp, rank, world_size)
+        for case in CASES[world_size]:
+            out[case.name] = run_case(folder, case, rank, world_size)
     except BaseException:
         out["error"] = traceback.format_exc()
         raise
