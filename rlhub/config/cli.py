@@ -15,11 +15,12 @@ from typing import TypeVar
 
 from rlhub.config import checks, effects, load, show
 from rlhub.config.derive import derive
-from rlhub.errors import ConfigError, DataError, ResourceError
+from rlhub.errors import ConfigError, DataError, ResourceError, RlhubError
 
 C = TypeVar("C")
 
 TEXT_WIDTH = 120
+EXIT_FAILURE = 1
 EXIT_USAGE = 2  # as argparse and most shells' tools: the command, not the program, is at fault
 
 Preflight = Callable[[C, frozenset[str]], list[str]]
@@ -45,7 +46,8 @@ def run(
     """Parse `argv` (default: the process's), build and check the configuration, call `main(config)`.
 
     required: settings that must be given; default: what training needs.
-    Returns the exit status: main's (None is 0), or 2 after printing what is wrong with configuration, data or resources.
+    Returns the exit status: main's (None is 0), or after printing what is wrong: 2 for
+    configuration, data or resources, 1 for any other error of rlhub (a worker's carries its remote traceback).
     """
     arguments = _parse(config_name, description, sys.argv[1:] if argv is None else argv, config_class)
     if isinstance(arguments, int):
@@ -65,10 +67,10 @@ def run(
             _write(show.to_yaml(config))
             return 0
         return main(config) or 0
-    except (ConfigError, DataError, ResourceError) as error:
+    except RlhubError as error:
         logging.getLogger(__name__).debug("stopped", exc_info=True)
         sys.stderr.write(f"error: {error}\n")
-        return EXIT_USAGE
+        return EXIT_USAGE if isinstance(error, ConfigError | DataError | ResourceError) else EXIT_FAILURE
 
 
 def prepare(
