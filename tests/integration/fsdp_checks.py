@@ -355,3 +355,21 @@ def not_finite(path: str, where: str) -> dict[str, Any]:
     norms = train(built, 1)
     fresh = train(make_engine(path), 1)
     return {"skipped": report.skipped, "unchanged": unchanged, "next": norms == fresh, "scalars": built.scalar_state()}
+
+
+def stream_peak(path: str, bucket_bytes: int) -> tuple[int, int]:
+    """(bytes of all weights, most bytes of resident memory that streaming them added)."""
+    built = make_engine(path, fsdp={"model_dtype": "fp32"}, optim=None)
+    total = peak = 0
+    for _ in range(2):  # the first pass warms communication buffers up
+        dist.barrier()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        before = _status("VmRSS")
+        total = sum(t.numel() * t.element_size() for bucket in built.named_weights(bucket_bytes=bucket_bytes) for _, t in bucket)
+        peak = _status("VmHWM") - before
+    return total, peak
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))

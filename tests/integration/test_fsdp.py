@@ -124,6 +124,21 @@ def test_weight_stream(ranks: Ranks, models: dict[str, str], bucket_bytes: int) 
             assert len(buckets) == 1
 
 
+def test_weight_stream_holds_two_buckets(ranks: Ranks, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = Qwen2Config(vocab_size=4096, num_hidden_layers=14, tie_word_embeddings=True, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    bucket = 8 << 20
+    for total, peak in ranks.call(checks.stream_peak, str(tmp_path), bucket):
+        assert total > 7 * bucket
+        assert peak < 2 * bucket + (4 << 20)
+    for total, peak in ranks.call(checks.stream_peak, str(tmp_path), 1 << 30):  # the control: all at once is seen
+        assert peak > total // 2 or ranks.world == 1
+
+
 def test_large_model_is_broadcast_exactly(ranks: Ranks, models: dict[str, str]) -> None:
     for name in ("qwen2", "qwen3"):
         assert all(ranks.call(checks.large_model_is_exact, models[name]))

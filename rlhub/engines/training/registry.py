@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from rlhub.engines.training.base import TrainEngine
 
 EngineFactory = Callable[..., "TrainEngine"]
-"""Called as FSDPEngine is: (model, fsdp, optim, *, kind, device, temperature, micro_batch, infer_micro_batch, grad_clip, seed)."""
+"""Called as FSDPEngine is: (model, fsdp, optim, *, kind, device, temperature, micro_batch, infer_micro_batch, grad_clip,
+seed)."""
 
 TRAIN_ENGINES: Registry[EngineFactory] = Registry("training engine")
 TRAIN_ENGINES.add_lazy("fsdp2", "rlhub.engines.training.fsdp.engine:FSDPEngine")

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhub.engines.training.fsdp import attention
+from rlhub.engines.training.fsdp.attention import group_lengths, packed_attention, plan_attention
+from rlhub.errors import EngineError
+
+CPU = torch.device("cpu")
+
+
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """(1, heads, tokens, width) -> (1, tokens, heads, width), one token at a time."""
+    repeat = query.shape[1] // key.shape[1]
+    out = torch.zeros_like(query)
+    first = 0
+    for length in lengths:
+        for offset in range(length):
+            now = first + offset
+            for head in range(query.shape[1]):
+                keys, values = key[0, head // repeat, first : now + 1], value[0, head // repeat, first : now + 1]
+                weights = (keys @ query[0, head, now] * 0.3).softmax(0)
+                out[0, head, now] = weights @ values
+        first += length
+    return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("lengths", [[1], [4, 4, 4], [9, 2, 5, 1, 8, 2], [3, 12]])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_equals_dense_attention(monkeypatch: pytest.MonkeyPatch, lengths: list[int], kv_heads: int) -> None:
+    monkeypatch.setattr(attention, "MIN_GROUP_TOKENS", 6)  # so that the short rows make several groups
+    torch.manual_seed(0)
+    make = lambda heads: torch.randn(1, heads, sum(lengths), 3, dtype=torch.float64, requires_grad=True)  # noqa: E731
+    tensors = make(4), make(kv_heads), make(kv_heads)
+    factor = torch.randn(1, sum(lengths), 4, 3, dtype=torch.float64)
+    plan = plan_attention(lengths, CPU)
+    got, _ = packed_attention(torch.nn.Module(), *tensors, None, scaling=0.3, packing=plan)
+    expected = dense(*(tensor.detach() for tensor in tensors), lengths)
+    torch.testing.assert_close(got, expected)
+    # the gradient against autograd through a masked softmax
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    allowed = (row[:, None] == row[None]) & torch.ones(len(row), len(row), dtype=torch.bool).tril()
+    key, value = (tensor.repeat_interleave(4 // kv_heads, 1) for tensor in tensors[1:])
+    scores = (tensors[0] @ key.transpose(2, 3) * 0.3).masked_fill(~allowed, float("-inf"))
+    masked = (scores.softmax(-1) @ value).transpose(1, 2)
+    for ours, theirs in zip(
+        torch.autograd.grad((got * factor).sum(), tensors), torch.autograd.grad((masked * factor).sum(), tensors), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=60))
+def test_plan_places_every_token_once(lengths: list[int]) -> None:
+    plan = plan_attention(lengths, CPU)
+    assert sum(rows for rows, _ in plan.shapes) == len(lengths)
+    places = sum(rows * longest for rows, longest in plan.shapes)
+    if plan.gather is None or plan.restore is None or plan.padding is None:
+        assert len(set(lengths)) == 1 and places == sum(lengths)
+        return
+    assert plan.gather.shape == (places,)
+    assert torch.equal(plan.gather[plan.restore], torch.arange(sum(lengths)))
+    assert plan.padding.numel() == places - sum(lengths)
+    assert places <= sum(lengths) / attention.NEW_GROUP_RATIO + len(plan.shapes) * attention.MIN_GROUP_TOKENS + max(lengths)
+
+
+def test_groups_are_few() -> None:
+    assert len(group_lengths([30, 25, 28, 40] * 4)) == 1
+    assert len(group_lengths(list(range(16, 4096, 16)))) < 24
+
+
+def test_misuse_is_an_error_not_a_wrong_result() -> None:
+    tensors = [torch.randn(1, 1, 5, 2) for _ in range(3)]
+    module = torch.nn.Module()
+    with pytest.raises(EngineError, match="use_remove_padding"):
+        packed_attention(module, *tensors, None)
+    with pytest.raises(EngineError, match="use_remove_padding"):
+        packed_attention(module, *tensors, None, packing=plan_attention([4], CPU))
+    with pytest.raises(EngineError, match="window of 3"):
+        packed_attention(module, *tensors, None, packing=plan_attention([4, 1], CPU), sliding_window=3)
+    packed_attention(module, *tensors, None, packing=plan_attention([4, 1], CPU), sliding_window=4)

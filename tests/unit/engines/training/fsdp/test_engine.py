@@ -1,0 +1,112 @@
+"""FSDPEngine on one rank: what it holds in memory, what it refuses.  Numbers are compared in tests/integration/test_fsdp.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rlhub.config.model import ModelConfig
+from rlhub.config.training import FSDPConfig, OptimConfig
+from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
+from rlhub.engines.training.fsdp.engine import FSDPEngine
+from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.errors import EngineError
+from tests.unit.models.conftest import save_model
+
+CPU = torch.device("cpu")
+BATCH, PROMPT, RESPONSE, VOCAB = 4, 3, 8, 500
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("engine") / "model", vocab_size=VOCAB)
+
+
+def make(folder: Path, kind: Any = "policy", train: bool = True) -> FSDPEngine:
+    ensure_process_group(CPU)
+    model = ModelConfig(path=str(folder), enable_gradient_checkpointing=False)
+    engine = FSDPEngine(model, FSDPConfig(), OptimConfig(lr=1e-3) if train else None, kind=kind, device=CPU)
+    engine.initialize()
+    return engine
+
+
+def rows() -> dict[str, torch.Tensor]:
+    """Full rows: no padding that packing could save."""
+    ids = torch.randint(0, VOCAB, (BATCH, PROMPT + RESPONSE), generator=torch.Generator().manual_seed(0))
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "response_mask": torch.ones(BATCH, RESPONSE, dtype=torch.int64),
+    }
+
+
+def loss(outputs: ForwardOutputs, micro: Rows) -> LossOutput:
+    assert outputs.log_probs is not None
+    entropy = 0 if outputs.entropy is None else outputs.entropy.sum()
+    return LossOutput(loss=-outputs.log_probs.sum() - entropy, sums={"tokens": micro["response_mask"].sum()})
+
+
+class Largest(TorchDispatchMode):
+    """The most elements any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return out
+
+
+def test_logits_of_all_tokens_never_exist(folder: Path) -> None:
+    engine = make(folder)
+    with Largest() as seen:
+        engine.forward_backward(rows(), loss, outputs=("log_probs", "entropy"))
+        engine.optimizer_step()
+        engine.infer(rows(), outputs=("log_probs", "entropy"))
+    assert VOCAB * 16 <= seen.elements < BATCH * RESPONSE * VOCAB
+    with Largest() as seen:  # the control: the plain model's do
+        engine.model.set_attn_implementation("sdpa")
+        engine.model(rows()["input_ids"])
+    assert seen.elements >= BATCH * RESPONSE * VOCAB
+
+
+def test_refusals(folder: Path) -> None:
+    frozen = make(folder, train=False)
+    assert not any(param.param.requires_grad for param in frozen.params)
+    with pytest.raises(EngineError, match="without an optimizer"):
+        frozen.forward_backward(rows(), loss)
+    with pytest.raises(EngineError, match="without an optimizer"):
+        frozen.optimizer_step()
+    with pytest.raises(EngineError, match="policy engine computes"):
+        frozen.infer(rows(), outputs=("values",))
+    with pytest.raises(EngineError, match="does not depend"):
+        make(folder).forward_backward(rows(), lambda outputs, micro: LossOutput(loss=torch.zeros(())))
+    with pytest.raises(EngineError, match="initialize"):
+        FSDPEngine(ModelConfig(path=str(folder)), FSDPConfig(), None, kind="policy", device=CPU).state_shards()
+
+
+def test_live_weights_are_streamed_without_copies(folder: Path) -> None:
+    engine = make(folder, train=False)
+    live = {param.name: param.param.data_ptr() for param in engine.params}
+    streamed = {name: tensor.data_ptr() for bucket in engine.named_weights() for name, tensor in bucket}
+    assert streamed == live
+
+
+def test_a_batch_without_rows(folder: Path) -> None:
+    engine = make(folder)
+    none = {name: column[:0] for name, column in rows().items()}
+    assert engine.forward_backward(none, loss) == {"loss": 0.0, "tokens": 0.0}
+    report = engine.optimizer_step()
+    assert report.grad_norm == 0 and not report.skipped
+    assert engine.infer(none, outputs=("log_probs",))["log_probs"].shape == (0, RESPONSE)
+
+
+def test_values_come_from_the_value_engine(folder: Path) -> None:
+    values = make(folder, kind="value").infer(rows(), outputs=["values"])["values"]
+    assert values.shape == (BATCH, RESPONSE) and values.dtype == torch.float32 and values.std() > 0

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhub.engines.training.fsdp import logprob
+from rlhub.engines.training.fsdp.logprob import chunk_tokens, log_probs_and_entropy
+
+TOKENS, WIDTH, VOCAB = 11, 6, 17
+
+
+def reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = hidden @ weight.T + (0 if bias is None else bias)
+    log_p = (logits / temperature).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def inputs(bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    torch.manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, requires_grad=True)  # noqa: E731
+    return make(TOKENS, WIDTH), make(VOCAB, WIDTH), make(VOCAB) if bias else None, torch.randint(0, VOCAB, (TOKENS,))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, bias: bool, entropy: bool, temperature: float, chunk: int) -> None:
+    monkeypatch.setattr(logprob, "chunk_tokens", lambda *_: chunk)
+    hidden, weight, offset, targets = inputs(bias)
+    leaves = [leaf for leaf in (hidden, weight, offset) if leaf is not None]
+    factors = torch.randn(2, TOKENS, dtype=torch.float64)
+    if not entropy:
+        factors[1] = 0
+    results = []
+    for function in (reference, log_probs_and_entropy):
+        options = {"temperature": temperature} if function is reference else {"temperature": temperature, "want_entropy": entropy}
+        out = function(hidden, weight, offset, targets, **options)
+        loss = (factors[0] * out[0]).sum() + ((factors[1] * out[1]).sum() if entropy else 0)
+        results.append((out, torch.autograd.grad(loss, leaves)))
+    (expected, expected_grads), (got, grads) = results
+    torch.testing.assert_close(got[0], expected[0])
+    torch.testing.assert_close(got[1], expected[1] if entropy else torch.zeros_like(expected[1]))
+    for ours, theirs in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_entropy_alone_has_a_gradient() -> None:
+    hidden, weight, _, targets = inputs(False)
+    _, got = log_probs_and_entropy(hidden, weight, None, targets, temperature=1.0, want_entropy=True)
+    _, expected = reference(hidden, weight, None, targets, 1.0)
+    for ours, theirs in zip(
+        torch.autograd.grad(got.sum(), (hidden, weight)), torch.autograd.grad(expected.sum(), (hidden, weight)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_large_logits_stay_finite() -> None:
+    hidden, weight, _, targets = inputs(False)
+    for out in log_probs_and_entropy(hidden * 1e4, weight, None, targets, temperature=1.0, want_entropy=True):
+        assert out.isfinite().all()
+
+
+def test_no_targets_still_connect_to_the_weights() -> None:
+    hidden, weight, _, targets = inputs(False)
+    log_probs, _ = log_probs_and_entropy(hidden[:0], weight, None, targets[:0], temperature=1.0, want_entropy=True)
+    grads = torch.autograd.grad(log_probs.sum(), (hidden, weight))
+    assert all(not grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize(("tokens", "vocab"), [(1, 5), (2, 5), (100, 10), (100_000, 150_000), (0, 5)])
+def test_chunks_are_never_the_whole(tokens: int, vocab: int) -> None:
+    size = chunk_tokens(tokens, vocab)
+    assert size >= 1 and (size < tokens or tokens < 2)
+    assert size * vocab <= max(logprob.CHUNK_ELEMENTS["cpu"], logprob.MIN_CHUNK_TOKENS * vocab)

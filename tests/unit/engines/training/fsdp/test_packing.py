@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhub.engines.training.fsdp.packing import model_inputs
+from rlhub.errors import EngineError
+
+CPU = torch.device("cpu")
+
+
+def rows() -> dict[str, torch.Tensor]:
+    """Prompts 2, 1 and 2 wide in 2 columns, responses 3, 1 and 2 in 3; the last row is masked in the response."""
+    return {
+        "input_ids": torch.tensor([[10, 11, 12, 13, 14], [0, 20, 21, 0, 0], [30, 31, 32, 33, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 0], [1, 1, 1, 1, 0]]),
+        "response_mask": torch.tensor([[1, 0, 1], [1, 0, 0], [0, 0, 0]]),
+    }
+
+
+def test_packs_only_what_targets_need() -> None:
+    inputs = model_inputs(rows(), pack=True, device=CPU)
+    assert inputs.input_ids.tolist() == [[10, 11, 12, 13, 20]]
+    assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 0]]
+    assert inputs.sources.tolist() == [1, 3, 4]
+    assert inputs.targets.tolist() == [12, 14, 21]
+    assert inputs.spread(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[1, 0, 2], [3, 0, 0], [0, 0, 0]]
+    assert inputs.plan is not None and inputs.plan.num_tokens == 5
+
+
+def test_padded_form() -> None:
+    inputs = model_inputs(rows(), pack=False, device=CPU)
+    assert inputs.input_ids.tolist() == [[10, 11, 12, 13], [20, 0, 0, 0]]
+    assert inputs.attention_mask is not None and inputs.attention_mask.tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
+    assert inputs.input_ids.flatten()[inputs.sources].tolist() == [11, 13, 20]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_nothing_to_learn_still_runs_one_token(pack: bool) -> None:
+    empty = {name: torch.zeros_like(column) for name, column in rows().items()}
+    inputs = model_inputs(empty, pack=pack, device=CPU)
+    assert inputs.input_ids.shape == (1, 1) and inputs.sources.numel() == 0
+    assert not inputs.spread(torch.zeros(0)).any()
+
+
+@pytest.mark.parametrize(("column", "row", "place", "value"), [("attention_mask", 1, 2, 0), ("attention_mask", 1, 1, 0)])
+def test_impossible_targets_are_errors(column: str, row: int, place: int, value: int) -> None:
+    broken = rows()
+    broken[column][row, place] = value
+    with pytest.raises(EngineError, match="response_mask"):
+        model_inputs(broken, pack=True, device=CPU)

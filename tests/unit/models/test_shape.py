@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from rlhub.errors import ConfigError
+from rlhub.models.shape import read_model_shape
+
+
+def test_sizes_and_overrides(model_folder: Path) -> None:
+    shape = read_model_shape(model_folder, {"max_position_embeddings": 99})
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.vocab_size) == (4, 2, 4, 31)
+    assert shape.tied and shape.max_positions == 99 and shape.model_type == "qwen2"
+
+
+def test_matmul_params_are_those_of_the_model(model_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
+    assert read_model_shape(model_folder).num_matmul_params == weights + 31 * 16
+
+
+def test_training_flops_by_hand(model_folder: Path) -> None:
+    shape = read_model_shape(model_folder)
+    assert shape.training_flops(10, 8.0) == 10 * (6 * shape.num_matmul_params + 6 * 2 * 16 * 8)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "not a model folder"), ("{", "as JSON"), (json.dumps({"model_type": "x"}), "num_attention_heads")],
+)
+def test_errors_name_the_file(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_model_shape(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_loads_no_torch() -> None:
+    code = "import sys, rlhub.models.shape; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
