@@ -80,6 +80,7 @@ class ActorRolloutRefWorker(Worker):
             tp_rank=tp_rank,
         )
         self.rollout.initialize()
+        self.rollout_asleep = False
         bucket_bytes = self.config.rollout.update_weights_bucket_mb << 20
         self.sharding = ShardingManager(self.engine, self.rollout, bucket_bytes=bucket_bytes)
         self._register_dispatch_collect_info("actor", self.engine.dp_rank, True)
@@ -88,11 +89,20 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:
         """Publish the policy's weights to the rollout engine as `version`, checked weight by weight."""
+        self.rollout_asleep = False
         return self.sharding.sync(version)
+
+    def _let_rollout_sleep(self) -> None:
+        """Give the GPU memory of the rollout engine to training; it wakes with the next weights."""
+        if self.device.type == "cuda" and self.config.rollout.free_cache_engine and not self.rollout_asleep:
+            self.rollout.sleep()
+            self.rollout_asleep = True
 
     @register(dispatch_mode=ROLLOUT)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """meta_info["n"] samples per prompt, neighbours in prompt order, as training columns."""
+        if self.rollout_asleep:
+            self.sync_weights(self.rollout.version)
         meta, columns = prompts.meta_info, prompts.batch
         requests = generation_requests(
             columns["prompts"],
@@ -127,12 +137,14 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=ACTOR)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """old_log_probs (rows, response) of the current policy."""
+        self._let_rollout_sleep()
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs",))
         return DataProto.from_dict(tensors={"old_log_probs": outputs["log_probs"]})
 
     @register(dispatch_mode=ACTOR)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """ref_log_prob (rows, response) of the frozen starting policy."""
+        self._let_rollout_sleep()
         engine = self.reference or self.engine
         outputs = engine.infer(dict(batch.batch.items()), outputs=("log_probs",), adapters=False)
         return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
@@ -140,6 +152,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=ACTOR)
     def update_actor(self, batch: DataProto) -> DataProto:
         """All optimizer steps of the batch; meta_info["metrics"] are global."""
+        self._let_rollout_sleep()
         metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
         return DataProto(meta_info={"metrics": metrics | memory_metrics("actor", self.device)})
 
