@@ -28,15 +28,21 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     """Unbiased variance over the mask, sum((x - mean)^2 m) / (M - 1); 0 when at most one value is in the mask."""
-    count = mask.to(values.dtype).sum()
-    if count <= 1:
-        return torch.zeros((), dtype=values.dtype, device=values.device)
-    mean = masked_sum(values, mask) / count
-    return masked_sum((values - mean).square(), mask) / (count - 1)
+    return _moments(masked(values, mask).double(), mask)[1].to(values.dtype)
+
+
+def _moments(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance over the mask of float64 values."""
+    count = mask.double().sum()
+    mean = masked_sum(values, mask) / count.clamp(min=1)
+    return mean, masked_sum((values - mean).square(), mask) / (count - 1).clamp(min=1)
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) * rsqrt(var + 1e-8) over the mask, 0 outside it."""
-    count = mask.to(values.dtype).sum().clamp(min=1)
-    mean = masked_sum(values, mask) / count
-    return masked((values - mean) * torch.rsqrt(masked_var(values, mask) + VARIANCE_EPS), mask)
+    """(x - mean) * rsqrt(var + 1e-8) over the mask, 0 outside it.
+
+    In float64: where all values are equal, float32's rounding of their mean times 1e4 would be a large advantage.
+    """
+    wide = masked(values, mask).double()
+    mean, variance = _moments(wide, mask)
+    return masked((wide - mean) * torch.rsqrt(variance + VARIANCE_EPS), mask).to(values.dtype)

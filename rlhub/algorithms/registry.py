@@ -12,18 +12,14 @@ from rlhub.registry import Registry
 _HERE = "rlhub.algorithms"
 
 ADVANTAGE_ESTIMATORS: Registry[Any] = Registry("advantage estimator")
-ADVANTAGE_ESTIMATORS.add_lazy(
-    "gae", f"{_HERE}.advantages.gae:gae", requires={"values"}, knobs=f"{_HERE}.advantages.gae:GAEKnobs"
-)
+ADVANTAGE_ESTIMATORS.add_lazy("gae", f"{_HERE}.advantages.gae:gae", requires={"values"}, knobs=f"{_HERE}.advantages.gae:GAEKnobs")
 ADVANTAGE_ESTIMATORS.add_lazy(
     "grpo", f"{_HERE}.advantages.grpo:grpo", requires={"groups"}, knobs=f"{_HERE}.advantages.grpo:GRPOKnobs"
 )
 ADVANTAGE_ESTIMATORS.add_lazy("rloo", f"{_HERE}.advantages.rloo:rloo", requires={"groups"})
 
 POLICY_LOSSES: Registry[Any] = Registry("policy loss")
-POLICY_LOSSES.add_lazy(
-    "vanilla", f"{_HERE}.policy_losses.vanilla:vanilla", knobs=f"{_HERE}.policy_losses.vanilla:VanillaKnobs"
-)
+POLICY_LOSSES.add_lazy("vanilla", f"{_HERE}.policy_losses.vanilla:vanilla", knobs=f"{_HERE}.policy_losses.vanilla:VanillaKnobs")
 
 KL_ESTIMATORS: Registry[Any] = Registry("KL estimator")
 for _names, _function in (

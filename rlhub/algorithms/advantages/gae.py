@@ -27,8 +27,9 @@ def gae(inputs: AdvantageInputs, knobs: GAEKnobs) -> AdvantageOutputs:
     """
     assert inputs.values is not None, "gae requires values"
     mask = inputs.response_mask.bool()
-    if bool((inputs.token_level_rewards.nan_to_num(nan=0.0).ne(0) & ~mask & mask.any(1, keepdim=True)).any()):
-        row = int((inputs.token_level_rewards.nan_to_num(nan=0.0).ne(0) & ~mask).any(1).nonzero()[0].item())
+    lost = (inputs.token_level_rewards.nan_to_num(nan=0.0).ne(0) & ~mask).any(1) & mask.any(1)
+    if bool(lost.any()):
+        row = int(lost.nonzero()[0].item())
         raise ValueError(f"row {row} has a reward on a token outside response_mask; put outcome scores on the last model token")
     # time-major and contiguous: each step of the scan reads one cache-friendly line
     rewards = masked(inputs.token_level_rewards, mask).t().contiguous()

@@ -34,5 +34,7 @@ def grpo(inputs: AdvantageInputs, knobs: GRPOKnobs) -> AdvantageOutputs:
     if knobs.norm_adv_by_std_in_grpo:
         centred = centred / (stats.std + STD_EPS)
     centred = torch.where(stats.equal | (stats.size == 1), torch.zeros_like(centred), centred)
-    advantages = masked(centred.to(inputs.token_level_rewards.dtype)[:, None].expand(inputs.response_mask.shape), inputs.response_mask)
+    advantages = masked(
+        centred.to(inputs.token_level_rewards.dtype)[:, None].expand(inputs.response_mask.shape), inputs.response_mask
+    )
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics())

@@ -16,5 +16,7 @@ def rloo(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
     stats = group_statistics(rewards, inputs.group)
     advantage = stats.size / (stats.size - 1).clamp(min=1) * (rewards - stats.mean)
     advantage = torch.where(stats.equal | (stats.size == 1), torch.zeros_like(advantage), advantage)
-    advantages = masked(advantage.to(inputs.token_level_rewards.dtype)[:, None].expand(inputs.response_mask.shape), inputs.response_mask)
+    advantages = masked(
+        advantage.to(inputs.token_level_rewards.dtype)[:, None].expand(inputs.response_mask.shape), inputs.response_mask
+    )
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics())

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhub.algorithms.aggregation import Denominators, aggregate
 from rlhub.algorithms.inputs import PolicyLossInputs
 from rlhub.algorithms.knobs import knobs_for
-from rlhub.algorithms.masked import masked_sum
+from rlhub.algorithms.masked import masked, masked_sum
 from rlhub.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from rlhub.algorithms.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlhub.algorithms.value_loss import value_loss
@@ -110,11 +110,9 @@ class PolicyUpdater:
     def _loss(self, outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
         assert outputs.log_probs is not None and outputs.entropy is not None
         mask, mode = micro["response_mask"], self.config.loss_agg_mode
-        old = micro["old_log_probs"] if "old_log_probs" in micro.keys() else outputs.log_probs.detach()
+        old = micro["old_log_probs"] if "old_log_probs" in micro else outputs.log_probs.detach()
         policy = self.loss(
-            PolicyLossInputs(
-                log_probs=outputs.log_probs, old_log_probs=old, advantages=micro["advantages"], response_mask=mask
-            ),
+            PolicyLossInputs(log_probs=outputs.log_probs, old_log_probs=old, advantages=micro["advantages"], response_mask=mask),
             self.knobs,
         )
         loss = aggregate(policy.loss, mask, mode, denominators)
@@ -122,10 +120,11 @@ class PolicyUpdater:
         if self.config.entropy_coeff:
             loss = loss - self.config.entropy_coeff * aggregate(outputs.entropy, mask, mode, denominators)
         if self.kl is not None:
-            kl = self.kl(outputs.log_probs, micro["ref_log_prob"])
+            # masked before, not after: the gradient of what is masked would be 0 * NaN where a value there is not finite
+            kl = self.kl(masked(outputs.log_probs, mask), masked(micro["ref_log_prob"], mask))
             loss = loss + self.config.kl_loss_coef * aggregate(kl, mask, mode, denominators)
             sums["kl_loss"] = masked_sum(kl.detach(), mask)
-        if "old_log_probs" not in micro.keys() and "rollout_log_probs" in micro.keys():
+        if "old_log_probs" not in micro and "rollout_log_probs" in micro:
             sums |= mismatch_sums(outputs.log_probs, micro["rollout_log_probs"], mask)
         return LossOutput(loss=loss, sums=sums)
 

@@ -1,0 +1,124 @@
+"""Slow references: the formulas written as plain loops over Python floats, independent of rlhub's code."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+Table = list[list[float]]
+Mask = list[list[int]]
+
+
+def inside(table: Table, mask: Mask) -> list[float]:
+    """All numbers under the mask."""
+    return [x for row, keep in zip(table, mask, strict=True) for x, m in zip(row, keep, strict=True) if m]
+
+
+def mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def variance(values: list[float]) -> float:
+    """Unbiased; 0 for fewer than two numbers."""
+    if len(values) < 2:
+        return 0.0
+    centre = mean(values)
+    return math.fsum((x - centre) ** 2 for x in values) / (len(values) - 1)
+
+
+def whiten(table: Table, mask: Mask) -> Table:
+    centre, spread = mean(inside(table, mask)), math.sqrt(variance(inside(table, mask)) + 1e-8)
+    return [
+        [(x - centre) / spread if m else 0.0 for x, m in zip(row, keep, strict=True)]
+        for row, keep in zip(table, mask, strict=True)
+    ]
+
+
+def gae(rewards: Table, values: Table, mask: Mask, gamma: float, lam: float) -> tuple[Table, Table]:
+    """Advantages before whitening, and returns: the definition as a sum over later model tokens (no recursion)."""
+    advantages, returns = [], []
+    for r, v, keep in zip(rewards, values, mask, strict=True):
+        steps = [t for t, m in enumerate(keep) if m]
+        deltas = []
+        for k, t in enumerate(steps):
+            following = v[steps[k + 1]] if k + 1 < len(steps) else 0.0
+            deltas.append(r[t] + gamma * following - v[t])
+        row, back = [0.0] * len(keep), [0.0] * len(keep)
+        for k, t in enumerate(steps):
+            row[t] = math.fsum((gamma * lam) ** distance * delta for distance, delta in enumerate(deltas[k:]))
+            back[t] = row[t] + v[t]
+        advantages.append(row)
+        returns.append(back)
+    return advantages, returns
+
+
+def outcomes(rewards: Table, mask: Mask) -> list[float]:
+    return [math.fsum(x for x, m in zip(row, keep, strict=True) if m) for row, keep in zip(rewards, mask, strict=True)]
+
+
+def broadcast(per_row: list[float], mask: Mask) -> Table:
+    return [[value if m else 0.0 for m in keep] for value, keep in zip(per_row, mask, strict=True)]
+
+
+def grpo(outcome: list[float], group: list[int], divide: bool) -> list[float]:
+    result = []
+    for own, uid in zip(outcome, group, strict=True):
+        peers = [r for r, other in zip(outcome, group, strict=True) if other == uid]
+        if len(set(peers)) == 1:
+            result.append(0.0)
+            continue
+        centred = own - statistics.fmean(peers)
+        result.append(centred / (statistics.stdev(peers) + 1e-6) if divide else centred)
+    return result
+
+
+def rloo(outcome: list[float], group: list[int]) -> list[float]:
+    result = []
+    for i, uid in enumerate(group):
+        others = [outcome[j] for j in range(len(group)) if group[j] == uid and j != i]
+        result.append(outcome[i] - statistics.fmean(others) if others else 0.0)
+    return result
+
+
+def kl(name: str, log_prob: float, reference: float) -> float:
+    d = log_prob - reference
+    if name in ("kl", "k1"):
+        return d
+    if name == "abs":
+        return abs(d)
+    if name in ("mse", "k2"):
+        return 0.5 * d * d
+    x = max(-20.0, min(20.0, -d))
+    return max(0.0, min(10.0, math.expm1(x) - x))
+
+
+def ppo_token(new: float, old: float, advantage: float, low: float, high: float, c: float) -> tuple[float, bool, bool]:
+    """Loss of one token, whether the ratio clip binds, whether the dual clip binds."""
+    ratio = math.exp(max(-20.0, min(20.0, new - old)))
+    clipped = min(max(ratio, 1 - low), 1 + high)
+    objective = min(advantage * ratio, advantage * clipped)
+    dual = advantage < 0 and objective < c * advantage
+    return -(max(objective, c * advantage) if advantage < 0 else objective), advantage * clipped < advantage * ratio, dual
+
+
+def aggregate(loss: Table, mask: Mask, mode: str, factor: float) -> float:
+    """Over a whole optimizer step, from its own definition of each mean."""
+    rows = [[x for x, m in zip(row, keep, strict=True) if m] for row, keep in zip(loss, mask, strict=True)]
+    rows = [row for row in rows if row]
+    if not rows:
+        return 0.0
+    tokens, count = [x for row in rows for x in row], len(rows)
+    return {
+        "token-mean": math.fsum(tokens) / len(tokens),
+        "token-sum": math.fsum(tokens),
+        "seq-mean-token-sum": math.fsum(math.fsum(row) for row in rows) / count,
+        "seq-mean-token-mean": math.fsum(statistics.fmean(row) for row in rows) / count,
+        "seq-mean-token-sum-norm": math.fsum(math.fsum(row) / factor for row in rows) / count,
+    }[mode]
+
+
+def value_token(new: float, old: float, target: float, bound: float) -> tuple[float, bool]:
+    """Clipped squared error of one token, and whether the clip binds."""
+    held = old + max(-bound, min(bound, new - old))
+    plain, clipped = (new - target) ** 2, (held - target) ** 2
+    return max(plain, clipped) / 2, clipped > plain

@@ -1,0 +1,95 @@
+"""KL estimators element by element, their gradients, and what they estimate in expectation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhub.algorithms.registry import KL_ESTIMATORS
+from tests.unit.algorithms import references
+from tests.unit.algorithms.cases import assert_close, catches, dtypes, exact, few, masks, numbers, seeds, tensor
+
+NAMES = ["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+cases = st.tuples(masks(), seeds, dtypes, st.sampled_from([0.0, 0.1, 2.0, 60.0]))
+
+
+def pair(case) -> tuple[torch.Tensor, torch.Tensor]:
+    mask, seed, dtype, distance = case
+    return tensor(numbers(seed, mask, scale=distance), dtype), tensor(numbers(seed + 1, mask, scale=distance), dtype)
+
+
+def check(named, case) -> None:
+    name, estimator = named
+    log_probs, reference = pair(case)
+    both = zip(exact(log_probs), exact(reference), strict=True)
+    expected = [[references.kl(name, x, y) for x, y in zip(*rows, strict=True)] for rows in both]
+    assert_close(estimator(log_probs, reference), expected)
+
+
+@pytest.mark.parametrize("suffix", ["", "+"])
+@pytest.mark.parametrize("name", NAMES)
+def test_values(name: str, suffix: str) -> None:
+    @few
+    @given(cases)
+    def run(case) -> None:
+        check((name, KL_ESTIMATORS.get(name + suffix)), case)
+
+    run()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_swapped_arguments_or_another_estimator_are_caught(name: str) -> None:
+    estimator = KL_ESTIMATORS.get(name)
+    if references.kl(name, 0.0, 1.0) != references.kl(name, 1.0, 0.0):
+        assert catches(check, (name, lambda x, y: estimator(y, x)), cases)
+    other = KL_ESTIMATORS.get("abs" if name != "abs" else "k2")
+    assert catches(check, (name, other), cases)
+
+
+def test_unclamped_k3_is_caught() -> None:
+    assert catches(check, ("k3", lambda x, y: (y - x).exp() - (y - x) - 1), cases)
+
+
+def gradient(name: str, d: float) -> float:
+    log_probs = torch.tensor([d], dtype=torch.float64, requires_grad=True)
+    KL_ESTIMATORS.get(name)(log_probs, torch.zeros(1, dtype=torch.float64)).sum().backward()
+    assert log_probs.grad is not None
+    return log_probs.grad.item()
+
+
+@pytest.mark.parametrize("d", [-1.5, -0.2, 0.4, 2.0])
+def test_gradients(d: float) -> None:
+    """Plain: the estimator's own derivative in log pi; with "+": always that of k2, which is d."""
+    own = {"k1": 1.0, "abs": math.copysign(1.0, d), "k2": d, "k3": 1 - math.exp(-d)}
+    for name, derivative in own.items():
+        assert gradient(name, d) == pytest.approx(derivative)
+        assert gradient(f"{name}+", d) == pytest.approx(d)
+
+
+def categorical(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Exact expectation over the tokens of a small vocabulary: estimated KL, true KL, and their gradients in the logits."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-0.2, 0.4, 0.5, 0.0], dtype=torch.float64).log_softmax(0)
+    log_probs = logits.log_softmax(0)
+    true = (log_probs.exp() * (log_probs - reference)).sum()
+    estimate = (log_probs.exp().detach() * KL_ESTIMATORS.get(name)(log_probs, reference)).sum()
+    (true_gradient,) = torch.autograd.grad(true, logits, retain_graph=True)
+    (estimate_gradient,) = torch.autograd.grad(estimate, logits)
+    return estimate.detach(), true.detach(), estimate_gradient, true_gradient
+
+
+def test_expectations_over_a_vocabulary() -> None:
+    """k1 and k3 are unbiased in value; only k2's gradient, which the "+" variants take, is that of the KL."""
+    for name in ("k1", "k3", "k1+", "k3+"):
+        estimate, true, _, _ = categorical(name)
+        assert estimate.item() == pytest.approx(true.item(), abs=1e-12)
+    for name in ("k2", "k1+", "k3+", "abs+"):
+        _, _, own, right = categorical(name)
+        torch.testing.assert_close(own, right)
+    _, _, nothing, right = categorical("k1")
+    assert nothing.abs().max() < 1e-12 < right.abs().max()
+    assert not torch.allclose(categorical("k3")[2], right)

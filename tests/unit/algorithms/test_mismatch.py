@@ -1,0 +1,83 @@
+"""Mismatch metrics against loops over the model tokens; sums over parts are the sums of the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhub.algorithms.mismatch import mismatch_metrics, mismatch_sums
+from tests.unit.algorithms.cases import catches, dtypes, exact, few, garbage, masks, numbers, seeds, tensor
+
+
+@dataclasses.dataclass(slots=True)
+class Pair:
+    pi: torch.Tensor
+    mu: torch.Tensor
+    mask: torch.Tensor
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> Pair:
+    mask, seed, dtype = draw(masks()), draw(seeds), draw(dtypes)
+    keep = torch.tensor(mask)
+    mu = tensor(numbers(seed, mask, scale=3.0), dtype) - 3
+    pi = mu + tensor(numbers(seed + 1, mask, scale=draw(st.sampled_from([0.0, 0.01, 1.0, 30.0]))), dtype)
+    return Pair(garbage(pi, keep), garbage(mu, keep), keep)
+
+
+def slow(pair: Pair) -> dict[str, float]:
+    rows = zip(exact(pair.pi), exact(pair.mu), pair.mask.tolist(), strict=True)
+    tokens = [(p, q) for row in rows for p, q, m in zip(*row, strict=True) if m]
+    n = max(len(tokens), 1)
+    ratios = [max(-20.0, min(20.0, p - q)) for p, q in tokens]
+    weights = [math.exp(x) for x in ratios]
+    trainer = math.exp(min(20.0, -math.fsum(p for p, _ in tokens) / n))
+    rollout = math.exp(min(20.0, -math.fsum(q for _, q in tokens) / n))
+    return {
+        "mismatch/kl": math.fsum(q - p for p, q in tokens) / n,
+        "mismatch/k3": math.fsum(math.expm1(x) - x for x in ratios) / n,
+        "mismatch/abs_diff": math.fsum(map(abs, ratios)) / n,
+        "mismatch/trainer_ppl": trainer,
+        "mismatch/rollout_ppl": rollout,
+        "mismatch/ppl_diff": trainer - rollout,
+        "mismatch/weight_mean": math.fsum(weights) / n,
+        "mismatch/ess": math.fsum(weights) ** 2 / (n * math.fsum(w * w for w in weights)) if tokens else 0.0,
+    }
+
+
+def of_two_parts(pi: torch.Tensor, mu: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """Metrics from the sums of the first row's part and of the others'."""
+    first, rest = mismatch_sums(pi[:1], mu[:1], mask[:1]), mismatch_sums(pi[1:], mu[1:], mask[1:])
+    return mismatch_metrics({name: float(first[name] + rest[name]) for name in first})
+
+
+def check(metrics, pair: Pair) -> None:
+    got, expected = metrics(pair.pi, pair.mu, pair.mask), slow(pair)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
+
+
+@few
+@given(pairs())
+def test_metrics(pair) -> None:
+    check(of_two_parts, pair)
+
+
+def test_swapped_policies_and_a_missing_mask_are_caught() -> None:
+    assert catches(check, lambda pi, mu, mask: of_two_parts(mu, pi, mask), pairs())
+    assert catches(check, lambda pi, mu, mask: of_two_parts(pi, mu, torch.ones_like(mask)), pairs())
+
+
+def test_equal_policies_agree_exactly_and_no_gradient_is_kept() -> None:
+    pi = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    sums = mismatch_sums(pi, pi.detach(), torch.ones(1, 2))
+    assert not any(value.requires_grad for value in sums.values())
+    metrics = mismatch_metrics({name: float(value) for name, value in sums.items()})
+    assert (metrics["mismatch/kl"], metrics["mismatch/k3"], metrics["mismatch/ess"]) == (0.0, 0.0, 1.0)
+    assert metrics["mismatch/trainer_ppl"] == pytest.approx(math.exp(1.5))
