@@ -27,6 +27,11 @@ def _listening() -> list[str]:
     return sorted({c.laddr.ip for p in processes for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN})
 
 
+def _running(pids: list[int]) -> list[int]:
+    """Those that still run; a killed child may stay a zombie until whoever inherited it collects it."""
+    return [p.pid for p in psutil.process_iter() if p.pid in pids and p.status() != psutil.STATUS_ZOMBIE]
+
+
 def own_cluster() -> dict[str, Any]:
     """More ranks than cores with a proxy in the way: start, use and close."""
     os.environ.update(http_proxy="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9")
@@ -44,7 +49,7 @@ def own_cluster() -> dict[str, Any]:
         "children": actor.start_child(),
     }
     launched.close()
-    result["left"] = [pid for pid in result["pids"] + result["children"] if psutil.pid_exists(pid)]
+    result["left"] = _running(result["pids"] + result["children"])
     result["descendants"] = [p.name() for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     return result
 
@@ -98,8 +103,7 @@ def two_nodes() -> dict[str, Any]:
     except WorkerDiedError as error:
         result["lost"] = [error.role, error.rank, time.monotonic() - begin]
     group.close(20.0)
-    pids = [worker.pid for worker in group.workers]
-    result["left"] = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    result["left"] = _running([worker.pid for worker in group.workers])
     pool.release()
     import ray
 

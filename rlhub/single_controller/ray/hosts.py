@@ -89,7 +89,7 @@ class RayHosts:
         return self._workers
 
     def note_failure(self) -> None:
-        """A rank died, hangs or raised: its peers may hang too, so closing will not wait for them."""
+        """A rank died or hangs: its peers may hang too, so closing will not wait for them."""
         self.failed = True
 
     def add_role(self, role: str, spec: ClassWithInitArgs) -> None:

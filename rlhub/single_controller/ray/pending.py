@@ -68,7 +68,7 @@ def log_tail(worker: WorkerInfo) -> str:
 class Gather:
     """Collects one reference per rank.  Results and failures stay, so that waiting again gives the same.
 
-    on_failure: called when a rank fails or is late.
+    on_failure: called when a rank died, is late or did not answer while another failed, so that it may hang for ever.
     """
 
     def __init__(
@@ -115,7 +115,10 @@ class Gather:
                 self._on_failure()
                 raise self._late
         if self._errors:
-            raise self._worst_error()
+            worst = self._worst_error()
+            if self._open or isinstance(worst, WorkerDiedError):
+                self._on_failure()
+            raise worst
         return self._outputs
 
     def _seconds_left(self) -> float:
@@ -132,7 +135,6 @@ class Gather:
                 self._outputs[rank] = ray.get(reference)
             except RayError as error:
                 self._errors.append(typed_error(error, self._role, self._workers[rank], self._method))
-                self._on_failure()
 
     def _late_ranks(self) -> list[int]:
         return sorted(self._open.values())

@@ -44,7 +44,7 @@ def test_long_tailed_lengths_come_out_even(rows: int, num_parts: int) -> None:
     lengths = np.random.default_rng(3).lognormal(6, 1, rows).clip(max=4096).astype(int)
     costs = sequence_cost(lengths)
     as_they_are = max(costs[part].sum() for part in np.array_split(np.arange(rows), num_parts)) / (costs.sum() / num_parts)
-    assert as_they_are > 1.1, "the control: without balancing the load is uneven"
+    assert as_they_are > 1.05, "the control: without balancing the load is uneven"
     for equal in (False, True):
         loads = [costs[part].sum() for part in partition(costs, num_parts, equal_counts=equal)]
         assert max(loads) / np.mean(loads) < 1.003
