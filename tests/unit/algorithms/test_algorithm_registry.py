@@ -1,0 +1,49 @@
+"""Every registered algorithm loads, and its row says what it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from rlhub.algorithms.inputs import AdvantageInputs, PolicyLossInputs
+from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.names())
+def test_estimators_work_from_what_their_rows_require_and_not_from_less(name: str) -> None:
+    requires, knobs_class = ADVANTAGE_ESTIMATORS.row(name).requires, ADVANTAGE_ESTIMATORS.knobs_class(name)
+    knobs = knobs_class() if knobs_class else None
+    rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2).long()
+    bare = AdvantageInputs(token_level_rewards=rewards, response_mask=mask)
+    needs = {"values": torch.zeros(2, 2), "groups": torch.tensor([0, 0])}
+    given = {{"values": "values", "groups": "group"}[need]: needs[need] for need in requires}
+    outputs = ADVANTAGE_ESTIMATORS.get(name)(dataclasses.replace(bare, **given), knobs)
+    assert outputs.advantages.shape == outputs.returns.shape == (2, 2)
+    assert outputs.advantages.dtype == torch.float32
+    assert outputs.advantages[0, 1] > outputs.advantages[1, 1]
+    if requires:
+        with pytest.raises(AssertionError, match="requires"):
+            ADVANTAGE_ESTIMATORS.get(name)(bare, knobs)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_losses_raise_the_probability_of_good_tokens(name: str) -> None:
+    knobs_class = POLICY_LOSSES.knobs_class(name)
+    new = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
+    inputs = PolicyLossInputs(
+        log_probs=new,
+        old_log_probs=new.detach(),
+        advantages=torch.tensor([[1.0, -1.0, 1.0]]),
+        response_mask=torch.tensor([[1, 1, 0]]),
+    )
+    POLICY_LOSSES.get(name)(inputs, knobs_class() if knobs_class else None).loss.sum().backward()
+    assert new.grad is not None
+    assert new.grad.sign().tolist() == [[-1.0, 1.0, 0.0]]
+
+
+def test_each_kl_estimator_has_a_straight_through_variant() -> None:
+    names = KL_ESTIMATORS.names()
+    assert {name.removesuffix("+") for name in names} | {f"{name.removesuffix('+')}+" for name in names} == set(names)
+    assert {"kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3"} <= set(names)
