@@ -32,7 +32,9 @@ def test_kwargs_win_over_the_section_and_the_section_over_the_default() -> None:
 
 
 def test_a_misspelled_knob_is_an_error_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.adv_kwargs\.gama: no such knob; did you mean 'gamma'\?; known: bound, gamma"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.adv_kwargs\.gama: no such knob; did you mean 'gamma'\?; known: bound, gamma"
+    ):
         knobs_for(Knobs, Section(), {"gama": 1.0}, where="algorithm.adv_kwargs")
 
 
