@@ -18,6 +18,7 @@ from rlhub.checkpoint.store import Checkpoint, CheckpointStore
 from rlhub.config.trainer import TrainerConfig
 from rlhub.resilience.signals import StopSignals
 from rlhub.single_controller.observer import Call
+from rlhub.tracking.metrics_log import MetricsLog
 from rlhub.tracking.recorder import Recorder
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status
@@ -47,6 +48,7 @@ class Run:
         self.signals.__enter__()
         try:
             self.checkpoint = self._find_checkpoint()
+            self._complete_log()
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -62,6 +64,14 @@ class Run:
             return self.store.open(Path(self.config.resume_from_path or ""))
         return self.store.latest()
 
+    def _complete_log(self) -> None:
+        """Of a finished run that was killed between its last checkpoint and that step's line: write the line and the report."""
+        done = self.checkpoint
+        if done is None or not self.already_finished or done.path.parent != self.folder.path:
+            return
+        if MetricsLog(self.folder.metrics).last_step < done.step:
+            self._start_recorder(trackers=[])
+
     @property
     def already_finished(self) -> str | None:
         """What to tell the user when there is nothing left to do, else None."""
@@ -75,6 +85,13 @@ class Run:
 
     def start(self) -> None:
         """Open metrics and trackers; call once the workers are up."""
+        repeated = self._start_recorder(self.config.logger)
+        if resumed := self.checkpoint:
+            again = f"; steps {repeated} are done again" if repeated else ""
+            logger.warning("resuming from %s: continuing at step %d of %d%s", resumed.path, resumed.step + 1, self.total_steps, again)
+
+    def _start_recorder(self, trackers: Sequence[str]) -> list[int]:
+        """Returns the steps that were logged before and will be repeated."""
         resumed = self.checkpoint
         info = RunInfo(
             project=self.config.project_name,
@@ -84,11 +101,8 @@ class Run:
             total_steps=self.total_steps,
             resumed_step=resumed.step if resumed else None,
         )
-        self.recorder = Recorder(self.folder, info, self.config.logger)
-        repeated = self.recorder.start(resumed.state["metrics"] if resumed else None)
-        if resumed:
-            again = f"; steps {repeated} are done again" if repeated else ""
-            logger.warning("resuming from %s: continuing at step %d of %d%s", resumed.path, resumed.step + 1, self.total_steps, again)
+        self.recorder = Recorder(self.folder, info, trackers)
+        return self.recorder.start(resumed.state["metrics"] if resumed else None)
 
     @property
     def stop_requested(self) -> bool:

@@ -48,14 +48,16 @@ class SFTTrainer:
             self.run.begin_step(0)
             self.run.log(0, self.validate())
         batches = self.loader.endless()
-        while step < self.total_steps and not self.run.stop_requested:
+        stopping = self.run.stop_requested
+        while step < self.total_steps and not stopping:
             step += 1
             self.run.begin_step(step)
             metrics = mean_metrics(self.model.train_step(next(batches).select(batch_keys=MODEL)).meta_info["metrics"])
-            last = step == self.total_steps or self.run.stop_requested
+            last = step == self.total_steps
             if self.val_batches and self.run.due(self.config.trainer.test_freq, step, last=last):
                 metrics |= self.validate()
-            self.run.end_step(step, metrics, save=self.save, state=self.state, last=last)
+            stopping = self.run.stop_requested  # asked once a step, so that the step after which the run stops is saved
+            self.run.end_step(step, metrics, save=self.save, state=self.state, last=last or stopping)
         return step
 
     def validate(self) -> dict[str, float]:

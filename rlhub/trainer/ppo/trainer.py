@@ -40,14 +40,16 @@ class PPOTrainer:
         if step == 0:
             self.before_training()
         batches = self.loader.endless()
-        while step < self.total_steps and not self.run.stop_requested:
+        stopping = self.run.stop_requested
+        while step < self.total_steps and not stopping:
             step += 1
             self.run.begin_step(step)
             metrics = self.train_step(step, next(batches))
-            last = step == self.total_steps or self.run.stop_requested
+            last = step == self.total_steps
             if self.validator is not None and self.run.due(self.config.trainer.test_freq, step, last=last):
                 metrics |= self.validate(step)
-            self.run.end_step(step, metrics, save=self.save, state=self.state, last=last)
+            stopping = self.run.stop_requested  # asked once a step, so that the step after which the run stops is saved
+            self.run.end_step(step, metrics, save=self.save, state=self.state, last=last or stopping)
         return step
 
     def before_training(self) -> None:
