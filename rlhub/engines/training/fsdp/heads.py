@@ -60,5 +60,5 @@ class ValueModule(nn.Module):
         self.model = model
 
     def forward(self, inputs: ModelInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
-        values = nn.functional.linear(hidden_states(self.model, inputs), self.model.score.weight).squeeze(-1)
+        values = nn.functional.linear(hidden_states(self.model, inputs), self.model.get_parameter("score.weight")).squeeze(-1)
         return {"values": values if values.dtype == torch.float64 else values.float()}

@@ -1,6 +1,6 @@
 """Streaming full weights out of the shards, in buckets, under Hugging Face names.
 
-The shards of a bucket travel in one all-gather.  Buffers are reused from bucket to bucket, so the extra memory is about two
+The shards of a bucket travel together.  Buffers are reused from bucket to bucket, so the extra memory is about two
 buckets (what was gathered and the tensors made of it), or one tensor where that is larger than a bucket.
 """
 
@@ -60,16 +60,19 @@ class WeightStream:
 
     def __init__(self, entries: Sequence[Entry], layout: Layout, bucket_bytes: int) -> None:
         self.layout = layout
-        # While it is being gathered a bucket also exists as what this rank sends: 1 / shard_size of it.
-        ranks = layout.shard_size
-        self.buckets = plan_buckets(entries, bucket_bytes * 2 * ranks // (2 * ranks + 1))
+        self.buckets = plan_buckets(entries, bucket_bytes)
+        self._largest = max((self._room(bucket) for bucket in self.buckets if bucket.num_bytes <= bucket_bytes), default=0)
         self._gathered: Tensor | None = None
         self._assembled: Tensor | None = None
+
+    def _room(self, bucket: Bucket) -> int:
+        """Elements a bucket takes when every rank's part is filled up to a full chunk."""
+        return self.layout.shard_size * sum(part.chunk * _row_size(part) for part in _parts(bucket))
 
     def __iter__(self) -> Iterator[list[tuple[str, Tensor]]]:
         with torch.no_grad():
             for bucket in self.buckets:
-                parts = [part for entry in bucket.entries for part in entry.parts]
+                parts = _parts(bucket)
                 full = {id(part): tensor for part, tensor in zip(parts, self._full(parts), strict=True)}
                 named = [(entry.weight.name, self._merged(entry, full)) for entry in bucket.entries]
                 del full
@@ -92,22 +95,48 @@ class WeightStream:
         return self._gather_many(parts)
 
     def _gather_one(self, part: ShardedParam) -> Tensor:
-        """Straight into place: no copy after the all-gather."""
-        self._gathered = self._assembled = None
-        row = part.global_shape[1:]
-        out = torch.empty((self.layout.shard_size * part.chunk, *row), dtype=part.param.dtype, device=part.local.device)
-        dist.all_gather_into_tensor(out, _padded(part), group=self.layout.shard_group)
-        return out[: part.global_shape[0]]
+        """Straight into place: no copy after the all-gather.  A weight larger than a bucket has memory of its own, and the
+        buffers make room for it."""
+        size = self.layout.shard_size * part.chunk * _row_size(part)
+        if size <= self._largest:
+            self._assembled = self._buffer(self._assembled, part.local)
+            out = self._assembled[:size]
+        else:
+            self._gathered = self._assembled = None
+            out = part.local.new_empty(size)
+        self._gather(out.view(self.layout.shard_size, -1), [part])
+        return out[: part.param.numel()].view(part.global_shape)
+
+    def _gather(self, out: Tensor, parts: list[ShardedParam]) -> None:
+        """Fill row r of `out` (ranks, elements) with rank r's rows of the parts, each in a full chunk, one after the other.
+
+        In place, for a send buffer would be memory too.  gloo's own all-gather makes a second copy of everything, so on CPU
+        each rank broadcasts its row.
+        """
+        group, first = self.layout.shard_group, 0
+        own = out[self.layout.shard_rank]
+        for part in parts:
+            own[first : first + part.local.numel()] = part.local.flatten()
+            first += part.chunk * _row_size(part)
+        if out.device.type != "cpu":
+            dist.all_gather_single(out.view(-1), own, group=group)
+            return
+        works = [dist.broadcast(row, group=group, group_src=rank, async_op=True) for rank, row in enumerate(out)]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def _buffer(self, buffer: Tensor | None, like: Tensor) -> Tensor:
+        """One allocation of the largest bucket's size, kept for the others."""
+        return buffer if buffer is not None and buffer.dtype == like.dtype else like.new_empty(self._largest)
 
     def _gather_many(self, parts: list[ShardedParam]) -> list[Tensor]:
         ranks = self.layout.shard_size
         sizes = [part.chunk * _row_size(part) for part in parts]
-        self._gathered = _fitting(self._gathered, ranks * sum(sizes), parts[0].local)
+        self._gathered = self._buffer(self._gathered, parts[0].local)
         gathered = self._gathered[: ranks * sum(sizes)].view(ranks, -1)
-        send = torch.cat([_padded(part).flatten() for part in parts])
-        dist.all_gather_into_tensor(gathered.view(-1), send, group=self.layout.shard_group)
-        del send
-        self._assembled = _fitting(self._assembled, ranks * sum(sizes), parts[0].local)
+        self._gather(gathered, parts)
+        self._assembled = self._buffer(self._assembled, parts[0].local)
         tensors, first, place = [], 0, 0
         for part, size in zip(parts, sizes, strict=True):
             room = self._assembled[place : place + ranks * size]
@@ -117,17 +146,9 @@ class WeightStream:
         return tensors
 
 
+def _parts(bucket: Bucket) -> list[ShardedParam]:
+    return [part for entry in bucket.entries for part in entry.parts]
+
+
 def _row_size(part: ShardedParam) -> int:
     return part.param.numel() // max(part.global_shape[0], 1)
-
-
-def _padded(part: ShardedParam) -> Tensor:
-    """This rank's rows, filled up with zeros to a full chunk."""
-    local, missing = part.local, part.chunk - part.local.shape[0]
-    return torch.cat([local, local.new_zeros((missing, *local.shape[1:]))]) if missing else local.contiguous()
-
-
-def _fitting(buffer: Tensor | None, size: int, like: Tensor) -> Tensor:
-    if buffer is not None and buffer.numel() >= size and buffer.dtype == like.dtype:
-        return buffer
-    return like.new_empty(size)
