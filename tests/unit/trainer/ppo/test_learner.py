@@ -1,0 +1,407 @@
+"""One learning step with worker groups and a reward that only write down what they are asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhub.algorithms.kl_control import AdaptiveKLController, FixedKLController
+from rlhub.algorithms.masked import masked
+from rlhub.config.algorithm import KLControlConfig
+from rlhub.config.ppo import PPOConfig
+from rlhub.errors import ConfigError, RegistryError
+from rlhub.protocol import DataProto
+from rlhub.rewards.base import RewardResult
+from rlhub.trainer.ppo import columns as columns_module
+from rlhub.trainer.ppo import learner as learner_module
+from rlhub.trainer.ppo.learner import Learner, build_kl_controller, own_group_when_invalid
+from rlhub.utils.timing import PhaseTimer
+from tests.unit.algorithms import references
+
+ROWS, PROMPT, RESPONSE = 8, 3, 5
+MODEL = {"input_ids", "attention_mask", "response_mask"}
+
+
+@dataclass
+class Call:
+    name: str
+    columns: dict[str, Tensor]
+    arrays: set[str]
+    meta: dict[str, Any]
+
+
+@dataclass
+class FakeGroup:
+    """A worker group whose outputs are a function of the tokens, so that a row in the wrong place shows."""
+
+    role: str
+    calls: list[Call]
+    dp_size: int = 1
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def mesh(self, name: str) -> Any:
+        assert name == self.role
+        return SimpleNamespace(dp_size=self.dp_size)
+
+    def _note(self, method: str, batch: DataProto) -> dict[str, Tensor]:
+        found = {name: column.clone() for name, column in batch.batch.items()}
+        self.calls.append(Call(f"{self.role}.{method}", found, set(batch.non_tensor_batch), dict(batch.meta_info)))
+        return found
+
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"old_log_probs": token_value(self._note("compute_log_prob", batch), -0.1)})
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"ref_log_prob": token_value(self._note("compute_ref_log_prob", batch), -0.2)})
+
+    def compute_values(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"values": token_value(self._note("compute_values", batch), 0.01)})
+
+    def update_actor(self, batch: DataProto) -> DataProto:
+        self._note("update_actor", batch)
+        return DataProto(meta_info={"metrics": self.metrics or {"actor/loss": [1.0, 3.0]}})
+
+    def update_critic(self, batch: DataProto) -> DataProto:
+        self._note("update_critic", batch)
+        return DataProto(meta_info={"metrics": {"critic/vf_loss": 4.0}})
+
+
+def token_value(columns: dict[str, Tensor], factor: float) -> Tensor:
+    """factor * token under the mask, 0 elsewhere."""
+    return masked(factor * columns["input_ids"][:, PROMPT:].float(), columns["response_mask"])
+
+
+@dataclass
+class FakeReward:
+    """Scores of the prompts in turn, by the row's number; invalid rows score 0."""
+
+    calls: list[Call]
+    scores: list[float]
+    invalid: set[int]
+
+    def __call__(self, batch: DataProto) -> RewardResult:
+        self.calls.append(Call("reward", {}, set(), {}))
+        rows, mask = batch.batch["row"].tolist(), batch.batch["response_mask"]
+        scores = torch.tensor([0.0 if row in self.invalid else self.scores[row] for row in rows])
+        tokens = torch.zeros(mask.shape)
+        tokens[torch.arange(len(rows)), mask.sum(1) - 1] = scores
+        valid = torch.tensor([row not in self.invalid for row in rows])
+        return RewardResult(
+            token_level_scores=tokens,
+            scores=scores,
+            valid=valid,
+            extra={},
+            metrics={"reward/num_failed": float(len(self.invalid))},
+        )
+
+    def close(self) -> None: ...
+
+
+LENGTHS = [1, 5, 3, 2, 4, 5, 2, 3]
+SCORES = [1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 0.2, 0.9]
+
+
+def rollout_batch(samples: int = 2) -> DataProto:
+    generator = torch.Generator().manual_seed(1)
+    mask = (torch.arange(RESPONSE)[None] < torch.tensor(LENGTHS)[:, None]).long()
+    tokens = torch.randint(1, 50, (ROWS, PROMPT + RESPONSE), generator=generator)
+    return DataProto.from_dict(
+        tensors={
+            "row": torch.arange(ROWS),
+            "uid": torch.arange(ROWS) // samples,
+            "prompts": tokens[:, :PROMPT],
+            "responses": tokens[:, PROMPT:],
+            "input_ids": tokens,
+            "attention_mask": torch.cat([torch.ones(ROWS, PROMPT).long(), mask], 1),
+            "response_mask": mask,
+            "response_length": torch.tensor(LENGTHS),
+            "finish_reason": torch.tensor([0, 1, 0, 0, 2, 0, 0, 0]),
+            "rollout_log_probs": masked(-0.1 * tokens[:, PROMPT:].float() - 0.05, mask),
+        },
+        non_tensors={"data_source": ["x"] * ROWS},
+        meta_info={"temperature": 1.0},
+    )
+
+
+def config_of(
+    estimator: str = "grpo", *, mini: int | None = None, kl_loss: bool = False, kl_reward: bool = False, samples: int = 2
+) -> PPOConfig:
+    """mini: prompts in an optimizer step; None: all of the batch."""
+    config = PPOConfig()
+    config.algorithm.adv_estimator, config.algorithm.use_kl_in_reward = estimator, kl_reward
+    config.algorithm.kl_ctrl.kl_coef = 0.5
+    config.data.train_batch_size = ROWS // samples
+    config.actor_rollout_ref.rollout.n = samples
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = mini or ROWS // samples
+    config.actor_rollout_ref.actor.use_kl_loss = kl_loss
+    return config
+
+
+@dataclass
+class Run:
+    learner: Learner
+    calls: list[Call]
+    batch: DataProto
+    metrics: dict[str, float]
+
+    def names(self) -> list[str]:
+        return [call.name for call in self.calls]
+
+    def sent(self, name: str) -> Call:
+        (found,) = [call for call in self.calls if call.name == name]
+        return found
+
+
+def learn(config: PPOConfig, *, step: int = 1, dp_size: int = 1, invalid: set[int] | None = None) -> Run:
+    calls: list[Call] = []
+    critic = FakeGroup("critic", calls) if config.algorithm.adv_estimator == "gae" else None
+    learner = Learner(
+        config=config,
+        actor=FakeGroup("actor", calls, dp_size),  # type: ignore[arg-type]
+        critic=critic,  # type: ignore[arg-type]
+        reward=FakeReward(calls, SCORES, invalid or set()),
+        timers=PhaseTimer(),
+    )
+    batch = rollout_batch(config.actor_rollout_ref.rollout.n)
+    return Run(learner, calls, batch, learner.learn(batch, step))
+
+
+# Order of the calls
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ["reward", "actor.update_actor"]),
+        ({"mini": 2}, ["reward", "actor.compute_log_prob", "actor.update_actor"]),
+        ({"kl_loss": True}, ["reward", "actor.compute_ref_log_prob", "actor.update_actor"]),
+        ({"kl_reward": True}, ["reward", "actor.compute_log_prob", "actor.compute_ref_log_prob", "actor.update_actor"]),
+        ({"estimator": "rloo"}, ["reward", "actor.update_actor"]),
+        ({"estimator": "gae"}, ["reward", "critic.compute_values", "critic.update_critic", "actor.update_actor"]),
+        (
+            {"estimator": "gae", "mini": 1, "kl_loss": True},
+            [
+                "reward",
+                "actor.compute_log_prob",
+                "actor.compute_ref_log_prob",
+                "critic.compute_values",
+                "critic.update_critic",
+                "actor.update_actor",
+            ],
+        ),
+    ],
+)
+def test_only_the_passes_that_are_needed_in_the_papers_order(settings: dict[str, Any], expected: list[str]) -> None:
+    assert learn(config_of(**settings)).names() == expected
+
+
+def test_while_the_critic_warms_up_the_policy_stays() -> None:
+    config = config_of("gae")
+    config.trainer.critic_warmup = 2
+    assert [learn(config, step=step).names()[-1] for step in (1, 2, 3)] == ["critic.update_critic"] * 2 + ["actor.update_actor"]
+
+
+# What is sent
+
+
+def check_sent(run: Run, policy: set[str]) -> None:
+    """Forward passes get the model's inputs, updates what they read, and nothing else travels."""
+    expected = {
+        "actor.update_actor": MODEL | {"mini_batch", "advantages"} | policy,
+        "critic.update_critic": MODEL | {"mini_batch", "values", "returns"},
+    }
+    for call in run.calls[1:]:
+        assert set(call.columns) == expected.get(call.name, MODEL), call.name
+        updates = call.name in expected
+        assert call.meta == ({"num_mini_batches": run.learner.num_mini_batches} if updates else {})
+        assert not call.arrays
+
+
+SENT: list[tuple[dict[str, Any], set[str]]] = [
+    ({}, {"rollout_log_probs"}),
+    ({"mini": 2}, {"old_log_probs"}),
+    ({"kl_loss": True}, {"rollout_log_probs", "ref_log_prob"}),
+    ({"estimator": "gae", "mini": 1, "kl_loss": True}, {"old_log_probs", "ref_log_prob"}),
+]
+
+
+@pytest.mark.parametrize(("settings", "policy"), SENT)
+def test_only_the_columns_that_are_read_are_sent(settings: dict[str, Any], policy: set[str]) -> None:
+    check_sent(learn(config_of(**settings)), policy)
+
+
+@pytest.mark.parametrize(("settings", "policy"), SENT)
+def test_sending_the_whole_batch_is_caught(settings: dict[str, Any], policy: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def whole(batch: DataProto, names: tuple[str, ...], **meta: object) -> DataProto:
+        return batch.select(meta_info_keys=[])
+
+    monkeypatch.setattr(columns_module, "view", whole)
+    with pytest.raises(AssertionError):
+        check_sent(learn(config_of(**settings)), policy)
+
+
+def test_rows_stay_together_when_they_are_dealt_to_ranks() -> None:
+    """Longest first over two ranks changes the order; each row keeps its tokens, score, values and log-probs."""
+    config = config_of("gae", mini=2, kl_loss=True)
+    config.trainer.balance_batch = True
+    run = learn(config, dp_size=2)
+    order = run.batch.batch["row"]
+    assert order.tolist() != list(range(ROWS)) and sorted(order.tolist()) == list(range(ROWS))
+    assert torch.equal(run.batch.batch["input_ids"], rollout_batch().batch["input_ids"][order])
+    assert run.batch.batch["scores"].tolist() == pytest.approx([SCORES[row] for row in order.tolist()])
+    sent = run.sent("actor.update_actor").columns
+    torch.testing.assert_close(sent["old_log_probs"], token_value(sent, -0.1))
+    torch.testing.assert_close(sent["ref_log_prob"], token_value(sent, -0.2))
+    torch.testing.assert_close(run.sent("critic.update_critic").columns["values"], token_value(sent, 0.01))
+
+
+# Advantages
+
+
+def grpo_by_row(scores: dict[int, float], uid: list[int]) -> dict[int, float]:
+    rows = list(scores)
+    return dict(zip(rows, references.grpo([scores[row] for row in rows], [uid[row] for row in rows], True), strict=True))
+
+
+def check_advantages(run: Run, invalid: set[int]) -> None:
+    """Valid rows as if the invalid ones had never been drawn, invalid ones without advantage."""
+    uid = rollout_batch(run.learner.config.actor_rollout_ref.rollout.n).batch["uid"].tolist()
+    expected = grpo_by_row({row: SCORES[row] for row in range(ROWS) if row not in invalid}, uid)
+    got = run.sent("actor.update_actor").columns["advantages"]
+    for row in range(ROWS):
+        assert got[row, 0].item() == pytest.approx(expected.get(row, 0.0), abs=1e-5), row
+
+
+def test_advantages_are_the_estimators() -> None:
+    check_advantages(learn(config_of()), set())
+
+
+def test_rows_without_a_valid_reward_move_nobodys_baseline_and_do_not_train() -> None:
+    """Groups of four: a missing sample leaves a spread."""
+    run = learn(config_of(samples=4), invalid={1, 6})
+    check_advantages(run, {1, 6})
+    mask = run.sent("actor.update_actor").columns["response_mask"]
+    assert mask.sum(1).tolist() == [0 if row in (1, 6) else LENGTHS[row] for row in range(ROWS)]
+    assert run.metrics["actor/masked_samples"] == 2.0
+
+
+def test_leaving_invalid_rows_in_their_group_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_module, "own_group_when_invalid", lambda uid, valid: uid)
+    with pytest.raises(AssertionError):
+        check_advantages(learn(config_of(samples=4), invalid={1, 6}), {1, 6})
+
+
+def test_invalid_rows_get_ids_that_no_prompt_has() -> None:
+    uid, valid = torch.tensor([0, 0, 1, 1]), torch.tensor([True, False, False, True])
+    groups = own_group_when_invalid(uid, valid).tolist()
+    assert (groups[0], groups[3]) == (0, 1)
+    assert len(set(groups)) == 4
+
+
+def test_forward_passes_and_the_critic_see_every_token_but_only_valid_rows_train() -> None:
+    run = learn(config_of("gae", mini=2), invalid={3})
+    for name in ("actor.compute_log_prob", "critic.compute_values"):
+        assert run.sent(name).columns["response_mask"].sum(1).tolist() == LENGTHS
+    for name in ("critic.update_critic", "actor.update_actor"):
+        assert run.sent(name).columns["response_mask"][3].sum() == 0
+
+
+@pytest.mark.parametrize("masked_out", [False, True])
+def test_truncated_rows_are_left_out_of_the_loss_if_asked_but_not_of_the_baseline(masked_out: bool) -> None:
+    """Rows 1 (length) and 4 (aborted) did not stop by themselves."""
+    config = config_of()
+    config.actor_rollout_ref.actor.mask_truncated = masked_out
+    run = learn(config)
+    check_advantages(run, set())
+    lengths = run.sent("actor.update_actor").columns["response_mask"].sum(1).tolist()
+    assert lengths == [0 if masked_out and row in (1, 4) else LENGTHS[row] for row in range(ROWS)]
+    assert run.metrics["actor/masked_samples"] == (2.0 if masked_out else 0.0)
+
+
+# KL in the reward
+
+
+def test_the_reward_loses_beta_times_the_kl_of_old_and_reference() -> None:
+    run = learn(config_of(kl_reward=True))
+    tokens, mask = rollout_batch().batch["input_ids"][:, PROMPT:].tolist(), rollout_batch().batch["response_mask"].tolist()
+    kl = [[0.1 * token if m else 0.0 for token, m in zip(*row, strict=True)] for row in zip(tokens, mask, strict=True)]
+    expected = [[-0.5 * value for value in row] for row in kl]
+    for row, length in enumerate(LENGTHS):
+        expected[row][length - 1] += SCORES[row]
+    torch.testing.assert_close(run.batch.batch["token_level_rewards"], torch.tensor(expected))
+    assert torch.equal(run.batch.batch["token_level_scores"].sum(1), torch.tensor(SCORES))
+    per_row = [references.mean(references.inside([row], [m])) for row, m in zip(kl, mask, strict=True)]
+    assert run.metrics["actor/reward_kl_penalty"] == pytest.approx(references.mean(per_row), rel=1e-5)
+    assert run.metrics["actor/reward_kl_penalty_coeff"] == 0.5
+    outcome = [sum(row) for row in expected]
+    advantages = references.grpo(outcome, [row // 2 for row in range(ROWS)], True)
+    assert run.batch.batch["advantages"][:, 0].tolist() == pytest.approx(advantages, rel=1e-3, abs=1e-4)
+
+
+def test_without_it_rewards_are_the_scores_and_no_coefficient_is_told() -> None:
+    run = learn(config_of(kl_loss=True))
+    assert torch.equal(run.batch.batch["token_level_rewards"], run.batch.batch["token_level_scores"])
+    assert not any("reward_kl" in name for name in run.metrics)
+
+
+def test_an_adaptive_coefficient_moves_once_a_step_by_the_number_of_samples() -> None:
+    config = config_of(kl_reward=True)
+    config.algorithm.kl_ctrl = KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=100)
+    run = learn(config)
+    assert run.metrics["actor/reward_kl_penalty"] > 0.12  # far above the target: the error is clipped
+    assert run.learner.kl_controller.value == pytest.approx(0.5 * (1 + 0.2 * ROWS / 100))
+    assert run.metrics["actor/reward_kl_penalty_coeff"] == 0.5  # the one that was used
+
+
+def test_controllers_by_their_setting() -> None:
+    assert isinstance(build_kl_controller(KLControlConfig(type="fixed", kl_coef=0.3)), FixedKLController)
+    adaptive = build_kl_controller(KLControlConfig(type="adaptive", kl_coef=0.3, target_kl=2.0, horizon=7))
+    assert isinstance(adaptive, AdaptiveKLController)
+    assert (adaptive.value, adaptive.target, adaptive.horizon) == (0.3, 2.0, 7)
+
+
+# Metrics and settings
+
+
+def test_mismatch_is_measured_where_the_old_log_probs_are() -> None:
+    """The rollout's log-probs are 0.05 below the trainer's on every token."""
+    assert learn(config_of(mini=2)).metrics["mismatch/kl"] == pytest.approx(-0.05, abs=1e-5)
+    assert not any(name.startswith("mismatch") for name in learn(config_of()).metrics)
+
+
+def test_metrics_come_from_the_reward_the_batch_the_estimator_and_both_updates() -> None:
+    run = learn(config_of("gae"))
+    assert (run.metrics["actor/loss"], run.metrics["critic/vf_loss"]) == (2.0, 4.0)
+    assert run.metrics["reward/num_failed"] == 0.0
+    assert run.metrics["critic/score/mean"] == pytest.approx(references.mean(SCORES))
+    assert run.metrics["response_length/clip_ratio"] == 1 / ROWS
+    assert learn(config_of()).metrics["groups/all_equal"] == 0.25
+    assert {"timing_s/reward", "timing_s/advantages"} <= set(run.learner.timers.drain())
+
+
+def test_metrics_of_a_step_are_not_carried_into_the_next() -> None:
+    run = learn(config_of())
+    run.learner.metrics["stale"] = 1.0
+    assert "stale" not in run.learner.learn(rollout_batch(), 2)
+
+
+def test_the_estimators_knobs_come_from_the_settings() -> None:
+    config = config_of()
+    config.algorithm.norm_adv_by_std_in_grpo = False
+    plain = learn(config).batch.batch["advantages"][0, 0].item()
+    assert plain == pytest.approx(0.5)
+    config.algorithm.adv_kwargs = {"norm_adv_by_std_in_grpo": True}
+    assert learn(config).batch.batch["advantages"][0, 0].item() == pytest.approx(0.5 / 0.5**0.5, abs=1e-4)
+    config.algorithm.adv_kwargs = {"norm": True}
+    with pytest.raises(ConfigError, match=r"algorithm\.adv_kwargs\.norm: no such knob"):
+        learn(config)
+
+
+def test_an_unknown_estimator_is_an_error_before_anything_is_called() -> None:
+    with pytest.raises(RegistryError, match="did you mean 'rloo'"):
+        learn(config_of("rlo"))

@@ -1,0 +1,95 @@
+"""Metrics of a batch against counts by hand; what is outside the mask must not show."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlhub.protocol import DataProto
+from rlhub.trainer.ppo.metrics import batch_metrics, mean_metrics, spread
+
+NAN = math.nan
+
+
+def batch_of(*, values: bool = True, outside: float = NAN) -> DataProto:
+    """Three rows of a prompt up to 3 tokens and a response up to 2, the last row's response empty."""
+    x = outside
+    tensors = {
+        "response_mask": torch.tensor([[1, 1], [1, 0], [0, 0]]),
+        "response_length": torch.tensor([2, 1, 0]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 0, 1, 0, 0]]),
+        "finish_reason": torch.tensor([1, 0, 2]),
+        "scores": torch.tensor([1.0, 0.5, 0.0]),
+        "token_level_rewards": torch.tensor([[0.25, 1.0], [0.5, x], [x, x]]),
+        "advantages": torch.tensor([[-1.0, 2.0], [0.5, x], [x, x]]),
+        "returns": torch.tensor([[1.25, 1.0], [0.5, x], [x, x]]),
+    }
+    if values:
+        tensors["values"] = torch.tensor([[3.0, 4.0], [5.0, x], [x, x]])
+    return DataProto.from_dict(tensors=tensors)
+
+
+EXPECTED = {
+    "response_length/mean": 1.0,
+    "response_length/max": 2.0,
+    "response_length/min": 0.0,
+    "response_length/clip_ratio": 1 / 3,
+    "prompt_length/mean": 2.0,
+    "prompt_length/max": 3.0,
+    "prompt_length/min": 1.0,
+    "critic/score/mean": 0.5,
+    "critic/score/max": 1.0,
+    "critic/score/min": 0.0,
+    "reward/mean": 0.5,
+    "reward/std": math.sqrt((0.25 + 0 + 0.25) / 3),
+    "critic/rewards/mean": 1.75 / 3,
+    "critic/rewards/max": 1.25,
+    "critic/rewards/min": 0.0,
+    "critic/advantages/mean": 0.5,
+    "critic/advantages/max": 2.0,
+    "critic/advantages/min": -1.0,
+    "critic/returns/mean": 2.75 / 3,
+    "critic/returns/max": 1.25,
+    "critic/returns/min": 0.5,
+    "critic/values/mean": 4.0,
+    "critic/values/max": 5.0,
+    "critic/values/min": 3.0,
+    "perf/total_num_tokens": 9.0,
+}
+
+
+@pytest.mark.parametrize("outside", [NAN, 0.0, 1e9])
+def test_batch_metrics(outside: float) -> None:
+    assert batch_metrics(batch_of(outside=outside)) == pytest.approx(EXPECTED)
+
+
+def test_a_mask_that_lets_padding_through_shows() -> None:
+    """The control: were the empty row's tokens counted, the metrics would tell."""
+    batch = batch_of(outside=1e9)
+    batch.batch["response_mask"] = torch.ones(3, 2).long()
+    assert batch_metrics(batch)["critic/advantages/max"] == 1e9
+
+
+def test_without_a_critic_there_are_no_values() -> None:
+    metrics = batch_metrics(batch_of(values=False))
+    assert metrics == pytest.approx({name: value for name, value in EXPECTED.items() if not name.startswith("critic/values")})
+
+
+def test_a_batch_whose_responses_are_all_empty() -> None:
+    batch = batch_of()
+    batch.batch["response_mask"] = torch.zeros(3, 2).long()
+    metrics = batch_metrics(batch)
+    assert not any(name.startswith(("critic/advantages", "critic/returns", "critic/values")) for name in metrics)
+    assert metrics["critic/rewards/max"] == 0.0
+
+
+def test_spread_takes_integers_and_skips_nothing_at_all() -> None:
+    assert spread("x", torch.tensor([1, 2, 6])) == {"x/mean": 3.0, "x/max": 6, "x/min": 1}
+    assert spread("x", torch.zeros(0)) == {}
+
+
+def test_metrics_of_several_ranks_are_averaged_and_single_ones_kept() -> None:
+    assert mean_metrics({"a": [1.0, 3.0], "b": [2.0]}) == {"a": 2.0, "b": 2.0}
+    assert mean_metrics({"a": 4}) == {"a": 4.0}
