@@ -52,9 +52,7 @@ from rlhub.sharding_manager.manager import ShardingManager
 publish = ShardingManager.sync
 
 def publish_once(self, version):
-    if version == 0:
-        return publish(self, version)
-    self.rollout.version = version
+    return publish(self, version) if version == 0 else None
 
 ShardingManager.sync = publish_once
 """
