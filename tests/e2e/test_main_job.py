@@ -130,7 +130,7 @@ def check_run_folder(folder: Path, *, steps: int, ranks: int) -> list[dict[str, 
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["trainer"]["n_gpus_per_node"] == ranks
     report = (folder / "report.html").read_text()
-    assert "<svg" in report and "src=\"http" not in report and "href=\"http" not in report
+    assert "<svg" in report and 'src="http' not in report and 'href="http' not in report
     assert sorted(path.name for path in (folder / "logs").iterdir()) == [f"actor_rollout_ref-rank{r}.log" for r in range(ranks)]
     assert (folder / "generations").is_dir()
     return rows
