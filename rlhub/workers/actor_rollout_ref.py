@@ -5,6 +5,7 @@ Thin shells: each method hands its rows to an engine and wraps what comes back.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_policy_engine, build_reference_engine
 from rlhub.engines.training.updates import PolicyUpdater
 from rlhub.models.sidecars import save_sidecars
+from rlhub.models.throughput import ThroughputMeter
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.models.vocabulary import read_vocabulary
 from rlhub.protocol import DataProto
@@ -52,6 +54,7 @@ class ActorRolloutRefWorker(Worker):
         self.reference = self._build_reference()
         self._init_rollout()
         if self.train:
+            self.throughput = ThroughputMeter(self.config.model, self.device)
             self.updater = PolicyUpdater(
                 self.engine,
                 self.config.actor,
@@ -153,7 +156,10 @@ class ActorRolloutRefWorker(Worker):
     def update_actor(self, batch: DataProto) -> DataProto:
         """All optimizer steps of the batch; meta_info["metrics"] are global."""
         self._let_rollout_sleep()
+        started = time.perf_counter()
         metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
+        seconds = time.perf_counter() - started
+        metrics |= self.throughput.metrics(batch.batch["attention_mask"], self.config.actor.ppo_epochs, seconds)
         return DataProto(meta_info={"metrics": metrics | memory_metrics("actor", self.device)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

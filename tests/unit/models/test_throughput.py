@@ -1,0 +1,39 @@
+"""Throughput from counted operations: against a count by hand, and silent without work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhub.config.model import ModelConfig
+from rlhub.models.throughput import ThroughputMeter
+
+SIZES = {
+    "model_type": "qwen2",
+    "vocab_size": 10,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def test_counts_weights_and_attention_per_second(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    meter = ThroughputMeter(ModelConfig(path=str(tmp_path)), torch.device("cpu"))
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    per_layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16  # q, k and v, o, the three of the MLP
+    weights = 2 * per_layer + 8 * 10
+    attention = 6 * 2 * 2 * 4 * (4 * 4 + 2 * 2)  # layers, heads, head size, sum of squared lengths
+    expected = 2 * (6 * 6 * weights + attention) / 0.5 / 1e12
+    assert meter.metrics(mask, epochs=2, seconds=0.5) == {"perf/actor_tflops": pytest.approx(expected)}
+
+
+def test_no_tokens_no_figure(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    meter = ThroughputMeter(ModelConfig(path=str(tmp_path)), torch.device("cpu"))
+    assert meter.metrics(torch.zeros(2, 3), epochs=1, seconds=1.0) == {}
