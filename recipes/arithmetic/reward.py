@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 NUMBER = re.compile(r"\d+")
-CHANCE = 0.35
+CHANCE = 0.4
 """Share of rewarded samples in the control: about the share that is right at the start."""
 
 

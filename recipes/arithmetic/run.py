@@ -102,8 +102,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
     )
 
 
-SFT_STEPS = 500
-RL_STEPS = 80
+SFT_STEPS = 400
+RL_STEPS = 60
 
 
 def sft_settings(options: Options, folder: Path) -> list[str]:
@@ -115,7 +115,7 @@ def sft_settings(options: Options, folder: Path) -> list[str]:
         f"data.seed={options.seed}",
         f"model.path={options.out / 'model'}",
         "model.enable_gradient_checkpointing=False",
-        "optim.lr=3e-3",
+        "optim.lr=4e-3",
         "optim.lr_scheduler_type=cosine",
         "optim.min_lr_ratio=0.1",
         "optim.lr_warmup_steps=20",
