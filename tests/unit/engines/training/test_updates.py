@@ -45,17 +45,13 @@ class FakeTrainEngine(TrainEngine):
         self.read: set[str] = set()
 
     def forward(self, rows: Rows) -> ForwardOutputs:
-        """NaN outside the mask, where a real engine leaves zeros: nobody may depend on it."""
-        tokens, mask = rows["input_ids"], rows["response_mask"].bool()
+        """Live values outside the mask too, where a real engine leaves zeros: no loss may read them or send a gradient there."""
+        tokens = rows["input_ids"]
         before, response = tokens[:, PROMPT - 1 : -1], tokens[:, PROMPT:]
         spread = self.table[before].log_softmax(-1)
         log_probs = spread.gather(-1, response[..., None])[..., 0]
         entropy = -(spread.exp() * spread).sum(-1)
-
-        def kept(values: Tensor) -> Tensor:
-            return torch.where(mask, values, torch.full_like(values, math.nan))
-
-        return ForwardOutputs(log_probs=kept(log_probs), entropy=kept(entropy), values=kept(self.worth[before]))
+        return ForwardOutputs(log_probs=log_probs, entropy=entropy, values=self.worth[before])
 
     def forward_backward(self, rows: Rows, loss_fn: LossFunction, *, outputs: Iterable[str] = ("log_probs",)) -> dict[str, float]:
         for parameter in self.parameters:
@@ -328,7 +324,8 @@ def test_in_later_steps_they_are_not() -> None:
 def without_advantage(**settings: object) -> tuple[FakeTrainEngine, dict[str, Tensor]]:
     rows = batch("advantages", "ref_log_prob")
     rows["advantages"] = rows["advantages"] * 0
-    rows["ref_log_prob"] = FakeTrainEngine().infer(rows, outputs=("log_probs",))["log_probs"] - 0.5
+    own = FakeTrainEngine().infer(rows, outputs=("log_probs",))["log_probs"]
+    rows["ref_log_prob"] = torch.where(rows["response_mask"].bool(), own - 0.5, torch.full_like(own, math.nan))
     return policy_update(rows, **settings)[0], rows
 
 
