@@ -14,28 +14,29 @@ NAN = math.nan
 
 
 def batch_of(*, values: bool = True, outside: float = NAN) -> DataProto:
-    """Three rows of a prompt up to 3 tokens and a response up to 2, the last row's response empty."""
+    """Prompts up to 3 tokens, responses up to 2; the third row's response is empty, the fourth has no valid score."""
     x = outside
     tensors = {
-        "response_mask": torch.tensor([[1, 1], [1, 0], [0, 0]]),
-        "response_length": torch.tensor([2, 1, 0]),
-        "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 0, 1, 0, 0]]),
-        "finish_reason": torch.tensor([1, 0, 2]),
-        "scores": torch.tensor([1.0, 0.5, 0.0]),
-        "token_level_rewards": torch.tensor([[0.25, 1.0], [0.5, x], [x, x]]),
-        "advantages": torch.tensor([[-1.0, 2.0], [0.5, x], [x, x]]),
-        "returns": torch.tensor([[1.25, 1.0], [0.5, x], [x, x]]),
+        "response_mask": torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1]]),
+        "response_length": torch.tensor([2, 1, 0, 2]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 0, 1, 0, 0], [0, 1, 1, 1, 1]]),
+        "finish_reason": torch.tensor([1, 0, 2, 0]),
+        "valid": torch.tensor([True, True, True, False]),
+        "scores": torch.tensor([1.0, 0.5, 0.0, -9.0]),
+        "token_level_rewards": torch.tensor([[0.25, 1.0], [0.5, x], [x, x], [7e7, -7e7]]),
+        "advantages": torch.tensor([[-1.0, 2.0], [0.5, x], [x, x], [7e7, -7e7]]),
+        "returns": torch.tensor([[1.25, 1.0], [0.5, x], [x, x], [7e7, -7e7]]),
     }
     if values:
-        tensors["values"] = torch.tensor([[3.0, 4.0], [5.0, x], [x, x]])
+        tensors["values"] = torch.tensor([[3.0, 4.0], [5.0, x], [x, x], [7e7, -7e7]])
     return DataProto.from_dict(tensors=tensors)
 
 
 EXPECTED = {
-    "response_length/mean": 1.0,
+    "response_length/mean": 1.25,
     "response_length/max": 2.0,
     "response_length/min": 0.0,
-    "response_length/clip_ratio": 1 / 3,
+    "response_length/clip_ratio": 1 / 4,
     "prompt_length/mean": 2.0,
     "prompt_length/max": 3.0,
     "prompt_length/min": 1.0,
@@ -56,7 +57,7 @@ EXPECTED = {
     "critic/values/mean": 4.0,
     "critic/values/max": 5.0,
     "critic/values/min": 3.0,
-    "perf/total_num_tokens": 9.0,
+    "perf/total_num_tokens": 13.0,
 }
 
 
@@ -68,8 +69,16 @@ def test_batch_metrics(outside: float) -> None:
 def test_a_mask_that_lets_padding_through_shows() -> None:
     """The control: were the empty row's tokens counted, the metrics would tell."""
     batch = batch_of(outside=1e9)
-    batch.batch["response_mask"] = torch.ones(3, 2).long()
+    batch.batch["response_mask"] = torch.ones(4, 2).long()
     assert batch_metrics(batch)["critic/advantages/max"] == 1e9
+
+
+def test_a_score_that_is_not_valid_would_show() -> None:
+    """The control: the fourth row's numbers are far outside the others'."""
+    batch = batch_of()
+    batch.batch["valid"] = torch.ones(4, dtype=torch.bool)
+    metrics = batch_metrics(batch)
+    assert (metrics["critic/score/min"], metrics["critic/advantages/max"]) == (-9.0, pytest.approx(7e7))
 
 
 def test_without_a_critic_there_are_no_values() -> None:
@@ -79,7 +88,7 @@ def test_without_a_critic_there_are_no_values() -> None:
 
 def test_a_batch_whose_responses_are_all_empty() -> None:
     batch = batch_of()
-    batch.batch["response_mask"] = torch.zeros(3, 2).long()
+    batch.batch["response_mask"] = torch.zeros(4, 2).long()
     metrics = batch_metrics(batch)
     assert not any(name.startswith(("critic/advantages", "critic/returns", "critic/values")) for name in metrics)
     assert metrics["critic/rewards/max"] == 0.0
