@@ -263,11 +263,12 @@ def steps_against_torch(path: str, fsdp: dict[str, Any], large: bool) -> tuple[f
 
 
 def bucket_sizes(path: str, bucket_bytes: int) -> tuple[list[list[tuple[str, int]]], bool]:
-    """(names and bytes of each bucket, whether all weights are bitwise those of the checkpoint)."""
+    """(names and bytes of each bucket, whether all weights are bitwise those of the checkpoint and gradients stay on)."""
     built = make_engine(path, optim=None)
     reference = dict(plain_model(path, "policy", torch.float64).named_parameters())
     buckets, exact = [], True
     for bucket in built.named_weights(bucket_bytes=bucket_bytes):
+        exact &= torch.is_grad_enabled()  # between buckets the consumer's own mode holds
         buckets.append([(name, tensor.numel() * tensor.element_size()) for name, tensor in bucket])
         exact &= all(torch.equal(tensor, reference[name]) for name, tensor in bucket)
     return buckets, exact

@@ -61,7 +61,8 @@ class WeightStream:
     def __init__(self, entries: Sequence[Entry], layout: Layout, bucket_bytes: int) -> None:
         self.layout = layout
         self.buckets = plan_buckets(entries, bucket_bytes)
-        self._largest = max((self._room(bucket) for bucket in self.buckets if bucket.num_bytes <= bucket_bytes), default=0)
+        shared = [bucket for bucket in self.buckets if bucket.num_bytes <= bucket_bytes or len(_parts(bucket)) > 1]
+        self._largest = max(map(self._room, shared), default=0)
         self._gathered: Tensor | None = None
         self._assembled: Tensor | None = None
 
@@ -70,14 +71,14 @@ class WeightStream:
         return self.layout.shard_size * sum(part.chunk * _row_size(part) for part in _parts(bucket))
 
     def __iter__(self) -> Iterator[list[tuple[str, Tensor]]]:
-        with torch.no_grad():
-            for bucket in self.buckets:
-                parts = _parts(bucket)
-                full = {id(part): tensor for part, tensor in zip(parts, self._full(parts), strict=True)}
-                named = [(entry.weight.name, self._merged(entry, full)) for entry in bucket.entries]
-                del full
-                yield named
-                del named
+        for bucket in self.buckets:
+            yield self._named(bucket)
+
+    @torch.no_grad()
+    def _named(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
+        parts = _parts(bucket)
+        full = {id(part): tensor for part, tensor in zip(parts, self._full(parts), strict=True)}
+        return [(entry.weight.name, self._merged(entry, full)) for entry in bucket.entries]
 
     def _merged(self, entry: Entry, full: dict[int, Tensor]) -> Tensor:
         weight = full[id(entry.weight)]
