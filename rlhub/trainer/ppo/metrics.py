@@ -17,19 +17,24 @@ def spread(prefix: str, values: Tensor) -> dict[str, float]:
 
 
 def batch_metrics(batch: DataProto) -> dict[str, float]:
-    """critic/{score,rewards,advantages,returns,values}/..., response_length/..., prompt_length/... of one step."""
+    """reward/..., critic/{score,rewards,advantages,returns,values}/..., response_length/..., prompt_length/... of one step.
+
+    Samples without a valid score count in lengths only: the 0 that stands in for their score would pass for a bad answer.
+    """
     columns = batch.batch
-    mask = columns["response_mask"].bool()
+    valid = columns["valid"]
+    mask = columns["response_mask"].bool() & valid[:, None]
+    scores = columns["scores"][valid].float()
     lengths = columns["response_length"].float()
     prompts = columns["attention_mask"].sum(1).float() - lengths
     metrics = {
         **spread("response_length", lengths),
         "response_length/clip_ratio": (columns["finish_reason"] == 1).float().mean().item(),
         **spread("prompt_length", prompts),
-        **spread("critic/score", columns["scores"]),
-        "reward/mean": columns["scores"].float().mean().item(),
-        "reward/std": columns["scores"].float().std(correction=0).item(),
-        **spread("critic/rewards", torch.where(mask, columns["token_level_rewards"], 0).sum(1)),
+        **spread("critic/score", scores),
+        "reward/mean": scores.mean().item(),
+        "reward/std": scores.std(correction=0).item(),
+        **spread("critic/rewards", torch.where(mask, columns["token_level_rewards"], 0).sum(1)[valid]),
         **spread("critic/advantages", columns["advantages"][mask]),
         **spread("critic/returns", columns["returns"][mask]),
         "perf/total_num_tokens": float(columns["attention_mask"].sum().item()),

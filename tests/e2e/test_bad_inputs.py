@@ -1,0 +1,210 @@
+"""Bad settings, data, rewards, machines and memory: each ends a real run with a clear error, or the run says how it went on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import Mains, Running, Task, prompt_rows, write_rows
+
+EXIT_USAGE = 2
+MISSPELT = "actor_rollout_ref.rollout.temprature=1.0"
+SOON_S = 100.0
+"""Less than the deadlines whose passing would also end these runs, more than a loaded machine needs to start Ray."""
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def bad_files(tmp_path: Path) -> dict[str, Path]:
+    """One bad data file of each kind."""
+    rows = prompt_rows(24)
+    renamed = [{"prompts" if key == "prompt" else key: value for key, value in row.items()} for row in rows]
+    nameless = write_rows(tmp_path / "nameless.parquet", renamed)
+    empty, no_rows = tmp_path / "empty.jsonl", tmp_path / "no_rows.jsonl"
+    empty.write_text("")
+    no_rows.write_text("\n\n")
+    long = write_rows(tmp_path / "long.parquet", [*rows, *prompt_rows(1, words=20)])
+    return {"nameless": nameless, "empty": empty, "no_rows": no_rows, "long": long}
+
+
+CHECKED_BEFORE_START = {
+    "misspelt key": ([MISSPELT], ["actor_rollout_ref.rollout.temprature", "did you mean actor_rollout_ref.rollout.temperature?"]),
+    "missing column": (["data.train_files={nameless}"], ["{nameless} has no column 'prompt'", "did you mean 'prompts'"]),
+    "empty file": (["data.train_files={empty}"], ["{empty} is empty"]),
+    "file without rows": (["data.train_files={no_rows}"], ["{no_rows} has no rows"]),
+    "fewer GPUs than asked": (["trainer.device=cuda", "trainer.n_gpus_per_node=64"], ["trainer.device=cuda: ", "GPU", "found"]),
+}
+
+
+@pytest.mark.parametrize("case", [*CHECKED_BEFORE_START, "all of them"])
+def test_found_before_anything_starts(mains: Mains, task: Task, bad_files: dict[str, Path], tmp_path: Path, case: str) -> None:
+    if case == "all of them":  # reported together
+        settings = [MISSPELT, "data.train_files=[{nameless},{empty}]", "trainer.device=cuda", "trainer.n_gpus_per_node=64"]
+        expected = [text for name, (_, texts) in CHECKED_BEFORE_START.items() if "rows" not in name for text in texts]
+    else:
+        settings, expected = CHECKED_BEFORE_START[case]
+    ray_folder, run_folder = tmp_path / "ray", tmp_path / "run"
+    arguments = task.arguments(run_folder, "trainer.backend=ray", *(text.format(**bad_files) for text in settings))
+    result = mains.run_fresh(arguments, env={"RAY_TMPDIR": str(ray_folder)})
+    assert result.code == EXIT_USAGE, result.output
+    for text in expected:
+        assert text.format(**bad_files) in result.output
+    assert "Traceback" not in result.output
+    assert not ray_folder.exists() and not run_folder.exists()
+
+
+def test_an_overlong_prompt_is_an_error_or_left_out(mains: Mains, task: Task, bad_files: dict[str, Path], tmp_path: Path) -> None:
+    arguments = task.arguments(
+        tmp_path / "run", f"data.train_files={bad_files['long']}", "trainer.backend=ray", "trainer.total_training_steps=1"
+    )
+    refused = mains.run(arguments)
+    assert refused.code == EXIT_USAGE
+    assert f"{bad_files['long']}, row 25, column 'prompt': 20 tokens exceed data.max_prompt_length=8" in refused.output
+    assert "data.filter_overlong_prompts=True" in refused.output
+    assert "Traceback" not in refused.output and "Ray cluster" not in refused.output
+
+    went_on = mains.run([*arguments, "data.filter_overlong_prompts=True", "trainer.backend=local"])
+    assert went_on.code == 0, went_on.output
+    assert "1 of 25 prompts are longer than 8 tokens and are left out" in went_on.output
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1]
+
+
+FAULTY_REWARD = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    kind = {3: "raise", 5: "hang", 7: "nan"}.get(extra_info["index"])
+    if kind == "raise":
+        raise ValueError("this scorer is broken")
+    if kind == "hang":
+        time.sleep(1000)
+    return float("nan") if kind == "nan" else 0.5
+"""
+SAMPLES, FAILURES = 16, 6  # 8 prompts twice, three of them cannot be scored
+
+
+@pytest.fixture
+def faulty(task: Task, tmp_path: Path) -> list[str]:
+    """A run of one step over 8 prompts whose reward raises, hangs and returns NaN."""
+    reward = tmp_path / "faulty.py"
+    reward.write_text(FAULTY_REWARD)
+    return task.arguments(
+        tmp_path / "run",
+        f"data.train_files={write_rows(tmp_path / 'eight.parquet', prompt_rows(8))}",
+        f"custom_reward_function.path={reward}",
+        "reward_model.timeout_s=2",
+        "reward_model.num_workers=2",
+        "trainer.total_training_steps=1",
+    )
+
+
+@pytest.mark.parametrize("policy", ["mask", "zero"])
+def test_a_failing_reward_is_counted_and_passed_over(mains: Mains, faulty: list[str], tmp_path: Path, policy: str) -> None:
+    running = mains.start([*faulty, f"reward_model.on_error={policy}", "reward_model.max_error_rate=0.5"])
+    result = running.wait()
+    assert result.code == 0, result.output
+    (row,) = metrics(tmp_path / "run")
+    counts = {kind: row[f"reward/num_failed/{kind}"] for kind in ("raised", "timeout", "bad_value")}
+    assert counts == {"raised": 2.0, "timeout": 2.0, "bad_value": 2.0}
+    assert row["actor/masked_samples"] == (FAILURES if policy == "mask" else 0)
+    scored = SAMPLES - FAILURES
+    assert row["reward/mean"] == pytest.approx(0.5 if policy == "mask" else 0.5 * scored / SAMPLES)
+    assert f"scoring failed for {FAILURES} of {SAMPLES} samples" in result.output
+    assert "this scorer is broken" in result.output
+    assert running.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["reward_model.on_error=fail"], "reward_model.on_error=fail"),
+        ([], "is more than reward_model.max_error_rate=0.1 allows"),  # as it is set by default
+    ],
+)
+def test_a_failing_reward_stops_the_run(mains: Mains, faulty: list[str], tmp_path: Path, settings: list[str], reason: str) -> None:
+    running = mains.start([*faulty, *settings])
+    result = running.wait()
+    assert result.code not in (0, -signal.SIGKILL)
+    assert reason in result.output
+    assert metrics(tmp_path / "run") == []
+    assert running.leftovers() == []
+
+
+FLIPPING_PLUGIN = """
+import sys
+import torch
+from rlhub.engines.rollout.hf.engine import HFEngine
+
+update_weights = HFEngine.update_weights
+
+def flipping(self, buckets, version):
+    update_weights(self, buckets, version)
+    if version == 1:
+        name, weight, _ = list(self.live_weights())[5]
+        weight.detach().view(torch.int32).view(-1)[7] ^= 1  # the lowest bit
+        sys.stderr.write(f"flipped a bit of {name}.\\n")
+
+HFEngine.update_weights = flipping
+"""
+
+
+def test_one_flipped_bit_in_the_rollout_engine_is_caught(mains: Mains, task: Task, tmp_path: Path) -> None:
+    (tmp_path / "flipping.py").write_text(FLIPPING_PLUGIN)
+    arguments = task.arguments(tmp_path / "run", "trainer.plugins=[flipping]")
+    result = mains.run(arguments, env={"PYTHONPATH": str(tmp_path)})
+    assert result.code not in (0, -signal.SIGKILL)
+    name = result.output.partition("flipped a bit of ")[2].partition(".\n")[0]
+    assert name
+    assert f"the rollout engine does not hold the trainer's {name}:" in result.output
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1]  # no step is taken with the wrong weights
+
+
+def on_ray(task: Task, run_folder: Path, *more: str) -> list[str]:
+    settings = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.ray_init.object_store_memory=200000000")
+    return task.arguments(run_folder, *settings, *more)
+
+
+def test_too_few_places_for_the_ranks(mains: Mains, task: Task, tmp_path: Path) -> None:
+    running = mains.start_fresh(on_ray(task, tmp_path / "run", "trainer.ray_init.num_cpus=1"))
+    result = running.wait()
+    assert result.code == EXIT_USAGE, result.output
+    assert "trainer.n_gpus_per_node" in result.output and "num_cpus" in result.output
+    assert "Traceback" not in result.output
+    assert result.seconds < SOON_S
+    assert running.leftovers() == []
+
+
+def rank_process(running: Running, run_folder: Path, rank: int) -> psutil.Process | None:
+    """The worker process of `rank`: it writes to that rank's log."""
+    for process in running.processes():
+        try:
+            if any(Path(file.path).match(f"{run_folder}/logs/*-rank{rank}.log") for file in process.open_files()):
+                return process
+        except psutil.Error:
+            continue
+    return None
+
+
+def test_a_killed_worker_ends_the_run(mains: Mains, task: Task, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    running = mains.start_fresh(on_ray(task, folder, "trainer.total_training_steps=100000"))
+    running.until(lambda: len(metrics(folder)) > 1, "the second step was logged")
+    worker = rank_process(running, folder, 1)
+    assert worker is not None
+    killed = time.monotonic()
+    worker.kill()
+    result = running.wait()
+    assert time.monotonic() - killed < SOON_S
+    assert result.code not in (0, -signal.SIGKILL)
+    assert "actor_rollout_ref rank 1" in result.output
+    assert running.leftovers() == []
