@@ -43,11 +43,11 @@ def test_minimal_grpo(mains: Mains, task: Task, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     seen = re.findall(r"step (\d+) reward (\d\.\d+) mismatch (\S+)", done.stderr)
     assert [int(step) for step, *_ in seen] == [1, 2], done.stderr
-    assert all(0.0 < float(reward) < 1.0 and 0.0 <= float(mismatch) < 1e-5 for _, reward, mismatch in seen)
+    assert all(0.0 < float(reward) < 1.0 and abs(float(mismatch)) < 1e-5 for _, reward, mismatch in seen)
 
 
 def test_gsm8k(mains: Mains, tmp_path: Path) -> None:
-    """The published form of the rows through every stage: chat template, generation, the recipe's scorer, update, validation, save."""
+    """Rows in their published form through every stage: chat template, generation, scorer, update, validation, save."""
     source = RECIPES / "gsm8k" / "sample"
     prepared = run_recipe(
         mains, sys.executable, str(RECIPES / "gsm8k" / "preprocess.py"), "--source", str(source), "--out", str(tmp_path / "data")
@@ -67,7 +67,7 @@ def test_gsm8k(mains: Mains, tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert "val/openai/gsm8k/pass@1" in rows[0] and "val/pass@1" in rows[3]
     for row in rows[1:]:
-        assert row["reward/num_failed"] == 0 and row["mismatch/kl"] < 1e-5 and row["actor/kl_loss"] >= 0.0
+        assert row["reward/num_failed"] == 0 and abs(row["mismatch/kl"]) < 1e-5 and row["actor/kl_loss"] >= 0.0
         assert row["actor/grad_norm"] > 0.0, "the entropy bonus has a gradient even where every answer is wrong"
     assert rows[3]["actor/kl_loss"] > 0.0
     samples = read_generations(tmp_path / "run" / "generations" / "val-000000.jsonl")
