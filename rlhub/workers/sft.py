@@ -12,6 +12,7 @@ from rlhub.config.sft import SFTConfig
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_sft_engine
 from rlhub.engines.training.updates import sft_loss, take_steps
+from rlhub.errors import DataError
 from rlhub.models.sidecars import save_sidecars
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
@@ -40,7 +41,10 @@ class SFTWorker(Worker):
     def train_step(self, batch: DataProto) -> DataProto:
         """One optimizer step over the batch; meta_info["metrics"] are global."""
         rows = dict(batch.batch.items())
-        (step,) = take_steps(self.engine, rows, sft_loss, num_mini_batches=1, epochs=1, scale=1.0, outputs=("log_probs",))
+        steps = take_steps(self.engine, rows, sft_loss, num_mini_batches=1, epochs=1, scale=1.0, outputs=("log_probs",))
+        if not steps:
+            raise DataError("no row of this batch has a token to learn from; check data.response_key and the truncation")
+        (step,) = steps
         metrics = {
             "train/loss": step.sums["loss"],
             "train/grad_norm": step.report.grad_norm,

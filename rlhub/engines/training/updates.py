@@ -62,10 +62,13 @@ StepLoss = Callable[[ForwardOutputs, Rows, Denominators], LossOutput]
 def take_steps(
     engine: TrainEngine, rows: Rows, loss: StepLoss, *, num_mini_batches: int, epochs: int, scale: float, outputs: tuple[str, ...]
 ) -> list[StepSums]:
-    """One optimizer step for each mini-batch of each epoch."""
+    """One optimizer step for each mini-batch of each epoch.  A mini-batch without a token to learn from takes none: the
+    optimizer's momentum and decay would move the weights."""
     steps = []
     for mini in mini_batches(rows, num_mini_batches, epochs):
         denominators = count_denominators(engine, mini["response_mask"], scale)
+        if denominators.tokens == 0:
+            continue
         sums = engine.forward_backward(mini, partial(_with_denominators, loss, denominators), outputs=outputs)
         steps.append(StepSums(sums=sums, denominators=denominators, report=engine.optimizer_step()))
     return steps
@@ -132,18 +135,15 @@ class PolicyUpdater:
 def policy_metrics(steps: list[StepSums]) -> dict[str, float]:
     """Means over the optimizer steps of one batch (skipped steps are counted, and left out of the means)."""
     done = [step for step in steps if not step.report.skipped]
-    metrics = {
-        "actor/skipped_steps": float(len(steps) - len(done)),
-        "actor/optimizer_steps": float(len(done)),
-        "actor/lr": steps[-1].report.lr,
-    }
+    metrics = {"actor/skipped_steps": float(len(steps) - len(done)), "actor/optimizer_steps": float(len(done))}
+    metrics |= {"actor/lr": step.report.lr for step in steps}
     for step in done:
         tokens = max(step.denominators.tokens, 1.0)
         values = {name: step.sums[name] / tokens for name in step.sums if not name.startswith("mismatch_")}
         values |= {"loss": step.sums["loss"], "pg_loss": step.sums["pg_loss"], "grad_norm": step.report.grad_norm}
         for name, value in values.items():
             metrics[f"actor/{name}"] = metrics.get(f"actor/{name}", 0.0) + value / len(done)
-    if "mismatch_tokens" in steps[0].sums:
+    if steps and "mismatch_tokens" in steps[0].sums:
         metrics |= mismatch_metrics(steps[0].sums)
     return metrics
 
@@ -179,7 +179,8 @@ class ValueUpdater:
 def value_metrics(steps: list[StepSums]) -> dict[str, float]:
     """vf_explained_var: 1 - mean squared error / variance of the returns (1 is perfect, 0 no better than their mean)."""
     done = [step for step in steps if not step.report.skipped]
-    metrics = {"critic/skipped_steps": float(len(steps) - len(done)), "critic/lr": steps[-1].report.lr}
+    metrics = {"critic/skipped_steps": float(len(steps) - len(done))}
+    metrics |= {"critic/lr": step.report.lr for step in steps}
     for step in done:
         tokens = max(step.denominators.tokens, 1.0)
         variance = step.sums["returns_squared"] / tokens - (step.sums["returns"] / tokens) ** 2

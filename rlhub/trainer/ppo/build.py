@@ -14,7 +14,7 @@ from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager, build_reward_manager
 from rlhub.single_controller import ClassWithInitArgs, Launched, WorkerGroup
 from rlhub.trainer.ppo.learner import Learner
-from rlhub.trainer.ppo.requirements import num_mini_batches, requirements
+from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements
 from rlhub.trainer.ppo.rollouts import VALIDATION_ORDINALS, Generator
 from rlhub.trainer.ppo.trainer import PPOTrainer
 from rlhub.trainer.ppo.validation import Validator
@@ -120,7 +120,7 @@ def worker_roles(config: PPOConfig, total_steps: int) -> dict[str, ClassWithInit
         )
     }
     if needs.values:
-        critic.optim.total_training_steps = total_steps * num_mini_batches(config) * (critic.ppo_epochs or 1)
+        critic.optim.total_training_steps = total_steps * critic_mini_batches(config) * (critic.ppo_epochs or 1)
         roles["critic"] = ClassWithInitArgs(CriticWorker, critic, runtime, loss_agg_mode=actor.loss_agg_mode)
     return roles
 

@@ -6,7 +6,7 @@ from rlhub.protocol import DataProto
 
 MODEL = ("input_ids", "attention_mask", "response_mask")
 POLICY = (*MODEL, "mini_batch", "advantages", "old_log_probs", "ref_log_prob", "rollout_log_probs")
-VALUE = (*MODEL, "mini_batch", "values", "returns")
+VALUE = (*MODEL, "critic_mini_batch", "values", "returns")
 
 
 def view(batch: DataProto, names: tuple[str, ...], **meta: object) -> DataProto:
@@ -22,12 +22,19 @@ def model_inputs(batch: DataProto) -> DataProto:
     return view(batch, MODEL)
 
 
-def policy_inputs(batch: DataProto, num_mini_batches: int) -> DataProto:
+def policy_inputs(batch: DataProto) -> DataProto:
     """What the policy update reads.  The rollout's log-probs go only where the mismatch is measured in the update itself."""
     names = tuple(n for n in POLICY if not (n == "rollout_log_probs" and "old_log_probs" in batch.batch.keys()))
-    return view(batch, names, num_mini_batches=num_mini_batches)
+    return view(batch, names, num_mini_batches=count(batch, "mini_batch"))
 
 
-def value_inputs(batch: DataProto, num_mini_batches: int) -> DataProto:
+def value_inputs(batch: DataProto) -> DataProto:
     """What the critic's update reads."""
-    return view(batch, VALUE, num_mini_batches=num_mini_batches)
+    selected = view(batch, VALUE, num_mini_batches=count(batch, "critic_mini_batch"))
+    selected.batch["mini_batch"] = selected.batch.pop("critic_mini_batch")
+    return selected
+
+
+def count(batch: DataProto, column: str) -> int:
+    """Number of mini-batches that a column of their indices (from 0) tells apart."""
+    return int(batch.batch[column].max().item()) + 1

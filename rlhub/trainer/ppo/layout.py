@@ -62,14 +62,23 @@ def capacities_of(mini_batch_sizes: list[int], num_ranks: int) -> list[list[int]
 
 
 def arrange(
-    batch: DataProto, *, rows_per_mini_batch: int, num_ranks: int, balance: bool, shuffle_seed: int | None = None
+    batch: DataProto,
+    *,
+    rows_per_mini_batch: int,
+    num_ranks: int,
+    balance: bool,
+    shuffle_seed: int | None = None,
+    critic_rows_per_mini_batch: int | None = None,
 ) -> DataProto:
-    """Reorder `batch` in place so that part r of `chunk(num_ranks)` is what rank r should hold; adds column `mini_batch`.
+    """Reorder `batch` in place so that part r of `chunk(num_ranks)` is what rank r should hold; adds column `mini_batch`
+    and, where its size is given, `critic_mini_batch`.
 
     batch: needs `attention_mask` (rows, prompt + response).  Returns the same batch.
     """
     ids = mini_batch_ids(len(batch), rows_per_mini_batch, shuffle_seed)
     batch.batch["mini_batch"] = ids
+    if critic_rows_per_mini_batch is not None:
+        batch.batch["critic_mini_batch"] = mini_batch_ids(len(batch), critic_rows_per_mini_batch, shuffle_seed)
     if num_ranks == 1:
         return batch
     lengths = batch.batch["attention_mask"].sum(1).tolist()

@@ -25,7 +25,7 @@ from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.columns import model_inputs, policy_inputs, value_inputs
 from rlhub.trainer.ppo.layout import arrange
 from rlhub.trainer.ppo.metrics import batch_metrics, mean_metrics
-from rlhub.trainer.ppo.requirements import Requirements, num_mini_batches, requirements
+from rlhub.trainer.ppo.requirements import Requirements, requirements
 from rlhub.utils.timing import PhaseTimer
 
 
@@ -73,14 +73,10 @@ class Learner:
             batch.union(self.critic.compute_values(model_inputs(batch)))
         self.estimate_advantages(batch)
         if self.critic is not None:
-            self.record(self.critic.update_critic(value_inputs(batch, self.num_mini_batches)))
+            self.record(self.critic.update_critic(value_inputs(batch)))
         if step > self.config.trainer.critic_warmup:
-            self.record(self.actor.update_actor(policy_inputs(batch, self.num_mini_batches)))
+            self.record(self.actor.update_actor(policy_inputs(batch)))
         return self.metrics
-
-    @property
-    def num_mini_batches(self) -> int:
-        return num_mini_batches(self.config)
 
     def record(self, returned: DataProto) -> None:
         """Keep the metrics a worker call returned."""
@@ -97,13 +93,16 @@ class Learner:
 
     def arrange(self, batch: DataProto, step: int) -> None:
         """Fix the mini-batches and deal the rows to the ranks."""
-        actor = self.config.actor_rollout_ref.actor
+        actor, num_samples = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
         arrange(
             batch,
-            rows_per_mini_batch=actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n,
+            rows_per_mini_batch=actor.ppo_mini_batch_size * num_samples,
             num_ranks=self.actor.mesh("actor").dp_size,
             balance=self.config.trainer.balance_batch,
             shuffle_seed=self.config.trainer.seed * 1_000_003 + step if actor.shuffle else None,
+            critic_rows_per_mini_batch=(self.config.critic.ppo_mini_batch_size or actor.ppo_mini_batch_size) * num_samples
+            if self.critic is not None
+            else None,
         )
 
     def measure_mismatch(self, batch: DataProto) -> None:
@@ -113,10 +112,11 @@ class Learner:
         self.metrics |= mismatch_metrics({name: float(value) for name, value in sums.items()})
 
     def estimate_advantages(self, batch: DataProto) -> None:
-        """Adds token_level_rewards, advantages and returns (rows, response); then takes rows that must not train out of
-        response_mask: samples without a valid score and, if asked, truncated ones."""
+        """Adds token_level_rewards, advantages and returns (rows, response).  Rows that must not train leave response_mask:
+        samples without a valid score before the estimator, truncated ones (if asked) after it, since their reward counts."""
         columns = batch.batch
         columns["token_level_rewards"] = self.penalize(batch)
+        columns["response_mask"] = columns["response_mask"] * columns["valid"][:, None].long()
         with self.timers.measure("advantages"):
             outputs = self._estimator(
                 AdvantageInputs(
@@ -129,11 +129,9 @@ class Learner:
             )
         columns["advantages"], columns["returns"] = outputs.advantages, outputs.returns
         self.metrics |= outputs.metrics | batch_metrics(batch)
-        trained = columns["valid"]
         if self.config.actor_rollout_ref.actor.mask_truncated:
-            trained = trained & (columns["finish_reason"] == 0)
-        self.metrics["actor/masked_samples"] = float((~trained).sum().item())
-        columns["response_mask"] = columns["response_mask"] * trained[:, None].long()
+            columns["response_mask"] = columns["response_mask"] * (columns["finish_reason"] == 0)[:, None].long()
+        self.metrics["actor/masked_samples"] = float((~columns["response_mask"].any(1)).sum().item())
 
     def penalize(self, batch: DataProto) -> torch.Tensor:
         """token_level_scores, less beta times the KL to the reference where the reward carries it."""

@@ -24,6 +24,12 @@ def num_mini_batches(config: PPOConfig) -> int:
     return config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
 
 
+def critic_mini_batches(config: PPOConfig) -> int:
+    """The critic's optimizer steps per epoch over one training batch."""
+    size = config.critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
+    return -(-config.data.train_batch_size // size)
+
+
 def requirements(config: PPOConfig) -> Requirements:
     """The passes this run needs.
 

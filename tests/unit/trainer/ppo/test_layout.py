@@ -62,3 +62,10 @@ def test_shuffle_is_a_function_of_the_seed() -> None:
     assert torch.equal(mini_batch_ids(64, 16, 3), mini_batch_ids(64, 16, 3))
     assert not torch.equal(mini_batch_ids(64, 16, 3), mini_batch_ids(64, 16, 4))
     assert mini_batch_ids(64, 16, 3).bincount().tolist() == [16] * 4
+
+
+def test_the_critic_may_have_mini_batches_of_its_own() -> None:
+    batch = arrange(batch_of([5] * 12), rows_per_mini_batch=6, num_ranks=2, balance=True, critic_rows_per_mini_batch=4)
+    own = batch.batch["row"] // 4
+    assert torch.equal(batch.batch["critic_mini_batch"], own)
+    assert batch.batch["mini_batch"].max() == 1

@@ -20,6 +20,7 @@ from rlhub.rewards.base import RewardResult
 from rlhub.trainer.ppo import columns as columns_module
 from rlhub.trainer.ppo import learner as learner_module
 from rlhub.trainer.ppo.learner import Learner, build_kl_controller, own_group_when_invalid
+from rlhub.trainer.ppo.requirements import num_mini_batches
 from rlhub.utils.timing import PhaseTimer
 from tests.unit.algorithms import references
 
@@ -218,7 +219,7 @@ def check_sent(run: Run, policy: set[str]) -> None:
     for call in run.calls[1:]:
         assert set(call.columns) == expected.get(call.name, MODEL), call.name
         updates = call.name in expected
-        assert call.meta == ({"num_mini_batches": run.learner.num_mini_batches} if updates else {})
+        assert call.meta == ({"num_mini_batches": num_mini_batches(run.learner.config)} if updates else {})
         assert not call.arrays
 
 
