@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Mains, Running, Task
+from tests.e2e.conftest import MAIN, Mains, Running, Task, write_rows
 
+SFT = "rlhub.trainer.main_sft"
 STEPS = 4
 EVERYTHING_THAT_HAS_STATE = (
     "data.val_files={task}/val.parquet",
@@ -114,10 +115,10 @@ def check_start(running: Running, folder: Path, saved: int, logged: list[int]) -
     assert running.leftovers() == []
 
 
-def run_killed(mains: Mains, arguments: list[str], folder: Path, die: dict[str, Any]) -> bool:
+def run_killed(mains: Mains, arguments: list[str], folder: Path, die: dict[str, Any], module: str = MAIN) -> bool:
     """One start of the command that kills itself as told; False when it ended before that moment came."""
     saved, logged = newest_checkpoint(folder), steps_logged(folder)
-    running = mains.start(arguments, watch=folder, die=die)
+    running = mains.start(arguments, module=module, watch=folder, die=die)
     result = running.wait()
     assert result.code in (0, -signal.SIGKILL), result.output
     if "rlhub/run" in result.output or result.code == 0:  # it got as far as saying anything
@@ -151,9 +152,7 @@ def test_killed_at_chosen_file_operations(mains: Mains, task: Task, reference: R
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_killed_at_random_file_operations(
-    mains: Mains, task: Task, reference: Reference, tmp_path: Path, seed: int
-) -> None:
+def test_killed_at_random_file_operations(mains: Mains, task: Task, reference: Reference, tmp_path: Path, seed: int) -> None:
     arguments, chance = stateful(task, tmp_path), random.Random(seed)
     for _ in range(5):
         run_killed(mains, arguments, tmp_path, {"at": chance.randint(1, len(reference.operations) // 2)})
@@ -187,9 +186,32 @@ def test_a_run_with_another_seed_differs(mains: Mains, task: Task, reference: Re
     assert other.files[weights] != reference.outcome.files[weights]
 
 
-def test_terminated_then_finished_then_started_anew(
-    mains: Mains, task: Task, reference: Reference, tmp_path: Path
-) -> None:
+def test_supervised_fine_tuning_killed(mains: Mains, task: Task, tmp_path: Path) -> None:
+    rows = [{"prompt": row["prompt"], "response": row["prompt"]} for row in task.rows]
+    settings = [
+        f"data.train_files={write_rows(tmp_path / 'train.parquet', rows)}",
+        f"data.val_files={write_rows(tmp_path / 'val.parquet', rows[:4])}",
+        "data.train_batch_size=8",
+        "data.max_length=16",
+        f"model.path={task.folder / 'model'}",
+        "optim.lr=1e-3",
+        "optim.lr_scheduler_type=cosine",
+        "trainer.backend=local",
+        "trainer.device=cpu",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.test_freq=2",
+        "trainer.save_freq=1",
+    ]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert mains.run([*settings, f"trainer.default_local_dir={whole}"], module=SFT).code == 0
+    arguments = [*settings, f"trainer.default_local_dir={killed}"]
+    for operation, nth in [("rename .saving_global_step_2", 1), ("open metrics.jsonl", 3)]:
+        assert run_killed(mains, arguments, killed, {"operation": operation, "nth": nth}, SFT)
+    assert not run_killed(mains, arguments, killed, {}, SFT)
+    assert_same(outcome(killed), outcome(whole))
+
+
+def test_terminated_then_finished_then_started_anew(mains: Mains, task: Task, reference: Reference, tmp_path: Path) -> None:
     arguments = stateful(task, tmp_path, "trainer.save_freq=3")
     running = mains.start(arguments)
     running.until(lambda: 1 in steps_logged(tmp_path), "step 1 was logged")
@@ -228,7 +250,11 @@ def test_terminated_then_finished_then_started_anew(
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a run folder but the lock."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "run.lock"}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "run.lock"
+    }
 
 
 def test_killed_through_ray(mains: Mains, task: Task, reference: Reference, tmp_path: Path) -> None:
