@@ -1,6 +1,6 @@
 """A whole GRPO driver: copy it, change it.  Settings are those of main_ppo.
 
-python recipes/minimal_grpo/grpo.py data.train_files=train.parquet actor_rollout_ref.model.path=MODEL trainer.total_training_steps=60
+python recipes/minimal_grpo/grpo.py data.train_files=train.parquet actor_rollout_ref.model.path=MODEL custom_reward_function.path=F
 """
 
 import contextlib
@@ -23,10 +23,15 @@ logger = logging.getLogger("grpo")
 def main(config: PPOConfig) -> None:
     config.algorithm.adv_estimator = "grpo"  # decides which workers start: no critic
     data = build_data(config)
-    score = build_reward_manager(config.reward_model, config.custom_reward_function, data.tokenizer, config.data.max_response_length)
+    score = build_reward_manager(
+        config.reward_model, config.custom_reward_function, data.tokenizer, config.data.max_response_length
+    )
     sampling = {"n": config.actor_rollout_ref.rollout.n, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "log_probs": True}
     roles = worker_roles(config, data.total_steps)
-    with contextlib.closing(score), launch_workers(roles, config.trainer, deadlines={"actor_rollout_ref": ACTOR_DEADLINES}) as workers:
+    with (
+        contextlib.closing(score),
+        launch_workers(roles, config.trainer, deadlines={"actor_rollout_ref": ACTOR_DEADLINES}) as workers,
+    ):
         actor = workers.groups["actor_rollout_ref"]
         for step, prompts in zip(range(1, data.total_steps + 1), data.loader.endless(), strict=False):
             prompts.meta_info.update(sampling)

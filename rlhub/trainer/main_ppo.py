@@ -1,4 +1,7 @@
-"""Train a policy with PPO, GRPO or RLOO: `python -m rlhub.trainer.main_ppo data.train_files=... actor_rollout_ref.model.path=...`"""
+"""Train a policy by reinforcement learning.
+
+    python -m rlhub.trainer.main_ppo data.train_files=... actor_rollout_ref.model.path=...
+"""
 
 from __future__ import annotations
 

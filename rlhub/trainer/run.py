@@ -88,7 +88,9 @@ class Run:
         repeated = self._start_recorder(self.config.logger)
         if resumed := self.checkpoint:
             again = f"; steps {repeated} are done again" if repeated else ""
-            logger.warning("resuming from %s: continuing at step %d of %d%s", resumed.path, resumed.step + 1, self.total_steps, again)
+            logger.warning(
+                "resuming from %s: continuing at step %d of %d%s", resumed.path, resumed.step + 1, self.total_steps, again
+            )
 
     def _start_recorder(self, trackers: Sequence[str]) -> list[int]:
         """Returns the steps that were logged before and will be repeated."""

@@ -53,7 +53,11 @@ def check_completions(completions: Sequence[Completion], vocab_size: int, with_l
                 f"completion {row} has {len(completion.token_ids)} tokens but {len(completion.log_probs)} log-probs; "
                 "the rollout engine must return one for each token"
             )
-    tokens = np.concatenate([np.asarray(c.token_ids, dtype=np.int64) for c in completions]) if completions else np.zeros(0, dtype=np.int64)
+    tokens = (
+        np.concatenate([np.asarray(c.token_ids, dtype=np.int64) for c in completions])
+        if completions
+        else np.zeros(0, dtype=np.int64)
+    )
     if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
         bad = tokens.max() if tokens.max() >= vocab_size else tokens.min()
         raise EngineError(f"the rollout engine returned token id {int(bad)}, outside the vocabulary of {vocab_size}")

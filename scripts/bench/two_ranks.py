@@ -49,7 +49,9 @@ def configuration(folder: Path, engine: str) -> PPOConfig:
 def prompts() -> DataProto:
     """ROWS / SAMPLES prompts of full length."""
     ids = torch.randint(2, tiny_model.VOCAB_SIZE, (ROWS // SAMPLES, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
-    data = DataProto.from_dict(tensors={"prompts": ids, "attention_mask": torch.ones_like(ids), "ordinal": torch.arange(len(ids))})
+    data = DataProto.from_dict(
+        tensors={"prompts": ids, "attention_mask": torch.ones_like(ids), "ordinal": torch.arange(len(ids))}
+    )
     data.meta_info.update(n=SAMPLES, temperature=1.0, top_p=1.0, top_k=-1, log_probs=True)
     return data
 
@@ -89,7 +91,9 @@ def main() -> None:
         for _ in range(arguments.rounds):
             for ranks, group in groups.items():
                 seconds[ranks].append(measure(group))
-    table = Table(title=f"two ranks against one, {parameters / 1e6:.1f}M parameters, {ROWS} x {PROMPT_TOKENS + RESPONSE_TOKENS} tokens")
+    table = Table(
+        title=f"two ranks against one, {parameters / 1e6:.1f}M parameters, {ROWS} x {PROMPT_TOKENS + RESPONSE_TOKENS} tokens"
+    )
     for column in ("", "1 rank, s", "2 ranks, s", "speed-up", "wanted"):
         table.add_column(column)
     for index, name in enumerate(("generation", "update")):

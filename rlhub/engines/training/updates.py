@@ -136,7 +136,8 @@ def policy_metrics(steps: list[StepSums]) -> dict[str, float]:
     """Means over the optimizer steps of one batch (skipped steps are counted, and left out of the means)."""
     done = [step for step in steps if not step.report.skipped]
     metrics = {"actor/skipped_steps": float(len(steps) - len(done)), "actor/optimizer_steps": float(len(done))}
-    metrics |= {"actor/lr": step.report.lr for step in steps}
+    if steps:
+        metrics["actor/lr"] = steps[-1].report.lr
     for step in done:
         tokens = max(step.denominators.tokens, 1.0)
         values = {name: step.sums[name] / tokens for name in step.sums if not name.startswith("mismatch_")}
@@ -180,7 +181,8 @@ def value_metrics(steps: list[StepSums]) -> dict[str, float]:
     """vf_explained_var: 1 - mean squared error / variance of the returns (1 is perfect, 0 no better than their mean)."""
     done = [step for step in steps if not step.report.skipped]
     metrics = {"critic/skipped_steps": float(len(steps) - len(done))}
-    metrics |= {"critic/lr": step.report.lr for step in steps}
+    if steps:
+        metrics["critic/lr"] = steps[-1].report.lr
     for step in done:
         tokens = max(step.denominators.tokens, 1.0)
         variance = step.sums["returns_squared"] / tokens - (step.sums["returns"] / tokens) ** 2

@@ -93,15 +93,11 @@ def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Validator
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     batches = load_validation(config, tokenizer)
-    reward = build_reward_manager(
-        config.reward_model, config.custom_reward_function, tokenizer, config.data.max_response_length
-    )
+    reward = build_reward_manager(config.reward_model, config.custom_reward_function, tokenizer, config.data.max_response_length)
     stack.callback(reward.close)
     actor = ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, worker_runtime(config), train=False)
     launched = stack.enter_context(
-        launch_workers(
-            {"actor_rollout_ref": actor}, config.trainer, deadlines={"actor_rollout_ref": ACTOR_DEADLINES}, run=run
-        )
+        launch_workers({"actor_rollout_ref": actor}, config.trainer, deadlines={"actor_rollout_ref": ACTOR_DEADLINES}, run=run)
     )
     generator = Generator(launched.groups["actor_rollout_ref"], config.actor_rollout_ref.rollout)
     num_shown = config.trainer.log_val_generations or sum(len(batch) for batch in batches)

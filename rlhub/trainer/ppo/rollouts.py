@@ -33,9 +33,7 @@ class Generator:
 
     def _generate(self, prompts: DataProto, sampling: ValSamplingConfig, *, log_probs: bool) -> DataProto:
         self.publish()
-        asked = prompts.select(
-            batch_keys=["prompts", "attention_mask", "ordinal"], non_tensor_batch_keys=[], meta_info_keys=[]
-        )
+        asked = prompts.select(batch_keys=["prompts", "attention_mask", "ordinal"], non_tensor_batch_keys=[], meta_info_keys=[])
         asked.meta_info.update(
             n=sampling.n,
             temperature=sampling.temperature if sampling.do_sample else 0.0,

@@ -1,6 +1,6 @@
 """PPOTrainer: the synchronous fit loop around `Learner.learn`.
 
-    resume -> (validate) -> for each batch of prompts: generate, learn, [validate], [save], log
+resume -> (validate) -> for each batch of prompts: generate, learn, [validate], [save], log
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ class PPOTrainer:
         metrics = self.learner.learn(batch, step)
         if step > self.config.trainer.critic_warmup:
             self.generator.policy_version = step
-        return metrics | {"training/epoch": float(self.loader.epoch), "training/policy_version": float(self.generator.policy_version)}
+        return metrics | {
+            "training/epoch": float(self.loader.epoch),
+            "training/policy_version": float(self.generator.policy_version),
+        }
 
     def validate(self, step: int) -> dict[str, float]:
         """Validation metrics of the current policy; its samples go to the run folder."""

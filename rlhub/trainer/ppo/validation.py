@@ -56,7 +56,13 @@ class Validator:
     """Runs the whole validation set through generation and reward."""
 
     def __init__(
-        self, batches: Iterable[DataProto], generator: Generator, reward: RewardManager, tokenizer: Any, timers: PhaseTimer, num_shown: int
+        self,
+        batches: Iterable[DataProto],
+        generator: Generator,
+        reward: RewardManager,
+        tokenizer: Any,
+        timers: PhaseTimer,
+        num_shown: int,
     ) -> None:
         self.batches, self.generator, self.reward = batches, generator, reward
         self.tokenizer, self.timers, self.num_shown = tokenizer, timers, num_shown
