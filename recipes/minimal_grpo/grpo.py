@@ -1,6 +1,6 @@
 """A whole GRPO driver: copy it, change it.  Settings are those of main_ppo.
 
-python recipes/minimal_grpo/grpo.py data.train_files=train.parquet actor_rollout_ref.model.path=MODEL custom_reward_function.path=F
+python recipes/minimal_grpo/grpo.py data.train_files=train.parquet actor_rollout_ref.model.path=MODEL
 """
 
 import contextlib
