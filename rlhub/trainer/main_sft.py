@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from contextlib import ExitStack
 
 from rlhub.config.cli import run as run_cli
-from rlhub.config.schema import to_dict
 from rlhub.config.sft import SFTConfig
 from rlhub.trainer.preflight import check
-
-logger = logging.getLogger(__name__)
 
 DESCRIPTION = "Supervised fine-tuning on prompts with responses, or on messages: loss on the assistant's tokens only."
 
 
 def main(config: SFTConfig) -> int:
     """Build, fit; returns the exit status (128 + signal when stopped by one)."""
-    from rlhub.trainer.run import Run
     from rlhub.trainer.sft import build_data, build_trainer
+    from rlhub.trainer.training import train
 
-    data = build_data(config)
-    with ExitStack() as stack:
-        run = stack.enter_context(Run(config.trainer, to_dict(config), data.total_steps))
-        if run.already_finished:
-            logger.warning(run.already_finished)
-            return 0
-        trainer = build_trainer(config, data, run, stack)
-        run.start()
-        last = trainer.fit()
-        logger.info("step %d of %d done; run folder %s", last, data.total_steps, run.folder.path)
-        return run.signals.exit_code
+    return train(config, build_data(config), build_trainer)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from rlhub.config.cli import EXIT_USAGE, run
+from rlhub.config.cli import EXIT_FAILURE, EXIT_USAGE, run
 from rlhub.config.ppo import PPOConfig
 from rlhub.config.schema import leaves, to_dict
 from rlhub.errors import DataError, EngineError
@@ -153,5 +153,5 @@ def test_mains_result_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(PPOConfig, "ppo", lambda config: 130, description="", argv=ENOUGH) == 130
     assert run(PPOConfig, "ppo", bad_data, description="", argv=ENOUGH) == EXIT_USAGE
     assert capsys.readouterr().err.startswith("error: a.parquet row 3")
-    with pytest.raises(EngineError):
-        run(PPOConfig, "ppo", broken, description="", argv=ENOUGH)
+    assert run(PPOConfig, "ppo", broken, description="", argv=ENOUGH) == EXIT_FAILURE
+    assert capsys.readouterr().err.startswith("error: a bug")
