@@ -120,9 +120,9 @@ class Run:
         self._step_started = time.perf_counter()
 
     def end_step(self, step: int, metrics: Metrics, *, save: SaveFunction, state: StateFunction, last: bool) -> None:
-        """Save if due, then log."""
+        """Save if due (the last step is: a run leaves its model), then log."""
         logged = {**metrics, **self._timings(metrics)}
-        if self.due(self.config.save_freq, step, last=last):
+        if last or self.due(self.config.save_freq, step, last=last):
             with self.timers.measure("save"):
                 self._save(step, logged, save, state)
             logged |= self.timers.drain()
