@@ -30,6 +30,8 @@ SMALL_CLUSTER = "trainer.ray_init.object_store_memory=300000000"
 TWO_RANKS = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", SMALL_CLUSTER)
 LARGEST_MISMATCH = 1e-5
 VARYING = ("timing_s/", "perf/", "memory/", "mismatch/")
+COUNTED = ("critic/vf_clipfrac", "actor/pg_clipfrac")
+"""Shares of tokens beyond a bound: one token at the bound may fall to either side."""
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -279,7 +281,7 @@ def test_the_established_command_lines(mains: Mains, command_folder: Path, criti
 
 
 def steady(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if not name.startswith(VARYING)}
+    return {name: value for name, value in row.items() if not name.startswith(VARYING) and name not in COUNTED}
 
 
 def test_two_ranks_go_on_as_one(mains: Mains, setting: Setting, tmp_path: Path) -> None:
@@ -309,6 +311,7 @@ def test_two_ranks_go_on_as_one(mains: Mains, setting: Setting, tmp_path: Path) 
     assert [row["step"] for row in got] == [0, 1, 2, 3]
     for got_row, expected_row in zip(got, expected, strict=True):
         assert steady(got_row) == pytest.approx(steady(expected_row), rel=2e-3, abs=1e-5)
+        assert all(got_row.get(name) == pytest.approx(expected_row.get(name), abs=0.02) for name in COUNTED)
     assert expected[3]["actor/reward_kl_penalty"] > 0.0 and "critic/vf_explained_var" in expected[3]
     distance = abs(expected[1]["critic/vf_loss"] - expected[3]["critic/vf_loss"])
     assert distance > 2e-3 * expected[3]["critic/vf_loss"], "a step that repeated another would be noticed"
