@@ -1,71 +1,138 @@
-"""Low-rank adapters (Hu et al., arXiv 2106.09685) on linear layers.
+"""Low-rank adapters (Hu et al., arXiv 2106.09685) by peft, injected into the model's linear layers.
 
-The adapted layer keeps its weight's name, so checkpoints, weight streams and sharding see the same model as without adapters
-plus two small matrices a layer.
+The model stays the Hugging Face class it was; an adapted layer q_proj becomes a peft layer that holds the frozen weight as
+`q_proj.base_layer.weight` and trains `q_proj.lora_A.default.weight` (rank, in) and `q_proj.lora_B.default.weight` (out, rank).
+Everything outside this file sees the frozen weight under the name it had before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from peft import LoraConfig, TaskType, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
 
 from rlhub.config.model import ModelConfig
 from rlhub.errors import ConfigError
+from rlhub.models.hf import ModelKind
 
-LORA_A, LORA_B = "lora_a", "lora_b"
-
-
-class LoRALinear(nn.Linear):
-    """y = x W^T + b + (alpha / rank) x A^T B^T, W and b frozen; A (rank, in) random, B (out, rank) zero at the start."""
-
-    def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias = base.weight, base.bias
-        self.scaling = alpha / rank
-        self.enabled = True
-        bound = base.in_features**-0.5  # the uniform distribution nn.Linear draws its own weights from
-        start = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
-        self.lora_a = nn.Parameter(start.to(base.weight.dtype))
-        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, dtype=base.weight.dtype))
-
-    def forward(self, input: Tensor) -> Tensor:
-        out = linear(input, self.weight, self.bias)
-        if not self.enabled:
-            return out
-        return out + linear(linear(input, self.lora_a), self.lora_b) * self.scaling
+ADAPTER = "default"  # peft's own name for the only adapter
+PEFT_MODEL = "base_model.model."  # where peft.PeftModel keeps the model it wraps; its files name tensors from there
+TASKS: dict[ModelKind, TaskType] = {"policy": TaskType.CAUSAL_LM, "value": TaskType.SEQ_CLS}
+VALUE_HEAD = "score"
 
 
-def add_lora(model: nn.Module, config: ModelConfig, *, head: nn.Module | None, seed: int) -> list[str]:
-    """Freeze the model and put adapters on its linear layers; returns the names of the adapted layers.
+@dataclass(slots=True, kw_only=True, frozen=True)
+class LoraNames:
+    """One adapted layer: the weight's Hugging Face name, its two adapters' names in the model, and the factor alpha / rank
+    of (B A) in the merged weight."""
 
-    head: output layer, never adapted by "all-linear".  A value model's new head stays trainable: it has nothing to adapt.
-    Raises ConfigError when target_modules names no linear layer.
+    weight: str
+    lora_a: str
+    lora_b: str
+    scaling: float
+
+
+def add_lora(model: nn.Module, config: ModelConfig, *, head: nn.Module | None, seed: int) -> None:
+    """Freeze the model and put adapters on its linear layers: A random, B zero, so that it computes what it did before.
+
+    head: output layer, never adapted (its matrix is read directly).  seed: alone decides A; the process's random state is
+    neither read nor changed.  Raises ConfigError when target_modules names no linear layer.
     """
-    generator = torch.Generator().manual_seed(seed)
-    model.requires_grad_(False)
-    wanted = None if config.target_modules == "all-linear" else _names(config.target_modules)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
-    chosen = [name for name in linears if wanted is None or name.rpartition(".")[2] in wanted or name in wanted]
-    unknown = (wanted or set()) - {name.rpartition(".")[2] for name in chosen} - set(chosen)
-    if not chosen or unknown:
+    lora = _peft_config(config, _targets(model, config, head))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # of the CPU, where models are built
+        inject_adapter_in_model(lora, model, ADAPTER)
+
+
+def _peft_config(config: ModelConfig, targets: list[str], **others: Any) -> LoraConfig:
+    return LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # annotated int, used as a number
+        target_modules=targets,
+        lora_dropout=0.0,  # dropout would make the policy being stepped differ from the one that sampled
+        bias="none",
+        **others,
+    )
+
+
+def _targets(model: nn.Module, config: ModelConfig, head: nn.Module | None) -> list[str]:
+    """Full names of the layers to adapt.  Resolved here, because peft accepts a list in which only some names match."""
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    if config.target_modules == "all-linear":
+        return linears
+    wanted = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
+    unknown = [target for target in wanted if not any(_is_called(name, target) for name in linears)]
+    if unknown or not wanted:
         known = sorted({name.rpartition(".")[2] for name in linears})
-        raise ConfigError(f"model.target_modules: no linear layer is named {sorted(unknown)}; the model has {', '.join(known)}")
-    for name in chosen:
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, LoRALinear(linears[name], config.lora_rank, config.lora_alpha, generator))
-    return chosen
+        raise ConfigError(f"model.target_modules: no linear layer is named {unknown}; the model has {', '.join(known)}")
+    return [name for name in linears if any(_is_called(name, target) for target in wanted)]
 
 
-def _names(target_modules: str | Sequence[str]) -> set[str]:
-    return {target_modules} if isinstance(target_modules, str) else set(target_modules)
+def _is_called(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+    """(name, layer) of all adapted layers, in the model's order."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 
 def set_adapters(model: nn.Module, enabled: bool) -> None:
-    """Switch all adapters on or off."""
-    for module in model.modules():
-        if isinstance(module, LoRALinear):
-            module.enabled = enabled
+    """Switch all adapters on or off for what is computed; what is trained stays as it is.
+
+    peft's switch also switches requires_grad, of whichever parameters the layer has at the moment: gathered ones, when a
+    sharded model is between two passes, and then the shards would never be trained again.
+    """
+    for _, layer in lora_layers(model):
+        trained = [(param, param.requires_grad) for param in layer.parameters()]
+        layer.enable_adapters(enabled)
+        for param, flag in trained:
+            param.requires_grad_(flag)
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """As model.named_parameters(), but the frozen weights of adapted layers under their Hugging Face names."""
+    owners = {f"{name}.base_layer": name for name, _ in lora_layers(model)}
+    for name, param in model.named_parameters():
+        owner, _, own = name.rpartition(".")
+        yield (f"{owners[owner]}.{own}" if owner in owners else name), param
+
+
+def lora_names(model: nn.Module) -> list[LoraNames]:
+    """The adapted layers' weights, for merging."""
+    return [
+        LoraNames(
+            weight=f"{name}.weight",
+            lora_a=f"{name}.lora_A.{ADAPTER}.weight",
+            lora_b=f"{name}.lora_B.{ADAPTER}.weight",
+            scaling=layer.scaling[ADAPTER],
+        )
+        for name, layer in lora_layers(model)
+    ]
+
+
+def saved_names(model: nn.Module, kind: ModelKind) -> dict[str, str]:
+    """Name in the model -> name in peft's adapter_model.safetensors, of all trained weights: the adapters and a value
+    model's head."""
+    names = [name for layer in lora_names(model) for name in (layer.lora_a, layer.lora_b)]
+    saved = {name: PEFT_MODEL + re.sub(rf"\.{ADAPTER}\.weight$", ".weight", name) for name in names}
+    return saved | ({f"{VALUE_HEAD}.weight": f"{PEFT_MODEL}{VALUE_HEAD}.weight"} if kind == "value" else {})
+
+
+def saved_config(model: nn.Module, config: ModelConfig, kind: ModelKind) -> dict[str, Any]:
+    """The content of peft's adapter_config.json, JSON-able."""
+    lora = _peft_config(
+        config,
+        [name for name, _ in lora_layers(model)],
+        task_type=TASKS[kind],
+        base_model_name_or_path=config.path,
+        modules_to_save=[VALUE_HEAD] if kind == "value" else None,
+        inference_mode=True,
+    )
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in lora.to_dict().items()}

@@ -1,30 +1,48 @@
-"""A training engine's state to and from a checkpoint folder: shards per rank, scalars, and the HF-loadable weights."""
+"""A training engine's state to and from a checkpoint folder: shards per rank, scalars, the HF-loadable weights, and the
+adapter of a LoRA run as peft loads it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from rlhub.checkpoint.files import FileEntry, write_file
+from rlhub.checkpoint.files import FileEntry, write_file, write_safetensors
 from rlhub.checkpoint.hf import write_hf_weights
-from rlhub.checkpoint.shards import ShardReader, write_shards
-from rlhub.engines.training.base import TrainEngine
+from rlhub.checkpoint.shards import ShardReader, raw_tensor, write_shards
+from rlhub.engines.training.base import Adapter, TrainEngine
 from rlhub.errors import CheckpointError
 
 SCALARS = "scalars.json"
 HF_FOLDER = "huggingface"
+ADAPTER_FOLDER = "adapter"
 
 
 def save_engine(engine: TrainEngine, folder: Path, rank: int) -> list[FileEntry]:
-    """Every rank writes its shards; all ranks stream the full weights, rank 0 writes them.  Returns this rank's files."""
+    """Every rank writes its shards; all ranks stream the full weights, rank 0 writes them, the adapter's alone too.  Returns
+    this rank's files."""
     entries = write_shards(folder, rank, engine.state_shards())
-    buckets = engine.named_weights()
     if rank == 0:
         entries.append(write_file(folder / SCALARS, json.dumps(engine.scalar_state()).encode()))
-        return entries + write_hf_weights(folder / HF_FOLDER, buckets)
-    for _ in buckets:
-        continue
+    entries += write_hf_weights(folder / HF_FOLDER if rank == 0 else None, engine.named_weights())
+    adapter = engine.adapter()
+    if adapter is not None:
+        entries += _write_adapter(folder / ADAPTER_FOLDER if rank == 0 else None, adapter)
     return entries
+
+
+def _write_adapter(folder: Path | None, adapter: Adapter) -> list[FileEntry]:
+    """`peft.PeftModel.from_pretrained(base, folder)` reads what one rank writes; the others walk the stream (None)."""
+    if folder is None:
+        for _ in adapter.buckets:
+            continue
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = [raw_tensor(name, tensor.to("cpu", copy=True)) for bucket in adapter.buckets for name, tensor in bucket]
+    text = json.dumps(adapter.config, indent=2, sort_keys=True)
+    return [
+        write_safetensors(folder / "adapter_model.safetensors", tensors),
+        write_file(folder / "adapter_config.json", text.encode("utf-8")),
+    ]
 
 
 def load_engine(engine: TrainEngine, folder: Path) -> None:

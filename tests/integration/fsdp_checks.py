@@ -22,6 +22,7 @@ from rlhub.engines.training.fsdp import building, engine, sharding
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig
 from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.workers.checkpointing import save_engine
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.7
@@ -285,13 +286,21 @@ def large_model_is_exact(path: str) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) and same_buffers and len(buffers) > 0
 
 
-def lora(path: str) -> dict[str, float]:
-    """Facts about an engine with adapters after training steps."""
-    built = make_engine(path, model={"lora_rank": 4, "lora_alpha": 8.0})
+LORA = {"lora_rank": 4, "lora_alpha": 8.0}
+
+
+def lora(path: str, large: bool) -> dict[str, float]:
+    """Facts about an engine with adapters after training steps; the reference pass comes first, as in a step of a run."""
+    torch.manual_seed(dist.get_rank())  # ranks agree on the adapters whatever their random states
+    with thresholds(large):
+        built = make_engine(path, model=LORA)
     rows, mine = make_rows(), my_rows(make_rows(), False)
     base = {p.name: full(p.param.detach()).clone() for p in built.params}
-    before = built.infer(mine, outputs=("log_probs",))["log_probs"]
-    train(built, 3)
+    before = built.infer(mine, outputs=("log_probs",), adapters=False)["log_probs"]
+    same = built.infer(mine, outputs=("log_probs",))["log_probs"]
+    assert torch.equal(before, same)
+    with thresholds(large):
+        train(built, 3)
     after = built.infer(mine, outputs=("log_probs",))["log_probs"]
     without = built.infer(mine, outputs=("log_probs",), adapters=False)["log_probs"]
     merged = plain_model(path, "policy", torch.float64)
@@ -300,7 +309,13 @@ def lora(path: str) -> dict[str, float]:
     with torch.no_grad():
         expected = plain_outputs(merged, my_rows(rows, False), "policy")["log_probs"]
     frozen = max(float((full(p.param.detach()) - base[p.name]).abs().max()) for p in built.params if not p.param.requires_grad)
+    adapters = {name: tensor for name, tensor in base.items() if ".lora_A." in name}
+    agreed = [torch.empty_like(tensor) for tensor in adapters.values()]
+    for tensor, own in zip(agreed, adapters.values(), strict=True):
+        dist.broadcast(tensor.copy_(own), src=0)
     return {
+        "first": float(sum(tensor.double().sum() for tensor in adapters.values())),
+        "agreed": all(map(torch.equal, agreed, adapters.values())),
         "moved": float((after - before).abs().max()),
         "without": float((without - before).abs().max()),
         "merged": float((after - expected).abs().max()),
@@ -309,9 +324,25 @@ def lora(path: str) -> dict[str, float]:
     }
 
 
-def save(path: str, folder: str, steps: int) -> dict[str, Any]:
+def save_adapter(path: str, kind: str, folder: str) -> dict[str, Any]:
+    """Train a model with adapters and save it as a worker does; returns the names of the files written and of what trained."""
+    built = make_engine(path, kind, model=LORA, fsdp={"model_dtype": "fp32"})
+    outputs = POLICY_OUTPUTS if kind == "policy" else ("values",)
+    for seed in range(2):
+        rows = make_rows(seed)
+        built.forward_backward(my_rows(rows, False), loss_for(kind, rows), outputs=outputs)
+        built.optimizer_step()
+    entries = save_engine(built, Path(folder), dist.get_rank())
+    dist.barrier()
+    return {
+        "files": [str(Path(entry.path).relative_to(folder)) for entry in entries],
+        "trained": [param.name for param in built.params if param.param.requires_grad],
+    }
+
+
+def save(path: str, folder: str, steps: int, model: dict[str, Any]) -> dict[str, Any]:
     """Train, save, train on; returns the scalars at the save and the weights at the end."""
-    built = make_engine(path)
+    built = make_engine(path, model=model)
     train(built, steps)
     write_shards(Path(folder), dist.get_rank(), built.state_shards())
     scalars = built.scalar_state()
@@ -320,9 +351,9 @@ def save(path: str, folder: str, steps: int) -> dict[str, Any]:
     return {"scalars": scalars, "norms": norms, "weights": {k: v.numpy() for k, v in stream(built).items()}}
 
 
-def resume(path: str, folder: str, scalars: dict[str, Any], warm: bool) -> dict[str, Any]:
+def resume(path: str, folder: str, scalars: dict[str, Any], warm: bool, model: dict[str, Any]) -> dict[str, Any]:
     """Load what `save` wrote and train on; `warm`: into an engine that has run and stepped before."""
-    built = make_engine(path)
+    built = make_engine(path, model=model, seed=8)
     if warm:
         train(built, 1, seed=99)
     with ShardReader(Path(folder)) as reader:

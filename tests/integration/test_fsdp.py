@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -144,9 +145,11 @@ def test_large_model_is_broadcast_exactly(ranks: Ranks, models: dict[str, str]) 
         assert all(ranks.call(checks.large_model_is_exact, models[name]))
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("model", ["qwen2", "llama"])
-def test_lora(ranks: Ranks, models: dict[str, str], model: str) -> None:
-    for facts in ranks.call(checks.lora, models[model]):
+def test_lora(ranks: Ranks, models: dict[str, str], model: str, large: bool) -> None:
+    for facts in ranks.call(checks.lora, models[model], large):
+        assert facts["agreed"] and facts["first"] != 0
         assert facts["moved"] > 1e-3 or ranks.world > 1  # a rank may hold only rows without targets
         assert facts["without"] < 1e-12
         assert facts["merged"] < 1e-12
@@ -166,20 +169,48 @@ def test_not_finite_step_is_skipped_everywhere(ranks: Ranks, models: dict[str, s
         }
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, models: dict[str, str]):
-    """A run saved from two ranks, and how it went on."""
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_saved_adapter_is_pefts(ranks: Ranks, models: dict[str, str], tmp_path: Path, kind: str) -> None:
+    """peft's own model, given the base model and the adapter folder, computes what the merged weights compute."""
+    import torch
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    base = models["qwen2"]
+    results = ranks.call(checks.save_adapter, base, kind, str(tmp_path))
+    files = {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+    assert files <= set(results[0]["files"]) and not any(files & set(result["files"]) for result in results[1:])
+    heads = {"policy": set(), "value": {"score.weight"}}
+    assert {one for one in results[0]["trained"] if ".lora_" not in one} == heads[kind]
+
+    torch.manual_seed(1)  # a value model's head that is not in the adapter would be drawn
+    merged, plain = checks.plain_model(base, kind, torch.float32), checks.plain_model(base, kind, torch.float32)
+    missing, unexpected = merged.load_state_dict(load_file(tmp_path / "huggingface/model.safetensors"), strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8.0, base)
+    ids = checks.make_rows()["input_ids"][:1]
+    with torch.no_grad():
+        expected, before = merged.eval()(ids).logits, plain.eval()(ids).logits
+        found = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()(ids).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert (found - before).abs().max() > 1e-3
+
+
+@pytest.fixture(scope="module", params=[{}, checks.LORA], ids=["full", "lora"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, models: dict[str, str]):
+    """A run saved from two ranks, how it went on, and its model settings."""
     folder = tmp_path_factory.mktemp("saved")
     group = Ranks(2)
-    result = group.call(checks.save, models["qwen2"], str(folder), 3)[0]
+    result = group.call(checks.save, models["qwen2"], str(folder), 3, request.param)[0]
     group.close()
-    return str(folder), result
+    return str(folder), result, request.param
 
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_resume_on_any_number_of_ranks(saved, ranks: Ranks, models: dict[str, str], warm: bool) -> None:
-    folder, expected = saved
-    for result in ranks.call(checks.resume, models["qwen2"], folder, expected["scalars"], warm):
+    folder, expected, model = saved
+    for result in ranks.call(checks.resume, models["qwen2"], folder, expected["scalars"], warm, model):
         for name, weight in expected["weights"].items():
             if ranks.world == 2:
                 assert np.array_equal(result["weights"][name], weight), name

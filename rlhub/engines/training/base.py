@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,15 @@ class StepReport:
     skipped: bool
 
 
+@dataclass(slots=True, kw_only=True)
+class Adapter:
+    """LoRA adapters as peft stores them.  config: the content of adapter_config.json.  buckets: the tensors of
+    adapter_model.safetensors, a stream like that of `named_weights`."""
+
+    config: dict[str, Any]
+    buckets: Iterator[list[tuple[str, Tensor]]]
+
+
 class TrainEngine(ABC):
     """See the module docstring.  `dp_rank`/`dp_size` say which shard of the rows this rank is given."""
 
@@ -98,6 +108,10 @@ class TrainEngine(ABC):
         the input embedding's name.  A bucket's tensors are valid until the next is asked for; peak extra memory is at
         most two buckets or the largest tensor.
         """
+
+    def adapter(self) -> Adapter | None:
+        """The adapters alone, in peft's terms; None for a model without.  Every rank calls it and walks the stream."""
+        return None
 
     @abstractmethod
     def state_shards(self) -> Iterator[TensorShard]:

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhub.config.model import ModelConfig
 from rlhub.errors import ConfigError
-from rlhub.models.lora import LoRALinear, add_lora, set_adapters
+from rlhub.models.lora import add_lora, lora_layers, lora_names, named_parameters, set_adapters
 
 
 class Block(nn.Module):
@@ -18,10 +22,10 @@ class Block(nn.Module):
         return self.head(self.down(self.up(x)))
 
 
-def adapted(**config: object) -> Block:
+def adapted(seed: int = 1, **config: object) -> Block:
     torch.manual_seed(0)
     block = Block()
-    add_lora(block, ModelConfig(lora_rank=2, lora_alpha=6.0, **config), head=block.head, seed=1)
+    add_lora(block, ModelConfig(lora_rank=2, lora_alpha=6.0, **config), head=block.head, seed=seed)
     return block
 
 
@@ -29,28 +33,82 @@ def test_starts_as_the_model_it_adapts_and_trains_adapters_only() -> None:
     torch.manual_seed(0)
     plain, block, x = Block(), adapted(), torch.randn(4, 5)
     assert torch.equal(block(x), plain(x))
-    assert {n for n, p in block.named_parameters() if p.requires_grad} == {f"{m}.lora_{s}" for m in ("up", "down") for s in "ab"}
-    assert {n for n, _ in plain.named_parameters()} < {n for n, _ in block.named_parameters()}
+    adapters = {f"{layer}.lora_{side}.default.weight" for layer in ("up", "down") for side in "AB"}
+    named = dict(named_parameters(block))
+    assert {name for name, param in named.items() if param.requires_grad} == adapters
+    assert named.keys() == adapters | {name for name, _ in plain.named_parameters()}
+    assert all(torch.equal(named[name], param) for name, param in plain.named_parameters())
 
 
 def test_formula_and_switch() -> None:
     block, x = adapted(), torch.randn(4, 5)
     off = block(x)
-    for module in (block.up, block.down):
-        nn.init.normal_(module.lora_b)
+    named = dict(named_parameters(block))
+    for names in lora_names(block):
+        nn.init.normal_(named[names.lora_b])
     assert not torch.allclose(block(x), off)
     merged = Block()
-    merged.load_state_dict(block.state_dict(), strict=False)
-    for name in ("up", "down"):
-        layer = getattr(block, name)
-        getattr(merged, name).weight.data = layer.weight + 6.0 / 2 * layer.lora_b @ layer.lora_a
+    merged.load_state_dict(named, strict=False)
+    for names in lora_names(block):
+        weight = named[names.weight] + 6.0 / 2 * named[names.lora_b] @ named[names.lora_a]
+        merged.get_parameter(names.weight).data = weight.detach()
+        assert names.scaling == 6.0 / 2
     torch.testing.assert_close(block(x), merged(x))
     set_adapters(block, False)
     assert torch.equal(block(x), off)
+    set_adapters(block, True)
+    torch.testing.assert_close(block(x), merged(x))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_switch_decides_nothing_about_training(trained: bool) -> None:
+    block = adapted()
+    block.requires_grad_(trained)
+    for enabled in (False, True):
+        set_adapters(block, enabled)
+        assert all(param.requires_grad is trained for param in block.parameters())
+
+
+def test_the_seed_alone_decides() -> None:
+    def drawn(seed: int, state: int) -> list[torch.Tensor]:
+        block = Block()
+        torch.manual_seed(state)
+        before = torch.get_rng_state()
+        add_lora(block, ModelConfig(lora_rank=2), head=None, seed=seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        return [dict(named_parameters(block))[names.lora_a] for names in lora_names(block)]
+
+    assert all(map(torch.equal, drawn(1, state=5), drawn(1, state=6)))
+    assert not any(map(torch.equal, drawn(1, state=5), drawn(2, state=5)))
 
 
 def test_named_targets() -> None:
-    block = adapted(target_modules=["down"])
-    assert isinstance(block.down, LoRALinear) and not isinstance(block.up, LoRALinear)
-    with pytest.raises(ConfigError, match=r"dwn.*down"):
+    assert [name for name, _ in lora_layers(adapted(target_modules=["down"]))] == ["down"]
+    assert [name for name, _ in lora_layers(adapted(target_modules="up"))] == ["up"]
+    with pytest.raises(ConfigError, match=r"\['dwn'\].*down"):
         adapted(target_modules=["up", "dwn"])
+    with pytest.raises(ConfigError, match=r"\['head'\].*down"):
+        adapted(target_modules=["head"])
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "mlp.down_proj"]])
+@pytest.mark.parametrize("task", [TaskType.CAUSAL_LM, TaskType.SEQ_CLS])
+def test_targets_mean_what_they_mean_to_peft(model_folder: Path, task: TaskType, targets: str | list[str]) -> None:
+    def model() -> nn.Module:
+        if task == TaskType.CAUSAL_LM:
+            return AutoModelForCausalLM.from_pretrained(model_folder)
+        return AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
+
+    ours = model()
+    head = ours.get_output_embeddings() if task == TaskType.CAUSAL_LM else ours.get_submodule("score")
+    add_lora(ours, ModelConfig(lora_rank=2, target_modules=targets), head=head, seed=0)
+    theirs = get_peft_model(model(), LoraConfig(r=2, target_modules=targets, task_type=task)).get_base_model()
+    layers = [name for name, _ in lora_layers(ours)]
+    assert layers == [name for name, _ in lora_layers(theirs)]
+    assert len(layers) == (14 if targets == "all-linear" else 4)
+
+
+def test_dtype_is_the_models(model_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
+    add_lora(model, ModelConfig(lora_rank=2), head=model.get_output_embeddings(), seed=0)
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}

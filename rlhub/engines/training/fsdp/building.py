@@ -18,7 +18,7 @@ from rlhub.engines.training.fsdp.attention import PACKED_ATTENTION
 from rlhub.engines.training.fsdp.heads import PolicyModule, ValueModule
 from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, num_bytes, shard_model, sharded_params
 from rlhub.models.hf import ModelKind, build_model
-from rlhub.models.lora import add_lora
+from rlhub.models.lora import add_lora, named_parameters
 
 BROADCAST_BYTES = 1 << 30
 """Models above this size are read by rank 0 alone."""
@@ -76,7 +76,7 @@ def _prepared(plan: BuildPlan, *, empty: bool = False) -> PreTrainedModel:
 @torch.no_grad()
 def _receive(model: PreTrainedModel, source: PreTrainedModel | None, layout: Layout, device: torch.device) -> None:
     """Fill `model` from rank 0's `source`, buffers too (rotary frequencies are in no checkpoint)."""
-    params: dict[str, Tensor] = dict(source.named_parameters()) if source is not None else {}
+    params: dict[str, Tensor] = dict(named_parameters(source)) if source is not None else {}
     for param in sharded_params(model, layout):
         full = _broadcast(params.get(param.name), param.global_shape, param.param.dtype, device)
         param.local.copy_(full[param.offset : param.offset + param.local.shape[0]])

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from rlhub.checkpoint.shards import TensorShard
 from rlhub.config.model import ModelConfig
 from rlhub.config.training import FSDPConfig, OptimConfig
-from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
+from rlhub.engines.training.base import Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.fsdp.building import BuildPlan, build_sharded
 from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig, cut, extend_cut, take_rows
 from rlhub.engines.training.fsdp.optimizer import MOMENTS, ShardedAdamW
@@ -23,7 +23,7 @@ from rlhub.engines.training.fsdp.state import fill, live_shards
 from rlhub.engines.training.fsdp.weights import Entry, WeightStream
 from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
-from rlhub.models.lora import LORA_A, LORA_B, LoRALinear, set_adapters
+from rlhub.models.lora import lora_names, saved_config, saved_names, set_adapters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -31,6 +31,8 @@ OUTPUTS: dict[ModelKind, frozenset[str]] = {"policy": frozenset({"log_probs", "e
 UNSHARDED_GRAD_BYTES = 2 << 30
 """Gradients up to this size wait unsharded for the last micro-batch (one reduction a step); larger ones are reduced after
 each, which costs communication but keeps memory at a shard."""
+ADAPTER_BUCKET_BYTES = 64 << 20
+"""Adapters are small; this gathers those of many layers at once."""
 
 
 class FSDPEngine(TrainEngine):
@@ -183,17 +185,28 @@ class FSDPEngine(TrainEngine):
 
     def _entries(self) -> list[Entry]:
         by_name = {param.name: param for param in self.params}
-        adapted = {f"{name}.": module for name, module in self.model.named_modules() if isinstance(module, LoRALinear)}
+        lora = {names.weight: names for names in lora_names(self.model)}
+        adapters = {name for names in lora.values() for name in (names.lora_a, names.lora_b)}
         entries = []
         for name, param in by_name.items():
-            owner, own = name[: name.rfind(".") + 1], name.rpartition(".")[2]
-            if owner in adapted and own in (LORA_A, LORA_B):
-                continue
-            entry = Entry(weight=param)
-            if owner in adapted and own == "weight":
-                entry = Entry(weight=param, lora=adapted[owner], lora_a=by_name[owner + LORA_A], lora_b=by_name[owner + LORA_B])
-            entries.append(entry)
+            if name in lora:
+                low, high = by_name[lora[name].lora_a], by_name[lora[name].lora_b]
+                entries.append(Entry(name=name, weight=param, lora_a=low, lora_b=high, scaling=lora[name].scaling))
+            elif name not in adapters:
+                entries.append(Entry(name=name, weight=param))
         return entries
+
+    def adapter(self) -> Adapter | None:
+        if self.model_config.lora_rank == 0:
+            return None
+        self._prepare()
+        assert self.layout is not None
+        saved = saved_names(self.model, self.kind)
+        entries = [Entry(name=saved[param.name], weight=param) for param in self.params if param.name in saved]
+        return Adapter(
+            config=saved_config(self.model, self.model_config, self.kind),
+            buckets=iter(WeightStream(entries, self.layout, ADAPTER_BUCKET_BYTES)),
+        )
 
     def state_shards(self) -> Iterator[TensorShard]:
         self._prepare()

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from rlhub.config.training import FSDPConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import transformer_layers
+from rlhub.models.lora import named_parameters
 
 WHOLE_MODEL_BYTES = 64 << 20
 """Models up to this size are gathered at once: many small collectives cost more than they save."""
@@ -119,7 +120,7 @@ def shard_model(root: nn.Module, model: PreTrainedModel, layout: Layout, compute
 
 def sharded_params(model: PreTrainedModel, layout: Layout) -> list[ShardedParam]:
     """All weights in the model's order; a tied weight once.  Call while the model is sharded, not between gathers."""
-    return [ShardedParam(name=name, param=param, layout=layout) for name, param in model.named_parameters()]
+    return [ShardedParam(name=name, param=param, layout=layout) for name, param in named_parameters(model)]
 
 
 def reshard(root: nn.Module) -> None:

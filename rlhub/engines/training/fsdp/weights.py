@@ -14,17 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam
-from rlhub.models.lora import LoRALinear
 
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """A weight of the stream, with the adapter to merge into it, if it has one."""
+    """A weight of the stream, its name there, and the adapter to merge into it, if it has one: W + scaling x B A."""
 
+    name: str
     weight: ShardedParam
-    lora: LoRALinear | None = None
     lora_a: ShardedParam | None = None
     lora_b: ShardedParam | None = None
+    scaling: float = 1.0
 
     @property
     def parts(self) -> list[ShardedParam]:
@@ -78,14 +78,14 @@ class WeightStream:
     def _named(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
         parts = _parts(bucket)
         full = {id(part): tensor for part, tensor in zip(parts, self._full(parts), strict=True)}
-        return [(entry.weight.name, self._merged(entry, full)) for entry in bucket.entries]
+        return [(entry.name, self._merged(entry, full)) for entry in bucket.entries]
 
     def _merged(self, entry: Entry, full: dict[int, Tensor]) -> Tensor:
         weight = full[id(entry.weight)]
-        if entry.lora is None or entry.lora_a is None or entry.lora_b is None:
+        if entry.lora_a is None or entry.lora_b is None:
             return weight
         low, high = full[id(entry.lora_a)], full[id(entry.lora_b)]
-        return torch.addmm(weight, high, low, alpha=entry.lora.scaling)
+        return torch.addmm(weight, high, low, alpha=entry.scaling)
 
     def _full(self, parts: list[ShardedParam]) -> list[Tensor]:
         """The whole tensors; live views where this rank has everything."""
