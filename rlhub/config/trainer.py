@@ -18,8 +18,6 @@ class DeadlineConfig:
     """Seconds for all workers to build their models and engines."""
     generate: PositiveFloat = 7200.0
     """Seconds for one generation of a batch."""
-    reward: PositiveFloat = 3600.0
-    """Seconds for scoring one batch."""
     infer: PositiveFloat = 3600.0
     """Seconds for one pass of log-probs or values over a batch."""
     update: PositiveFloat = 7200.0
