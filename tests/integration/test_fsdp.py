@@ -149,7 +149,7 @@ def test_large_model_is_broadcast_exactly(ranks: Ranks, models: dict[str, str]) 
 @pytest.mark.parametrize("model", ["qwen2", "llama"])
 def test_lora(ranks: Ranks, models: dict[str, str], model: str, large: bool) -> None:
     for facts in ranks.call(checks.lora, models[model], large):
-        assert facts["agreed"] and facts["first"] != 0
+        assert facts["as_drawn"] and facts["adapters"] == 2 * 7
         assert facts["moved"] > 1e-3 or ranks.world > 1  # a rank may hold only rows without targets
         assert facts["without"] < 1e-12
         assert facts["merged"] < 1e-12
