@@ -15,6 +15,7 @@ from rlhub.config.cli import run
 from rlhub.config.ppo import PPOConfig
 from rlhub.rewards import build_reward_manager
 from rlhub.trainer.ppo.build import ACTOR_DEADLINES, build_data, worker_roles
+from rlhub.trainer.ppo.metrics import mean_metrics
 from rlhub.trainer.workers import launch_workers
 
 logger = logging.getLogger("grpo")
@@ -50,9 +51,8 @@ def main(config: PPOConfig) -> None:
             columns = ["input_ids", "attention_mask", "response_mask", "advantages", "rollout_log_probs"]
             update = batch.select(batch_keys=columns, non_tensor_batch_keys=[])
             update.meta_info["num_mini_batches"] = 1  # one optimizer step: on-policy, so no clip ever binds
-            metrics = actor.update_actor(update).meta_info["metrics"]
-            kl = metrics["mismatch/kl"]
-            logger.info("step %d reward %.3f mismatch %.1e", step, rewards.scores.mean(), kl if isinstance(kl, float) else kl[0])
+            metrics = mean_metrics(actor.update_actor(update).meta_info["metrics"])
+            logger.info("step %d reward %.3f mismatch %.1e", step, rewards.scores.mean(), metrics["mismatch/kl"])
 
 
 if __name__ == "__main__":
