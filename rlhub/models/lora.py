@@ -89,11 +89,12 @@ def set_adapters(model: nn.Module, enabled: bool) -> None:
     peft's switch also switches requires_grad, of whichever parameters the layer has at the moment: gathered ones, when a
     sharded model is between two passes, and then the shards would never be trained again.
     """
-    for _, layer in lora_layers(model):
-        trained = [(param, param.requires_grad) for param in layer.parameters()]
-        layer.enable_adapters(enabled)
-        for param, flag in trained:
-            param.requires_grad_(flag)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            trained = [(param, param.requires_grad) for param in module.parameters()]
+            module.enable_adapters(enabled)
+            for param, flag in trained:
+                param.requires_grad_(flag)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -135,4 +136,5 @@ def saved_config(model: nn.Module, config: ModelConfig, kind: ModelKind) -> dict
         modules_to_save=[VALUE_HEAD] if kind == "value" else None,
         inference_mode=True,
     )
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in lora.to_dict().items()}
+    content: dict[str, Any] = lora.to_dict()  # type: ignore[no-untyped-call]
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in content.items()}
