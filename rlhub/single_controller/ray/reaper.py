@@ -14,6 +14,7 @@ import psutil
 logger = logging.getLogger(__name__)
 
 MARKER = "RLHUB_RUN_MARKER"
+GRACE_S = 3.0
 
 
 def marked_processes(marker: str) -> list[psutil.Process]:
@@ -29,8 +30,12 @@ def marked_processes(marker: str) -> list[psutil.Process]:
 
 
 def end_marked(marker: str, deadline_s: float) -> list[int]:
-    """Kill them until none is left or the deadline has passed; returns the pids that are still there."""
+    """Kill them until none is left or the deadline has passed; returns the pids that are still there.
+
+    Ray is ending its own at this moment and reports one that vanishes first as a crash, so they get a moment.
+    """
     deadline = time.monotonic() + deadline_s
+    psutil.wait_procs(marked_processes(marker), timeout=min(GRACE_S, deadline_s / 2))
     left = marked_processes(marker)
     while left and time.monotonic() < deadline:
         for process in left:
