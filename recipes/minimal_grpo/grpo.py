@@ -43,9 +43,8 @@ def main(config: PPOConfig) -> None:
             batch.union(actor.generate_sequences(prompts.select(non_tensor_batch_keys=[])))
 
             rewards = score(batch)
-            rows = AdvantageInputs(
-                token_level_rewards=rewards.token_level_scores, response_mask=batch.batch["response_mask"], group=uid
-            )
+            mask = batch.batch["response_mask"]
+            rows = AdvantageInputs(token_level_rewards=rewards.token_level_scores, response_mask=mask, group=uid)
             batch.batch["advantages"] = grpo(rows, GRPOKnobs()).advantages
 
             columns = ["input_ids", "attention_mask", "response_mask", "advantages", "rollout_log_probs"]
