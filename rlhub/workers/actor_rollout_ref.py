@@ -6,11 +6,9 @@ Thin shells: each method hands its rows to an engine and wraps what comes back.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import torch
 
-from rlhub.checkpoint.files import FileEntry
 from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
@@ -18,14 +16,13 @@ from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_policy_engine, build_reference_engine
 from rlhub.engines.training.updates import PolicyUpdater
-from rlhub.models.sidecars import save_sidecars
 from rlhub.models.throughput import ThroughputMeter
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.models.vocabulary import read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.sharding_manager.manager import ShardingManager, SyncReport
-from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from rlhub.workers.checkpointing import HF_FOLDER, load_engine, save_engine
+from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlhub.workers.engine_worker import EngineWorker
 from rlhub.workers.rollout_batch import check_completions, generation_requests, pad_completions, training_columns
 from rlhub.workers.runtime import WorkerRuntime, memory_metrics
 
@@ -33,7 +30,7 @@ ACTOR = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
 ROLLOUT = make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout")
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(EngineWorker):
     """Roles by need: always actor and rollout, the reference where `needs_reference`.  All methods run on every rank."""
 
     def __init__(
@@ -42,6 +39,7 @@ class ActorRolloutRefWorker(Worker):
         self.config, self.runtime = config, runtime
         self.train, self.needs_reference = train, needs_reference
         self.device = runtime.torch_device(self.local_rank)
+        self.hf_model = config.model
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -161,19 +159,6 @@ class ActorRolloutRefWorker(Worker):
         seconds = time.perf_counter() - started
         metrics |= self.throughput.metrics(batch.batch["attention_mask"], self.config.actor.ppo_epochs, seconds)
         return DataProto(meta_info={"metrics": metrics | memory_metrics("actor", self.device)})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str) -> list[FileEntry]:
-        """This rank's shards below `folder`, and from rank 0 the HF-loadable model with its tokenizer."""
-        entries = save_engine(self.engine, Path(folder), self.rank)
-        if self.rank == 0:
-            save_sidecars(self.config.model, Path(folder) / HF_FOLDER)
-        return entries
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str) -> None:
-        """Weights, optimizer and schedule as they were saved, whatever the number of ranks then."""
-        load_engine(self.engine, Path(folder))
 
     def close(self) -> None:
         self.rollout.shutdown()

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from rlhub.checkpoint.files import FileEntry
 from rlhub.config.critic import CriticConfig
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_value_engine
 from rlhub.engines.training.updates import ValueUpdater
 from rlhub.protocol import DataProto
-from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from rlhub.workers.checkpointing import load_engine, save_engine
+from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlhub.workers.engine_worker import EngineWorker
 from rlhub.workers.runtime import WorkerRuntime, memory_metrics
 
 CRITIC = make_nd_compute_dataproto_dispatch_fn(mesh_name="critic")
 
 
-class CriticWorker(Worker):
+class CriticWorker(EngineWorker):
     """All methods run on every rank."""
 
     def __init__(self, config: CriticConfig, runtime: WorkerRuntime, *, loss_agg_mode: str) -> None:
@@ -46,13 +43,3 @@ class CriticWorker(Worker):
         """All optimizer steps of the batch; meta_info["metrics"] are global."""
         metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
         return DataProto(meta_info={"metrics": metrics | memory_metrics("critic", self.device)})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str) -> list[FileEntry]:
-        """This rank's shards below `folder`."""
-        return save_engine(self.engine, Path(folder), self.rank)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str) -> None:
-        """Weights, optimizer and schedule as they were saved, whatever the number of ranks then."""
-        load_engine(self.engine, Path(folder))

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from rlhub.algorithms.masked import masked_sum
-from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sft import SFTConfig
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_sft_engine
 from rlhub.engines.training.updates import sft_loss, take_steps
 from rlhub.errors import DataError
-from rlhub.models.sidecars import save_sidecars
 from rlhub.protocol import DataProto
-from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from rlhub.workers.checkpointing import HF_FOLDER, load_engine, save_engine
+from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlhub.workers.engine_worker import EngineWorker
 from rlhub.workers.runtime import WorkerRuntime, memory_metrics
 
 MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="model")
 
 
-class SFTWorker(Worker):
+class SFTWorker(EngineWorker):
     """All methods run on every rank."""
 
     def __init__(self, config: SFTConfig, runtime: WorkerRuntime) -> None:
         self.config, self.runtime = config, runtime
         self.device = runtime.torch_device(self.local_rank)
+        self.hf_model = config.model
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -62,16 +59,3 @@ class SFTWorker(Worker):
         local = torch.stack([-masked_sum(log_probs.double(), mask), mask.sum().double()])
         loss, tokens = self.engine.reduce(local).tolist()
         return DataProto(meta_info={"metrics": {"loss": loss, "tokens": tokens}})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str) -> list[FileEntry]:
-        """This rank's shards below `folder`, and from rank 0 the HF-loadable model with its tokenizer."""
-        entries = save_engine(self.engine, Path(folder), self.rank)
-        if self.rank == 0:
-            save_sidecars(self.config.model, Path(folder) / HF_FOLDER)
-        return entries
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str) -> None:
-        """Weights, optimizer and schedule as they were saved, whatever the number of ranks then."""
-        load_engine(self.engine, Path(folder))
