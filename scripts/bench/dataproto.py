@@ -119,7 +119,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     ray.init(
-        num_cpus=2, object_store_memory=2 * 2**30, include_dashboard=False, _node_ip_address="127.0.0.1", logging_level="error"
+        address="local",
+        num_cpus=2,
+        object_store_memory=2 * 2**30,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        logging_level="error",
     )
     try:
         figures = measure(options.rounds)
