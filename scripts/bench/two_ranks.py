@@ -72,7 +72,7 @@ def measure(group: WorkerGroup) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--engine", default="hf", help="rollout engine (hf or vllm)")
+    parser.add_argument("--engine", default="auto", help="rollout engine; auto is vllm where it is installed")
     arguments = parser.parse_args()
     console = Console()
     folder = Path(tempfile.mkdtemp(prefix="rlhub-bench-"))
