@@ -68,7 +68,7 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
     if config.algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:
         requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
         problems += checks.check_requirements(config, requires)
-    for warning in [] if problems else warnings(config, set_keys):
+    for warning in [] if problems else [*warnings(config, set_keys), *checks.notes(config)]:
         logger.warning(warning)
     return problems
 

@@ -17,7 +17,7 @@ from rlhub.checkpoint.files import FileEntry
 from rlhub.checkpoint.store import Checkpoint, CheckpointStore
 from rlhub.config.trainer import TrainerConfig
 from rlhub.resilience.signals import StopSignals
-from rlhub.single_controller.observer import Call
+from rlhub.tracking.call_timing import CallTiming
 from rlhub.tracking.metrics_log import MetricsLog
 from rlhub.tracking.recorder import Recorder
 from rlhub.tracking.run_folder import RunFolder
@@ -31,13 +31,14 @@ StateFunction = Callable[[], Mapping[str, Any]]
 
 
 class Run:
-    """Use as a context manager: `with Run(...) as run`.  Implements CallObserver, so worker calls are timed and shown."""
+    """Use as a context manager: `with Run(...) as run`.  calls: the CallObserver that times and shows worker calls."""
 
     def __init__(self, config: TrainerConfig, resolved: dict[str, Any], total_steps: int) -> None:
         self.config, self.resolved, self.total_steps = config, resolved, total_steps
         self.folder = RunFolder(Path(config.default_local_dir))
         self.store = CheckpointStore(self.folder.path)
         self.timers = PhaseTimer()
+        self.calls = CallTiming(self.timers, self._show_phase)
         self.signals = StopSignals()
         self.checkpoint: Checkpoint | None = None
         self.recorder: Recorder | None = None
@@ -154,14 +155,9 @@ class Run:
         if rows:
             self.recorder.log_generations(step, split, rows)
 
-    def on_start(self, call: Call) -> None:
-        """CallObserver: show what the run is doing."""
+    def _show_phase(self, name: str) -> None:
         if self.recorder is not None:
-            self.recorder.phase(call.method)
-
-    def on_end(self, call: Call, seconds: float, error: BaseException | None) -> None:
-        """CallObserver: time every worker call under its method's name."""
-        self.timers.add(call.method, seconds)
+            self.recorder.phase(name)
 
     def finish(self, status: Status, message: str = "") -> None:
         """Final report; trackers closed."""

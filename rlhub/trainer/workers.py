@@ -33,7 +33,7 @@ def launch_workers(
         shutdown_deadline_s=seconds.shutdown,
         log_dir=run.folder.logs if run is not None else None,
         plugins=config.plugins,
-        observers=[run] if run is not None else [],
+        observers=[run.calls] if run is not None else [],
     )
     try:
         for role, group in launched.groups.items():
