@@ -349,6 +349,9 @@ def test_lora_with_its_own_reference(mains: Mains, setting: Setting, tmp_path: P
 
     folder = tmp_path / "global_step_2" / "actor" / "huggingface"
     check_model_folder(folder, setting.model)
+    adapter = json.loads((folder.parent / "adapter" / "adapter_config.json").read_text())
+    assert (adapter["peft_type"], adapter["r"]) == ("LORA", rank)
+    assert load_file(folder.parent / "adapter" / "adapter_model.safetensors")
     before, after = load_file(setting.model / "model.safetensors"), load_file(folder / "model.safetensors")
     assert before.keys() == after.keys()
     for name, weight in after.items():
