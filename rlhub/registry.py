@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from rlhub.errors import RegistryError
@@ -37,12 +37,16 @@ def load_object(target: str) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class Row(Generic[T]):
-    """One registered part: its name, where it is, what it needs and where its knobs' dataclass is."""
+    """One registered part: its name, where it is, what it needs and where its knobs' dataclass is.
+
+    companions: further functions of the same part by role, objects or "module:attribute" strings.
+    """
 
     name: str
     target: str | T
     requires: frozenset[str] = frozenset()
     knobs: str | type | None = None
+    companions: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Registry(Generic[T]):
@@ -52,18 +56,34 @@ class Registry(Generic[T]):
         self.kind = kind
         self._rows: dict[str, Row[T]] = {}
 
-    def register(self, name: str, *, requires: Iterable[str] = (), knobs: str | type | None = None) -> Callable[[T], T]:
+    def register(
+        self,
+        name: str,
+        *,
+        requires: Iterable[str] = (),
+        knobs: str | type | None = None,
+        companions: Mapping[str, Any] | None = None,
+    ) -> Callable[[T], T]:
         """Decorator: register the decorated object under `name`."""
 
         def decorate(value: T) -> T:
-            self._add(Row(name=name, target=value, requires=frozenset(requires), knobs=knobs))
+            row = Row(name=name, target=value, requires=frozenset(requires), knobs=knobs, companions=companions or {})
+            self._add(row)
             return value
 
         return decorate
 
-    def add_lazy(self, name: str, target: str, *, requires: Iterable[str] = (), knobs: str | None = None) -> None:
+    def add_lazy(
+        self,
+        name: str,
+        target: str,
+        *,
+        requires: Iterable[str] = (),
+        knobs: str | None = None,
+        companions: Mapping[str, str] | None = None,
+    ) -> None:
         """Register `"module:attribute"` under `name`; imported on the first `get`."""
-        self._add(Row(name=name, target=target, requires=frozenset(requires), knobs=knobs))
+        self._add(Row(name=name, target=target, requires=frozenset(requires), knobs=knobs, companions=companions or {}))
 
     def _add(self, row: Row[T]) -> None:
         old = self._rows.get(row.name)
@@ -92,6 +112,11 @@ class Registry(Generic[T]):
         """The dataclass of the part's own knobs (imports it), or None."""
         row = self.row(name)
         return load_object(row.knobs) if isinstance(row.knobs, str) else row.knobs
+
+    def companion(self, name: str, role: str) -> Any | None:
+        """The part's companion in that role (imports it), or None."""
+        companion = self.row(name).companions.get(role)
+        return load_object(companion) if isinstance(companion, str) else companion
 
     def names(self) -> list[str]:
         return sorted(self._rows)

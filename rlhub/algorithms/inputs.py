@@ -1,7 +1,11 @@
-"""What goes into and comes out of advantage estimators and policy losses."""
+"""What goes into and comes out of advantage estimators and policy losses.
+
+An optional column is there when the part's registry row names it in `requires`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -13,14 +17,23 @@ class AdvantageInputs:
 
     token_level_rewards: (batch, response) float, after any KL penalty.
     response_mask: (batch, response), 1 on tokens the model wrote.
-    group: (batch,) int64, equal for samples of one prompt; None when the estimator does not require groups.
-    values: (batch, response) float, the critic's; None when the estimator does not require values.
+    group: (batch,) int64, equal for samples of one prompt; None unless the estimator requires "groups".
+    values: (batch, response) float, the critic's; requires "values".
+    old_log_probs: (batch, response) float, log-probs of the policy at the start of the update; requires "old_log_probs".
+    sum_pi_squared: (batch, response) float, sum over the vocabulary of the policy's squared probabilities at each token;
+        requires "sum_pi_squared".
+    baseline_rewards: (batch,) float, the reward of the prompt's greedy response; requires "baseline_rewards".
+    reward_components: by name (batch,) float64, the scorer's own numbers of each sample; requires "reward_components".
     """
 
     token_level_rewards: Tensor
     response_mask: Tensor
     group: Tensor | None = None
     values: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    baseline_rewards: Tensor | None = None
+    reward_components: Mapping[str, Tensor] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,9 +47,13 @@ class AdvantageOutputs:
 
 @dataclass(slots=True, kw_only=True)
 class PolicyLossInputs:
-    """One micro-batch, each (rows, response).  weights: per-token importance weights, or None.
+    """One micro-batch, whole rows of one mini-batch, each (rows, response).
 
-    log_probs carries gradient; old_log_probs and advantages do not.
+    log_probs carries gradient; nothing else does.
+    old_log_probs: of the proximal policy; equal to log_probs where the update takes one step on policy.
+    weights: per-token importance weights that multiply the loss, or None.
+    rollout_log_probs: of the policy that sampled the tokens; requires "rollout_log_probs".
+    selected: 1 on the tokens that the loss's own `select` companion chose in the whole mini-batch; None without one.
     """
 
     log_probs: Tensor
@@ -44,6 +61,8 @@ class PolicyLossInputs:
     advantages: Tensor
     response_mask: Tensor
     weights: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+    selected: Tensor | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,3 +72,18 @@ class PolicyLossOutputs:
 
     loss: Tensor
     sums: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class SelectionInputs:
+    """One whole mini-batch, before it is cut over ranks and micro-batches: what a loss's companion `select(inputs, knobs)`
+    chooses tokens from.  It returns (rows, response), 1 on chosen tokens.
+
+    old_log_probs: (rows, response), of the policy at the start of the update; advantages, response_mask: (rows, response).
+    keys: (rows, response) float64 uniforms in [0, 1), a pure function of (seed, step, sample, position).
+    """
+
+    old_log_probs: Tensor
+    advantages: Tensor
+    response_mask: Tensor
+    keys: Tensor

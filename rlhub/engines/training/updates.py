@@ -83,7 +83,7 @@ class PolicyUpdater:
 
     Every rank calls `update` together.  Columns read: input_ids, attention_mask, response_mask, advantages, and when present
     old_log_probs (absent: the policy at the start of the update is the one being stepped, see `Requirements`),
-    ref_log_prob, rollout_log_probs, mini_batch.
+    ref_log_prob, rollout_log_probs, importance_weights, selected, mini_batch.
     """
 
     def __init__(self, engine: TrainEngine, config: ActorConfig, *, scale: float) -> None:
@@ -115,7 +115,15 @@ class PolicyUpdater:
         mask, mode = micro["response_mask"], self.config.loss_agg_mode
         old = micro["old_log_probs"] if "old_log_probs" in micro else outputs.log_probs.detach()
         policy = self.loss(
-            PolicyLossInputs(log_probs=outputs.log_probs, old_log_probs=old, advantages=micro["advantages"], response_mask=mask),
+            PolicyLossInputs(
+                log_probs=outputs.log_probs,
+                old_log_probs=old,
+                advantages=micro["advantages"],
+                response_mask=mask,
+                weights=micro.get("importance_weights"),
+                rollout_log_probs=micro.get("rollout_log_probs"),
+                selected=micro.get("selected"),
+            ),
             self.knobs,
         )
         loss = aggregate(policy.loss, mask, mode, denominators)

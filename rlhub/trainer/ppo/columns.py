@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlhub.protocol import DataProto
 
 MODEL = ("input_ids", "attention_mask", "response_mask")
-POLICY = (*MODEL, "mini_batch", "advantages", "old_log_probs", "ref_log_prob", "rollout_log_probs")
+POLICY = (*MODEL, "mini_batch", "advantages", "old_log_probs", "ref_log_prob", "importance_weights", "selected")
 VALUE = (*MODEL, "critic_mini_batch", "values", "returns")
 
 
@@ -22,9 +22,12 @@ def model_inputs(batch: DataProto) -> DataProto:
     return view(batch, MODEL)
 
 
-def policy_inputs(batch: DataProto) -> DataProto:
-    """What the policy update reads.  The rollout's log-probs go only where the mismatch is measured in the update itself."""
-    names = tuple(n for n in POLICY if not (n == "rollout_log_probs" and "old_log_probs" in batch.batch.keys()))
+def policy_inputs(batch: DataProto, *, rollout_log_probs: bool) -> DataProto:
+    """What the policy update reads.  The rollout's log-probs go only where the loss reads them or where the mismatch is measured
+    in the update itself."""
+    names = POLICY
+    if rollout_log_probs or "old_log_probs" not in batch.batch.keys():
+        names = (*POLICY, "rollout_log_probs")
     return view(batch, names, num_mini_batches=count(batch, "mini_batch"))
 
 

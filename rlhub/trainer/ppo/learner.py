@@ -75,7 +75,7 @@ class Learner:
         if self.critic is not None:
             self.record(self.critic.update_critic(value_inputs(batch)))
         if step > self.config.trainer.critic_warmup:
-            self.record(self.actor.update_actor(policy_inputs(batch)))
+            self.record(self.actor.update_actor(policy_inputs(batch, rollout_log_probs=self.needs.rollout_log_probs)))
         return self.metrics
 
     def record(self, returned: DataProto) -> None:
@@ -124,6 +124,10 @@ class Learner:
                     response_mask=columns["response_mask"],
                     group=own_group_when_invalid(columns["uid"], columns["valid"]),
                     values=columns["values"] if self.critic is not None else None,
+                    old_log_probs=columns["old_log_probs"] if self.needs.old_log_probs else None,
+                    sum_pi_squared=columns["sum_pi_squared"] if self.needs.sum_pi_squared else None,
+                    baseline_rewards=columns["baseline_rewards"] if self.needs.baseline_rewards else None,
+                    reward_components=reward_components(batch) if self.needs.reward_components else None,
                 ),
                 self._knobs,
             )
@@ -145,6 +149,12 @@ class Learner:
         self.metrics |= {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": self.kl_controller.value}
         self.kl_controller.update(mean_kl, len(batch))
         return rewards
+
+
+def reward_components(batch: DataProto) -> dict[str, torch.Tensor]:
+    """The scorer's own numbers by name, (rows,) float64: columns `reward/<name>` of the batch."""
+    prefix = "reward/"
+    return {name.removeprefix(prefix): column for name, column in batch.batch.items() if name.startswith(prefix)}
 
 
 def own_group_when_invalid(uid: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

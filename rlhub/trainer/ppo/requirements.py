@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS
+from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from rlhub.config.ppo import PPOConfig
 
 
 @dataclass(slots=True, kw_only=True)
 class Requirements:
     """values: a critic predicts them.  reference: log-probs of the frozen starting policy are read.  old_log_probs: a forward
-    pass of its own before the update.  groups: several samples per prompt."""
+    pass of its own before the update; sum_pi_squared: which also gives that.  groups: several samples per prompt.
+    baseline_rewards: a greedy response per prompt is scored.  reward_components: the scorer's own numbers are read.
+    rollout_log_probs: the loss reads them.  selection: the loss chooses tokens from the whole mini-batch."""
 
     values: bool
     reference: bool
     old_log_probs: bool
+    sum_pi_squared: bool
     groups: bool
+    baseline_rewards: bool
+    reward_components: bool
+    rollout_log_probs: bool
+    selection: bool
 
 
 def num_mini_batches(config: PPOConfig) -> int:
@@ -34,14 +41,20 @@ def requirements(config: PPOConfig) -> Requirements:
     """The passes this run needs.
 
     The old log-probs' own pass is skipped when the update's first forward pass is that very policy: one optimizer step per
-    batch, one epoch, no KL in the reward and no estimator that reads them.
+    batch, one epoch, no KL in the reward and no estimator or loss that reads them.
     """
-    needs = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
+    loss = POLICY_LOSSES.row(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    needs = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires | loss.requires
     actor, in_reward = config.actor_rollout_ref.actor, config.algorithm.use_kl_in_reward
     several_steps = num_mini_batches(config) > 1 or actor.ppo_epochs > 1
     return Requirements(
         values="values" in needs,
         reference=actor.use_kl_loss or in_reward,
-        old_log_probs=several_steps or in_reward or "old_log_probs" in needs,
+        old_log_probs=several_steps or in_reward or not needs.isdisjoint({"old_log_probs", "sum_pi_squared"}),
+        sum_pi_squared="sum_pi_squared" in needs,
         groups="groups" in needs,
+        baseline_rewards="baseline_rewards" in needs,
+        reward_components="reward_components" in needs,
+        rollout_log_probs="rollout_log_probs" in needs,
+        selection="select" in loss.companions,
     )
