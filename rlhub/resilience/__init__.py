@@ -1,7 +1,6 @@
-"""What keeps a run alive or ends it well: stop signals, restart policy, and fault plans that prove it."""
+"""What ends a run well: stop signals, and fault plans that prove what happens when processes die."""
 
 from rlhub.resilience.faults import Fault, FaultInjector, InjectedFaultError, parse_fault_plan
-from rlhub.resilience.restart import RestartPolicy
 from rlhub.resilience.signals import StopSignals
 
-__all__ = ["Fault", "FaultInjector", "InjectedFaultError", "RestartPolicy", "StopSignals", "parse_fault_plan"]
+__all__ = ["Fault", "FaultInjector", "InjectedFaultError", "StopSignals", "parse_fault_plan"]

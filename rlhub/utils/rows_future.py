@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -24,7 +25,7 @@ R = TypeVar("R", bound=Rows)
 
 
 @dataclass(slots=True, eq=False)
-class RowsFuture(Generic[R]):
+class RowsFuture(ABC, Generic[R]):
     """References to the parts of a table, in order.
 
     resolve: waits for references and gives their tables, in order (Ray: `ray.get`, with a deadline).
@@ -41,9 +42,9 @@ class RowsFuture(Generic[R]):
     cuts: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
+    @abstractmethod
     def join(parts: Sequence[R]) -> R:
         """Concatenate tables (at least one)."""
-        raise NotImplementedError
 
     def get(self) -> R:
         """Wait for the table.  Blocking."""

@@ -1,4 +1,4 @@
-"""Stop signals, restart policy and fault plans."""
+"""Stop signals and fault plans."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from rlhub.errors import ConfigError, DeadlineError, WorkerDiedError, WorkerError
-from rlhub.resilience import FaultInjector, InjectedFaultError, RestartPolicy, StopSignals, parse_fault_plan
+from rlhub.errors import ConfigError
+from rlhub.resilience import FaultInjector, InjectedFaultError, StopSignals, parse_fault_plan
 from rlhub.single_controller.observer import Call, WorkerInfo
 
 
@@ -28,25 +28,6 @@ def test_the_second_interrupt_stops_at_once() -> None:
     with StopSignals(), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
-
-
-def died() -> WorkerDiedError:
-    return WorkerDiedError("gone", role="actor", rank=0)
-
-
-def test_restarts_are_counted_within_the_window_and_back_off() -> None:
-    now = [0.0]
-    policy = RestartPolicy(max_restarts=2, window_s=100.0, backoff_s=1.0, clock=lambda: now[0])
-    assert policy.delay(died()) == 1.0
-    assert policy.delay(DeadlineError("actor.x", 3.0)) == 2.0
-    assert policy.delay(died()) is None
-    now[0] = 101.0
-    assert policy.delay(died()) == 1.0
-
-
-def test_a_worker_that_raised_would_raise_again() -> None:
-    assert RestartPolicy(max_restarts=5).delay(WorkerError("bad", role="actor", rank=0)) is None
-    assert RestartPolicy().delay(died()) is None
 
 
 def call(method: str = "update", pid: int = 0) -> Call:
