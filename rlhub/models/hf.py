@@ -1,4 +1,4 @@
-"""Building Hugging Face models for training: policies with a language-model head, value models with a scalar head."""
+"""Building Hugging Face models for training: policies with a language-model head, value and reward models with a scalar head."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from transformers.utils.logging import disable_progress_bar
 from rlhub.config.model import ModelConfig
 from rlhub.errors import ConfigError
 
-ModelKind = Literal["policy", "value"]
+ModelKind = Literal["policy", "value", "reward"]
+"""policy: a distribution over the next token; value: a number a token; reward: a number a row."""
+SCALAR_HEAD = "score"
+"""The linear layer of transformers' sequence classifiers: hidden size -> 1, without bias."""
 
+CLASSIFIER = "ForSequenceClassification"
+REWARD_CLASSES = (CLASSIFIER, "ForCausalLM")
 HEAD_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Settings by which some models change logits after the head's matrix; log-probs computed without them would be wrong."""
 
@@ -50,7 +55,9 @@ def build_model(
     """
     config = load_config(model)
     loader: Any = AutoModelForCausalLM
-    if kind == "value":
+    if kind == "reward":
+        check_one_label(config, model.path)
+    if kind != "policy":
         config.num_labels = 1
         loader = AutoModelForSequenceClassification
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": model.trust_remote_code}
@@ -64,9 +71,25 @@ def build_model(
             built = loader.from_pretrained(model.path, config=config, **options)
     if kind == "policy":
         _refuse_transformed_logits(built)
+    elif not any(name == SCALAR_HEAD for name, _ in built.named_children()):
+        raise ConfigError(
+            f"{type(built).__name__} has no linear head named {SCALAR_HEAD!r}, so it is no {kind} model; use a decoder-only one"
+        )
     if model.enable_gradient_checkpointing:
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return built.train()
+
+
+def check_one_label(config: PreTrainedConfig, path: str | None) -> None:
+    """ConfigError unless the checkpoint is a language model, which gets a new head, or a sequence classifier with one label."""
+    classes = config.architectures or []
+    if not all(name.endswith(REWARD_CLASSES) for name in classes):
+        raise ConfigError(
+            f"{path!r} holds {', '.join(classes)}: a reward model is a sequence classifier with one label or a causal language "
+            "model (which gets a new head); name another model"
+        )
+    if any(name.endswith(CLASSIFIER) for name in classes) and config.num_labels != 1:
+        raise ConfigError(f"{path!r} is a classifier with {config.num_labels} labels: a reward model has 1; name another model")
 
 
 def _refuse_transformed_logits(model: PreTrainedModel) -> None:

@@ -19,12 +19,11 @@ from torch import nn
 
 from rlhub.config.model import ModelConfig
 from rlhub.errors import ConfigError
-from rlhub.models.hf import ModelKind
+from rlhub.models.hf import SCALAR_HEAD, ModelKind
 
 ADAPTER = "default"  # peft's own name for the only adapter
 PEFT_MODEL = "base_model.model."  # where peft.PeftModel keeps the model it wraps; its files name tensors from there
-TASKS: dict[ModelKind, TaskType] = {"policy": TaskType.CAUSAL_LM, "value": TaskType.SEQ_CLS}
-VALUE_HEAD = "score"
+TASKS: dict[ModelKind, TaskType] = {"policy": TaskType.CAUSAL_LM, "value": TaskType.SEQ_CLS, "reward": TaskType.SEQ_CLS}
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -119,11 +118,11 @@ def lora_names(model: nn.Module) -> list[LoraNames]:
 
 
 def saved_names(model: nn.Module, kind: ModelKind) -> dict[str, str]:
-    """Name in the model -> name in peft's adapter_model.safetensors, of all trained weights: the adapters and a value
-    model's head."""
+    """Name in the model -> name in peft's adapter_model.safetensors, of all trained weights: the adapters and a scalar
+    head."""
     names = [name for layer in lora_names(model) for name in (layer.lora_a, layer.lora_b)]
     saved = {name: PEFT_MODEL + re.sub(rf"\.{ADAPTER}\.weight$", ".weight", name) for name in names}
-    return saved | ({f"{VALUE_HEAD}.weight": f"{PEFT_MODEL}{VALUE_HEAD}.weight"} if kind == "value" else {})
+    return saved | ({f"{SCALAR_HEAD}.weight": f"{PEFT_MODEL}{SCALAR_HEAD}.weight"} if kind != "policy" else {})
 
 
 def saved_config(model: nn.Module, config: ModelConfig, kind: ModelKind) -> dict[str, Any]:
@@ -133,7 +132,7 @@ def saved_config(model: nn.Module, config: ModelConfig, kind: ModelKind) -> dict
         [name for name, _ in lora_layers(model)],
         task_type=TASKS[kind],
         base_model_name_or_path=config.path,
-        modules_to_save=[VALUE_HEAD] if kind == "value" else None,
+        modules_to_save=[SCALAR_HEAD] if kind != "policy" else None,
         inference_mode=True,
     )
     content: dict[str, Any] = lora.to_dict()  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ from pathlib import Path
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.model import ModelConfig
 from rlhub.engines.training.base import TrainEngine
+from rlhub.models.hf import ModelKind
 from rlhub.models.sidecars import save_sidecars
 from rlhub.single_controller import Dispatch, Worker, register
 from rlhub.workers.checkpointing import HF_FOLDER, load_engine, save_engine
@@ -14,17 +15,18 @@ from rlhub.workers.checkpointing import HF_FOLDER, load_engine, save_engine
 
 class EngineWorker(Worker):
     """engine: built by the subclass.  hf_model: the model whose tokenizer and configuration are saved beside the weights;
-    None saves weights alone."""
+    None saves weights alone.  hf_kind: what the engine trains."""
 
     engine: TrainEngine
     hf_model: ModelConfig | None = None
+    hf_kind: ModelKind = "policy"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> list[FileEntry]:
         """This rank's shards below `folder`, and from rank 0 the weights under their Hugging Face names."""
         entries = save_engine(self.engine, Path(folder), self.rank)
         if self.rank == 0 and self.hf_model is not None:
-            save_sidecars(self.hf_model, Path(folder) / HF_FOLDER)
+            save_sidecars(self.hf_model, Path(folder) / HF_FOLDER, self.hf_kind)
         return entries
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -29,6 +29,7 @@ CPU = torch.device("cpu")
 TEMPERATURE = 0.7
 ENTROPY = 0.1
 POLICY_OUTPUTS = ("log_probs", "entropy")
+OUTPUTS = {"policy": POLICY_OUTPUTS, "value": ("values",), "reward": ("scores",)}
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -80,8 +81,19 @@ def value_loss(num_tokens: float) -> Callable[[ForwardOutputs, Rows], LossOutput
     return loss
 
 
+def reward_loss(num_rows: int) -> Callable[[ForwardOutputs, Rows], LossOutput]:
+    def loss(outputs: ForwardOutputs, micro: Rows) -> LossOutput:
+        assert outputs.scores is not None
+        error = (outputs.scores - micro["target"][:, 0].to(outputs.scores.dtype)) ** 2
+        return LossOutput(loss=torch.where(micro["attention_mask"].bool().any(1), error, 0).sum() / num_rows)
+
+    return loss
+
+
 def loss_for(kind: str, rows: Rows) -> Callable[[ForwardOutputs, Rows], LossOutput]:
     num_tokens = float(rows["response_mask"].sum())
+    if kind == "reward":
+        return reward_loss(len(rows["input_ids"]))
     return policy_loss(num_tokens) if kind == "policy" else value_loss(num_tokens)
 
 
@@ -113,10 +125,12 @@ def plain_model(path: str, kind: str, dtype: torch.dtype) -> Any:
 
 def plain_outputs(model: Any, rows: Rows, kind: str) -> dict[str, Tensor]:
     """Row by row, token by token, without padding."""
+    if kind == "reward":
+        return {"scores": plain_scores(model, rows)}
     response_mask = rows["response_mask"]
     count, width = response_mask.shape
     prompt = rows["input_ids"].shape[1] - width
-    names = POLICY_OUTPUTS if kind == "policy" else ("values",)
+    names = OUTPUTS[kind]
     results: dict[str, list[Tensor]] = {name: [] for name in names}
     for row in range(count):
         real = rows["attention_mask"][row].bool()
@@ -139,6 +153,12 @@ def plain_outputs(model: Any, rows: Rows, kind: str) -> dict[str, Tensor]:
                     line.append((entropy if name == "entropy" else values)[before[column]])
             results[name].append(torch.stack(line))
     return {name: torch.stack(lines) for name, lines in results.items()}
+
+
+def plain_scores(model: Any, rows: Rows) -> Tensor:
+    """What transformers' own classifier says of each row alone, without its padding."""
+    ids = [row[real.bool()] for row, real in zip(rows["input_ids"], rows["attention_mask"], strict=True)]
+    return torch.stack([model(row[None]).logits[0, 0] for row in ids])
 
 
 def plain_gradient(model: Any, rows: Rows, kind: str) -> float:
@@ -181,7 +201,8 @@ def thresholds(large: bool) -> Iterator[None]:
 def gradient(path: str, kind: str, case: dict[str, Any]) -> tuple[float, float, float]:
     """(relative error of the gradient, loss of the engine, loss of the plain loop).
 
-    case: dtype, micro (MicroBatchConfig fields), model, fsdp, large, uneven, damage (scales the engine's loss).
+    case: dtype, micro (MicroBatchConfig fields), model, fsdp, large, uneven, damage (scales the engine's loss), own_head (the
+    checkpoint has the head).
     """
     dtype = case.get("dtype", "fp64")
     rows = make_rows()
@@ -194,11 +215,11 @@ def gradient(path: str, kind: str, case: dict[str, Any]) -> tuple[float, float, 
             micro_batch=MicroBatchConfig(**case.get("micro", {})),
         )
         loss = loss_for(kind, rows)
-        outputs = POLICY_OUTPUTS if kind == "policy" else ("values",)
+        outputs = OUTPUTS[kind]
         for _ in range(2):  # gradients start from zero each time
             sums = built.forward_backward(my_rows(rows, case.get("uneven", False)), loss, outputs=outputs)
     reference = plain_model(path, kind, DTYPES[dtype])
-    if kind == "value":
+    if kind != "policy" and not case.get("own_head"):
         head = next(p for p in built.params if p.name == "score.weight")
         reference.score.weight.data.copy_(full(head.param.detach()))
     if case.get("damage"):
@@ -212,16 +233,39 @@ def inference(path: str, kind: str, case: dict[str, Any]) -> float:
     rows = make_rows()
     built = make_engine(path, kind, model=case.get("model", {}), infer_micro_batch=MicroBatchConfig(**case.get("micro", {})))
     mine = my_rows(rows, case.get("uneven", False))
-    outputs = POLICY_OUTPUTS if kind == "policy" else ("values",)
+    outputs = OUTPUTS[kind]
     results = built.infer(mine, outputs=outputs)
     reference = plain_model(path, kind, torch.float64)
-    if kind == "value":
+    if kind != "policy" and not case.get("own_head"):
         reference.score.weight.data.copy_(full(built.params[-1].param.detach()))
     if not len(mine["input_ids"]):
         return 0.0
     with torch.no_grad():
         expected = plain_outputs(reference, mine, kind)
     return max(float((results[name] - expected[name]).abs().max()) for name in outputs)
+
+
+def reward_contamination(path: str, pack: bool) -> float:
+    """Largest change of the other rows' scores when one row's tokens change (it must be 0 up to rounding)."""
+    built = make_engine(path, "reward", model={"use_remove_padding": pack}, optim=None)
+    rows = make_rows()
+    before = built.infer(rows, outputs=("scores",))["scores"]
+    rows["input_ids"][4] = torch.where(rows["attention_mask"][4].bool(), rows["input_ids"][4] % 60 + 3, 0)
+    change = (built.infer(rows, outputs=("scores",))["scores"] - before).abs()
+    assert change[4] > 1e-3
+    change[4] = 0
+    return float(change.max())
+
+
+def save_reward(path: str, folder: str) -> list[float]:
+    """Train a reward model a little and save it as a worker does; returns its scores of `make_rows`."""
+    built = make_engine(path, "reward", fsdp={"model_dtype": "fp32"})
+    for seed in range(2):
+        rows = make_rows(seed)
+        built.forward_backward(my_rows(rows, False), loss_for("reward", rows), outputs=("scores",))
+        built.optimizer_step()
+    save_engine(built, Path(folder), dist.get_rank())
+    return built.infer(make_rows(), outputs=("scores",))["scores"].tolist()
 
 
 def stream(engine_: FSDPEngine, bucket_bytes: int = 4096) -> dict[str, Tensor]:
@@ -328,7 +372,7 @@ def lora(path: str, large: bool) -> dict[str, float]:
 def save_adapter(path: str, kind: str, folder: str) -> dict[str, Any]:
     """Train a model with adapters and save it as a worker does; returns the names of the files written and of what trained."""
     built = make_engine(path, kind, model=LORA, fsdp={"model_dtype": "fp32"})
-    outputs = POLICY_OUTPUTS if kind == "policy" else ("values",)
+    outputs = OUTPUTS[kind]
     for seed in range(2):
         rows = make_rows(seed)
         built.forward_backward(my_rows(rows, False), loss_for(kind, rows), outputs=outputs)

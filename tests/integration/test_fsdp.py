@@ -46,6 +46,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return paths
 
 
+@pytest.fixture
+def classifier(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A sequence classifier with one label and a head of its own."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    path = tmp_path_factory.mktemp("models") / "classifier"
+    torch.manual_seed(11)
+    model = AutoModelForSequenceClassification.from_pretrained(models["qwen2"], num_labels=1)
+    model.score.weight.data.normal_()
+    model.save_pretrained(path)
+    return str(path)
+
+
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"world{world}")
 def ranks(request: pytest.FixtureRequest):
     group = Ranks(request.param)
@@ -65,7 +79,7 @@ GRADIENT_CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["policy", "value"])
+@pytest.mark.parametrize("kind", ["policy", "value", "reward"])
 @pytest.mark.parametrize("case", GRADIENT_CASES)
 def test_gradient_does_not_depend_on_the_cut(ranks: Ranks, models: dict[str, str], kind: str, case: str) -> None:
     for error, loss, expected in ranks.call(checks.gradient, models["qwen2"], kind, GRADIENT_CASES[case]):
@@ -89,9 +103,48 @@ def test_gradient_check_sees_a_small_error(ranks: Ranks, models: dict[str, str])
 
 
 @pytest.mark.parametrize("case", ["whole", "single_rows", "tokens", "padded", "idle_rank"])
-@pytest.mark.parametrize("kind", ["policy", "value"])
+@pytest.mark.parametrize("kind", ["policy", "value", "reward"])
 def test_infer(ranks: Ranks, models: dict[str, str], kind: str, case: str) -> None:
     assert max(ranks.call(checks.inference, models["qwen3"], kind, GRADIENT_CASES[case])) < 1e-12
+
+
+def test_reward_model_with_its_own_head(ranks: Ranks, classifier: str) -> None:
+    """A sequence classifier's head is read from the checkpoint, on all ranks and when rank 0 alone reads it."""
+    for case in ({"own_head": True}, {"own_head": True, "large": True, "micro": {"rows": 2}}):
+        for error, loss, expected in ranks.call(checks.gradient, classifier, "reward", case):
+            assert error <= 1e-10
+            assert loss == pytest.approx(expected, rel=1e-10)
+    assert max(ranks.call(checks.inference, classifier, "reward", {"own_head": True})) < 1e-12
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_reward_of_a_row_depends_on_that_row_alone(ranks: Ranks, classifier: str, pack: bool) -> None:
+    assert max(ranks.call(checks.reward_contamination, classifier, pack)) < 1e-12
+
+
+def test_saved_reward_model_is_a_sequence_classifier(ranks: Ranks, classifier: str, tmp_path: Path) -> None:
+    """transformers' own classes and padding give the scores that the engine gave."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from rlhub.config.model import ModelConfig
+    from rlhub.models.sidecars import save_sidecars
+    from tests.unit.models.conftest import save_tokenizer
+
+    expected = ranks.call(checks.save_reward, classifier, str(tmp_path))[0]
+    save_tokenizer(Path(classifier), eos_token="<eos>", pad_token="<pad>")
+    folder = tmp_path / "huggingface"
+    save_sidecars(ModelConfig(path=classifier), folder, "reward")
+    config = AutoConfig.from_pretrained(folder)
+    assert (config.architectures, config.num_labels, config.pad_token_id) == (["Qwen2ForSequenceClassification"], 1, 0)
+    rows = checks.make_rows()
+    rows["input_ids"] = torch.where(rows["attention_mask"].bool(), rows["input_ids"], config.pad_token_id)
+    positions = (rows["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        found = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"], position_ids=positions).logits[:, 0]
+    assert found.tolist() == pytest.approx(expected, abs=2e-5)
+    assert found.std() > 1e-3
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -169,7 +222,7 @@ def test_not_finite_step_is_skipped_everywhere(ranks: Ranks, models: dict[str, s
         }
 
 
-@pytest.mark.parametrize("kind", ["policy", "value"])
+@pytest.mark.parametrize("kind", ["policy", "value", "reward"])
 def test_saved_adapter_is_pefts(ranks: Ranks, models: dict[str, str], tmp_path: Path, kind: str) -> None:
     """peft's own model, given the base model and the adapter folder, computes what the merged weights compute."""
     import torch
@@ -180,7 +233,7 @@ def test_saved_adapter_is_pefts(ranks: Ranks, models: dict[str, str], tmp_path: 
     results = ranks.call(checks.save_adapter, base, kind, str(tmp_path))
     files = {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
     assert files <= set(results[0]["files"]) and not any(files & set(result["files"]) for result in results[1:])
-    heads = {"policy": set(), "value": {"score.weight"}}
+    heads = {"policy": set(), "value": {"score.weight"}, "reward": {"score.weight"}}
     assert {one for one in results[0]["trained"] if ".lora_" not in one} == heads[kind]
 
     torch.manual_seed(1)  # a value model's head that is not in the adapter would be drawn

@@ -1,6 +1,6 @@
 """TrainEngine: what every training backend offers to the workers above it.
 
-One engine holds one model (policy or value model) sharded over the ranks of a process group.  Unless a method says
+One engine holds one model (policy, value or reward model) sharded over the ranks of a process group.  Unless a method says
 otherwise, EVERY rank calls it, in the same order, and it blocks.  Rows live on the rank that was given them; global
 quantities (denominators of losses, statistics) are made global with `reduce`.
 """
@@ -19,18 +19,19 @@ from rlhub.checkpoint.shards import TensorShard
 
 Rows = Mapping[str, Tensor]
 """Equally long columns, first axis = rows.  An engine reads `input_ids` and `attention_mask` (rows, prompt + response) and
-`responses` (rows, response) or `response_mask` (rows, response) to know how wide the response is; position ids are derived
-from the attention mask."""
+`responses` (rows, response) or `response_mask` (rows, response) to know how wide the response is (a reward model reads the
+first two alone); position ids are derived from the attention mask."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ForwardOutputs:
-    """Per-token outputs of one micro-batch, each (rows, response), zero where response_mask is 0; float32, or float64 for a
-    float64 model."""
+    """Outputs of one micro-batch: per token (rows, response), zero where response_mask is 0, or per row (rows,); float32, or
+    float64 for a float64 model."""
 
     log_probs: Tensor | None = None  # log pi(token) after dividing logits by the temperature
     entropy: Tensor | None = None  # of the full distribution after temperature
     values: Tensor | None = None
+    scores: Tensor | None = None  # (rows,), read at each row's last attended token; 0 for a row without (a filler row)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,11 +80,15 @@ class TrainEngine(ABC):
         """Build and shard the model, the optimizer and the schedule.  Call once, after the process group exists."""
 
     @abstractmethod
-    def forward_backward(self, rows: Rows, loss_fn: LossFunction, *, outputs: Iterable[str] = ("log_probs",)) -> dict[str, float]:
+    def forward_backward(
+        self, rows: Rows, loss_fn: LossFunction, *, outputs: Iterable[str] = ("log_probs",), rows_per_unit: int = 1
+    ) -> dict[str, float]:
         """Accumulate the gradient of one optimizer step over `rows`, cut into micro-batches; returns the globally summed
         `loss` and LossOutput.sums.  Ranks may hold different numbers of rows, also none.  Gradients start from zero.
 
-        outputs: which of "log_probs", "entropy", "values" the loss reads; nothing else is computed.
+        rows_per_unit: so many neighbouring rows always stay together and in order, for a loss that compares them; each rank
+        holds whole units.  A pass that only keeps other ranks company has one unit of rows that are masked everywhere.
+        outputs: which of "log_probs", "entropy", "values", "scores" the loss reads; nothing else is computed.
         """
 
     @abstractmethod
@@ -92,7 +97,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def infer(self, rows: Rows, *, outputs: Iterable[str], adapters: bool = True) -> dict[str, Tensor]:
-        """No-grad forward: the named outputs, each (rows, response) float32 on CPU, in the order of the rows given.
+        """No-grad forward: the named outputs, float32 on CPU in ForwardOutputs' shapes, in the order of the rows given.
 
         adapters=False computes with LoRA adapters off (the reference policy of a LoRA run).
         """

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+)
 
 from rlhub.config.model import ModelConfig
 from rlhub.errors import ConfigError
@@ -47,14 +54,48 @@ def build(path: Path, kind: str = "policy", **config: object) -> torch.nn.Module
     return build_model(ModelConfig(path=str(path), **config), kind, dtype=torch.float32, attention="sdpa", seed=5)
 
 
-def test_new_value_head_depends_on_the_seed_only(model_folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["value", "reward"])
+def test_new_scalar_head_depends_on_the_seed_only(model_folder: Path, kind: str) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = build(model_folder, "value").score.weight
+    first = build(model_folder, kind).score.weight
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    assert torch.equal(build(model_folder, "value").score.weight, first)
+    assert torch.equal(build(model_folder, kind).score.weight, first)
     assert first.abs().max() > 0
+
+
+def test_reward_sidecars_load_as_a_classifier(model_folder: Path, tmp_path: Path) -> None:
+    save_sidecars(ModelConfig(path=str(model_folder)), tmp_path, "reward")
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert (config.architectures, config.num_labels, config.pad_token_id) == (["Qwen2ForSequenceClassification"], 1, 0)
+
+
+def test_padding_with_the_end_token_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save_tokenizer(save_model(tmp_path / "model"), eos_token="<eos>")
+    save_sidecars(ModelConfig(path=str(path)), tmp_path / "out", "reward")
+    assert "pads with its end token" in caplog.text
+
+
+def test_reward_models_keep_their_own_head(model_folder: Path, tmp_path: Path) -> None:
+    classifier = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
+    classifier.score.weight.data.normal_()
+    classifier.save_pretrained(tmp_path / "one")
+    assert torch.equal(build(tmp_path / "one", "reward").score.weight, classifier.score.weight)
+
+
+def test_reward_model_refusals(model_folder: Path, tmp_path: Path) -> None:
+    AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=3).save_pretrained(tmp_path / "three")
+    with pytest.raises(ConfigError, match="classifier with 3 labels"):
+        build(tmp_path / "three", "reward")
+    AutoModelForTokenClassification.from_pretrained(model_folder).save_pretrained(tmp_path / "tokens")
+    with pytest.raises(ConfigError, match="Qwen2ForTokenClassification"):
+        build(tmp_path / "tokens", "reward")
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 31}
+    encoder = BertForSequenceClassification(BertConfig(**shape, num_labels=1))
+    encoder.save_pretrained(tmp_path / "encoder")
+    with pytest.raises(ConfigError, match="no linear head named 'score'"):
+        build(tmp_path / "encoder", "reward")
 
 
 def test_dropout_is_off_unless_asked_for(tmp_path: Path) -> None:

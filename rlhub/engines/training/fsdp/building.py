@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from rlhub.config.model import ModelConfig
 from rlhub.engines.training.fsdp.attention import PACKED_ATTENTION
-from rlhub.engines.training.fsdp.heads import PolicyModule, ValueModule
+from rlhub.engines.training.fsdp.heads import PolicyModule, ScalarModule
 from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, num_bytes, shard_model, sharded_params
-from rlhub.models.hf import ModelKind, build_model
+from rlhub.models.hf import SCALAR_HEAD, ModelKind, build_model
 from rlhub.models.lora import add_lora, named_parameters
 
 BROADCAST_BYTES = 1 << 30
@@ -52,7 +52,7 @@ def build_sharded(plan: BuildPlan, layout: Layout, device: torch.device) -> Buil
         empty = _prepared(plan, empty=True)
         broadcast = num_bytes(empty.parameters()) > BROADCAST_BYTES
     model = empty if broadcast else _prepared(plan).to(device)
-    root = PolicyModule(model, temperature=plan.temperature) if plan.kind == "policy" else ValueModule(model)
+    root = _root(model, plan)
     compute_dtype = torch.bfloat16 if device.type == "cuda" and plan.dtype == torch.float32 else None
     shard_model(root, model, layout, compute_dtype)
     if broadcast:
@@ -61,13 +61,20 @@ def build_sharded(plan: BuildPlan, layout: Layout, device: torch.device) -> Buil
     return BuiltModel(root=root, model=model, params=sharded_params(model, layout))
 
 
+def _root(model: PreTrainedModel, plan: BuildPlan) -> nn.Module:
+    if plan.kind == "policy":
+        return PolicyModule(model, temperature=plan.temperature)
+    return ScalarModule(model, output="values" if plan.kind == "value" else "scores")
+
+
 def _prepared(plan: BuildPlan, *, empty: bool = False) -> PreTrainedModel:
     attention = PACKED_ATTENTION if plan.model.use_remove_padding else "sdpa"
     model = build_model(plan.model, plan.kind, dtype=plan.dtype, attention=attention, seed=plan.seed, empty=empty)
     if plan.model.lora_rank > 0:
-        head: nn.Module = model.get_submodule("score") if plan.kind == "value" else model.get_output_embeddings()
+        scalar = plan.kind != "policy"
+        head: nn.Module = model.get_submodule(SCALAR_HEAD) if scalar else model.get_output_embeddings()
         add_lora(model, plan.model, head=head, seed=plan.seed)
-        head.requires_grad_(plan.kind == "value")  # a value model's head is new: there is nothing to adapt
+        head.requires_grad_(scalar)  # a scalar head is new or tiny: it is trained as it is
     if not plan.trainable:
         model.requires_grad_(False)
     return model

@@ -1,4 +1,4 @@
-"""TrainEngine on FSDP2, for policies and value models."""
+"""TrainEngine on FSDP2, for policies, value models and reward models."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rlhub.config.model import ModelConfig
 from rlhub.config.training import FSDPConfig, OptimConfig
 from rlhub.engines.training.base import Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.fsdp.building import BuildPlan, build_sharded
-from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig, cut, extend_cut, take_rows
+from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig, cut_units, extend_cut, rows_of, take_rows
 from rlhub.engines.training.fsdp.optimizer import MOMENTS, ShardedAdamW
-from rlhub.engines.training.fsdp.packing import ModelInputs, model_inputs
+from rlhub.engines.training.fsdp.packing import ModelInputs, model_inputs, row_inputs
 from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, make_layout, num_bytes, reshard
 from rlhub.engines.training.fsdp.state import fill, live_shards
 from rlhub.engines.training.fsdp.weights import Entry, WeightStream
@@ -27,7 +27,11 @@ from rlhub.models.lora import lora_names, saved_config, saved_names, set_adapter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-OUTPUTS: dict[ModelKind, frozenset[str]] = {"policy": frozenset({"log_probs", "entropy"}), "value": frozenset({"values"})}
+OUTPUTS: dict[ModelKind, frozenset[str]] = {
+    "policy": frozenset({"log_probs", "entropy"}),
+    "value": frozenset({"values"}),
+    "reward": frozenset({"scores"}),
+}
 UNSHARDED_GRAD_BYTES = 2 << 30
 """Gradients up to this size wait unsharded for the last micro-batch (one reduction a step); larger ones are reduced after
 each, which costs communication but keeps memory at a shard."""
@@ -36,8 +40,9 @@ ADAPTER_BUCKET_BYTES = 64 << 20
 
 
 class FSDPEngine(TrainEngine):
-    """kind: "policy" gives log_probs and entropy, "value" gives values.  optim None: inference only.  temperature: logits
-    are divided by it.  infer_micro_batch: cut of `infer`, default that of training.  seed: of adapters and new heads."""
+    """kind: "policy" gives log_probs and entropy, "value" gives values, "reward" gives scores.  optim None: inference only.
+    temperature: logits are divided by it.  infer_micro_batch: cut of `infer`, default that of training.  seed: of adapters
+    and new heads."""
 
     def __init__(
         self,
@@ -84,7 +89,9 @@ class FSDPEngine(TrainEngine):
 
     # Passes
 
-    def forward_backward(self, rows: Rows, loss_fn: LossFunction, *, outputs: Iterable[str] = ("log_probs",)) -> dict[str, float]:
+    def forward_backward(
+        self, rows: Rows, loss_fn: LossFunction, *, outputs: Iterable[str] = ("log_probs",), rows_per_unit: int = 1
+    ) -> dict[str, float]:
         if self.optimizer is None:
             raise EngineError("this engine was built without an optimizer: it can infer, not train")
         self._prepare()
@@ -93,11 +100,11 @@ class FSDPEngine(TrainEngine):
         self._zero_grad()
         losses: list[Tensor] = []
         sums: dict[str, list[Tensor]] = {}
-        bins = self._cut(rows, self.micro_batch)
+        bins = self._cut(rows, self.micro_batch, rows_per_unit)
         for number, indices in enumerate(bins):
             if isinstance(self.root, FSDPModule):
                 self.root.set_requires_gradient_sync(not self._sync_once or number == len(bins) - 1)
-            micro = take_rows(rows, indices, self.device)
+            micro = take_rows(rows, indices, self.device, fillers=rows_per_unit)
             result = loss_fn(self._forward(micro, wanted), micro)
             if not result.loss.requires_grad:
                 raise EngineError(f"the loss does not depend on the engine's outputs {sorted(wanted)}: nothing to train on")
@@ -118,8 +125,8 @@ class FSDPEngine(TrainEngine):
     def infer(self, rows: Rows, *, outputs: Iterable[str], adapters: bool = True) -> dict[str, Tensor]:
         self._prepare()
         wanted = self._check_outputs(outputs)
-        needed = {name: rows[name] for name in ("input_ids", "attention_mask", "response_mask")}
-        shape = needed["response_mask"].shape
+        needed = {name: rows[name] for name in self._columns}
+        shape = needed["response_mask"].shape if "response_mask" in needed else needed["attention_mask"].shape[:1]
         results = {name: torch.zeros(shape, dtype=self._output_dtype) for name in wanted}
         self.root.eval()
         set_adapters(self.root, adapters)
@@ -134,23 +141,33 @@ class FSDPEngine(TrainEngine):
         return results
 
     def _forward(self, micro: Rows, wanted: frozenset[str]) -> ForwardOutputs:
-        inputs: ModelInputs = model_inputs(micro, pack=self.model_config.use_remove_padding, device=self.device)
+        plan = row_inputs if self.kind == "reward" else model_inputs
+        inputs: ModelInputs = plan(micro, pack=self.model_config.use_remove_padding, device=self.device)
         values: dict[str, Tensor] = self.root(inputs, wanted)
         return ForwardOutputs(**{name: inputs.spread(value) for name, value in values.items()})
 
-    def _cut(self, rows: Rows, config: MicroBatchConfig) -> list[list[int]]:
+    def _cut(self, rows: Rows, config: MicroBatchConfig, rows_per_unit: int = 1) -> list[list[int]]:
         """At least one pass, and as many as the rank with the most."""
-        bins = cut(rows["attention_mask"].sum(1).tolist(), config)
+        lengths = rows["attention_mask"].sum(1).tolist()
+        if len(lengths) % rows_per_unit:
+            raise EngineError(f"{len(lengths)} rows are no whole number of units of {rows_per_unit} rows")
+        bins = cut_units(lengths, config, rows_per_unit)
         count = max(len(bins), 1)
         if self.dp_size > 1:
             count = int(self.reduce(torch.tensor([count]), op="max").item())
-        return extend_cut(bins, count)
+        return [rows_of(units, rows_per_unit) for units in extend_cut(bins, count)]
 
     def _check_outputs(self, outputs: Iterable[str]) -> frozenset[str]:
         wanted = frozenset(outputs)
         if not wanted or not wanted <= OUTPUTS[self.kind]:
             raise EngineError(f"a {self.kind} engine computes {sorted(OUTPUTS[self.kind])}, not {sorted(wanted)}")
         return wanted
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        """What a forward pass reads."""
+        ids = ("input_ids", "attention_mask")
+        return ids if self.kind == "reward" else (*ids, "response_mask")
 
     @property
     def _output_dtype(self) -> torch.dtype:

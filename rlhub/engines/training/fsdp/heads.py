@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from rlhub.engines.training.fsdp.logprob import log_probs_and_entropy
 from rlhub.engines.training.fsdp.packing import ModelInputs
-from rlhub.models.hf import backbone
+from rlhub.models.hf import SCALAR_HEAD, backbone
 
 
 def hidden_states(model: PreTrainedModel, inputs: ModelInputs) -> Tensor:
-    """Last hidden states (S, hidden) at the tokens before the targets."""
+    """Last hidden states (S, hidden) at the source tokens."""
     extra: dict[str, Any] = {} if inputs.plan is None else {"packing": inputs.plan}
     outputs = backbone(model)(
         input_ids=inputs.input_ids,
@@ -52,13 +52,15 @@ class PolicyModule(nn.Module):
         return {name: both[name] for name in both if name in outputs}
 
 
-class ValueModule(nn.Module):
-    """Values (S,) of the states before the targets, float32 or float64."""
+class ScalarModule(nn.Module):
+    """One number (S,) of the state at each source token, float32 or float64, under the name `output`."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, output: str) -> None:
         super().__init__()
         self.model = model
+        self.output = output
 
     def forward(self, inputs: ModelInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
-        values = nn.functional.linear(hidden_states(self.model, inputs), self.model.get_parameter("score.weight")).squeeze(-1)
-        return {"values": values if values.dtype == torch.float64 else values.float()}
+        weight = self.model.get_parameter(f"{SCALAR_HEAD}.weight")
+        numbers = nn.functional.linear(hidden_states(self.model, inputs), weight).squeeze(-1)
+        return {self.output: numbers if numbers.dtype == torch.float64 else numbers.float()}

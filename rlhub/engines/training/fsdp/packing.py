@@ -1,12 +1,15 @@
 """One micro-batch without padding: which tokens go through the model, and where its outputs belong.
 
-Only what the loss needs is computed.  Tokens from a row's last target on feed nothing and are left out, so is a row whose
-response is masked as a whole; hidden states are read only where the next token is a target.
+Only what the loss needs is computed.  For numbers per token, tokens from a row's last target on feed nothing and are left
+out, so is a row whose response is masked as a whole; hidden states are read only where the next token is a target.  For a
+number per row all its tokens go in, and the hidden state is read at the last.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +21,12 @@ from rlhub.errors import EngineError
 
 @dataclass(slots=True, kw_only=True)
 class ModelInputs:
-    """What a forward pass takes, for S targets in `shape` = (rows, response).
+    """What a forward pass takes, for S numbers in `shape`: (rows, response), or (rows,) for one number a row.
 
     input_ids, position_ids: (1, tokens) packed, or (rows, longest) right padded with attention_mask of the same shape.
-    sources: (S,) indices into the flattened token axis of the token before each target.
-    targets: (S,) token ids.  slots: (S,) indices of the targets into the flattened `shape`.
+    sources: (S,) indices into the flattened token axis: the token before each target, or the last of each row.
+    targets: (S,) ids of the tokens after the sources; empty with one number a row.
+    slots: (S,) indices of the numbers into the flattened `shape`.
     plan: how attention finds the rows in a packed batch; None when padded.
     """
 
@@ -31,18 +35,18 @@ class ModelInputs:
     sources: Tensor
     targets: Tensor
     slots: Tensor
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     attention_mask: Tensor | None
     plan: AttentionPlan | None
 
     def spread(self, values: Tensor) -> Tensor:
-        """(S,) values of the targets -> `shape`, zero elsewhere."""
-        rows, width = self.shape
-        return values.new_zeros(rows * width).index_put((self.slots,), values).view(rows, width)
+        """(S,) values -> `shape`, zero elsewhere."""
+        return values.new_zeros(math.prod(self.shape)).index_put((self.slots,), values).view(self.shape)
 
 
 def model_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs:
-    """Plan one micro-batch.  Indices are worked out where the rows lie (the CPU, normally) and then moved to `device`.
+    """Plan one micro-batch for numbers per token.  Indices are worked out where the rows lie (the CPU, normally) and then moved
+    to `device`.
 
     Raises EngineError where response_mask marks a token that attention_mask hides, or the first token of a row.
     """
@@ -61,21 +65,54 @@ def model_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs
     columns = torch.arange(input_ids.shape[1], device=input_ids.device)
     last_target = torch.where(is_target, columns, -1).amax(1, keepdim=True)
     needed = real & (columns < last_target)
-    flat = needed.flatten()
-    before = flat.cumsum(0) - flat.long()  # how many needed tokens come before each position
-    slots = response_mask.flatten().nonzero().squeeze(1)
     target_at = is_target.flatten().nonzero().squeeze(1)
-    inputs = ModelInputs(
-        input_ids=input_ids.flatten()[flat][None],
-        position_ids=(order - 1).flatten()[flat][None],
-        sources=before[target_at] - 1,
+    inputs = _packed(
+        input_ids,
+        needed,
+        sources=_num_before(needed)[target_at] - 1,
         targets=input_ids.flatten()[target_at],
-        slots=slots,
+        slots=response_mask.flatten().nonzero().squeeze(1),
         shape=(response_mask.shape[0], width),
+    )
+    return _finished(inputs, needed.sum(1), pack=pack, device=device)
+
+
+def row_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs:
+    """Plan one micro-batch for one number a row, of its last attended token; a row without any gets 0."""
+    needed = rows["attention_mask"].bool()
+    lengths = needed.sum(1)
+    inputs = _packed(
+        rows["input_ids"],
+        needed,
+        sources=lengths.cumsum(0)[lengths > 0] - 1,
+        targets=rows["input_ids"].new_empty(0),
+        slots=lengths.nonzero().squeeze(1),
+        shape=(needed.shape[0],),
+    )
+    return _finished(inputs, lengths, pack=pack, device=device)
+
+
+def _num_before(needed: Tensor) -> Tensor:
+    """How many needed tokens come before each position of the flattened rows."""
+    flat = needed.flatten()
+    return flat.cumsum(0) - flat.long()
+
+
+def _packed(input_ids: Tensor, needed: Tensor, **outputs: Any) -> ModelInputs:
+    """The needed tokens of all rows in one line; a token's position counts those before it in its row."""
+    flat = needed.flatten()
+    positions = needed.cumsum(1) - 1
+    return ModelInputs(
+        input_ids=input_ids.flatten()[flat][None],
+        position_ids=positions.flatten()[flat][None],
         attention_mask=None,
         plan=None,
+        **outputs,
     )
-    lengths = needed.sum(1)
+
+
+def _finished(inputs: ModelInputs, lengths: Tensor, *, pack: bool, device: torch.device) -> ModelInputs:
+    """Packed or padded as asked, on `device`.  lengths: needed tokens of each row."""
     lengths = lengths[lengths > 0]
     if lengths.numel() == 0:  # the model must still run, its peers wait for it: one token that nothing depends on
         lengths = torch.ones(1, dtype=torch.int64)

@@ -110,3 +110,15 @@ def test_a_batch_without_rows(folder: Path) -> None:
 def test_values_come_from_the_value_engine(folder: Path) -> None:
     values = make(folder, kind="value").infer(rows(), outputs=["values"])["values"]
     assert values.shape == (BATCH, RESPONSE) and values.dtype == torch.float32 and values.std() > 0
+
+
+def test_scores_come_from_the_reward_engine(folder: Path) -> None:
+    """One number a row; response_mask is not read."""
+    engine = make(folder, kind="reward")
+    batch = {name: column for name, column in rows().items() if name != "response_mask"}
+    scores = engine.infer(batch, outputs=["scores"])["scores"]
+    assert scores.shape == (BATCH,) and scores.dtype == torch.float32 and scores.std() > 0
+    none = {name: column[:0] for name, column in batch.items()}
+    assert engine.infer(none, outputs=["scores"])["scores"].shape == (0,)
+    with pytest.raises(EngineError, match=r"reward engine computes \['scores'\]"):
+        engine.infer(rows(), outputs=("values",))

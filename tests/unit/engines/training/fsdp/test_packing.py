@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhub.engines.training.fsdp.packing import model_inputs
+from rlhub.engines.training.fsdp.packing import model_inputs, row_inputs
 from rlhub.errors import EngineError
 
 CPU = torch.device("cpu")
@@ -49,3 +49,25 @@ def test_impossible_targets_are_errors(column: str, row: int, place: int, value:
     broken[column][row, place] = value
     with pytest.raises(EngineError, match="response_mask"):
         model_inputs(broken, pack=True, device=CPU)
+
+
+def test_one_number_a_row_is_read_at_its_last_token() -> None:
+    inputs = row_inputs(rows(), pack=True, device=CPU)
+    assert inputs.input_ids.tolist() == [[10, 11, 12, 13, 14, 20, 21, 30, 31, 32, 33]]
+    assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3]]
+    assert inputs.input_ids[0, inputs.sources].tolist() == [14, 21, 33]
+    assert inputs.spread(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1, 2, 3]
+    padded = row_inputs(rows(), pack=False, device=CPU)
+    assert padded.input_ids.tolist() == [[10, 11, 12, 13, 14], [20, 21, 0, 0, 0], [30, 31, 32, 33, 0]]
+    assert padded.input_ids.flatten()[padded.sources].tolist() == [14, 21, 33]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_rows_without_tokens_get_zero(pack: bool) -> None:
+    some = rows()
+    some["attention_mask"][1] = 0
+    inputs = row_inputs(some, pack=pack, device=CPU)
+    assert inputs.input_ids.flatten()[inputs.sources].tolist() == [14, 33]
+    assert inputs.spread(torch.tensor([1.0, 3.0])).tolist() == [1, 0, 3]
+    none = row_inputs({name: torch.zeros_like(column) for name, column in some.items()}, pack=pack, device=CPU)
+    assert none.input_ids.shape == (1, 1) and none.spread(torch.zeros(0)).tolist() == [0, 0, 0]
