@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlhub.config.rollout_correction import RolloutCorrectionConfig
 from rlhub.config.schema import NonNegativeFloat, PositiveFloat, PositiveInt, UnitFloat
 
 
@@ -18,6 +19,16 @@ class KLControlConfig:
     """Adaptive: samples over which the coefficient adjusts; larger is slower."""
     target_kl: PositiveFloat = 0.1
     """Adaptive: KL to the reference (nats) to hold."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FilterGroupsConfig:
+    enable: bool = False
+    """Dynamic sampling (DAPO): leave out groups whose samples are all alike, and draw further prompts until the batch is full."""
+    metric: str = "seq_reward"
+    """Number in which the samples are compared: seq_reward or score (the reward), acc (right or wrong), or the scorer's own."""
+    max_num_gen_batches: PositiveInt = 10
+    """Most generations a step; after that the batch is filled up with groups that are all alike, with a warning."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,5 +46,9 @@ class AlgorithmConfig:
     kl_penalty: str = "kl"
     """KL estimator for use_kl_in_reward: kl (k1), abs, mse (k2), low_var_kl (k3)."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    whiten_rewards: bool = False
+    """Scale token-level rewards to a standard deviation of 1 over the batch, their mean kept; for PPO with a critic."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     adv_kwargs: dict[str, Any] = field(default_factory=dict)
     """Knobs of the chosen estimator, by its own names; checked by its own class."""

@@ -10,7 +10,9 @@ from typing import Any
 
 from rlhub.config.actor import ActorConfig
 from rlhub.config.critic import CriticConfig
+from rlhub.config.dpo import DPOConfig
 from rlhub.config.ppo import PPOConfig
+from rlhub.config.rm import RMConfig
 from rlhub.config.sft import SFTConfig
 from rlhub.config.trainer import TrainerConfig
 from rlhub.config.training import FSDPConfig, OptimConfig
@@ -22,6 +24,8 @@ _MODEL = "name a Hugging Face model or a folder with one"
 REQUIRED: dict[type, tuple[str, ...]] = {
     PPOConfig: ("data.train_files", "actor_rollout_ref.model.path"),
     SFTConfig: ("data.train_files", "model.path"),
+    DPOConfig: ("data.train_files", "model.path"),
+    RMConfig: ("data.train_files", "model.path"),
 }
 """What training needs, by configuration; other mains name their own."""
 
@@ -51,6 +55,7 @@ def _(config: PPOConfig) -> list[str]:
     return [
         *_check_batches(config),
         *_check_lengths(config),
+        *_check_filter(config),
         *_check_ranks(config),
         *_check_trainer(config.trainer, has_validation=config.data.val_files is not None),
         *_check_optim(config.actor_rollout_ref.actor.optim, f"{_ACTOR}.optim"),
@@ -62,6 +67,24 @@ def _(config: PPOConfig) -> list[str]:
 
 @check.register
 def _(config: SFTConfig) -> list[str]:
+    return _check_supervised(config, "rows", "one row of", 1)
+
+
+@check.register
+def _(config: DPOConfig) -> list[str]:
+    found = _check_supervised(config, "pairs", "a pair of 2 x", 2)
+    if config.ref_fsdp_config is not None and config.ref_fsdp_config != config.fsdp_config:
+        found += _check_sharding(config.ref_fsdp_config, "ref_fsdp_config", _ranks(config.trainer))
+    return found
+
+
+@check.register
+def _(config: RMConfig) -> list[str]:
+    return _check_supervised(config, "pairs", "a pair of 2 x", 2)
+
+
+def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, rows: str, row: str, sequences: int) -> list[str]:
+    """rows, row: what the data's rows are called; sequences: how many token sequences each has."""
     data, ranks = config.data, _ranks(config.trainer)
     problems = [
         *_check_trainer(config.trainer, has_validation=data.val_files is not None),
@@ -69,10 +92,10 @@ def _(config: SFTConfig) -> list[str]:
         *_check_sharding(config.fsdp_config, "fsdp_config", ranks),
     ]
     if data.train_batch_size < ranks:
-        problems.append(f"data.train_batch_size={data.train_batch_size} rows cannot feed {_ranks_text(config.trainer)}")
-    if data.use_dynamic_bsz and data.max_token_len_per_gpu < data.max_length:
+        problems.append(f"data.train_batch_size={data.train_batch_size} {rows} cannot feed {_ranks_text(config.trainer)}")
+    if data.use_dynamic_bsz and data.max_token_len_per_gpu < sequences * data.max_length:
         budget = f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}"
-        problems.append(f"{budget} tokens cannot hold one row of data.max_length={data.max_length}")
+        problems.append(f"{budget} tokens cannot hold {row} data.max_length={data.max_length}")
     return problems
 
 
@@ -128,6 +151,24 @@ def _check_batches(config: PPOConfig) -> list[str]:
     if smallest * n < _ranks(config.trainer):
         samples = f"{smallest} prompts x n={n} = {smallest * n} samples"
         problems.append(f"{_ACTOR}.ppo_mini_batch_size: {samples} cannot feed {_ranks_text(config.trainer)}")
+    return problems
+
+
+def _check_filter(config: PPOConfig) -> list[str]:
+    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
+    if not algorithm.filter_groups.enable:
+        return []
+    problems = []
+    if n < 2:
+        problems.append(
+            f"algorithm.filter_groups.enable=true with {_ROLLOUT}.n={n}: the samples of a prompt are compared with each other, "
+            "and one sample is always like itself; set n to 2 or more"
+        )
+    if algorithm.filter_groups.metric == "seq_final_reward" and algorithm.use_kl_in_reward:
+        problems.append(
+            "algorithm.filter_groups.metric=seq_final_reward with algorithm.use_kl_in_reward=true: each sample has its own KL, "
+            "so no group would ever be filtered; use seq_reward, the reward without the KL"
+        )
     return problems
 
 

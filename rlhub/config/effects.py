@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from rlhub.config.dpo import DPOConfig
 from rlhub.config.load import flatten
 from rlhub.config.ppo import PPOConfig
+from rlhub.config.rm import RMConfig
 from rlhub.config.schema import scalar, to_dict
 from rlhub.config.sft import SFTConfig
 
@@ -54,6 +56,9 @@ def _(config: PPOConfig) -> list[Dead]:
         (not in_reward, ("algorithm.kl_penalty", "algorithm.kl_ctrl."), "algorithm.use_kl_in_reward is off"),
         (control.type == "fixed", ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
          "algorithm.kl_ctrl.type is fixed"),
+        (not config.algorithm.filter_groups.enable,
+         ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
+         "algorithm.filter_groups.enable is off"),
         (not has_reference, (_REF,), "there is no reference without use_kl_loss or use_kl_in_reward"),
         (actor.loss_agg_mode != "seq-mean-token-sum-norm", (f"{_ACTOR}loss_scale_factor",),
          "only loss_agg_mode=seq-mean-token-sum-norm reads it"),
@@ -78,7 +83,21 @@ def _(config: PPOConfig) -> list[Dead]:
 
 
 @dead.register
-def _(config: SFTConfig) -> list[Dead]:
+def _(config: DPOConfig) -> list[Dead]:
+    adapters = config.model.lora_rank > 0
+    return [
+        (adapters, ("ref_fsdp_config.",), "model.lora_rank is set: the reference is the policy with its adapters off"),
+        *_supervised(config),
+    ]
+
+
+@dead.register(SFTConfig)
+@dead.register(RMConfig)
+def _(config: SFTConfig | RMConfig) -> list[Dead]:
+    return _supervised(config)
+
+
+def _supervised(config: SFTConfig | DPOConfig | RMConfig) -> list[Dead]:
     dynamic = config.data.use_dynamic_bsz
     return [
         (not dynamic, ("data.max_token_len_per_gpu",), "data.use_dynamic_bsz is off"),
@@ -111,7 +130,7 @@ def _optimizer(config: Any, where: str) -> list[Dead]:
     ]
 
 
-def _trainer(config: PPOConfig | SFTConfig) -> list[Dead]:
+def _trainer(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[Dead]:
     trainer = config.trainer
     return [
         (trainer.resume_mode != "resume_path", ("trainer.resume_from_path",), f"trainer.resume_mode is {trainer.resume_mode}"),

@@ -42,7 +42,6 @@ _SYNC = "this version trains synchronously"
 _MEGATRON = "this version has no Megatron engine; use strategy=fsdp2"
 _ULYSSES = "this version has no sequence parallelism"
 _CORRECTION = "this version measures the rollout mismatch (mismatch/*) but does not correct it"
-_FILTER = "this version does not resample groups"
 _MULTI_TURN = "this version generates single turns"
 _PER_GPU = "sizes over all ranks are not supported; use the key ending in _per_gpu"
 _A = "actor_rollout_ref.actor."
@@ -69,8 +68,6 @@ FOREIGN = (
     _row("algorithm.rollout_correction.rollout_rs", (None, False), _CORRECTION),
     _row("algorithm.rollout_correction.bypass_mode", (False,), _CORRECTION),
     _row("algorithm.rollout_correction.", (ANY,), _CORRECTION),
-    _row("algorithm.filter_groups.enable", (False,), _FILTER),
-    _row("algorithm.filter_groups.", (ANY,), _FILTER),
     _row(f"{_R}multi_turn.enable", (False,), _MULTI_TURN),
     _row(f"{_R}multi_turn.tool_config_path", (None,), _MULTI_TURN),
     _row(f"{_R}multi_turn.", (ANY,), _MULTI_TURN),

@@ -16,6 +16,7 @@ from rlhub.single_controller import ClassWithInitArgs, Launched, WorkerGroup
 from rlhub.trainer.ppo.learner import Learner
 from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements
 from rlhub.trainer.ppo.rollouts import VALIDATION_ORDINALS, Generator
+from rlhub.trainer.ppo.sampling import Sampler
 from rlhub.trainer.ppo.trainer import PPOTrainer
 from rlhub.trainer.ppo.validation import Validator
 from rlhub.trainer.run import Run
@@ -141,6 +142,7 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
     actor: WorkerGroup = launched.groups["actor_rollout_ref"]
     critic = launched.groups.get("critic")
     generator = Generator(actor, config.actor_rollout_ref.rollout)
+    learner = Learner(config, actor, critic, reward, run.timers)
     validator = None
     if data.val_batches:
         num_shown = config.trainer.log_val_generations
@@ -150,7 +152,8 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
         run=run,
         loader=data.loader,
         generator=generator,
-        learner=Learner(config, actor, critic, reward, run.timers),
+        sampler=Sampler(config, generator, learner.scorer),
+        learner=learner,
         validator=validator,
         actor=actor,
         critic=critic,

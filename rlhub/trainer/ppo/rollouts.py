@@ -27,6 +27,10 @@ class Generator:
         )
         return self._generate(prompts, sampling, log_probs=True)
 
+    def greedy(self, prompts: DataProto) -> DataProto:
+        """The most likely response to each prompt, without log-probs."""
+        return self._generate(prompts, ValSamplingConfig(n=1, do_sample=False), log_probs=False)
+
     def validation(self, prompts: DataProto) -> DataProto:
         """val_kwargs' samples per prompt, without log-probs."""
         return self._generate(prompts, self.config.val_kwargs, log_probs=False)

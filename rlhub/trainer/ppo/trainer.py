@@ -1,10 +1,11 @@
 """PPOTrainer: the synchronous fit loop around `Learner.learn`.
 
-resume -> (validate) -> for each batch of prompts: generate, learn, [validate], [save], log
+resume -> (validate) -> for each step: sample, learn, [validate], [save], log
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rlhub.protocol import DataProto
 from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.learner import Learner
 from rlhub.trainer.ppo.rollouts import Generator
+from rlhub.trainer.ppo.sampling import Sampler
 from rlhub.trainer.ppo.validation import Validator
 from rlhub.trainer.run import Run
 
@@ -28,6 +30,7 @@ class PPOTrainer:
     run: Run
     loader: PromptLoader
     generator: Generator
+    sampler: Sampler
     learner: Learner
     validator: Validator | None
     actor: WorkerGroup
@@ -39,12 +42,12 @@ class PPOTrainer:
         step = self.restore()
         if step == 0:
             self.before_training()
-        batches = self.loader.endless()
+        prompts = self.loader.endless()
         stopping = self.run.stop_requested
         while step < self.total_steps and not stopping:
             step += 1
             self.run.begin_step(step)
-            metrics = self.train_step(step, next(batches))
+            metrics = self.train_step(step, prompts)
             last = step == self.total_steps
             if self.validator is not None and self.run.due(self.config.trainer.test_freq, step, last=last):
                 metrics |= self.validate(step)
@@ -59,10 +62,10 @@ class PPOTrainer:
         if metrics:
             self.run.log(0, metrics)
 
-    def train_step(self, step: int, prompts: DataProto) -> dict[str, float]:
-        """One batch of prompts through generation and learning."""
-        batch = self.generator.training(prompts)
-        metrics = self.learner.learn(batch, step)
+    def train_step(self, step: int, prompts: Iterator[DataProto]) -> dict[str, float]:
+        """One training batch, from as many prompts as sampling takes."""
+        batch = self.sampler.sample(prompts)
+        metrics = self.sampler.metrics | self.learner.learn(batch, step)
         if step > self.config.trainer.critic_warmup:
             self.generator.policy_version = step
         return metrics | {

@@ -108,6 +108,16 @@ _A, _R = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
         ({f"{_R}tensor_model_parallel_size": 2, "trainer__n_gpus_per_node": 3}, ("3 = 1 x 2 + 1",)),
         ({f"{_A}fsdp_config.fsdp_size".replace(".", "__"): 2, "trainer__n_gpus_per_node": 3}, ("fsdp_size=2", "3 ranks")),
         ({"trainer__backend": "local", "trainer__n_gpus_per_node": 2}, ("backend=local", "2 ranks")),
+        ({"algorithm__filter_groups__enable": True}, ("filter_groups.enable=true", "rollout.n=1", "2 or more")),
+        (
+            {
+                "algorithm__filter_groups__enable": True,
+                f"{_R}n": 2,
+                "algorithm__filter_groups__metric": "seq_final_reward",
+                "algorithm__use_kl_in_reward": True,
+            },
+            ("metric=seq_final_reward", "use seq_reward"),
+        ),
         ({"trainer__resume_mode": "resume_path"}, ("trainer.resume_from_path",)),
         ({"trainer__test_freq": 5, "data__val_files": None}, ("data.val_files is not set",)),
         ({"trainer__keep_best": "val/pass@1", "data__val_files": None}, ("needs validation",)),
@@ -160,6 +170,7 @@ def test_sft_rules() -> None:
     [
         ("actor_rollout_ref.actor.kl_loss_coef", 0.1, {f"{_A}use_kl_loss": True}),
         ("algorithm.kl_ctrl.kl_coef", 0.1, {"algorithm__use_kl_in_reward": True}),
+        ("algorithm.filter_groups.metric", "acc", {"algorithm__filter_groups__enable": True}),
         ("actor_rollout_ref.model.lora_alpha", 32.0, {"actor_rollout_ref__model__lora_rank": 8}),
         ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", 9000, {f"{_A}use_dynamic_bsz": True}),
         ("actor_rollout_ref.actor.loss_scale_factor", 7.0, {f"{_A}loss_agg_mode": "seq-mean-token-sum-norm"}),

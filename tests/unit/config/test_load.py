@@ -163,7 +163,6 @@ def test_a_foreign_key_at_the_value_that_changes_nothing_is_silent(override: str
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "sequence parallelism"),
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "Megatron"),
         ("actor_rollout_ref.actor.megatron.param_offload=True", "Megatron"),
-        ("algorithm.filter_groups.enable=True", "resample"),
         ("algorithm.rollout_correction.rollout_is=token", "does not correct"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "single turns"),
         ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "single turns"),

@@ -1,0 +1,96 @@
+"""Scoring happens once, and the scorer's own numbers become columns where somebody reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhub.errors import RewardError
+from rlhub.protocol import DataProto
+from rlhub.rewards.base import RewardResult
+from rlhub.trainer.ppo.learner import reward_components
+from rlhub.trainer.ppo.scoring import Scorer, component
+from rlhub.utils.timing import PhaseTimer
+
+ROWS = 3
+
+
+def objects(*values: Any) -> np.ndarray:
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
+
+
+def result(extra: dict[str, np.ndarray], valid: list[bool] | None = None, num_failed: int = 0) -> RewardResult:
+    scores = torch.tensor([1.0, 0.0, 0.5])
+    return RewardResult(
+        token_level_scores=scores[:, None].expand(ROWS, 2).contiguous(),
+        scores=scores,
+        valid=torch.tensor(valid or [True] * ROWS),
+        extra=extra,
+        metrics={"reward/num_failed": float(num_failed)},
+    )
+
+
+class CountingReward:
+    def __init__(self, answer: RewardResult) -> None:
+        self.answer, self.calls = answer, 0
+
+    def __call__(self, batch: DataProto) -> RewardResult:
+        self.calls += 1
+        return self.answer
+
+    def close(self) -> None: ...
+
+
+def batch() -> DataProto:
+    return DataProto.from_dict({"responses": torch.zeros(ROWS, 2)})
+
+
+EXTRA = {"correct": np.array([1.0, 0.0, 1.0]), "format": objects(True, 2, 0.5), "note": objects("a", None, "b")}
+
+
+def test_a_scored_batch_is_not_scored_again() -> None:
+    reward, rows = CountingReward(result({})), batch()
+    score = Scorer(reward=reward, timers=PhaseTimer())
+    assert score(rows) == {"reward/num_failed": 0.0}
+    assert score(rows) == {} and reward.calls == 1
+    assert rows.batch["scores"].tolist() == [1.0, 0.0, 0.5] and set(rows.batch.keys()) == {
+        "responses", "token_level_scores", "scores", "valid",
+    }  # fmt: skip
+
+
+def test_numbers_become_components_and_texts_do_not() -> None:
+    rows = batch()
+    Scorer(reward=CountingReward(result(EXTRA)), timers=PhaseTimer(), components=True)(rows)
+    found = reward_components(rows)
+    assert {name: column.tolist() for name, column in found.items()} == {"correct": [1.0, 0.0, 1.0], "format": [1.0, 2.0, 0.5]}
+    assert all(column.dtype == torch.float64 for column in found.values())
+
+
+def test_components_are_kept_only_for_those_who_read_them() -> None:
+    rows = batch()
+    Scorer(reward=CountingReward(result(EXTRA)), timers=PhaseTimer())(rows)
+    assert reward_components(rows) == {}
+
+
+def test_a_row_without_the_number_is_named() -> None:
+    extra = {"format": objects(1.0, None, 0.0)}
+    with pytest.raises(RewardError, match=r"row 1: .*no 'format'.*Return 'format' always"):
+        component(result(extra), "format")
+    with pytest.raises(RewardError, match=r"row 2: .*nan 'format'"):
+        component(result({"format": objects(1.0, 1.0, float("nan"))}), "format")
+
+
+def test_rows_that_could_not_be_scored_have_zero() -> None:
+    """Masked: not valid.  Scored zero: valid, and told apart by the number of failures."""
+    extra = {"format": objects(1.0, None, 0.5)}
+    assert component(result(extra, [True, False, True], 1), "format").tolist() == [1.0, 0.0, 0.5]
+    assert component(result(extra, None, 1), "format").tolist() == [1.0, 0.0, 0.5]
+    with pytest.raises(RewardError, match="row 0: "):
+        component(result({"format": objects(None, None, 0.5)}, None, 1), "format")
+    with pytest.raises(RewardError, match="row 0: "):
+        component(result({"format": objects(None, None, 0.5)}, [True, False, True], 1), "format")
