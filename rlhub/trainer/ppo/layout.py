@@ -7,12 +7,11 @@ Workers receive contiguous parts, so the batch is reordered until each rank's pa
 
 from __future__ import annotations
 
-import heapq
-
 import torch
 from torch import Tensor
 
 from rlhub.protocol import DataProto
+from rlhub.utils.balance import partition
 
 
 def part_sizes(num_rows: int, num_parts: int) -> list[int]:
@@ -27,22 +26,6 @@ def mini_batch_ids(num_rows: int, rows_per_mini_batch: int, shuffle_seed: int | 
     if shuffle_seed is None:
         return ids
     return ids[torch.randperm(num_rows, generator=torch.Generator().manual_seed(shuffle_seed))]
-
-
-def deal(lengths: list[int], capacities: list[int], loads: list[float]) -> list[int]:
-    """Rank of each row: longest first, always to the least loaded rank with room.  `loads` is brought up to date."""
-    room = list(capacities)
-    heap = [(loads[rank], rank) for rank in range(len(room)) if room[rank]]
-    heapq.heapify(heap)
-    ranks = [0] * len(lengths)
-    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, rank = heapq.heappop(heap)
-        ranks[row] = rank
-        room[rank] -= 1
-        loads[rank] = load + lengths[row]
-        if room[rank]:
-            heapq.heappush(heap, (loads[rank], rank))
-    return ranks
 
 
 def capacities_of(mini_batch_sizes: list[int], num_ranks: int) -> list[list[int]]:
@@ -85,11 +68,12 @@ def arrange(
     members = [(ids == index).nonzero().squeeze(1).tolist() for index in range(int(ids.max()) + 1)]
     plan = capacities_of([len(rows) for rows in members], num_ranks)
     parts: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0.0] * num_ranks
+    loads = [0] * num_ranks
     for rows, capacities in zip(members, plan, strict=True):
         costs = [lengths[row] if balance else 1 for row in rows]
-        for row, rank in zip(rows, deal(costs, capacities, loads), strict=True):
-            parts[rank].append(row)
+        for rank, chosen in enumerate(partition(costs, num_ranks, capacities=capacities, loads=loads)):
+            parts[rank] += [rows[index] for index in chosen]
+            loads[rank] += sum(costs[index] for index in chosen)
     order = torch.tensor([row for part in parts for row in part])
     batch.reorder(order)
     return batch

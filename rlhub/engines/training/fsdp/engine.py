@@ -15,7 +15,7 @@ from rlhub.config.model import ModelConfig
 from rlhub.config.training import FSDPConfig, OptimConfig
 from rlhub.engines.training.base import Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.fsdp.building import BuildPlan, build_sharded
-from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig, cut_units, extend_cut, rows_of, take_rows
+from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig, cut_units, even_cut, extend_cut, rows_of, take_rows
 from rlhub.engines.training.fsdp.optimizer import MOMENTS, ShardedAdamW
 from rlhub.engines.training.fsdp.packing import ModelInputs, model_inputs, row_inputs
 from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, make_layout, num_bytes, reshard
@@ -147,7 +147,7 @@ class FSDPEngine(TrainEngine):
         return ForwardOutputs(**{name: inputs.spread(value) for name, value in values.items()})
 
     def _cut(self, rows: Rows, config: MicroBatchConfig, rows_per_unit: int = 1) -> list[list[int]]:
-        """At least one pass, and as many as the rank with the most."""
+        """At least one pass, and as many as the rank with the most; by tokens, equally full ones."""
         lengths = rows["attention_mask"].sum(1).tolist()
         if len(lengths) % rows_per_unit:
             raise EngineError(f"{len(lengths)} rows are no whole number of units of {rows_per_unit} rows")
@@ -155,7 +155,8 @@ class FSDPEngine(TrainEngine):
         count = max(len(bins), 1)
         if self.dp_size > 1:
             count = int(self.reduce(torch.tensor([count]), op="max").item())
-        return [rows_of(units, rows_per_unit) for units in extend_cut(bins, count)]
+        bins = even_cut(extend_cut(bins, count), lengths, config, rows_per_unit)
+        return [rows_of(units, rows_per_unit) for units in bins]
 
     def _check_outputs(self, outputs: Iterable[str]) -> frozenset[str]:
         wanted = frozenset(outputs)

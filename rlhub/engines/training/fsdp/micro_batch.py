@@ -1,7 +1,7 @@
 """Cutting a rank's rows into forward passes: by number of rows or by a token budget, equally many on every rank.
 
 Sharded models communicate in every pass, so all ranks must make the same number of them; a rank that runs out of rows makes
-passes over a row of padding.
+passes over a row of padding.  By tokens, passes are made equally full once their number is known.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhub.engines.training.base import Rows
+from rlhub.utils.balance import partition
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -30,6 +31,24 @@ def cut(lengths: Sequence[int], config: MicroBatchConfig) -> list[list[int]]:
         return _cut_by_tokens(lengths, config.max_tokens, config.rows)
     step = config.rows or max(len(lengths), 1)
     return [list(range(first, min(first + step, len(lengths)))) for first in range(0, len(lengths), step)]
+
+
+def cut_units(lengths: Sequence[int], config: MicroBatchConfig, rows_per_unit: int) -> list[list[int]]:
+    """As `cut`, in which each `rows_per_unit` neighbouring rows count as one: indices of units, by the rows' token counts."""
+    return cut(*_in_units(lengths, config, rows_per_unit))
+
+
+def _in_units(lengths: Sequence[int], config: MicroBatchConfig, rows_per_unit: int) -> tuple[Sequence[int], MicroBatchConfig]:
+    if rows_per_unit == 1:
+        return lengths, config
+    totals = [sum(lengths[first : first + rows_per_unit]) for first in range(0, len(lengths), rows_per_unit)]
+    most = None if config.rows is None else max(config.rows // rows_per_unit, 1)
+    return totals, MicroBatchConfig(rows=most, max_tokens=config.max_tokens)
+
+
+def rows_of(units: Sequence[int], rows_per_unit: int) -> list[int]:
+    """The rows of these units, in order."""
+    return [unit * rows_per_unit + row for unit in units for row in range(rows_per_unit)]
 
 
 def _cut_by_tokens(lengths: Sequence[int], max_tokens: int, max_rows: int | None) -> list[list[int]]:
@@ -61,10 +80,28 @@ def extend_cut(bins: list[list[int]], count: int) -> list[list[int]]:
     return bins
 
 
-def take_rows(rows: Rows, indices: list[int], device: torch.device) -> dict[str, Tensor]:
-    """The rows of one pass on `device`; for no indices one row of zeros (masked everywhere)."""
+def even_cut(bins: list[list[int]], lengths: Sequence[int], config: MicroBatchConfig, rows_per_unit: int = 1) -> list[list[int]]:
+    """As many passes as `bins` over the same units, cut anew so that all hold about as many tokens; as they are without a
+    token budget, or where that would exceed it.
+
+    Filling passes one after the other leaves the last nearly empty, and ranks that wait for each other in every pass would
+    wait for another rank's fullest.
+    """
+    totals, limits = _in_units(lengths, config, rows_per_unit)
+    if limits.max_tokens is None or not totals:
+        return bins
+    capacities = None if limits.rows is None else [limits.rows] * len(bins)
+    even = partition(totals, len(bins), capacities=capacities)
+    if all(len(units) < 2 or sum(totals[unit] for unit in units) <= limits.max_tokens for units in even):
+        return even
+    return bins
+
+
+def take_rows(rows: Rows, indices: list[int], device: torch.device, fillers: int = 1) -> dict[str, Tensor]:
+    """The rows of one pass on `device`; for no indices `fillers` rows of zeros (masked everywhere)."""
     if not indices:
-        return {name: torch.zeros((1, *column.shape[1:]), dtype=column.dtype, device=device) for name, column in rows.items()}
+        shapes = {name: (fillers, *column.shape[1:]) for name, column in rows.items()}
+        return {name: torch.zeros(shapes[name], dtype=column.dtype, device=device) for name, column in rows.items()}
     count = next(iter(rows.values())).shape[0]
     if indices == list(range(count)):
         return {name: column.to(device, non_blocking=True) for name, column in rows.items()}

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig, cut, extend_cut, take_rows
+from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig, cut, even_cut, extend_cut, take_rows
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 
@@ -32,6 +32,44 @@ def test_extend_keeps_rows_and_reaches_the_count(lengths: list[int], more: int) 
     assert sorted(row for rows in longer for row in rows) == list(range(len(lengths)))
     if any(len(rows) > 1 for rows in longer):
         assert all(longer)  # no rank idles while a pass could still be split
+
+
+@given(LENGTHS, st.integers(10, 80), st.integers(0, 4), st.sampled_from([None, 1, 3]), st.sampled_from([1, 2]))
+def test_even_cut_keeps_rows_number_and_limits(
+    lengths: list[int], budget: int, more: int, max_rows: int | None, rows_per_unit: int
+) -> None:
+    lengths = lengths[: len(lengths) // rows_per_unit * rows_per_unit]
+    totals = [sum(lengths[i : i + rows_per_unit]) for i in range(0, len(lengths), rows_per_unit)]
+    limits = MicroBatchConfig(rows=max_rows, max_tokens=budget)
+    config = MicroBatchConfig(rows=max_rows and max_rows * rows_per_unit, max_tokens=budget)
+    before = cut(totals, limits)
+    bins = extend_cut(before, max(len(before), 1) + more)
+    even = even_cut(bins, lengths, config, rows_per_unit)
+    assert len(even) == len(bins)
+    assert sorted(unit for units in even for unit in units) == list(range(len(totals)))
+    assert all(len(units) < 2 or sum(totals[unit] for unit in units) <= budget for units in even)
+    assert max_rows is None or max(map(len, even)) <= max_rows
+    assert [bool(units) for units in even].count(True) == min(len(even), len(totals))  # no pass idles that need not
+
+
+def test_passes_are_equally_full() -> None:
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(50, 1000, (64,), generator=generator).tolist()
+    config = MicroBatchConfig(max_tokens=4096)
+    bins = cut(lengths, config)
+    even = even_cut(bins, lengths, config)
+
+    def loads(passes: list[list[int]]) -> list[int]:
+        return [sum(lengths[row] for row in rows) for rows in passes]
+
+    assert min(loads(bins)) < 0.8 * max(loads(bins))  # the control: first-fit leaves its last pass half empty
+    assert min(loads(even)) > 0.99 * max(loads(even))
+    assert even == even_cut(bins, lengths, config)
+
+
+def test_without_a_token_budget_the_cut_stays() -> None:
+    bins = cut([9, 1, 1, 1, 1], MicroBatchConfig(rows=2))
+    assert even_cut(bins, [9, 1, 1, 1, 1], MicroBatchConfig(rows=2)) is bins
 
 
 def test_take_rows() -> None:
