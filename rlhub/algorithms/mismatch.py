@@ -1,7 +1,8 @@
 """How far the rollout engine's probabilities are from the trainer's, measured every step.
 
 mu is the behaviour policy (the rollout engine's log-probs of the tokens it sampled), pi the trainer's policy with the same
-weights.  Token sums first, so they add up over micro-batches and ranks; then the metrics from the sums.
+weights.  Token sums first, so they add up over micro-batches and ranks; then the metrics from the sums.  Extremes do not add
+up: they are combined by a maximum of their own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from rlhub.algorithms.masked import masked, masked_sum
@@ -51,3 +53,18 @@ def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "mismatch/weight_mean": sums["mismatch_weight"] / tokens,
         "mismatch/ess": sums["mismatch_weight"] ** 2 / (tokens * max(sums["mismatch_weight_squared"], 1e-30)),
     }
+
+
+def weight_extremes(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """[-min, max] of w = pi / mu over model tokens, (2,) float64; -inf without any.  Over parts, and over ranks, the maximum of
+    such pairs is that of the whole."""
+    pi, mu = masked(log_probs.detach().double(), mask), masked(rollout_log_probs.double(), mask)
+    weight = (pi - mu).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    nothing = torch.full_like(weight, -math.inf)
+    return torch.stack([torch.where(mask.bool(), signed, nothing).amax() for signed in (-weight, weight)])
+
+
+def extreme_metrics(extremes: Tensor) -> dict[str, float]:
+    """mismatch/weight_min and mismatch/weight_max; nothing where there was no token."""
+    lowest, highest = extremes.tolist()
+    return {} if highest == -math.inf else {"mismatch/weight_min": -lowest, "mismatch/weight_max": highest}

@@ -4,10 +4,12 @@ arithmetic, so that all of it can be shown together before any process starts.""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from rlhub.config import rollout_correction
 from rlhub.config.actor import ActorConfig
 from rlhub.config.critic import CriticConfig
 from rlhub.config.dpo import DPOConfig
@@ -60,8 +62,8 @@ def _(config: PPOConfig) -> list[str]:
         *_check_trainer(config.trainer, has_validation=config.data.val_files is not None),
         *_check_optim(config.actor_rollout_ref.actor.optim, f"{_ACTOR}.optim"),
         *_check_optim(config.critic.optim, "critic.optim"),
-        *(["reward_model.enable=true: this version has no learned reward models; score with custom_reward_function"]
-          if config.reward_model.enable else []),
+        *rollout_correction.problems(config.algorithm.rollout_correction),
+        *_check_rewards(config),
     ]  # fmt: skip
 
 
@@ -101,15 +103,22 @@ def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, rows: str, row: 
 
 def check_requirements(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
     """What the chosen advantage estimator asks of the other settings; `requires` is its registry row's."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout, found = config.actor_rollout_ref.rollout, []
+    estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
     if "groups" in requires and rollout.n < 2:
-        estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
-        return [f"{_ROLLOUT}.n={rollout.n}: {estimator} compares the samples of a prompt with each other and needs 2 or more"]
-    return []
+        found.append(
+            f"{_ROLLOUT}.n={rollout.n}: {estimator} compares the samples of a prompt with each other and needs 2 or more"
+        )
+    if "sum_pi_squared" in requires and config.algorithm.rollout_correction.bypass_mode:
+        found.append(
+            f"{rollout_correction.KEY}.bypass_mode=true saves the forward pass from which {estimator} takes the policy's squared "
+            "probabilities; set it to false"
+        )
+    return found
 
 
 def notes(config: PPOConfig) -> list[str]:
-    """Legal but worth a line: sizes that do not divide evenly over the ranks."""
+    """Legal but worth a line: sizes that do not divide evenly over the ranks, corrections that have little to correct."""
     data, actor, n = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     ranks = _ranks(config.trainer)
     found = []
@@ -123,7 +132,7 @@ def notes(config: PPOConfig) -> list[str]:
                 f"{key}: {prompts} prompts x n={n} = {prompts * n} samples = {ranks} ranks x {prompts * n // ranks} + {rest}; "
                 f"{rest} ranks take one more, the others wait for them"
             )
-    return found
+    return found + rollout_correction.notes(config.algorithm.rollout_correction)
 
 
 def _check_batches(config: PPOConfig) -> list[str]:
@@ -172,6 +181,45 @@ def _check_filter(config: PPOConfig) -> list[str]:
     return problems
 
 
+def _check_rewards(config: PPOConfig) -> list[str]:
+    scoring, judge = config.reward_model, config.reward_model.judge
+    problems = []
+    if scoring.enable and not scoring.model.path:
+        problems.append("reward_model.enable=true but reward_model.model.path is not set: name a folder or hub model")
+    if scoring.function_weight == 0 and not scoring.enable and not judge.model.path:
+        problems.append(
+            "reward_model.function_weight=0 leaves nothing to score with: set reward_model.enable and reward_model.model.path, "
+            "or reward_model.judge.model.path"
+        )
+    for key, weight, on in (
+        ("reward_model.weight", scoring.weight, scoring.enable),
+        ("reward_model.function_weight", scoring.function_weight, True),
+        ("reward_model.judge.weight", judge.weight, bool(judge.model.path)),
+    ):
+        if on and not math.isfinite(weight):
+            problems.append(f"{key}={weight}: expected a finite number")
+    if scoring.enable:
+        problems += _check_sharding(scoring.model.fsdp_config, "reward_model.model.fsdp_config", _ranks(config.trainer))
+    return problems + (_check_judge(config) if judge.model.path else [])
+
+
+def _check_judge(config: PPOConfig) -> list[str]:
+    judge, key, per_node = config.reward_model.judge, "reward_model.judge", config.trainer.n_gpus_per_node
+    assert per_node is not None, "derive first"
+    problems = []
+    if not judge.min_score < judge.max_score:
+        problems.append(f"{key}.min_score={judge.min_score} is not less than {key}.max_score={judge.max_score}")
+    if judge.n > 1 and judge.temperature == 0:
+        problems.append(f"{key}.n={judge.n} with {key}.temperature=0: greedy judgements are all alike; set a temperature or n=1")
+    size = judge.tensor_model_parallel_size
+    if per_node % size:
+        problems.append(
+            f"{key}.tensor_model_parallel_size={size} does not divide trainer.n_gpus_per_node={per_node}: "
+            f"{per_node} = {per_node // size} x {size} + {per_node % size}"
+        )
+    return problems
+
+
 def _nearest_divisors(total: int, wanted: int) -> str:
     divisors = [size for size in range(1, total + 1) if total % size == 0]
     below = max((size for size in divisors if size <= wanted), default=1)
@@ -203,7 +251,7 @@ def _token_budgets(config: PPOConfig) -> dict[str, int | None]:
     """Token budgets that are in use, by key; those merely inherited from the actor are named once."""
     actor: ActorConfig = config.actor_rollout_ref.actor
     critic: CriticConfig = config.critic
-    rollout, reference = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref
+    rollout, reference, scoring = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref, config.reward_model
     own = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
     budgets = {
         "critic.ppo_max_token_len_per_gpu": critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else None,
@@ -212,6 +260,9 @@ def _token_budgets(config: PPOConfig) -> dict[str, int | None]:
         ),
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": (
             reference.log_prob_max_token_len_per_gpu if reference.log_prob_use_dynamic_bsz else None
+        ),
+        "reward_model.forward_max_token_len_per_gpu": (
+            scoring.forward_max_token_len_per_gpu if scoring.enable and scoring.use_dynamic_bsz else None
         ),
     }
     return {f"{_ACTOR}.ppo_max_token_len_per_gpu": own} | {key: size for key, size in budgets.items() if size != own}

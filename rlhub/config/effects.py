@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from rlhub.config import rollout_correction
 from rlhub.config.dpo import DPOConfig
 from rlhub.config.load import flatten
 from rlhub.config.ppo import PPOConfig
@@ -59,6 +60,7 @@ def _(config: PPOConfig) -> list[Dead]:
         (not config.algorithm.filter_groups.enable,
          ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
          "algorithm.filter_groups.enable is off"),
+        *_correction(config),
         (not has_reference, (_REF,), "there is no reference without use_kl_loss or use_kl_in_reward"),
         (actor.loss_agg_mode != "seq-mean-token-sum-norm", (f"{_ACTOR}loss_scale_factor",),
          "only loss_agg_mode=seq-mean-token-sum-norm reads it"),
@@ -72,6 +74,7 @@ def _(config: PPOConfig) -> list[Dead]:
         (not val.do_sample, tuple(f"{_ROLLOUT}val_kwargs.{name}" for name in ("temperature", "top_p", "top_k", "n")),
          "actor_rollout_ref.rollout.val_kwargs.do_sample is off, validation is greedy"),
         (not config.custom_reward_function.path, ("custom_reward_function.name",), "custom_reward_function.path is not set"),
+        *_rewards(config),
         (config.reward_model.on_error == "fail", ("reward_model.max_error_rate",),
          "reward_model.on_error=fail stops at the first"),
         (config.trainer.device == "cpu", on_gpus, "the run is on CPU"),
@@ -106,6 +109,40 @@ def _supervised(config: SFTConfig | DPOConfig | RMConfig) -> list[Dead]:
         *_optimizer(config, "optim."),
         *_trainer(config),
     ]
+
+
+def _correction(config: PPOConfig) -> list[Dead]:
+    correction, where = config.algorithm.rollout_correction, f"{rollout_correction.KEY}."
+    return [
+        (correction.rollout_is is None, (f"{where}rollout_is_threshold", f"{where}rollout_is_batch_normalize"),
+         f"{where}rollout_is is null"),
+        (not correction.rollout_rs, (f"{where}rollout_rs_threshold",), f"{where}rollout_rs is null"),
+    ]  # fmt: skip
+
+
+def _rewards(config: PPOConfig) -> list[Dead]:
+    scoring, where = config.reward_model, "reward_model."
+    reward_model = (
+        "model.",
+        "weight",
+        "strategy",
+        "micro_batch_size_per_gpu",
+        "use_dynamic_bsz",
+        "forward_max_token_len_per_gpu",
+    )
+    function = tuple(f"{where}{name}" for name in ("reward_manager", "reward_kwargs.", "reward_kwargs", "timeout_s", "memory_gb"))
+    return [
+        (not scoring.enable, tuple(f"{where}{name}" for name in (*reward_model, "max_length")), "reward_model.enable is off"),
+        (scoring.enable and not scoring.model.input_tokenizer, (f"{where}max_length",),
+         "reward_model.model.input_tokenizer is not set, the policy's tokens are fed as they are"),
+        (scoring.enable and not scoring.use_dynamic_bsz, (f"{where}forward_max_token_len_per_gpu",),
+         "reward_model.use_dynamic_bsz is off"),
+        (scoring.enable and bool(scoring.use_dynamic_bsz), (f"{where}micro_batch_size_per_gpu",),
+         "reward_model.use_dynamic_bsz cuts by tokens"),
+        (not scoring.judge.model.path, (f"{where}judge.",), "reward_model.judge.model.path is not set"),
+        (scoring.function_weight == 0, (*function, f"{where}num_workers", "custom_reward_function."),
+         "reward_model.function_weight is 0"),
+    ]  # fmt: skip
 
 
 def _batching(dynamic: bool, where: str, prefix: str) -> list[Dead]:

@@ -41,7 +41,6 @@ class Foreign:
 _SYNC = "this version trains synchronously"
 _MEGATRON = "this version has no Megatron engine; use strategy=fsdp2"
 _ULYSSES = "this version has no sequence parallelism"
-_CORRECTION = "this version measures the rollout mismatch (mismatch/*) but does not correct it"
 _MULTI_TURN = "this version generates single turns"
 _PER_GPU = "sizes over all ranks are not supported; use the key ending in _per_gpu"
 _A = "actor_rollout_ref.actor."
@@ -64,17 +63,16 @@ FOREIGN = (
     ),
     *(_row(f"{part}megatron.", (False, None), _MEGATRON) for part in (_A, "actor_rollout_ref.ref.", "critic.")),
     *(_row(f"{part}ulysses_sequence_parallel_size", (1, None), _ULYSSES) for part in (_A, "actor_rollout_ref.ref.", "critic.")),
-    _row("algorithm.rollout_correction.rollout_is", (None, False), _CORRECTION),
-    _row("algorithm.rollout_correction.rollout_rs", (None, False), _CORRECTION),
-    _row("algorithm.rollout_correction.bypass_mode", (False,), _CORRECTION),
-    _row("algorithm.rollout_correction.", (ANY,), _CORRECTION),
+    _row("algorithm.rollout_correction.loss_type", ("ppo_clip",), f"the loss is {_A}policy_loss.loss_mode in every mode"),
+    _row(f"{_R}calculate_log_probs", (True,), "the log-probs of the sampled tokens are always recorded"),
     _row(f"{_R}multi_turn.enable", (False,), _MULTI_TURN),
     _row(f"{_R}multi_turn.tool_config_path", (None,), _MULTI_TURN),
     _row(f"{_R}multi_turn.", (ANY,), _MULTI_TURN),
     _row(f"{_R}agent.default_agent_loop", ("single_turn_agent", None), _MULTI_TURN),
     _row(f"{_R}agent.", (ANY,), _MULTI_TURN),
-    _row("reward_model.model.path", (None,), "this version has no learned reward models"),
-    _row("reward_model.model.", (ANY,), "this version has no learned reward models"),
+    _row("reward_model.micro_batch_size", (None,), _PER_GPU),
+    _row("reward_model.ulysses_sequence_parallel_size", (1, None), _ULYSSES),
+    _row("reward_model.model.external_lib", (None,), "modules to import are named by trainer.plugins"),
     _row("actor_rollout_ref.hybrid_engine", (True,), "actor and rollout always share their processes in this version"),
     _row(f"{_A}ppo_micro_batch_size", (None,), _PER_GPU),
     _row(f"{_A}use_torch_compile", (False,), "this version does not compile models"),

@@ -19,16 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from rlhub.algorithms.knobs import knobs_for
-from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
-from rlhub.config import checks, effects
+from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
+from rlhub.config import checks, effects, rollout_correction
 from rlhub.config.data import DataConfig
 from rlhub.config.devices import count_gpus, torch_has_cuda
+from rlhub.config.dpo import DPOConfig
 from rlhub.config.model import ModelConfig
 from rlhub.config.ppo import PPOConfig
+from rlhub.config.preference import PreferenceDataConfig
 from rlhub.config.reward import CustomRewardConfig
+from rlhub.config.rm import RMConfig
 from rlhub.config.sft import SFTConfig, SFTDataConfig
 from rlhub.config.trainer import TrainerConfig
-from rlhub.data import check_files
+from rlhub.data import check_columns, check_files
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
 from rlhub.errors import ConfigError, RegistryError
 from rlhub.models.shape import ModelShape, read_model_shape
@@ -44,6 +47,7 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _SHARED_KNOBS = {
     "algorithm": ("gamma", "lam", "norm_adv_by_std_in_grpo"),
     _ACTOR: ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
+    "dpo": ("beta", "label_smoothing"),
 }
 """Settings that only some estimators or losses have as a knob of the same name."""
 
@@ -75,10 +79,32 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
 
 @check.register
 def _(config: SFTConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
+    return _check_supervised(config, check_demonstrations(config.data))
+
+
+@check.register
+def _(config: DPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
+    problems = _check_supervised(config, check_pairs(config.data))
+    loss, mentioned = config.dpo.loss_type, [name for name in _SHARED_KNOBS["dpo"] if f"dpo.{name}" in set_keys]
+    problems += _unknown("dpo.loss_type", PREFERENCE_LOSSES, loss)
+    problems += _check_knobs("dpo", PREFERENCE_LOSSES, loss, config.dpo, config.dpo.kwargs, always=bool(mentioned))
+    if mentioned and not problems:
+        unread = tuple(f"dpo.{name}" for name in mentioned if name not in _knob_names(PREFERENCE_LOSSES, loss))
+        for warning in effects.without_effect(config, set_keys, [(True, unread, f"dpo.loss_type={loss} does not read it")]):
+            logger.warning(warning)
+    return problems
+
+
+@check.register
+def _(config: RMConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
+    return _check_supervised(config, check_pairs(config.data, config.margin_key))
+
+
+def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, data_problems: list[str]) -> list[str]:
     problems = [
         *import_plugins(config.trainer.plugins),
         *check_trackers(config.trainer.logger),
-        *check_demonstrations(config.data),
+        *data_problems,
         *check_machine(config.trainer),
         *check_folders(config.trainer),
     ]
@@ -95,6 +121,7 @@ def warnings(config: PPOConfig, set_keys: AbstractSet[str]) -> list[str]:
     loss = f"{_ACTOR}.policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}"
     rules: list[effects.Dead] = [
         ("values" not in requires, ("critic.", "trainer.critic_warmup"), f"{estimator} has no critic"),
+        _twice_weighted(config, loss),
     ]
     for section, registry, name, chosen in (
         ("algorithm", ADVANTAGE_ESTIMATORS, config.algorithm.adv_estimator, estimator),
@@ -105,6 +132,17 @@ def warnings(config: PPOConfig, set_keys: AbstractSet[str]) -> list[str]:
             unread = tuple(f"{section}.{knob}" for knob in mentioned if knob not in _knob_names(registry, name))
             rules.append((True, unread, f"{chosen} does not read it"))
     return effects.without_effect(config, set_keys, rules)
+
+
+def _twice_weighted(config: PPOConfig, loss: str) -> effects.Dead:
+    """Importance weights where the loss's own ratio is pi / mu already."""
+    requires = POLICY_LOSSES.row(config.actor_rollout_ref.actor.policy_loss.loss_mode).requires
+    keys = ("rollout_is", "rollout_is_threshold")
+    return (
+        config.algorithm.rollout_correction.bypass_mode and "weights" not in requires,
+        tuple(f"{rollout_correction.KEY}.{key}" for key in keys),
+        f"in bypass mode the ratio in {loss} is pi / mu itself, and a weight on top would count it twice",
+    )
 
 
 def _knob_names(registry: Registry[Any], name: str) -> frozenset[str]:
@@ -167,8 +205,11 @@ def _unknown(key: str, registry: Registry[Any], name: str) -> list[str]:
     return []
 
 
-def _check_knobs(key: str, registry: Registry[Any], name: str, section: Any, kwargs: Mapping[str, Any]) -> list[str]:
-    if not kwargs or name not in registry:
+def _check_knobs(
+    key: str, registry: Registry[Any], name: str, section: Any, kwargs: Mapping[str, Any], *, always: bool = False
+) -> list[str]:
+    """always: also where only the section's own fields say anything; that loads the algorithm's module."""
+    if not (kwargs or always) or name not in registry:
         return []
     try:
         knobs_for(registry.knobs_class(name), section, kwargs, where=key)
@@ -191,6 +232,14 @@ def check_demonstrations(data: SFTDataConfig) -> list[str]:
         if pairs and check_files(files, CONVERSATION_COLUMN, split, ()):
             problems += pairs
     return problems
+
+
+def check_pairs(data: PreferenceDataConfig, margin_key: str | None = None) -> list[str]:
+    """As `check_data`, for preference pairs.  A prompt may also stand in the answers: that shows when the rows are read."""
+    columns = {data.chosen_key: "data.chosen_key", data.rejected_key: "data.rejected_key"}
+    columns |= {margin_key: "margin_key"} if margin_key else {}
+    given = [(split, files) for split, files in (("train", data.train_files), ("val", data.val_files)) if files]
+    return [problem for split, files in given for problem in check_columns(files, split, columns)]
 
 
 def check_custom_reward(custom: CustomRewardConfig) -> list[str]:

@@ -10,6 +10,7 @@ import time
 import torch
 
 from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.config.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.training.base import TrainEngine
@@ -34,9 +35,15 @@ class ActorRolloutRefWorker(EngineWorker):
     """Roles by need: always actor and rollout, the reference where `needs_reference`.  All methods run on every rank."""
 
     def __init__(
-        self, config: ActorRolloutRefConfig, runtime: WorkerRuntime, *, train: bool = True, needs_reference: bool = False
+        self,
+        config: ActorRolloutRefConfig,
+        runtime: WorkerRuntime,
+        *,
+        train: bool = True,
+        needs_reference: bool = False,
+        correction: RolloutCorrectionConfig | None = None,
     ) -> None:
-        self.config, self.runtime = config, runtime
+        self.config, self.runtime, self.correction = config, runtime, correction
         self.train, self.needs_reference = train, needs_reference
         self.device = runtime.torch_device(self.local_rank)
         self.hf_model = config.model
@@ -57,6 +64,7 @@ class ActorRolloutRefWorker(EngineWorker):
                 self.engine,
                 self.config.actor,
                 scale=self.config.actor.loss_scale_factor or self.runtime.max_response_length,
+                correction=self.correction,
             )
 
     def _build_reference(self) -> TrainEngine | None:

@@ -6,6 +6,7 @@ step whatever the number of ranks; denominators are counted over all ranks befor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +18,14 @@ from rlhub.algorithms.aggregation import Denominators, aggregate
 from rlhub.algorithms.inputs import PolicyLossInputs
 from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.masked import masked, masked_sum
-from rlhub.algorithms.mismatch import mismatch_metrics, mismatch_sums
+from rlhub.algorithms.mismatch import extreme_metrics, mismatch_metrics, mismatch_sums, weight_extremes
 from rlhub.algorithms.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlhub.algorithms.value_loss import value_loss
 from rlhub.config.actor import ActorConfig
 from rlhub.config.critic import CriticConfig
+from rlhub.config.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
+from rlhub.engines.training.correction import UpdateCorrection
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,11 +86,15 @@ class PolicyUpdater:
 
     Every rank calls `update` together.  Columns read: input_ids, attention_mask, response_mask, advantages, and when present
     old_log_probs (absent: the policy at the start of the update is the one being stepped, see `Requirements`),
-    ref_log_prob, rollout_log_probs, importance_weights, selected, mini_batch.
+    ref_log_prob, rollout_log_probs, importance_weights, selected, staleness, mini_batch.
     """
 
-    def __init__(self, engine: TrainEngine, config: ActorConfig, *, scale: float) -> None:
+    def __init__(
+        self, engine: TrainEngine, config: ActorConfig, *, scale: float, correction: RolloutCorrectionConfig | None = None
+    ) -> None:
         self.engine, self.config, self.scale = engine, config, scale
+        loss_requires = POLICY_LOSSES.row(config.policy_loss.loss_mode).requires
+        self.correction = UpdateCorrection(correction or RolloutCorrectionConfig(), loss_requires)
         self.loss = POLICY_LOSSES.get(config.policy_loss.loss_mode)
         self.knobs = knobs_for(
             POLICY_LOSSES.knobs_class(config.policy_loss.loss_mode),
@@ -99,35 +106,40 @@ class PolicyUpdater:
 
     def update(self, rows: Rows, num_mini_batches: int) -> dict[str, float]:
         """Take all optimizer steps of this batch; returns metrics, the same on every rank."""
+        extremes = Extremes()
         steps = take_steps(
             self.engine,
             rows,
-            self._loss,
+            partial(self._loss, extremes),
             num_mini_batches=num_mini_batches,
             epochs=self.config.ppo_epochs,
             scale=self.scale,
             outputs=("log_probs", "entropy"),
         )
-        return policy_metrics(steps)
+        metrics = policy_metrics(steps)
+        if self.correction.behaviour(rows) is not None:
+            metrics |= extremes.metrics(self.engine)
+        return metrics
 
-    def _loss(self, outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
+    def _loss(self, extremes: Extremes, outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
         assert outputs.log_probs is not None and outputs.entropy is not None
         mask, mode = micro["response_mask"], self.config.loss_agg_mode
-        old = micro["old_log_probs"] if "old_log_probs" in micro else outputs.log_probs.detach()
+        anchor = self.correction.anchor(outputs.log_probs, micro)
         policy = self.loss(
             PolicyLossInputs(
                 log_probs=outputs.log_probs,
-                old_log_probs=old,
+                old_log_probs=anchor.old_log_probs,
                 advantages=micro["advantages"],
                 response_mask=mask,
-                weights=micro.get("importance_weights"),
+                weights=anchor.weights,
                 rollout_log_probs=micro.get("rollout_log_probs"),
                 selected=micro.get("selected"),
             ),
             self.knobs,
         )
         loss = aggregate(policy.loss, mask, mode, denominators)
-        sums = {"pg_loss": loss.detach(), "entropy": masked_sum(outputs.entropy.detach(), mask), **policy.sums}
+        sums = {"pg_loss": loss.detach(), "entropy": masked_sum(outputs.entropy.detach(), mask)}
+        sums |= policy.sums | anchor.sums
         if self.config.entropy_coeff:
             loss = loss - self.config.entropy_coeff * aggregate(outputs.entropy, mask, mode, denominators)
         if self.kl is not None:
@@ -135,9 +147,32 @@ class PolicyUpdater:
             kl = self.kl(masked(outputs.log_probs, mask), masked(micro["ref_log_prob"], mask))
             loss = loss + self.config.kl_loss_coef * aggregate(kl, mask, mode, denominators)
             sums["kl_loss"] = masked_sum(kl.detach(), mask)
-        if "old_log_probs" not in micro and "rollout_log_probs" in micro:
-            sums |= mismatch_sums(outputs.log_probs, micro["rollout_log_probs"], mask)
+        behaviour = self.correction.behaviour(micro)
+        if behaviour is not None:
+            sums |= mismatch_sums(outputs.log_probs, behaviour, mask)
+            extremes.see(denominators, weight_extremes(outputs.log_probs, behaviour, mask))
         return LossOutput(loss=loss, sums=sums)
+
+
+class Extremes:
+    """Smallest and largest weight pi / mu of the batch's first optimizer step.  They do not add up over micro-batches as a
+    LossOutput's sums do, so they are kept here and cost one small all-reduce when the batch is done."""
+
+    def __init__(self) -> None:
+        self._step: Denominators | None = None
+        self._pair: Tensor | None = None
+
+    def see(self, step: Denominators, pair: Tensor) -> None:
+        """pair: of one micro-batch.  `step` tells the optimizer steps apart: only the first is on the sampled policy."""
+        if self._step is None:
+            self._step, self._pair = step, pair
+        elif self._step is step and self._pair is not None:
+            self._pair = torch.maximum(self._pair, pair)
+
+    def metrics(self, engine: TrainEngine) -> dict[str, float]:
+        """Over all ranks; every rank calls it."""
+        pair = torch.full((2,), -math.inf, dtype=torch.float64, device=engine.device) if self._pair is None else self._pair
+        return extreme_metrics(engine.reduce(pair, op="max"))
 
 
 def policy_metrics(steps: list[StepSums]) -> dict[str, float]:
@@ -151,7 +186,8 @@ def policy_metrics(steps: list[StepSums]) -> dict[str, float]:
         values = {name: step.sums[name] / tokens for name in step.sums if not name.startswith("mismatch_")}
         values |= {"loss": step.sums["loss"], "pg_loss": step.sums["pg_loss"], "grad_norm": step.report.grad_norm}
         for name, value in values.items():
-            metrics[f"actor/{name}"] = metrics.get(f"actor/{name}", 0.0) + value / len(done)
+            key = name if "/" in name else f"actor/{name}"
+            metrics[key] = metrics.get(key, 0.0) + value / len(done)
     if steps and "mismatch_tokens" in steps[0].sums:
         metrics |= mismatch_metrics(steps[0].sums)
     return metrics

@@ -113,7 +113,11 @@ def worker_roles(config: PPOConfig, total_steps: int) -> dict[str, ClassWithInit
     actor.optim.total_training_steps = total_steps * num_mini_batches(config) * actor.ppo_epochs
     roles = {
         "actor_rollout_ref": ClassWithInitArgs(
-            ActorRolloutRefWorker, config.actor_rollout_ref, runtime, needs_reference=needs.reference
+            ActorRolloutRefWorker,
+            config.actor_rollout_ref,
+            runtime,
+            needs_reference=needs.reference,
+            correction=config.algorithm.rollout_correction,
         )
     }
     if needs.values:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlhub.protocol import DataProto
 
 MODEL = ("input_ids", "attention_mask", "response_mask")
-POLICY = (*MODEL, "mini_batch", "advantages", "old_log_probs", "ref_log_prob", "importance_weights", "selected")
+POLICY = (*MODEL, "mini_batch", "advantages", "old_log_probs", "ref_log_prob", "importance_weights", "selected", "staleness")
 VALUE = (*MODEL, "critic_mini_batch", "values", "returns")
 
 
@@ -23,8 +23,8 @@ def model_inputs(batch: DataProto) -> DataProto:
 
 
 def policy_inputs(batch: DataProto, *, rollout_log_probs: bool) -> DataProto:
-    """What the policy update reads.  The rollout's log-probs go only where the loss reads them or where the mismatch is measured
-    in the update itself."""
+    """What the policy update reads.  The rollout's log-probs go only where the update reads them or where the mismatch is
+    measured in the update itself."""
     names = POLICY
     if rollout_log_probs or "old_log_probs" not in batch.batch.keys():
         names = (*POLICY, "rollout_log_probs")

@@ -15,17 +15,20 @@ from rlhub.algorithms.inputs import AdvantageInputs
 from rlhub.algorithms.kl_control import AdaptiveKLController, FixedKLController, KLController, penalized_rewards
 from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.masked import masked_mean
-from rlhub.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
+from rlhub.algorithms.rewards import whiten_rewards
 from rlhub.config.algorithm import KLControlConfig
 from rlhub.config.ppo import PPOConfig
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager
 from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.columns import model_inputs, policy_inputs, value_inputs
+from rlhub.trainer.ppo.correction import bypass, correct_batch, measure_mismatch
 from rlhub.trainer.ppo.layout import arrange
 from rlhub.trainer.ppo.metrics import batch_metrics, mean_metrics
 from rlhub.trainer.ppo.requirements import Requirements, requirements
+from rlhub.trainer.ppo.scoring import COMPONENT, Scorer, build_scorer
+from rlhub.trainer.ppo.selection import number_samples, select_tokens
 from rlhub.utils.timing import PhaseTimer
 
 
@@ -47,6 +50,7 @@ class Learner:
     timers: PhaseTimer
     kl_controller: KLController = field(init=False)
     needs: Requirements = field(init=False)
+    scorer: Scorer = field(init=False)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     _estimator: Any = field(init=False)
     _knobs: Any = field(init=False)
@@ -54,6 +58,7 @@ class Learner:
     def __post_init__(self) -> None:
         algorithm = self.config.algorithm
         self.needs = requirements(self.config)
+        self.scorer = build_scorer(self.config, self.reward, self.timers)
         self.kl_controller = build_kl_controller(algorithm.kl_ctrl)
         self._estimator = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator)
         knobs_class = ADVANTAGE_ESTIMATORS.knobs_class(algorithm.adv_estimator)
@@ -61,12 +66,13 @@ class Learner:
 
     def learn(self, batch: DataProto, step: int) -> dict[str, float]:
         """Train on one rollout batch; `step` counts from 1.  The batch is reordered and gains columns."""
-        self.metrics = {}
-        self.score(batch)
+        self.metrics = self.scorer(batch)
         self.arrange(batch, step)
         if self.needs.old_log_probs:
             batch.union(self.actor.compute_log_prob(model_inputs(batch)))
-            self.measure_mismatch(batch)
+            self.metrics |= measure_mismatch(batch)
+        elif self.needs.bypass:
+            bypass(batch)
         if self.needs.reference:
             batch.union(self.actor.compute_ref_log_prob(model_inputs(batch)))
         if self.critic is not None:
@@ -75,6 +81,9 @@ class Learner:
         if self.critic is not None:
             self.record(self.critic.update_critic(value_inputs(batch)))
         if step > self.config.trainer.critic_warmup:
+            self.metrics |= correct_batch(batch, self.config.algorithm.rollout_correction)
+            if self.needs.selection:
+                batch.batch["selected"] = select_tokens(batch, self.config, step)
             self.record(self.actor.update_actor(policy_inputs(batch, rollout_log_probs=self.needs.rollout_log_probs)))
         return self.metrics
 
@@ -82,18 +91,10 @@ class Learner:
         """Keep the metrics a worker call returned."""
         self.metrics |= mean_metrics(returned.meta_info["metrics"])
 
-    def score(self, batch: DataProto) -> None:
-        """Adds token_level_scores (rows, response), scores (rows,) and valid (rows,)."""
-        with self.timers.measure("reward"):
-            result = self.reward(batch)
-        batch.batch["token_level_scores"] = result.token_level_scores
-        batch.batch["scores"] = result.scores
-        batch.batch["valid"] = result.valid
-        self.metrics |= result.metrics
-
     def arrange(self, batch: DataProto, step: int) -> None:
         """Fix the mini-batches and deal the rows to the ranks."""
         actor, num_samples = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
+        number_samples(batch)
         arrange(
             batch,
             rows_per_mini_batch=actor.ppo_mini_batch_size * num_samples,
@@ -105,18 +106,14 @@ class Learner:
             else None,
         )
 
-    def measure_mismatch(self, batch: DataProto) -> None:
-        """Rollout against trainer log-probs (without a separate pass the update itself measures them)."""
-        columns = batch.batch
-        sums = mismatch_sums(columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"])
-        self.metrics |= mismatch_metrics({name: float(value) for name, value in sums.items()})
-
     def estimate_advantages(self, batch: DataProto) -> None:
         """Adds token_level_rewards, advantages and returns (rows, response).  Rows that must not train leave response_mask:
         samples without a valid score before the estimator, truncated ones (if asked) after it, since their reward counts."""
         columns = batch.batch
         columns["token_level_rewards"] = self.penalize(batch)
         columns["response_mask"] = columns["response_mask"] * columns["valid"][:, None].long()
+        if self.config.algorithm.whiten_rewards:
+            columns["token_level_rewards"] = whiten_rewards(columns["token_level_rewards"], columns["response_mask"])
         with self.timers.measure("advantages"):
             outputs = self._estimator(
                 AdvantageInputs(
@@ -124,7 +121,7 @@ class Learner:
                     response_mask=columns["response_mask"],
                     group=own_group_when_invalid(columns["uid"], columns["valid"]),
                     values=columns["values"] if self.critic is not None else None,
-                    old_log_probs=columns["old_log_probs"] if self.needs.old_log_probs else None,
+                    old_log_probs=columns["old_log_probs"] if self.needs.old_log_probs or self.needs.bypass else None,
                     sum_pi_squared=columns["sum_pi_squared"] if self.needs.sum_pi_squared else None,
                     baseline_rewards=columns["baseline_rewards"] if self.needs.baseline_rewards else None,
                     reward_components=reward_components(batch) if self.needs.reward_components else None,
@@ -153,8 +150,7 @@ class Learner:
 
 def reward_components(batch: DataProto) -> dict[str, torch.Tensor]:
     """The scorer's own numbers by name, (rows,) float64: columns `reward/<name>` of the batch."""
-    prefix = "reward/"
-    return {name.removeprefix(prefix): column for name, column in batch.batch.items() if name.startswith(prefix)}
+    return {name.removeprefix(COMPONENT): column for name, column in batch.batch.items() if name.startswith(COMPONENT)}
 
 
 def own_group_when_invalid(uid: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

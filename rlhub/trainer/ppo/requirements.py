@@ -11,13 +11,15 @@ from rlhub.config.ppo import PPOConfig
 @dataclass(slots=True, kw_only=True)
 class Requirements:
     """values: a critic predicts them.  reference: log-probs of the frozen starting policy are read.  old_log_probs: a forward
-    pass of its own before the update; sum_pi_squared: which also gives that.  groups: several samples per prompt.
+    pass of its own before the update; sum_pi_squared: which also gives that.  bypass: the rollout's log-probs stand in for
+    the old ones.  groups: several samples per prompt.
     baseline_rewards: a greedy response per prompt is scored.  reward_components: the scorer's own numbers are read.
-    rollout_log_probs: the loss reads them.  selection: the loss chooses tokens from the whole mini-batch."""
+    rollout_log_probs: the update reads them.  selection: the loss chooses tokens from the whole mini-batch."""
 
     values: bool
     reference: bool
     old_log_probs: bool
+    bypass: bool
     sum_pi_squared: bool
     groups: bool
     baseline_rewards: bool
@@ -41,20 +43,26 @@ def requirements(config: PPOConfig) -> Requirements:
     """The passes this run needs.
 
     The old log-probs' own pass is skipped when the update's first forward pass is that very policy: one optimizer step per
-    batch, one epoch, no KL in the reward and no estimator or loss that reads them.
+    batch, one epoch, no KL in the reward, no estimator or loss that reads them and no rollout correction, which compares them
+    with the rollout's.  It is also skipped where the rollout's log-probs stand in for them (bypass), and where the loss's
+    proximal policy is made from others, unless the driver itself reads them.
     """
     loss = POLICY_LOSSES.row(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     needs = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires | loss.requires
     actor, in_reward = config.actor_rollout_ref.actor, config.algorithm.use_kl_in_reward
+    correction = config.algorithm.rollout_correction
     several_steps = num_mini_batches(config) > 1 or actor.ppo_epochs > 1
+    on_driver = in_reward or not needs.isdisjoint({"old_log_probs", "sum_pi_squared"})
+    in_loss = not correction.in_update and (several_steps or correction.active)
     return Requirements(
         values="values" in needs,
         reference=actor.use_kl_loss or in_reward,
-        old_log_probs=several_steps or in_reward or not needs.isdisjoint({"old_log_probs", "sum_pi_squared"}),
+        old_log_probs=not correction.bypass_mode and (on_driver or in_loss),
+        bypass=correction.bypass_mode,
         sum_pi_squared="sum_pi_squared" in needs,
         groups="groups" in needs,
         baseline_rewards="baseline_rewards" in needs,
         reward_components="reward_components" in needs,
-        rollout_log_probs="rollout_log_probs" in needs,
+        rollout_log_probs="rollout_log_probs" in needs or (correction.in_update and not correction.bypass_mode),
         selection="select" in loss.companions,
     )

@@ -372,7 +372,7 @@ def test_controllers_by_their_setting() -> None:
 def test_mismatch_is_measured_where_the_old_log_probs_are() -> None:
     """The rollout's log-probs are 0.05 below the trainer's on every token."""
     assert learn(config_of(mini=2)).metrics["mismatch/kl"] == pytest.approx(-0.05, abs=1e-5)
-    assert not any(name.startswith("mismatch") for name in learn(config_of()).metrics)
+    assert [name for name in learn(config_of()).metrics if name.startswith("mismatch")] == ["mismatch/masked_share"]
 
 
 def test_metrics_come_from_the_reward_the_batch_the_estimator_and_both_updates() -> None:

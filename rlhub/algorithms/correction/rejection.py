@@ -1,0 +1,80 @@
+"""Rejection of tokens or sequences whose probabilities differ too much between trainer and rollout engine (MIS, Liu et al.
+2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch").
+
+Rule = what is measured of each token, and how a row's tokens are put together.  With l = log pi - log mu clamped to +-20:
+k1 = l, held to the band log lower <= l <= log upper, that is lower <= pi / mu <= upper; k2 = l^2 / 2 and k3 = exp(l) - 1 - l,
+held below upper.  `token`: each token by itself; `seq_sum`, `seq_mean`, `seq_max`: the row's sum, mean, largest, for all of it.
+Bounds are inclusive.
+
+A band bounds pi / mu, as the paper and the documentation of other implementations say.  (verl 0.9.1 compares -l with the
+band, so that it bounds mu / pi; for a single number and for bands that are their own reciprocal, both are the same.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rlhub.algorithms.correction.weights import LOG_RATIO_BOUND
+from rlhub.algorithms.masked import masked, masked_sum
+from rlhub.config.rollout_correction import RATIO_RULES, Bounds
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio
+
+
+def _squared(log_ratio: Tensor) -> Tensor:
+    return 0.5 * log_ratio.square()
+
+
+def _schulman(log_ratio: Tensor) -> Tensor:
+    return log_ratio.expm1() - log_ratio
+
+
+def _each(values: Tensor, mask: Tensor) -> Tensor:
+    return masked(values, mask)
+
+
+def _sum(values: Tensor, mask: Tensor) -> Tensor:
+    return masked_sum(values, mask, dim=1)[:, None].expand_as(values)
+
+
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
+    return _sum(values, mask) / mask.sum(1).clamp(min=1)[:, None]
+
+
+def _largest(values: Tensor, mask: Tensor) -> Tensor:
+    """Of k2 and k3, which are never negative."""
+    return masked(values, mask).amax(1)[:, None].expand_as(values)
+
+
+RULES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "token_k1": (_ratio, _each),
+    "token_k2": (_squared, _each),
+    "token_k3": (_schulman, _each),
+    "seq_sum_k1": (_ratio, _sum),
+    "seq_sum_k2": (_squared, _sum),
+    "seq_sum_k3": (_schulman, _sum),
+    "seq_mean_k1": (_ratio, _mean),
+    "seq_mean_k2": (_squared, _mean),
+    "seq_mean_k3": (_schulman, _mean),
+    "seq_max_k2": (_squared, _largest),
+    "seq_max_k3": (_schulman, _largest),
+}
+
+
+def kept(log_ratio: Tensor, mask: Tensor, rule: str, bounds: Bounds) -> Tensor:
+    """The model tokens that pass one rule, (rows, response) bool.  A rule measures all model tokens of its row."""
+    measure, combine = RULES[rule]
+    clamped = masked(log_ratio, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    values = combine(measure(clamped), mask)
+    if rule in RATIO_RULES:
+        assert bounds.lower is not None
+        passed = (values >= math.log(bounds.lower)) & (values <= math.log(bounds.upper))
+    else:
+        passed = values <= bounds.upper
+    return torch.logical_and(passed, mask.bool())

@@ -1,0 +1,64 @@
+"""Importance weights pi / mu on the policy loss: truncated (TIS, Yao et al. 2025, "Your efficient RL framework secretly brings
+you off-policy RL training") or zero outside a band (IcePop, Ling team 2025, arXiv 2510.18855), by token or by sequence.
+
+With the clipped surrogate and pi_old from a forward pass of its own this is decoupled PPO (AReaL, arXiv 2505.24298).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhub.algorithms.masked import masked, masked_sum
+from rlhub.config.rollout_correction import Bounds
+
+LOG_RATIO_BOUND = 20.0  # exp(20) is finite in float32 and far outside any threshold
+SMALLEST_MEAN = 1e-8  # a batch whose weights are all zero stays as it is
+
+
+def log_ratios(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """l = sg(log pi) - log mu, (rows, response) float64, 0 where mask is 0 whatever stands there."""
+    return masked(log_probs.detach().double() - rollout_log_probs.detach().double(), mask)
+
+
+def token_ratios(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """exp(l_t), l clamped to +-20; (rows, response), 0 outside the mask."""
+    return masked(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(), mask)
+
+
+def sequence_ratios(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """exp(sum_t l_t m_t) of each row on all of its tokens, the sum clamped to +-20; (rows, response), 0 outside the mask."""
+    total = masked_sum(log_ratio, mask, dim=1).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return masked(total.exp()[:, None].expand_as(log_ratio), mask)
+
+
+RATIOS = {"token": token_ratios, "sequence": sequence_ratios}
+
+
+def outside(ratios: Tensor, mask: Tensor, bounds: Bounds) -> Tensor:
+    """The tokens whose ratio is beyond the bounds, (rows, response) bool."""
+    beyond = ratios > bounds.upper
+    if bounds.lower is not None:
+        beyond = beyond | (ratios < bounds.lower)
+    return beyond & mask.bool()
+
+
+def bounded(ratios: Tensor, mask: Tensor, bounds: Bounds) -> Tensor:
+    """min(ratio, upper); with a lower bound the ratio inside [lower, upper] and 0 outside."""
+    if bounds.lower is None:
+        return ratios.clamp(max=bounds.upper)
+    return torch.where(outside(ratios, mask, bounds), torch.zeros_like(ratios), ratios)
+
+
+def mean_weight(weights: Tensor, mask: Tensor, level: str) -> Tensor:
+    """What batch normalisation divides by: the mean over tokens, or over the sequences that have any (each counts once)."""
+    if level == "sequence":  # equal on all of a row's tokens
+        present = mask.bool().any(1)
+        return masked_sum(masked(weights, mask).amax(1), present) / present.sum().clamp(min=1)
+    return masked_sum(weights, mask) / mask.sum().clamp(min=1)
+
+
+def normalized(weights: Tensor, mask: Tensor, level: str) -> Tensor:
+    """weights / their mean over the WHOLE batch, after truncation; unchanged where that mean is 0."""
+    mean = mean_weight(weights, mask, level)
+    return torch.where(mean > SMALLEST_MEAN, weights / mean.clamp(min=SMALLEST_MEAN), weights)
