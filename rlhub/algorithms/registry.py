@@ -19,7 +19,40 @@ ADVANTAGE_ESTIMATORS.add_lazy(
 ADVANTAGE_ESTIMATORS.add_lazy("rloo", f"{_HERE}.advantages.rloo:rloo", requires={"groups"})
 
 POLICY_LOSSES: Registry[Any] = Registry("policy loss")
-POLICY_LOSSES.add_lazy("vanilla", f"{_HERE}.policy_losses.vanilla:vanilla", knobs=f"{_HERE}.policy_losses.vanilla:VanillaKnobs")
+for _name, _class in (
+    ("vanilla", "VanillaKnobs"),
+    ("gspo", "GSPOKnobs"),
+    ("sapo", "SAPOKnobs"),
+    ("geo_mean", "GeoMeanKnobs"),
+    ("cispo", "CISPOKnobs"),
+    ("cpgd", "CPGDKnobs"),
+):
+    POLICY_LOSSES.add_lazy(_name, f"{_HERE}.policy_losses.{_name}:{_name}", knobs=f"{_HERE}.policy_losses.{_name}:{_class}")
+for _name in ("reinforce", "gpg"):
+    POLICY_LOSSES.add_lazy(_name, f"{_HERE}.policy_losses.{_name}:{_name}")
+for _name, _class in (("dppo_tv", "DPPOTVKnobs"), ("dppo_kl", "DPPOKLKnobs")):
+    POLICY_LOSSES.add_lazy(
+        _name,
+        f"{_HERE}.policy_losses.{_name}:{_name}",
+        requires={"rollout_log_probs"},
+        knobs=f"{_HERE}.policy_losses.{_name}:{_class}",
+    )
+for _name, _class in (("clip_cov", "ClipCovKnobs"), ("kl_cov", "KLCovKnobs")):
+    POLICY_LOSSES.add_lazy(
+        _name,
+        f"{_HERE}.policy_losses.{_name}:{_name}",
+        requires={"old_log_probs"},
+        knobs=f"{_HERE}.policy_losses.{_name}:{_class}",
+        companions={"select": f"{_HERE}.policy_losses.{_name}:select"},
+    )
+
+PREFERENCE_LOSSES: Registry[Any] = Registry("preference loss")
+for _name, _function, _knobs in (
+    ("sigmoid", "dpo_sigmoid", "SigmoidKnobs"),
+    ("ipo", "ipo", "BetaKnobs"),
+    ("hinge", "hinge", "BetaKnobs"),
+):
+    PREFERENCE_LOSSES.add_lazy(_name, f"{_HERE}.preference:{_function}", knobs=f"{_HERE}.preference:{_knobs}")
 
 KL_ESTIMATORS: Registry[Any] = Registry("KL estimator")
 for _names, _function in (

@@ -1,5 +1,9 @@
 """The clipped surrogate of PPO (Schulman et al. 2017, arXiv 1707.06347, equation 7), with the dual clip of Ye et al. (2020,
-arXiv 1912.09729) and separate lower and upper bounds ("clip-higher", Yu et al. 2025, arXiv 2503.14476)."""
+arXiv 1912.09729) and separate lower and upper bounds ("clip-higher", Yu et al. 2025, arXiv 2503.14476).
+
+With the log-probs of a proximal policy as old ones and pi_prox / mu as token weights it is decoupled PPO (Fu et al. 2025,
+arXiv 2505.24298), so that has no loss of its own and the weight is applied in one place.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from rlhub.algorithms.inputs import PolicyLossInputs, PolicyLossOutputs
-from rlhub.algorithms.masked import masked, masked_sum
-
-LOG_RATIO_BOUND = 20.0  # exp(20) is finite in float32 and far outside any clip range
+from rlhub.algorithms.masked import masked
+from rlhub.algorithms.policy_losses.ratio import bounds, clipped_surrogate, finished, log_ratio
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,24 +34,13 @@ class VanillaKnobs:
 def vanilla(inputs: PolicyLossInputs, knobs: VanillaKnobs) -> PolicyLossOutputs:
     """max(-A rho, -A clip(rho, 1 - eps_low, 1 + eps_high)), and for A < 0 at most -A c, times the weight.
 
-    rho = exp(log pi - log pi_old), the log-ratio clamped to +-20.  All tensors (rows, response).
+    rho = exp(log pi - log pi_old), the log-ratio clamped to +-20.  All tensors (rows, response).  pg_clipfrac_lower: tokens
+    that the dual clip bounds.
     """
-    mask, advantages = inputs.response_mask, masked(inputs.advantages, inputs.response_mask)
-    low = knobs.clip_ratio if knobs.clip_ratio_low is None else knobs.clip_ratio_low
-    high = knobs.clip_ratio if knobs.clip_ratio_high is None else knobs.clip_ratio_high
-    log_ratio = masked(inputs.log_probs - inputs.old_log_probs, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    loss = torch.maximum(unclipped, clipped)
+    advantages = masked(inputs.advantages, inputs.response_mask)
+    low, high = bounds(knobs.clip_ratio, knobs.clip_ratio_low, knobs.clip_ratio_high)
+    loss, clipped = clipped_surrogate(advantages, log_ratio(inputs).exp(), low, high)
     bound = -advantages * knobs.clip_ratio_c
-    negative = advantages < 0
-    sums = {
-        "pg_clipfrac": masked_sum((clipped > unclipped).to(ratio.dtype), mask),
-        "pg_clipfrac_lower": masked_sum((negative & (loss > bound)).to(ratio.dtype), mask),
-        "ppo_kl": masked_sum(-log_ratio.detach(), mask),
-    }
-    loss = torch.where(negative, torch.minimum(loss, bound), loss)
-    if inputs.weights is not None:
-        loss = loss * inputs.weights
-    return PolicyLossOutputs(loss=masked(loss, mask), sums=sums)
+    beyond = (advantages < 0) & (loss > bound)
+    loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    return finished(inputs, loss, clipped, pg_clipfrac_lower=beyond)

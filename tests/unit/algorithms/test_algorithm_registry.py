@@ -29,18 +29,32 @@ def test_estimators_work_from_what_their_rows_require_and_not_from_less(name: st
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
-def test_losses_raise_the_probability_of_good_tokens(name: str) -> None:
-    knobs_class = POLICY_LOSSES.knobs_class(name)
-    new = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
-    inputs = PolicyLossInputs(
+def test_losses_work_from_what_their_rows_require_and_not_from_less(name: str) -> None:
+    """They raise the probability of good tokens and lower that of bad ones."""
+    row, knobs_class = POLICY_LOSSES.row(name), POLICY_LOSSES.knobs_class(name)
+    new = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]], requires_grad=True)
+    bare = PolicyLossInputs(
         log_probs=new,
         old_log_probs=new.detach(),
-        advantages=torch.tensor([[1.0, -1.0, 1.0]]),
-        response_mask=torch.tensor([[1, 1, 0]]),
+        advantages=torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]]),
+        response_mask=torch.tensor([[1, 1, 0], [1, 1, 0]]),
     )
-    POLICY_LOSSES.get(name)(inputs, knobs_class() if knobs_class else None).loss.sum().backward()
+    given = {"rollout_log_probs": new.detach()} if "rollout_log_probs" in row.requires else {}
+    if "select" in row.companions:
+        given["selected"] = torch.zeros(2, 3, dtype=torch.uint8)
+    loss, knobs = POLICY_LOSSES.get(name), knobs_class() if knobs_class else None
+    loss(dataclasses.replace(bare, **given), knobs).loss.sum().backward()
     assert new.grad is not None
-    assert new.grad.sign().tolist() == [[-1.0, 1.0, 0.0]]
+    assert new.grad.sign().tolist() == [[-1.0, -1.0, 0.0], [1.0, 1.0, 0.0]]
+    if given:
+        with pytest.raises(AssertionError, match="requires"):
+            loss(bare, knobs)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_what_a_loss_brings_along_can_be_loaded(name: str) -> None:
+    for role in POLICY_LOSSES.row(name).companions:
+        assert role == "select" and callable(POLICY_LOSSES.companion(name, role))
 
 
 def test_each_kl_estimator_has_a_straight_through_variant() -> None:

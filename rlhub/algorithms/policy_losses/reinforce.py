@@ -1,0 +1,18 @@
+"""The policy gradient (Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement
+learning"), without ratio or clip.
+
+Exact on policy: one optimizer step a batch (ppo_mini_batch_size = train_batch_size, ppo_epochs 1).  Its value is no measure
+of progress; only its gradient means something.
+"""
+
+from __future__ import annotations
+
+from rlhub.algorithms.inputs import PolicyLossInputs, PolicyLossOutputs
+from rlhub.algorithms.masked import masked
+from rlhub.algorithms.policy_losses.ratio import finished
+
+
+def reinforce(inputs: PolicyLossInputs, knobs: None) -> PolicyLossOutputs:
+    """-A log pi, times the weight.  All tensors (rows, response).  Nothing is bounded: pg_clipfrac is 0."""
+    mask = inputs.response_mask
+    return finished(inputs, -masked(inputs.advantages, mask) * masked(inputs.log_probs, mask))
