@@ -14,7 +14,9 @@ from typing import Any
 from rlhub.config.actor import ActorConfig, RefConfig
 from rlhub.config.critic import CriticConfig
 from rlhub.config.devices import count_gpus, torch_has_cuda
+from rlhub.config.dpo import DPOConfig
 from rlhub.config.ppo import PPOConfig
+from rlhub.config.rm import RMConfig
 from rlhub.config.rollout import RolloutConfig
 from rlhub.config.sft import SFTConfig
 from rlhub.config.trainer import TrainerConfig
@@ -44,13 +46,22 @@ def _(config: PPOConfig) -> None:
     _critic_from_actor(critic, actor)
     if rollout.max_model_len is None:
         rollout.max_model_len = config.data.max_prompt_length + config.data.max_response_length
+    _reward_model_from_actor(config)
     if config.reward_model.num_workers is None:
         config.reward_model.num_workers = min(MAX_REWARD_WORKERS, os.cpu_count() or 1)
 
 
-@derive.register
-def _(config: SFTConfig) -> None:
+@derive.register(SFTConfig)
+@derive.register(RMConfig)
+def _(config: SFTConfig | RMConfig) -> None:
     derive_trainer(config.trainer)
+
+
+@derive.register
+def _(config: DPOConfig) -> None:
+    derive_trainer(config.trainer)
+    if config.ref_fsdp_config is None:
+        config.ref_fsdp_config = dataclasses.replace(config.fsdp_config)
 
 
 def derive_trainer(trainer: TrainerConfig) -> None:
@@ -72,6 +83,18 @@ def _log_prob_from_actor(part: RolloutConfig | RefConfig, actor: ActorConfig) ->
         part.log_prob_use_dynamic_bsz = actor.use_dynamic_bsz
     if part.log_prob_max_token_len_per_gpu is None:
         part.log_prob_max_token_len_per_gpu = actor.ppo_max_token_len_per_gpu
+
+
+def _reward_model_from_actor(config: PPOConfig) -> None:
+    scoring, rollout = config.reward_model, config.actor_rollout_ref.rollout
+    if scoring.micro_batch_size_per_gpu is None:
+        scoring.micro_batch_size_per_gpu = rollout.log_prob_micro_batch_size_per_gpu
+    if scoring.use_dynamic_bsz is None:
+        scoring.use_dynamic_bsz = rollout.log_prob_use_dynamic_bsz
+    if scoring.forward_max_token_len_per_gpu is None:
+        scoring.forward_max_token_len_per_gpu = rollout.log_prob_max_token_len_per_gpu
+    if scoring.judge.name is None:
+        scoring.judge.name = rollout.name
 
 
 def _critic_from_actor(critic: CriticConfig, actor: ActorConfig) -> None:

@@ -22,6 +22,7 @@ INHERITED = {
     "critic.model": "actor_rollout_ref.model",
     "critic.fsdp_config": "actor_rollout_ref.actor.fsdp_config",
     "actor_rollout_ref.ref.fsdp_config": "actor_rollout_ref.actor.fsdp_config",
+    "ref_fsdp_config": "fsdp_config",
 }
 """Optional section -> the section whose values it takes, field by field, where the user said nothing."""
 

@@ -5,8 +5,9 @@ tokenizing  prompt text or chat messages -> token ids; length policy
 order       which rows come when: seed, epoch, cursor
 prompts     PromptDataset, PromptLoader: prompts for reinforcement learning
 sft         SFTDataset, SFTLoader: demonstrations with a loss mask
+preference  PreferenceDataset: pairs of a chosen and a rejected answer
 """
 
-from rlhub.data.files import check_files, load_rows
+from rlhub.data.files import check_columns, check_files, load_rows
 
-__all__ = ["check_files", "load_rows"]
+__all__ = ["check_columns", "check_files", "load_rows"]

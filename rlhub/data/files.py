@@ -4,7 +4,7 @@ and pyarrow only once a parquet file is met)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,11 @@ def check_files(
 
     `split` ("train", "val") names the setting in the messages.  `columns` are required beside `prompt_key`.
     """
+    return check_columns(files, split, {prompt_key: "data.prompt_key", **dict.fromkeys(columns, "")})
+
+
+def check_columns(files: str | Sequence[str] | None, split: str, columns: Mapping[str, str]) -> list[str]:
+    """As `check_files`; columns: name -> the setting that gave it, or an empty string."""
     setting = f"data.{split}_files"
     paths = file_list(files)
     if not paths:
@@ -73,11 +78,10 @@ def check_files(
         except DataError as error:
             problems.append(f"{setting}: {error}")
             continue
-        setting_of = {prompt_key: " (data.prompt_key)"}
         problems += [
-            f"{setting}: {path} has no column {column!r}{setting_of.get(column, '')}{suggest(column, found)}; "
+            f"{setting}: {path} has no column {column!r}{f' ({key})' if key else ''}{suggest(column, found)}; "
             f"columns: {', '.join(found) or 'none'}"
-            for column in (prompt_key, *columns)
+            for column, key in columns.items()
             if column not in found
         ]
     return problems

@@ -128,6 +128,19 @@ def encode_prompts(
     return texts, ids
 
 
+def end_of_answer(text: str, start: int, eos: str | None) -> int:
+    """Where the answer from `start` on ends.  Templates write e.g. a line break after the end-of-sequence token, which a model
+    never gets to sample."""
+    found = text.rfind(eos, start) if eos else -1
+    return len(text) if found < 0 or eos is None else found + len(eos)
+
+
+def ended(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
+    """The tokens with the end-of-sequence token as their last, if the tokenizer has one."""
+    eos = tokenizer.eos_token_id
+    return tokens if eos is None or (tokens and tokens[-1] == eos) else [*tokens, eos]
+
+
 def truncate(tokens: Sequence[int], limit: int, policy: str) -> Sequence[int]:
     """At most `limit` entries: "left" drops the first, "right" the last, "middle" keeps both ends."""
     if len(tokens) <= limit:

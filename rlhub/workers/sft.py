@@ -53,9 +53,9 @@ class SFTWorker(EngineWorker):
 
     @register(dispatch_mode=MODEL)
     def evaluate(self, batch: DataProto) -> DataProto:
-        """meta_info["metrics"]: the summed negative log-likelihood and the number of tokens, over all ranks."""
+        """meta_info["metrics"]: the summed negative log-likelihood and the `count` of tokens, over all ranks."""
         mask = batch.batch["response_mask"]
         log_probs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs",))["log_probs"]
         local = torch.stack([-masked_sum(log_probs.double(), mask), mask.sum().double()])
         loss, tokens = self.engine.reduce(local).tolist()
-        return DataProto(meta_info={"metrics": {"loss": loss, "tokens": tokens}})
+        return DataProto(meta_info={"metrics": {"loss": loss, "count": tokens}})

@@ -1,4 +1,4 @@
-"""Which training engines exist, and building the policy's, the reference's and the critic's from the configuration.
+"""Which training engines exist, and building each role's from the configuration.
 
 Importing this module loads no engine.
 """
@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rlhub.config.critic import CriticConfig
-from rlhub.config.model import ModelConfig
+from rlhub.config.dpo import DPOConfig
 from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.config.reward import RewardModelConfig
+from rlhub.config.rm import RMConfig
 from rlhub.config.sft import SFTConfig
 from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig
 from rlhub.registry import Registry
@@ -95,17 +97,65 @@ def build_value_engine(config: CriticConfig, *, device: torch.device, seed: int)
     )
 
 
+def build_reward_engine(config: RewardModelConfig, *, device: torch.device, seed: int) -> TrainEngine:
+    """A frozen reward model's engine, not yet initialized; the configuration's derived fields must be filled."""
+    return TRAIN_ENGINES.get(config.strategy)(
+        config.model.as_model(),
+        config.model.fsdp_config,
+        None,
+        kind="reward",
+        device=device,
+        micro_batch=_micro_batch(config.micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu),
+        seed=seed,
+    )
+
+
 def build_sft_engine(config: SFTConfig, *, device: torch.device, seed: int) -> TrainEngine:
     """The engine of supervised fine-tuning, not yet initialized."""
-    data, model = config.data, config.model
-    assert isinstance(model, ModelConfig)
+    return _supervised_engine(config, "policy", device=device, seed=seed)
+
+
+def build_dpo_engine(config: DPOConfig, *, device: torch.device, seed: int) -> TrainEngine:
+    """The policy of direct preference optimization, not yet initialized."""
+    return _supervised_engine(config, "policy", device=device, seed=seed, sequences=2)
+
+
+def build_dpo_reference_engine(config: DPOConfig, *, device: torch.device, seed: int) -> TrainEngine:
+    """A frozen engine with the starting weights, not yet initialized."""
+    assert config.ref_fsdp_config is not None, "derived when the configuration is loaded"
     return TRAIN_ENGINES.get("fsdp2")(
-        model,
-        config.fsdp_config,
-        config.optim,
+        config.model,
+        config.ref_fsdp_config,
+        None,
         kind="policy",
         device=device,
-        micro_batch=_micro_batch(data.micro_batch_size_per_gpu, data.use_dynamic_bsz, data.max_token_len_per_gpu),
+        micro_batch=_supervised_micro_batch(config, 2),
+        seed=seed,
+    )
+
+
+def build_rm_engine(config: RMConfig, *, device: torch.device, seed: int) -> TrainEngine:
+    """The reward model that is trained, not yet initialized."""
+    return _supervised_engine(config, "reward", device=device, seed=seed, sequences=2)
+
+
+def _supervised_engine(
+    config: SFTConfig | DPOConfig | RMConfig, kind: str, *, device: torch.device, seed: int, sequences: int = 1
+) -> TrainEngine:
+    """sequences: token sequences in a row of the data."""
+    return TRAIN_ENGINES.get("fsdp2")(
+        config.model,
+        config.fsdp_config,
+        config.optim,
+        kind=kind,
+        device=device,
+        micro_batch=_supervised_micro_batch(config, sequences),
         grad_clip=config.grad_clip,
         seed=seed,
     )
+
+
+def _supervised_micro_batch(config: SFTConfig | DPOConfig | RMConfig, sequences: int) -> MicroBatchConfig:
+    data = config.data
+    rows = None if data.micro_batch_size_per_gpu is None else sequences * data.micro_batch_size_per_gpu
+    return _micro_batch(rows, data.use_dynamic_bsz, data.max_token_len_per_gpu)

@@ -1,0 +1,24 @@
+"""The root of `python -m rlhub.trainer.main_rm`'s configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlhub.config.model import ModelConfig
+from rlhub.config.preference import PreferenceDataConfig
+from rlhub.config.schema import PositiveFloat
+from rlhub.config.trainer import TrainerConfig
+from rlhub.config.training import FSDPConfig, OptimConfig
+
+
+@dataclass(slots=True, kw_only=True)
+class RMConfig:
+    data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
+    margin_key: str | None = None
+    """Column with the number by which the chosen answer's score should win, for graded preferences; null: none."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    grad_clip: PositiveFloat = 1.0
+    """Largest gradient norm of an optimizer step."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -1,0 +1,142 @@
+"""One optimizer step on preference pairs, and the losses that an engine's outputs go into.
+
+A pair is two neighbouring rows: 2i the chosen answer, 2i + 1 the rejected one.  Engines cut micro-batches in whole pairs, and
+a loss is divided by the number of pairs over all ranks, so the step does not depend on ranks or cuts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rlhub.algorithms.knobs import knobs_for
+from rlhub.algorithms.masked import masked, masked_sum
+from rlhub.algorithms.preference import PreferenceInputs, bradley_terry
+from rlhub.algorithms.registry import PREFERENCE_LOSSES
+from rlhub.config.dpo import DPOLossConfig
+from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
+
+PAIR = 2
+
+
+class PairLoss(Protocol):
+    """outputs: what the engine must compute.  Called with one micro-batch of interleaved rows and the step's number of pairs;
+    the sums it returns are sums over pairs."""
+
+    outputs: tuple[str, ...]
+
+    def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput: ...
+
+
+def interleave(pairs: Rows) -> dict[str, Tensor]:
+    """(pairs, 2, ...) columns -> rows 2i (chosen) and 2i + 1 (rejected); a (pairs,) column is given to both rows."""
+    return {name: column.flatten(0, 1) if column.dim() > 1 else column.repeat_interleave(PAIR) for name, column in pairs.items()}
+
+
+def split(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows,) -> chosen and rejected, (pairs,) each."""
+    chosen, rejected = rows.view(-1, PAIR).unbind(1)
+    return chosen, rejected
+
+
+def real_pairs(micro: Rows) -> Tensor:
+    """(pairs,): False for the filler of a pass that only keeps other ranks company."""
+    chosen, rejected = split(micro["attention_mask"].any(dim=1))
+    return chosen & rejected
+
+
+def sequence_log_probs(log_probs: Tensor, response_mask: Tensor) -> Tensor:
+    """sum_t m_t log pi(y_t), (rows,) float64: the losses look at small differences of large sums."""
+    return masked_sum(log_probs.double(), response_mask, dim=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class PairStep:
+    """What one optimizer step left behind: global sums over pairs, how many there were, and the optimizer's report."""
+
+    sums: dict[str, float]
+    num_pairs: float
+    report: StepReport
+
+
+def count_pairs(engine: TrainEngine, rows: Rows) -> float:
+    """Over all ranks."""
+    return float(engine.reduce(real_pairs(rows).sum().double()))
+
+
+def take_pair_step(engine: TrainEngine, rows: Rows, loss: PairLoss) -> PairStep:
+    """One optimizer step over interleaved rows; every rank calls, also one without rows."""
+    num_pairs = count_pairs(engine, rows)
+    sums = engine.forward_backward(rows, partial(_of_step, loss, num_pairs), outputs=loss.outputs, rows_per_unit=PAIR)
+    return PairStep(sums=sums, num_pairs=num_pairs, report=engine.optimizer_step())
+
+
+def _of_step(loss: PairLoss, num_pairs: float, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
+    return loss(outputs, micro, num_pairs)
+
+
+@torch.no_grad()
+def evaluate_pairs(engine: TrainEngine, rows: Rows, loss: PairLoss) -> dict[str, float]:
+    """Global sums over pairs: `count`, `loss` and the loss's own; every rank calls."""
+    outputs = ForwardOutputs(**engine.infer(rows, outputs=loss.outputs))
+    result = loss(outputs, rows, 1.0)
+    sums = {"count": real_pairs(rows).sum(), "loss": result.loss, **result.sums}
+    names = sorted(sums)
+    totals = engine.reduce(torch.stack([sums[name].double() for name in names]))
+    return dict(zip(names, totals.tolist(), strict=True))
+
+
+class DPOLoss:
+    """Any preference loss on the log-probs of whole answers.  Columns read: response_mask, ref_log_prob (rows,), the
+    reference's log-probs of whole answers.
+
+    Sums: DPO's implicit rewards beta (log pi(y) - log pi_ref(y)) as rewards/..., and log-probs as logps/...
+    """
+
+    outputs: tuple[str, ...] = ("log_probs",)
+
+    def __init__(self, config: DPOLossConfig) -> None:
+        self.loss = PREFERENCE_LOSSES.get(config.loss_type)
+        self.knobs: Any = knobs_for(PREFERENCE_LOSSES.knobs_class(config.loss_type), config, config.kwargs, where="dpo.kwargs")
+        self.beta = config.beta
+
+    def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput:
+        assert outputs.log_probs is not None
+        chosen, rejected = split(sequence_log_probs(outputs.log_probs, micro["response_mask"]))
+        ref_chosen, ref_rejected = split(micro["ref_log_prob"].to(chosen.dtype))
+        inputs = PreferenceInputs(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+        real = real_pairs(micro)
+        loss = masked_sum(self.loss(inputs, self.knobs), real) / num_pairs
+        won, lost = (self.beta * ratio.detach() for ratio in inputs.log_ratios)
+        sums = {
+            **_rewards(won, lost, real),
+            "logps/chosen": masked_sum(chosen.detach(), real),
+            "logps/rejected": masked_sum(rejected.detach(), real),
+        }
+        return LossOutput(loss=loss, sums=sums)
+
+
+class RewardLoss:
+    """Bradley-Terry on the scores of whole answers.  Column read when present: margin (rows,), the same in both rows of a
+    pair.  Sums: the scores as rewards/..."""
+
+    outputs: tuple[str, ...] = ("scores",)
+
+    def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput:
+        assert outputs.scores is not None
+        chosen, rejected = split(outputs.scores)
+        margin = split(micro["margin"].to(chosen.dtype))[0] if "margin" in micro else None
+        real = real_pairs(micro)
+        loss = masked_sum(bradley_terry(chosen, rejected, margin), real) / num_pairs
+        return LossOutput(loss=loss, sums=_rewards(chosen.detach(), rejected.detach(), real))
+
+
+def _rewards(chosen: Tensor, rejected: Tensor, real: Tensor) -> dict[str, Tensor]:
+    """Sums over pairs; a tie is half right."""
+    right = (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)
+    values = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected, "accuracies": right}
+    return {f"rewards/{name}": masked(value, real).sum() for name, value in values.items()}

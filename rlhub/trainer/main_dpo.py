@@ -1,0 +1,26 @@
+"""Direct preference optimization: `python -m rlhub.trainer.main_dpo data.train_files=... model.path=...`"""
+
+from __future__ import annotations
+
+import sys
+
+from rlhub.config.cli import run as run_cli
+from rlhub.config.dpo import DPOConfig
+from rlhub.trainer.preflight import check
+
+DESCRIPTION = (
+    "Direct preference optimization of a policy on pairs of a chosen and a rejected answer, with the model it starts from as "
+    "the frozen reference."
+)
+
+
+def main(config: DPOConfig) -> int:
+    """Build, fit; returns the exit status (128 + signal when stopped by one)."""
+    from rlhub.trainer.preference import build_dpo_data, build_dpo_trainer
+    from rlhub.trainer.training import train
+
+    return train(config, build_dpo_data(config), build_dpo_trainer)
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(DPOConfig, "dpo", main, description=DESCRIPTION, preflight=check))

@@ -1,0 +1,26 @@
+"""Training a reward model: `python -m rlhub.trainer.main_rm data.train_files=... model.path=...`"""
+
+from __future__ import annotations
+
+import sys
+
+from rlhub.config.cli import run as run_cli
+from rlhub.config.rm import RMConfig
+from rlhub.trainer.preflight import check
+
+DESCRIPTION = (
+    "Training a reward model on pairs of a chosen and a rejected answer (Bradley-Terry): a scalar head on a language model or "
+    "on a reward model, saved as a sequence classifier with one label."
+)
+
+
+def main(config: RMConfig) -> int:
+    """Build, fit; returns the exit status (128 + signal when stopped by one)."""
+    from rlhub.trainer.preference import build_rm_data, build_rm_trainer
+    from rlhub.trainer.training import train
+
+    return train(config, build_rm_data(config), build_rm_trainer)
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(RMConfig, "rm", main, description=DESCRIPTION, preflight=check))

@@ -1,0 +1,156 @@
+"""SupervisedTrainer: training on data that are there, one optimizer step a batch, with the same run folder, checkpoints and
+resume as RL.  What is learned is the worker's: demonstrations, preferences, a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlhub.checkpoint.files import FileEntry
+from rlhub.config.dpo import DPOConfig
+from rlhub.config.rm import RMConfig
+from rlhub.config.sft import SFTConfig
+from rlhub.config.trainer import TrainerConfig
+from rlhub.data.order import IndexedData, ResumableLoader
+from rlhub.data.tokenizing import Tokenizer
+from rlhub.models.tokenizer import load_tokenizer
+from rlhub.protocol import DataProto
+from rlhub.single_controller import ClassWithInitArgs, Worker, WorkerGroup
+from rlhub.trainer.ppo.metrics import mean_metrics
+from rlhub.trainer.run import Run
+from rlhub.trainer.workers import launch_workers
+from rlhub.workers.runtime import WorkerRuntime
+
+SupervisedConfig = SFTConfig | DPOConfig | RMConfig
+C = TypeVar("C", SFTConfig, DPOConfig, RMConfig)
+
+DEADLINES = {
+    "init_model": "start",
+    "train_step": "update",
+    "evaluate": "infer",
+    "save_checkpoint": "checkpoint",
+    "load_checkpoint": "checkpoint",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class SupervisedTrainer:
+    """`fit` trains to `total_steps` and returns the last step taken.
+
+    model: a worker group with `train_step(batch)` (metrics of one optimizer step), `evaluate(batch)` (sums and their `count`),
+    `save_checkpoint` and `load_checkpoint`.  columns: of a batch, what the workers read.
+    """
+
+    config: TrainerConfig
+    run: Run
+    loader: ResumableLoader
+    val_batches: Sequence[DataProto]
+    model: WorkerGroup
+    columns: list[str]
+    total_steps: int
+
+    def fit(self) -> int:
+        """Each step is one optimizer step over data.train_batch_size rows."""
+        step = self.restore()
+        if step == 0 and self.val_batches and self.config.val_before_train:
+            self.run.begin_step(0)
+            self.run.log(0, self.validate())
+        batches = self.loader.endless()
+        stopping = self.run.stop_requested
+        while step < self.total_steps and not stopping:
+            step += 1
+            self.run.begin_step(step)
+            metrics = mean_metrics(self.model.train_step(self._read(next(batches))).meta_info["metrics"])
+            last = step == self.total_steps
+            if self.val_batches and self.run.due(self.config.test_freq, step, last=last):
+                metrics |= self.validate()
+            stopping = self.run.stop_requested  # asked once a step, so that the step after which the run stops is saved
+            self.run.end_step(step, metrics, save=self.save, state=self.state, last=last or stopping)
+        return step
+
+    def validate(self) -> dict[str, float]:
+        """val/...: each sum of the workers over the sum of their `count`."""
+        totals: dict[str, float] = {}
+        for batch in self.val_batches:
+            for name, value in mean_metrics(self.model.evaluate(self._read(batch)).meta_info["metrics"]).items():
+                totals[name] = totals.get(name, 0.0) + value
+        count = max(totals.pop("count"), 1.0)
+        return {f"val/{name}": total / count for name, total in totals.items()}
+
+    def _read(self, batch: DataProto) -> DataProto:
+        return batch.select(batch_keys=self.columns)
+
+    def save(self, folder: Path) -> list[FileEntry]:
+        """Every rank writes its part below `folder`/model."""
+        return [entry for rank in self.model.save_checkpoint(str(folder / "model")) for entry in rank]
+
+    def state(self) -> dict[str, Any]:
+        """What the driver must remember besides the model."""
+        return {"loader": self.loader.state()}
+
+    def restore(self) -> int:
+        """Load the checkpoint the run resumes from; returns its step, 0 for a fresh start."""
+        checkpoint = self.run.checkpoint
+        if checkpoint is None:
+            return 0
+        self.model.load_checkpoint(str(checkpoint.path / "model"))
+        self.loader.load_state(checkpoint.state["loader"])
+        return checkpoint.step
+
+
+@dataclass(slots=True, kw_only=True)
+class SupervisedData:
+    """The driver's data.  columns: what workers read of a batch."""
+
+    loader: ResumableLoader
+    val_batches: Sequence[DataProto]
+    columns: list[str]
+    total_steps: int
+
+
+def read_data(
+    config: SupervisedConfig, read: Callable[[str | list[str], Tokenizer], IndexedData], columns: Sequence[str]
+) -> SupervisedData:
+    """Read the files; DataError names file, row and column of what is unusable."""
+    data = config.data
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    assert data.train_files is not None and config.model.path is not None, "checked when the configuration is loaded"
+    dataset = read(data.train_files, tokenizer)
+    loader = ResumableLoader(dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, drop_last=True)
+    val_batches: list[DataProto] = []
+    if data.val_files:
+        validation = read(data.val_files, tokenizer)
+        val_batches = list(ResumableLoader(validation, data.train_batch_size, shuffle=False, drop_last=False))
+    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
+    return SupervisedData(loader=loader, val_batches=val_batches, columns=list(columns), total_steps=total_steps)
+
+
+def builder(worker: type[Worker]) -> Callable[[C, SupervisedData, Run, ExitStack], SupervisedTrainer]:
+    """How a job builds its trainer around `worker`, called with (configuration, runtime): starts the workers; what must be
+    ended is put on the stack."""
+
+    def build(config: C, data: SupervisedData, run: Run, stack: ExitStack) -> SupervisedTrainer:
+        config.optim.total_training_steps = data.total_steps
+        runtime = WorkerRuntime(
+            device=config.trainer.device,
+            seed=config.trainer.seed,
+            max_prompt_length=config.data.max_length,
+            max_response_length=config.data.max_length,
+            deadline_s=config.trainer.deadline_s.update,
+        )
+        roles = {"model": ClassWithInitArgs(worker, config, runtime)}
+        launched = stack.enter_context(launch_workers(roles, config.trainer, deadlines={"model": DEADLINES}, run=run))
+        return SupervisedTrainer(
+            config=config.trainer,
+            run=run,
+            loader=data.loader,
+            val_batches=data.val_batches,
+            model=launched.groups["model"],
+            columns=data.columns,
+            total_steps=data.total_steps,
+        )
+
+    return build

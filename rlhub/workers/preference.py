@@ -1,0 +1,116 @@
+"""The workers of training on preference pairs: DPO on a policy with a frozen reference, Bradley-Terry on a reward model.
+
+Thin shells: a batch has a row a pair, so dispatch over ranks never separates one; an engine is given two rows for each.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rlhub.config.dpo import DPOConfig
+from rlhub.config.rm import RMConfig
+from rlhub.engines.training.base import TrainEngine
+from rlhub.engines.training.preference import (
+    DPOLoss,
+    PairLoss,
+    RewardLoss,
+    evaluate_pairs,
+    interleave,
+    sequence_log_probs,
+    take_pair_step,
+)
+from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.engines.training.registry import build_dpo_engine, build_dpo_reference_engine, build_rm_engine
+from rlhub.models.hf import ModelKind
+from rlhub.protocol import DataProto
+from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlhub.workers.engine_worker import EngineWorker
+from rlhub.workers.runtime import WorkerRuntime, memory_metrics
+
+MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="model")
+
+
+class PreferenceWorker(EngineWorker):
+    """What both have in common; a subclass builds `engine` and `loss`.  All methods run on every rank."""
+
+    loss: PairLoss
+
+    def __init__(self, config: DPOConfig | RMConfig, runtime: WorkerRuntime) -> None:
+        self.runtime = runtime
+        self.device = runtime.torch_device(self.local_rank)
+        self.hf_model = config.model
+
+    def _start(self, engine: TrainEngine) -> None:
+        """Initialize the engine that is trained (collective)."""
+        self.engine = engine
+        self.engine.initialize()
+        self._register_dispatch_collect_info("model", self.engine.dp_rank, True)
+
+    def _rows(self, batch: DataProto) -> dict[str, Tensor]:
+        """What engine and loss read, two rows a pair."""
+        return interleave(dict(batch.batch.items()))
+
+    @register(dispatch_mode=MODEL)
+    def train_step(self, batch: DataProto) -> DataProto:
+        """One optimizer step over the pairs; meta_info["metrics"] are global: means over the pairs."""
+        step = take_pair_step(self.engine, self._rows(batch), self.loss)
+        metrics = {
+            "train/loss": step.sums.pop("loss"),
+            "train/grad_norm": step.report.grad_norm,
+            "train/lr": step.report.lr,
+            "train/skipped_steps": float(step.report.skipped),
+            "train/pairs": step.num_pairs,
+            **{name: total / step.num_pairs for name, total in step.sums.items()},
+        }
+        return DataProto(meta_info={"metrics": metrics | memory_metrics("model", self.device)})
+
+    @register(dispatch_mode=MODEL)
+    def evaluate(self, batch: DataProto) -> DataProto:
+        """meta_info["metrics"]: sums over all ranks' pairs, and their `count`."""
+        sums = evaluate_pairs(self.engine, self._rows(batch), self.loss)
+        names = {"count": "count", "loss": "loss", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
+        return DataProto(meta_info={"metrics": {name: sums[key] for key, name in names.items()}})
+
+
+class DPOWorker(PreferenceWorker):
+    """The policy, and the reference: a frozen copy, or the policy itself with its adapters off."""
+
+    def __init__(self, config: DPOConfig, runtime: WorkerRuntime) -> None:
+        super().__init__(config, runtime)
+        self.config = config
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the engines (collective)."""
+        ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
+        self.loss = DPOLoss(self.config.dpo)
+        self._start(build_dpo_engine(self.config, device=self.device, seed=self.runtime.seed))
+        self.reference: TrainEngine | None = None
+        if self.config.model.lora_rank == 0:
+            self.reference = build_dpo_reference_engine(self.config, device=self.device, seed=self.runtime.seed)
+            self.reference.initialize()
+
+    def _rows(self, batch: DataProto) -> dict[str, Tensor]:
+        rows = super()._rows(batch)
+        engine = self.reference or self.engine
+        log_probs = engine.infer(rows, outputs=("log_probs",), adapters=False)["log_probs"]
+        if self.reference is not None:
+            self.reference.offload()
+        return rows | {"ref_log_prob": sequence_log_probs(log_probs, rows["response_mask"])}
+
+
+class RewardTrainingWorker(PreferenceWorker):
+    """A sequence classifier with one label."""
+
+    hf_kind: ModelKind = "reward"
+
+    def __init__(self, config: RMConfig, runtime: WorkerRuntime) -> None:
+        super().__init__(config, runtime)
+        self.config = config
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the engine (collective)."""
+        ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
+        self.loss = RewardLoss()
+        self._start(build_rm_engine(self.config, device=self.device, seed=self.runtime.seed))
