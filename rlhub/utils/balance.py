@@ -94,8 +94,8 @@ class _Table:
         every = False  # all light parts take part, because the lightest alone had nothing that helps
         for _ in range(_MOST_ROUNDS):
             order = np.argsort(-self.loads, kind="stable")
-            num_heavy = np.count_nonzero(self.loads > bound)
-            num_light = np.count_nonzero(self.loads < bound)
+            num_heavy = int(np.count_nonzero(self.loads > bound))
+            num_light = int(np.count_nonzero(self.loads < bound))
             if not num_heavy or not num_light:
                 return
             chosen = num_light if every else min(num_light, max(2 * num_heavy, _FEWEST_LIGHT))
