@@ -27,15 +27,17 @@ from rlhub.config.dpo import DPOConfig
 from rlhub.config.model import ModelConfig
 from rlhub.config.ppo import PPOConfig
 from rlhub.config.preference import PreferenceDataConfig
-from rlhub.config.reward import CustomRewardConfig
+from rlhub.config.reward import CustomRewardConfig, ScoringModelConfig
 from rlhub.config.rm import RMConfig
 from rlhub.config.sft import SFTConfig, SFTDataConfig
 from rlhub.config.trainer import TrainerConfig
 from rlhub.data import check_columns, check_files
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
 from rlhub.errors import ConfigError, RegistryError
+from rlhub.models.kinds import LANGUAGE_MODEL, read_labels, reward_problem
 from rlhub.models.shape import ModelShape, read_model_shape
 from rlhub.registry import Registry
+from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
 from rlhub.tracking.registry import TRACKERS
 
@@ -66,6 +68,7 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
         *check_data(config.data),
         *check_custom_reward(config.custom_reward_function),
         *check_models(config),
+        *check_scoring_models(config),
         *check_machine(config.trainer),
         *check_folders(config.trainer),
     ]
@@ -174,8 +177,11 @@ def check_names(config: PPOConfig) -> list[str]:
         ("reward_model.reward_manager", REWARD_MANAGERS, reward.reward_manager),
     ]
     problems = [problem for key, registry, name in named for problem in _unknown(key, registry, name)]
-    if engine == "vllm" and find_spec("vllm") is None:
-        problems.append(f"{_ROLLOUT}.name=vllm: vllm is not installed (bash scripts/setup_env.sh does it); hf needs no vllm")
+    packages = ROLLOUT_ENGINES.row(engine).requires if engine in ROLLOUT_ENGINES else frozenset()
+    if missing := [package for package in sorted(packages) if find_spec(package) is None]:
+        free = ", ".join(name for name in ROLLOUT_ENGINES.names() if not ROLLOUT_ENGINES.row(name).requires)
+        advice = f"bash scripts/setup_env.sh installs it; engines that do without: {free}"
+        problems.append(f"{_ROLLOUT}.name={engine}: {', '.join(missing)} is not installed ({advice})")
     problems += check_trackers(config.trainer.logger)
     for key, registry, name, section, kwargs in (
         ("algorithm.adv_kwargs", ADVANTAGE_ESTIMATORS, algorithm.adv_estimator, algorithm, algorithm.adv_kwargs),
@@ -287,6 +293,47 @@ def check_models(config: PPOConfig) -> list[str]:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     arithmetic = f"data.max_prompt_length={prompt} + data.max_response_length={response} = {prompt + response}"
     return problems + check_length(shape, prompt + response, arithmetic, "actor_rollout_ref.model")
+
+
+def check_scoring_models(config: PPOConfig) -> list[str]:
+    """The reward model is one, and the judge can be asked."""
+    scoring, judge, problems = config.reward_model, config.reward_model.judge, list[str]()
+    if scoring.enable:
+        problems += _check_reward_model(scoring.model)
+    if not judge.model.path:
+        return problems
+    for read, value in ((read_prompt, judge.prompt_template), (read_pattern, judge.score_pattern)):
+        try:
+            read(value)
+        except ConfigError as error:
+            problems += error.problems
+    problems += _unknown("reward_model.judge.name", ROLLOUT_ENGINES, resolve_engine_name(judge.name or ""))
+    shape = read_shape(judge.model.as_model(), "reward_model.judge.model", problems)
+    if shape is not None:
+        prompt, answer = judge.max_prompt_length, judge.max_tokens
+        arithmetic = f"reward_model.judge.max_prompt_length={prompt} + reward_model.judge.max_tokens={answer} = {prompt + answer}"
+        problems += check_length(shape, prompt + answer, arithmetic, "reward_model.judge.model")
+    return problems
+
+
+def _check_reward_model(model: ScoringModelConfig) -> list[str]:
+    problems: list[str] = []
+    shape = read_shape(model.as_model(), "reward_model.model", problems)
+    given = model.input_tokenizer
+    if given is not None and not Path(given).expanduser().is_dir() and not HUB_NAME.fullmatch(given):
+        problems.append(f"reward_model.model.input_tokenizer={given}: no such folder (looked for {Path(given).resolve()})")
+    if shape is None or model.path is None:
+        return problems
+    architectures, num_labels = read_labels(Path(model.path).expanduser())
+    problem = reward_problem(model.path, architectures, num_labels)
+    if problem is not None:
+        problems.append(f"reward_model.model.path: {problem}")
+    elif any(name.endswith(LANGUAGE_MODEL) for name in architectures):
+        logger.warning(
+            "reward_model.model.path=%s is a language model without a reward head: its scores come from random weights; train "
+            "one with rlhub.trainer.main_rm", model.path
+        )  # fmt: skip
+    return problems
 
 
 def check_length(shape: ModelShape, length: int, arithmetic: str, key: str) -> list[str]:

@@ -138,7 +138,8 @@ def test_the_adaptive_coefficient_follows_the_measured_kl_over_a_resume(mains: M
     control = {"start": 0.3, "target": 0.001, "horizon": 40, "samples": 16}
     settings = (
         *PPO, "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive",
-        f"algorithm.kl_ctrl.kl_coef={control['start']}", f"algorithm.kl_ctrl.target_kl={control['target']}", f"algorithm.kl_ctrl.horizon={control['horizon']}",
+        f"algorithm.kl_ctrl.kl_coef={control['start']}", f"algorithm.kl_ctrl.target_kl={control['target']}",
+        f"algorithm.kl_ctrl.horizon={control['horizon']}",
     )  # fmt: skip
     assert mains.run(task.arguments(tmp_path, *settings, "trainer.total_training_steps=2")).code == 0
     resumed = mains.run(task.arguments(tmp_path, *settings))

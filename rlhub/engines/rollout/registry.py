@@ -48,7 +48,8 @@ class RolloutSetup:
 EngineFactory = Callable[[RolloutSetup], "RolloutEngine"]
 
 ROLLOUT_ENGINES: Registry[EngineFactory] = Registry("rollout engine")
-ROLLOUT_ENGINES.add_lazy("vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine")
+"""`requires` names the Python packages an engine needs."""
+ROLLOUT_ENGINES.add_lazy("vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"})
 ROLLOUT_ENGINES.add_lazy("hf", "rlhub.engines.rollout.hf.engine:HFEngine")
 ROLLOUT_ENGINES.add_lazy("fake", "rlhub.engines.rollout.fake:FakeEngine")
 

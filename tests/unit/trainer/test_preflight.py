@@ -210,3 +210,10 @@ def test_sft() -> None:
 def test_an_unknown_configuration_is_a_programming_error() -> None:
     with pytest.raises(TypeError):
         preflight.check(object())
+
+
+def test_an_engine_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "vllm" else object())
+    (problem,) = problems(lambda config: setattr(config.actor_rollout_ref.rollout, "name", "vllm"))
+    assert "rollout.name=vllm: vllm is not installed" in problem and "do without: fake, hf" in problem
+    assert problems(lambda config: None) == []  # hf needs none

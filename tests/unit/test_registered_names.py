@@ -1,0 +1,160 @@
+"""A registered part is named in its own file, in the registry's table and in config defaults, and nowhere else in rlhub.
+
+Read from the syntax trees: a string constant that equals a registered name makes some code know one part from another.
+Docstrings are text for people and do not count.  A name that also means something else, where it does, is in MEANINGS.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhub.algorithms import registry as algorithms
+from rlhub.engines.rollout.registry import ROLLOUT_ENGINES
+from rlhub.engines.training.registry import TRAIN_ENGINES
+from rlhub.registry import Registry
+from rlhub.rewards.registry import REWARD_MANAGERS, SCORERS
+from rlhub.tracking.registry import TRACKERS
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "rlhub"
+TABLES = frozenset(
+    {
+        "algorithms/registry.py",
+        "engines/rollout/registry.py",
+        "engines/training/registry.py",
+        "rewards/registry.py",
+        "tracking/registry.py",
+    }
+)
+"""The registries' own tables."""
+
+ALGORITHMS: dict[str, Registry[Any]] = {name: value for name, value in vars(algorithms).items() if isinstance(value, Registry)}
+OTHERS: dict[str, Registry[Any]] = {
+    "ROLLOUT_ENGINES": ROLLOUT_ENGINES,
+    "TRAIN_ENGINES": TRAIN_ENGINES,
+    "REWARD_MANAGERS": REWARD_MANAGERS,
+    "SCORERS": SCORERS,
+    "TRACKERS": TRACKERS,
+}
+
+MEANINGS: dict[tuple[str, str], str] = {
+    ("config/derive.py", "fsdp2"): "the default of strategy, which is also what its older spelling becomes",
+    ("single_controller/ray/runtime_env.py", "wandb"): "the folder that package writes to",
+    ("tracking/console.py", "kl"): "a column's heading",
+}
+"""(path, string) -> what else the string means there."""
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {
+        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(), str(path)) for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def docstrings(tree: ast.AST) -> set[int]:
+    """Identities of string expressions that stand alone: docstrings, and those below a field or a constant."""
+    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+
+
+def defaults(tree: ast.AST) -> set[int]:
+    """Identities of the constants in the default of a dataclass field, and in the Literal that lists its choices."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+            found |= {id(part) for item in fields for part in ast.walk(item) if isinstance(part, ast.Constant)}
+    return found
+
+
+def strings(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, text) of every string constant that is code."""
+    ignored = docstrings(tree) | (defaults(tree) if path.startswith("config/") else set())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in ignored:
+            yield node.lineno, node.value
+
+
+def own_files(registry: Registry[Any], name: str) -> set[str]:
+    """The module a lazy row points to, and what lies beside it in a package of its own."""
+    target = registry.row(name).target
+    module = target.partition(":")[0] if isinstance(target, str) else target.__module__
+    path = module.removeprefix("rlhub.").replace(".", "/")
+    return {f"{path}.py", f"{path}/__init__.py"}
+
+
+def named(files: dict[str, ast.Module], registries: dict[str, Registry[Any]]) -> dict[tuple[str, str], str]:
+    """(path, name) -> sentence, for each registered name in a file that should not know it."""
+    found = {}
+    for path, tree in files.items():
+        if path in TABLES:
+            continue
+        for line, text in strings(path, tree):
+            kinds = [registry for registry in registries.values() if text in registry]
+            strange = [registry for registry in kinds if not belongs(path, registry, text)]
+            if strange and len(strange) == len(kinds):
+                found[path, text] = f"rlhub/{path}:{line}: names the {strange[0].kind} {text!r}"
+    return found
+
+
+def belongs(path: str, registry: Registry[Any], name: str) -> bool:
+    own = own_files(registry, name)
+    folders = {file.rpartition("/")[0] for file in own if file.endswith("/engine.py")}
+    return path in own or any(path.startswith(f"{folder}/") for folder in folders)
+
+
+def test_algorithms_are_named_nowhere_else() -> None:
+    found = named(trees(), ALGORITHMS)
+    assert [text for key, text in found.items() if key not in MEANINGS] == []
+
+
+def test_other_parts_are_named_nowhere_else() -> None:
+    found = named(trees(), OTHERS)
+    assert [text for key, text in found.items() if key not in MEANINGS] == []
+
+
+def test_every_meaning_is_used() -> None:
+    assert MEANINGS.keys() <= named(trees(), ALGORITHMS | OTHERS).keys()
+
+
+def test_every_registry_is_looked_at() -> None:
+    """A table of a new registry must be added here."""
+    tables = {path for path, tree in trees().items() if any("Registry(" in ast.unparse(node) for node in constructed(tree))}
+    assert tables == TABLES
+    assert len(ALGORITHMS) >= 3
+
+
+def constructed(tree: ast.Module) -> Iterator[ast.stmt]:
+    return (node for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call))
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "seen"),
+    [
+        ("trainer/ppo/learner.py", "if estimator == 'grpo': pass", True),
+        ("trainer/ppo/learner.py", "needs = {'gae': 1}", True),
+        ("workers/critic.py", "def f(mode: str = 'vanilla'): ...", True),
+        ("engines/training/updates.py", "loss = losses['low_var_kl']", True),
+        ("algorithms/advantages/rloo.py", "f('grpo')", True),
+        ("algorithms/advantages/grpo.py", "f('grpo')", False),
+        ("algorithms/registry.py", "f('grpo')", False),
+        ("trainer/ppo/learner.py", "'''grpo'''", False),
+        ("trainer/ppo/learner.py", "x = 'critic/grpo'", False),
+        ("config/algorithm.py", "class A:\n    adv_estimator: str = 'grpo'\n    'gae'", False),
+        ("config/checks.py", "if config.adv_estimator == 'gae': pass", True),
+        ("trainer/ppo/learner.py", "class A:\n    adv_estimator: str = 'grpo'", True),
+    ],
+)
+def test_a_planted_name_is_found_and_only_where_it_should_not_be(path: str, source: str, seen: bool) -> None:
+    assert bool(named({path: ast.parse(source)}, ALGORITHMS)) is seen
+
+
+def test_a_planted_engine_is_found() -> None:
+    assert named({"trainer/ppo/build.py": ast.parse("x == 'vllm'")}, OTHERS)
+    assert not named({"engines/rollout/vllm/memory.py": ast.parse("x == 'vllm'")}, OTHERS)
