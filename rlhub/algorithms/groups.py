@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.masked import masked_sum
+STD_EPS = 1e-6  # keeps the division finite; the published implementation of GRPO uses the same
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupStatistics:
-    """Per row: its group's size, mean and unbiased standard deviation (0 for a singleton), and whether all its rewards are
-    equal.  (batch,) each, float64.  The counts are over groups."""
+    """Per row: its group's number (from 0), size, mean and unbiased standard deviation (0 for a singleton), and whether all
+    its rewards are equal.  (batch,) each, float64.  The counts are over groups."""
 
+    index: Tensor
     size: Tensor
     mean: Tensor
     std: Tensor
@@ -23,6 +24,33 @@ class GroupStatistics:
     num_equal: int
     num_singleton: int
 
+    @property
+    def flat(self) -> Tensor:
+        """(batch,) bool: the row's group has no spread, being of one sample or of equal rewards."""
+        return self.equal | (self.size == 1)
+
+    def centred(self, rewards: Tensor) -> Tensor:
+        """R_i - mean_g, (batch,); exactly 0 where the group has no spread, NaN or not."""
+        return torch.where(self.flat, torch.zeros_like(rewards), rewards - self.mean)
+
+    def normalized(self, rewards: Tensor, *, divide: bool = True) -> Tensor:
+        """(R_i - mean_g) / (std_g + 1e-6), (batch,), or the centred reward alone; exactly 0 where the group has no spread."""
+        centred = self.centred(rewards)
+        return self.divided(centred) if divide else centred
+
+    def divided(self, values: Tensor) -> Tensor:
+        """values / (std_g + 1e-6), (batch,)."""
+        return values / (self.std + STD_EPS)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum of `values` (batch,) over each row's group, (batch,)."""
+        return values.new_zeros(self.num_groups).index_add(0, self.index, values)[self.index]
+
+    def top(self, values: Tensor) -> Tensor:
+        """Largest of `values` (batch,) in each row's group, (batch,)."""
+        lowest = values.new_full((self.num_groups,), -torch.inf)
+        return lowest.scatter_reduce(0, self.index, values, "amax")[self.index]
+
     def metrics(self) -> dict[str, float]:
         """Shares of groups that carry no learning signal."""
         return {
@@ -30,11 +58,6 @@ class GroupStatistics:
             "groups/all_equal": self.num_equal / max(self.num_groups, 1),
             "groups/singleton": self.num_singleton / max(self.num_groups, 1),
         }
-
-
-def outcome_rewards(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """R_i = sum_t r_{i,t} m_{i,t}, (batch,) float64."""
-    return masked_sum(token_level_rewards.double(), response_mask, dim=1)
 
 
 def group_statistics(rewards: Tensor, group: Tensor) -> GroupStatistics:
@@ -54,6 +77,7 @@ def group_statistics(rewards: Tensor, group: Tensor) -> GroupStatistics:
     bottom = zeros.scatter_reduce(0, index, rewards, "amin", include_self=False)
     equal = (top == bottom) & (size > 1)
     return GroupStatistics(
+        index=index,
         size=size[index],
         mean=mean[index],
         std=std[index],

@@ -1,6 +1,8 @@
 """What algorithms there are, without loading them: name -> module, needs and knobs.
 
-`requires` of an advantage estimator: "values" (a critic must predict them), "groups" (several samples per prompt).
+`requires` of an advantage estimator: "values" (a critic must predict them), "groups" (several samples per prompt),
+"old_log_probs" and "sum_pi_squared" (a forward pass of its own before the update), "baseline_rewards" (a greedy response per
+prompt), "reward_components" (the scorer's own numbers by name).
 """
 
 from __future__ import annotations
@@ -12,11 +14,24 @@ from rlhub.registry import Registry
 _HERE = "rlhub.algorithms"
 
 ADVANTAGE_ESTIMATORS: Registry[Any] = Registry("advantage estimator")
-ADVANTAGE_ESTIMATORS.add_lazy("gae", f"{_HERE}.advantages.gae:gae", requires={"values"}, knobs=f"{_HERE}.advantages.gae:GAEKnobs")
-ADVANTAGE_ESTIMATORS.add_lazy(
-    "grpo", f"{_HERE}.advantages.grpo:grpo", requires={"groups"}, knobs=f"{_HERE}.advantages.grpo:GRPOKnobs"
-)
-ADVANTAGE_ESTIMATORS.add_lazy("rloo", f"{_HERE}.advantages.rloo:rloo", requires={"groups"})
+for _name, _requires, _class in (
+    ("gae", {"values"}, "GAEKnobs"),
+    ("grpo", {"groups"}, "GRPOKnobs"),
+    ("grpo_passk", {"groups"}, "GRPOPassKKnobs"),
+    ("reinforce_plus_plus", set[str](), "ReinforcePlusPlusKnobs"),
+    ("reinforce_plus_plus_baseline", {"groups"}, None),
+    ("remax", {"baseline_rewards"}, "ReMaxKnobs"),
+    ("rloo", {"groups"}, None),
+    ("opo", {"groups"}, None),
+    ("gpg", {"groups"}, None),
+    ("optimal_token_baseline", {"groups", "old_log_probs", "sum_pi_squared"}, "OptimalTokenBaselineKnobs"),
+    ("gdpo", {"groups", "reward_components"}, "GDPOKnobs"),
+    ("cpgd", {"groups"}, "CPGDKnobs"),
+):
+    _module = f"{_HERE}.advantages.{_name}"
+    ADVANTAGE_ESTIMATORS.add_lazy(
+        _name, f"{_module}:{_name}", requires=_requires, knobs=f"{_module}:{_class}" if _class else None
+    )
 
 POLICY_LOSSES: Registry[Any] = Registry("policy loss")
 for _name, _class in (

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.masked import masked, whiten
+from rlhub.algorithms.masked import kept, whiten
+from rlhub.algorithms.returns import scan, time_first
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,29 +23,28 @@ class GAEKnobs:
 def gae(inputs: AdvantageInputs, knobs: GAEKnobs) -> AdvantageOutputs:
     """A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; returns = A + V; A is then whitened.
 
-    inputs: rewards and values (batch, response); the scan runs over model tokens only: at a masked token V_{t+1} and
+    inputs: rewards and values (batch, response); the scans run over model tokens only: at a masked token V_{t+1} and
     A_{t+1} pass through unchanged, so tool output between turns neither discounts nor bootstraps.
     Raises ValueError when a reward sits on a masked token, where it would be lost.
     """
     assert inputs.values is not None, "gae requires values"
-    mask = inputs.response_mask.bool()
-    lost = (inputs.token_level_rewards.nan_to_num(nan=0.0).ne(0) & ~mask).any(1) & mask.any(1)
+    check_rewards(inputs.token_level_rewards, inputs.response_mask)
+    mask = time_first(inputs.response_mask, inputs.values.dtype)
+    rewards, values = kept(inputs.token_level_rewards.t(), mask), kept(inputs.values.t(), mask)
+    next_values = torch.cat([scan(values, mask, 0.0)[1:], torch.zeros_like(values[:1])])
+    deltas = rewards.add_(next_values, alpha=knobs.gamma).sub_(values).mul_(mask)
+    advantages = scan(deltas, mask, knobs.gamma * knobs.lam)
+    returns = kept(values.add_(advantages).t().contiguous(), inputs.response_mask)
+    return AdvantageOutputs(advantages=whiten(advantages.t().contiguous(), inputs.response_mask), returns=returns)
+
+
+def check_rewards(rewards: Tensor, mask: Tensor) -> None:
+    """Every reward of a row with model tokens is on one of them."""
+    inside = kept(rewards, mask)
+    if torch.equal(inside, rewards):
+        return
+    outside = rewards.sub(inside).nan_to_num_(nan=0.0)
+    lost = outside.ne(0).any(1) & mask.bool().any(1)
     if bool(lost.any()):
         row = int(lost.nonzero()[0].item())
         raise ValueError(f"row {row} has a reward on a token outside response_mask; put outcome scores on the last model token")
-    # time-major and contiguous: each step of the scan reads one cache-friendly line
-    rewards = masked(inputs.token_level_rewards, mask).t().contiguous()
-    values = masked(inputs.values, mask).t().contiguous()
-    keep = mask.t().contiguous()
-    advantages = torch.zeros_like(values)
-    next_value = torch.zeros_like(values[0]) if values.numel() else values.new_zeros(values.shape[1])
-    next_advantage = next_value
-    for t in range(values.shape[0] - 1, -1, -1):
-        delta = rewards[t] + knobs.gamma * next_value - values[t]
-        advantage = delta + knobs.gamma * knobs.lam * next_advantage
-        next_advantage = torch.where(keep[t], advantage, next_advantage)
-        next_value = torch.where(keep[t], values[t], next_value)
-        advantages[t] = next_advantage
-    advantages = masked(advantages.t(), mask)
-    returns = masked(advantages + values.t(), mask)
-    return AdvantageOutputs(advantages=whiten(advantages, mask), returns=returns)

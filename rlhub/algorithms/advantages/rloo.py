@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import torch
-
-from rlhub.algorithms.groups import group_statistics, outcome_rewards
+from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.masked import masked
+from rlhub.algorithms.outcome import on_tokens, outcome_rewards
 
 
 def rloo(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
-    """A_i = R_i - mean of the others = n / (n - 1) (R_i - mean_g) on every model token of sample i; 0 for a group of one."""
+    """A_i = R_i - mean of the others = n / (n - 1) (R_i - mean_g) on every model token of sample i.
+
+    Exactly 0 for a group of equal rewards and for a group of one; both are counted in the metrics.
+    """
     assert inputs.group is not None, "rloo requires groups"
     rewards = outcome_rewards(inputs.token_level_rewards, inputs.response_mask)
     stats = group_statistics(rewards, inputs.group)
-    advantage = stats.size / (stats.size - 1).clamp(min=1) * (rewards - stats.mean)
-    advantage = torch.where(stats.equal | (stats.size == 1), torch.zeros_like(advantage), advantage)
-    advantages = masked(
-        advantage.to(inputs.token_level_rewards.dtype)[:, None].expand(inputs.response_mask.shape), inputs.response_mask
-    )
+    per_sample = stats.size / (stats.size - 1).clamp(min=1) * stats.centred(rewards)
+    advantages = on_tokens(per_sample, inputs.response_mask, inputs.token_level_rewards.dtype)
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics())

@@ -17,8 +17,15 @@ def test_estimators_work_from_what_their_rows_require_and_not_from_less(name: st
     knobs = knobs_class() if knobs_class else None
     rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2).long()
     bare = AdvantageInputs(token_level_rewards=rewards, response_mask=mask)
-    needs = {"values": torch.zeros(2, 2), "groups": torch.tensor([0, 0])}
-    given = {{"values": "values", "groups": "group"}[need]: needs[need] for need in requires}
+    needs = {
+        "values": {"values": torch.zeros(2, 2)},
+        "groups": {"group": torch.tensor([0, 0])},
+        "old_log_probs": {"old_log_probs": torch.full((2, 2), -1.0)},
+        "sum_pi_squared": {"sum_pi_squared": torch.full((2, 2), 0.5)},
+        "baseline_rewards": {"baseline_rewards": torch.zeros(2)},
+        "reward_components": {"reward_components": {"right": torch.tensor([1.0, 0.0], dtype=torch.float64)}},
+    }
+    given = {field: value for need in requires for field, value in needs[need].items()}
     outputs = ADVANTAGE_ESTIMATORS.get(name)(dataclasses.replace(bare, **given), knobs)
     assert outputs.advantages.shape == outputs.returns.shape == (2, 2)
     assert outputs.advantages.dtype == torch.float32

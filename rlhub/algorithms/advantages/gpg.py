@@ -1,0 +1,24 @@
+"""Group policy gradient (Chu et al. 2025, arXiv 2504.02546)."""
+
+from __future__ import annotations
+
+from rlhub.algorithms.groups import group_statistics
+from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
+from rlhub.algorithms.outcome import on_tokens, outcome_rewards
+
+
+def gpg(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
+    """A_i = alpha (R_i - mean_g) on every model token of sample i; alpha = B / (B - M) makes up for groups without a gradient.
+
+    B: samples with model tokens; M: those among them whose group has no spread, being of equal rewards or of one sample.
+    Where no group has spread, all is 0.  Elsewhere alpha is B over the number of samples with a non-zero reward, which
+    depends on where the scorer puts its zero.
+    """
+    assert inputs.group is not None, "gpg requires groups"
+    rewards = outcome_rewards(inputs.token_level_rewards, inputs.response_mask)
+    stats = group_statistics(rewards, inputs.group)
+    present = inputs.response_mask.sum(1) > 0
+    total, useful = int(present.sum().item()), int((present & ~stats.flat).sum().item())
+    alpha = total / useful if useful else 0.0
+    advantages = on_tokens(alpha * stats.centred(rewards), inputs.response_mask, inputs.token_level_rewards.dtype)
+    return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics() | {"groups/gpg_alpha": alpha})

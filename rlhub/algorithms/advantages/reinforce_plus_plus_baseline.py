@@ -1,0 +1,22 @@
+"""REINFORCE++ with a group baseline (Hu et al. 2025, arXiv 2501.03262, "REINFORCE++ w/ baseline")."""
+
+from __future__ import annotations
+
+from rlhub.algorithms.groups import group_statistics
+from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
+from rlhub.algorithms.masked import whiten
+from rlhub.algorithms.outcome import on_tokens, outcome_rewards
+
+
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
+    """A = R_i - mean_g on every model token of sample i, whitened over the batch's model tokens.
+
+    R_i - mean_g is exactly 0 for equal rewards and for a group of one (elsewhere R_i), both counted; whitening then moves
+    these zeros with all others, by the batch's token mean.
+    """
+    assert inputs.group is not None, "reinforce_plus_plus_baseline requires groups"
+    rewards = outcome_rewards(inputs.token_level_rewards, inputs.response_mask)
+    stats = group_statistics(rewards, inputs.group)
+    centred = on_tokens(stats.centred(rewards), inputs.response_mask, inputs.token_level_rewards.dtype)
+    advantages = whiten(centred, inputs.response_mask)
+    return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics())

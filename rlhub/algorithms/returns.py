@@ -1,0 +1,39 @@
+"""Scans over a response from its end: rewards to go, and what else is summed that way.
+
+They run time first, (response, batch) in contiguous memory, so that each step reads a few whole lines of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhub.algorithms.masked import kept
+
+
+def time_first(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as zeros and ones of `dtype`, (response, batch)."""
+    return mask.to(dtype).t().contiguous()
+
+
+def rewards_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + gamma G_{t+1} over model tokens, (batch, response), 0 outside the mask.
+
+    At a masked token G is carried through unchanged, so tool output between turns does not discount; a reward there is not
+    read.  Without discount it is a cumulative sum.
+    """
+    if gamma == 1.0:
+        return kept(kept(token_level_rewards, response_mask).flip(1).cumsum(1).flip(1), response_mask)
+    mask = time_first(response_mask, token_level_rewards.dtype)
+    sums = scan(kept(token_level_rewards.t(), mask), mask, gamma)
+    return kept(sums.t().contiguous(), response_mask)
+
+
+def scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
+    """S_t = x_t + decay S_{t+1} where the mask is 1, S_t = S_{t+1} where it is 0; terms are finite and 0 there."""
+    factor = (1 - mask).add_(mask, alpha=decay)
+    sums = torch.empty_like(factor)
+    following = torch.zeros(mask.shape[1:], dtype=mask.dtype, device=mask.device)
+    for out, term, weight in zip(*(reversed(x.unbind(0)) for x in (sums, terms, factor)), strict=True):
+        following = torch.addcmul(term, weight, following, out=out)
+    return sums
