@@ -42,6 +42,7 @@ class PromptDataset:
             "ground_truth": [_ground_truth(rows[index]) for index in kept],
             "extra_info": [_extra_info(rows[index]) for index in kept],
             "raw_prompt": [texts[index] for index in kept],
+            "raw_chat": [rows[index].get(config.prompt_key) for index in kept],
         }
         self.num_filtered = len(rows) - len(kept)
         self.fingerprint = fingerprint_of(self.prompt_ids, self._columns["data_source"], self._columns["ground_truth"])
@@ -51,7 +52,7 @@ class PromptDataset:
 
     def batch(self, indices: np.ndarray) -> DataProto:
         """Those rows: `prompts` and `attention_mask` (rows, longest) int64, left padded; object columns `data_source`,
-        `ground_truth`, `extra_info`, `raw_prompt` (the text the tokens came from)."""
+        `ground_truth`, `extra_info`, `raw_prompt` (the text the tokens came from), `raw_chat` (the prompt as the file has it)."""
         tokens = [self.prompt_ids[index] for index in indices]
         tensors = {
             "prompts": torch.from_numpy(left_padded(tokens, self.pad_id)),

@@ -11,14 +11,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlhub.config.model import ModelConfig
 from rlhub.errors import ConfigError
+from rlhub.models.kinds import reward_problem
 
 ModelKind = Literal["policy", "value", "reward"]
 """policy: a distribution over the next token; value: a number a token; reward: a number a row."""
 SCALAR_HEAD = "score"
 """The linear layer of transformers' sequence classifiers: hidden size -> 1, without bias."""
 
-CLASSIFIER = "ForSequenceClassification"
-REWARD_CLASSES = (CLASSIFIER, "ForCausalLM")
 HEAD_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Settings by which some models change logits after the head's matrix; log-probs computed without them would be wrong."""
 
@@ -55,8 +54,8 @@ def build_model(
     """
     config = load_config(model)
     loader: Any = AutoModelForCausalLM
-    if kind == "reward":
-        check_one_label(config, model.path)
+    if kind == "reward" and (problem := reward_problem(str(model.path), config.architectures or [], config.num_labels)):
+        raise ConfigError(problem)
     if kind != "policy":
         config.num_labels = 1
         loader = AutoModelForSequenceClassification
@@ -78,18 +77,6 @@ def build_model(
     if model.enable_gradient_checkpointing:
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return built.train()
-
-
-def check_one_label(config: PreTrainedConfig, path: str | None) -> None:
-    """ConfigError unless the checkpoint is a language model, which gets a new head, or a sequence classifier with one label."""
-    classes = config.architectures or []
-    if not all(name.endswith(REWARD_CLASSES) for name in classes):
-        raise ConfigError(
-            f"{path!r} holds {', '.join(classes)}: a reward model is a sequence classifier with one label or a causal language "
-            "model (which gets a new head); name another model"
-        )
-    if any(name.endswith(CLASSIFIER) for name in classes) and config.num_labels != 1:
-        raise ConfigError(f"{path!r} is a classifier with {config.num_labels} labels: a reward model has 1; name another model")
 
 
 def _refuse_transformed_logits(model: PreTrainedModel) -> None:

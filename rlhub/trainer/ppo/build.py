@@ -11,10 +11,10 @@ from rlhub.config.ppo import PPOConfig
 from rlhub.data.prompts import PromptDataset, PromptLoader
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.protocol import DataProto
-from rlhub.rewards import RewardManager, build_reward_manager
 from rlhub.single_controller import ClassWithInitArgs, Launched, WorkerGroup
 from rlhub.trainer.ppo.learner import Learner
 from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements
+from rlhub.trainer.ppo.reward import REWARD_DEADLINES, prepare_reward, reward_roles
 from rlhub.trainer.ppo.rollouts import VALIDATION_ORDINALS, Generator
 from rlhub.trainer.ppo.sampling import Sampler
 from rlhub.trainer.ppo.trainer import PPOTrainer
@@ -94,19 +94,20 @@ def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Validator
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     batches = load_validation(config, tokenizer)
-    reward = build_reward_manager(config.reward_model, config.custom_reward_function, tokenizer, config.data.max_response_length)
-    stack.callback(reward.close)
-    actor = ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, worker_runtime(config), train=False)
-    launched = stack.enter_context(
-        launch_workers({"actor_rollout_ref": actor}, config.trainer, deadlines={"actor_rollout_ref": ACTOR_DEADLINES}, run=run)
-    )
+    parts = prepare_reward(config, tokenizer)
+    stack.callback(parts.close)
+    runtime = worker_runtime(config)
+    actor = ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, runtime, train=False)
+    roles = {"actor_rollout_ref": actor, **reward_roles(config, runtime)}
+    deadlines = {"actor_rollout_ref": ACTOR_DEADLINES, **REWARD_DEADLINES}
+    launched = stack.enter_context(launch_workers(roles, config.trainer, deadlines=deadlines, run=run))
     generator = Generator(launched.groups["actor_rollout_ref"], config.actor_rollout_ref.rollout)
     num_shown = config.trainer.log_val_generations or sum(len(batch) for batch in batches)
-    return Validator(batches, generator, reward, tokenizer, run.timers, num_shown)
+    return Validator(batches, generator, parts.manager(launched.groups), tokenizer, run.timers, num_shown)
 
 
 def worker_roles(config: PPOConfig, total_steps: int) -> dict[str, ClassWithInitArgs]:
-    """The actor (with rollout and, where read, the reference) and, where the estimator needs values, the critic."""
+    """The actor (with rollout and, where read, the reference), the critic where the estimator needs values, and what scores."""
     needs = requirements(config)
     runtime = worker_runtime(config)
     actor, critic = config.actor_rollout_ref.actor, config.critic
@@ -123,7 +124,7 @@ def worker_roles(config: PPOConfig, total_steps: int) -> dict[str, ClassWithInit
     if needs.values:
         critic.optim.total_training_steps = total_steps * critic_mini_batches(config) * (critic.ppo_epochs or 1)
         roles["critic"] = ClassWithInitArgs(CriticWorker, critic, runtime, loss_agg_mode=actor.loss_agg_mode)
-    return roles
+    return roles | reward_roles(config, runtime)
 
 
 def start_workers(config: PPOConfig, total_steps: int, run: Run) -> Launched:
@@ -131,18 +132,17 @@ def start_workers(config: PPOConfig, total_steps: int, run: Run) -> Launched:
     return launch_workers(
         worker_roles(config, total_steps),
         config.trainer,
-        deadlines={"actor_rollout_ref": ACTOR_DEADLINES, "critic": CRITIC_DEADLINES},
+        deadlines={"actor_rollout_ref": ACTOR_DEADLINES, "critic": CRITIC_DEADLINES, **REWARD_DEADLINES},
         run=run,
     )
 
 
 def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) -> PPOTrainer:
     """Start everything; what must be ended is put on `stack`."""
-    reward: RewardManager = build_reward_manager(
-        config.reward_model, config.custom_reward_function, data.tokenizer, config.data.max_response_length
-    )
-    stack.callback(reward.close)
+    parts = prepare_reward(config, data.tokenizer)
+    stack.callback(parts.close)
     launched = stack.enter_context(start_workers(config, data.total_steps, run))
+    reward = parts.manager(launched.groups)
     actor: WorkerGroup = launched.groups["actor_rollout_ref"]
     critic = launched.groups.get("critic")
     generator = Generator(actor, config.actor_rollout_ref.rollout)

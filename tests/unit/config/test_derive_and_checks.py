@@ -47,7 +47,9 @@ def test_everything_that_can_be_derived_is() -> None:
         "actor_rollout_ref.rollout.kv_cache_gb", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
         "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high",
         "critic.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "reward_model.micro_batch_size_per_gpu",
+        "reward_model.model.path", "reward_model.model.input_tokenizer", "reward_model.max_length",
+        "reward_model.judge.model.path", "reward_model.judge.prompt_template",
     }  # fmt: skip
 
     def value(key: str) -> object:
@@ -89,6 +91,8 @@ def test_device_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _A, _R = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
+REWARD_MODEL = {"reward_model__enable": True, "reward_model__model__path": "some/model"}
+JUDGE = {"reward_model__judge__model__path": "some/judge"}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +127,18 @@ _A, _R = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
         ({"trainer__keep_best": "val/pass@1", "data__val_files": None}, ("needs validation",)),
         ({"trainer__save_freq": 0}, ("trainer.save_freq=0",)),
         ({"critic__optim__betas": [0.9]}, ("critic.optim.betas",)),
-        ({"reward_model__enable": True}, ("reward_model.enable=true",)),
+        ({"reward_model__enable": True}, ("reward_model.enable=true", "reward_model.model.path is not set")),
+        ({"reward_model__function_weight": 0}, ("function_weight=0 leaves nothing to score with",)),
+        ({"reward_model__function_weight": float("nan")}, ("reward_model.function_weight=nan",)),
+        (REWARD_MODEL | {"reward_model__weight": float("inf")}, ("reward_model.weight=inf",)),
+        (REWARD_MODEL | {"reward_model__model__fsdp_config__fsdp_size": 2}, ("reward_model.model.fsdp_config.fsdp_size=2",)),
+        (
+            REWARD_MODEL | {"reward_model__use_dynamic_bsz": True, "reward_model__forward_max_token_len_per_gpu": 9},
+            ("reward_model.forward_max_token_len_per_gpu=9",),
+        ),
+        (JUDGE | {"reward_model__judge__min_score": 10.0}, ("min_score=10.0 is not less than",)),
+        (JUDGE | {"reward_model__judge__n": 2}, ("judge.n=2", "temperature=0")),
+        (JUDGE | {"reward_model__judge__tensor_model_parallel_size": 2}, ("1 = 0 x 2 + 1",)),
     ],
 )
 def test_each_rule_names_what_breaks_it(values: dict[str, object], parts: tuple[str, ...]) -> None:

@@ -168,7 +168,9 @@ def test_a_foreign_key_at_the_value_that_changes_nothing_is_silent(override: str
         ("actor_rollout_ref.rollout.calculate_log_probs=False", "always recorded"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "single turns"),
         ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "single turns"),
-        ("reward_model.model.path=some/model", "reward models"),
+        ("reward_model.micro_batch_size=8", "_per_gpu"),
+        ("reward_model.ulysses_sequence_parallel_size=2", "sequence parallelism"),
+        ("reward_model.model.external_lib=verl", "trainer.plugins"),
         ("actor_rollout_ref.actor.ppo_micro_batch_size=8", "_per_gpu"),
     ],
 )
@@ -252,7 +254,7 @@ class _Root:
 def test_every_setting_is_documented_and_few_enough(cls: type) -> None:
     all_leaves = list(leaves(cls))
     assert [leaf.key for leaf in all_leaves if len(leaf.doc) < 10] == []
-    assert len(all_leaves) < 200
+    assert len(all_leaves) < 220
 
 
 def test_documentation_check_finds_a_bare_field() -> None:

@@ -47,6 +47,7 @@ def test_text_prompts_are_left_padded_as_they_are(tmp_path: Path) -> None:
         "ground_truth": ["2", "2"],
         "extra_info": [{}, {"index": 5}],
         "raw_prompt": ["1+1=", "12+34="],
+        "raw_chat": ["1+1=", "12+34="],
     }
 
 

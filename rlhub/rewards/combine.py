@@ -1,0 +1,155 @@
+"""One reward out of several scorers: a reward function, a learned reward model, a judge.
+
+    reward = function_weight * function + weight * model + judge.weight * judge
+
+Each part's own, unweighted scores stay in `RewardResult.extra` under its name.  What is correct (validation's pass@k) is the
+function's business wherever there is one: a learned score says how good, not whether right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhub.errors import RewardError
+from rlhub.protocol import DataProto
+from rlhub.rewards.base import Decoder, RewardManager, RewardResult
+from rlhub.rewards.failures import check_failures
+from rlhub.rewards.naive import numeric_means, on_last_token, response_lengths, reward_requests
+from rlhub.rewards.pool import LARGEST_SCORE, RewardFailure, RewardOutcome
+
+FUNCTION, MODEL, JUDGE = "function", "model", "judge"
+CORRECT_ABOVE = 0.5  # of the function's score, where it gives no "acc" of its own
+FAILED = "reward/num_failed"
+FAILED_SHARE = "reward/failed_share"
+
+
+@dataclass(slots=True, kw_only=True)
+class PartScores:
+    """outcomes: one a row.  metrics: what else the scorer counted."""
+
+    outcomes: list[RewardOutcome]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """A scorer besides the function.  score: blocking, called once a batch, gives each row a score or a failure."""
+
+    name: str
+    weight: float
+    score: Callable[[DataProto], PartScores]
+
+
+@dataclass(slots=True, kw_only=True)
+class CombinedManager:
+    """A RewardManager.  function: None scores with the parts alone.  A failed row of any part follows `on_error`: the run
+    stops, the row is masked, or that part counts 0."""
+
+    function: RewardManager | None
+    function_weight: float
+    parts: Sequence[Part]
+    tokenizer: Decoder
+    on_error: Literal["fail", "mask", "zero"]
+    max_error_rate: float
+
+    def __call__(self, batch: DataProto) -> RewardResult:
+        result = self._start(batch)
+        lengths = response_lengths(batch)
+        for part in self.parts:
+            self._add(result, part, batch, lengths)
+        result.scores[~result.valid] = 0
+        result.token_level_scores[~result.valid] = 0
+        return result
+
+    def close(self) -> None:
+        if self.function is not None:
+            self.function.close()
+
+    def _start(self, batch: DataProto) -> RewardResult:
+        """The function's weighted share, or nothing yet."""
+        if self.function is None:
+            shape = batch.batch["responses"].shape
+            return RewardResult(
+                token_level_scores=torch.zeros(shape),
+                scores=torch.zeros(shape[0]),
+                valid=torch.ones(shape[0], dtype=torch.bool),
+                extra={},
+                metrics={FAILED: 0.0, FAILED_SHARE: 0.0},
+            )
+        result = self.function(batch)
+        raw = result.scores.double().numpy()
+        own = {FUNCTION: column_of(raw, result.valid.numpy())}
+        return RewardResult(
+            token_level_scores=self.function_weight * result.token_level_scores,
+            scores=self.function_weight * result.scores,
+            valid=result.valid.clone(),
+            extra=result.extra | own | {"acc": accuracy(result.extra.get("acc"), raw)},
+            metrics=result.metrics | numeric_means(own),
+        )
+
+    def _add(self, result: RewardResult, part: Part, batch: DataProto, lengths: Tensor) -> None:
+        found = part.score(batch)
+        counted = self._check(part.name, found.outcomes, batch, lengths)
+        scored = np.array([outcome.error is None for outcome in found.outcomes], dtype=bool)
+        raw = np.array([outcome.score for outcome in found.outcomes], dtype=np.float64)
+        share = torch.from_numpy((part.weight * np.where(scored, raw, 0.0)).astype(np.float32))
+        result.scores = result.scores + share
+        width = result.token_level_scores.shape[1]
+        result.token_level_scores = result.token_level_scores + on_last_token(share, lengths, width)
+        if self.on_error == "mask":
+            result.valid = result.valid & torch.from_numpy(scored)
+        own = {part.name: column_of(raw, scored)}
+        result.extra |= own
+        result.metrics = add_failures(result.metrics, counted, len(raw)) | numeric_means(own) | found.metrics
+
+    def _check(self, name: str, outcomes: list[RewardOutcome], batch: DataProto, lengths: Tensor) -> dict[str, float]:
+        if all(outcome.error is None for outcome in outcomes):
+            return {}
+        requests = reward_requests(batch, lengths, self.tokenizer)
+        try:
+            return check_failures(requests, outcomes, on_error=self.on_error, max_error_rate=self.max_error_rate)
+        except RewardError as error:
+            raise RewardError(f"the {name} part of the reward: {error}") from error
+
+
+def column_of(raw: np.ndarray, scored: np.ndarray) -> np.ndarray:
+    """Scores (B,) as a column of `extra`: float64, or objects with None where scoring failed."""
+    if scored.all():
+        return raw
+    column = raw.astype(object)
+    column[~scored] = None
+    return column
+
+
+def accuracy(own: np.ndarray | None, scores: np.ndarray) -> np.ndarray:
+    """The function's "acc" (B,), and where it gives none whether its score is above 0.5."""
+    default = (scores > CORRECT_ABOVE).astype(np.float64)
+    if own is None:
+        return default
+    return np.array([one if value is None else value for one, value in zip(default, own, strict=True)])
+
+
+def add_failures(metrics: dict[str, float], more: dict[str, float], num_rows: int) -> dict[str, float]:
+    """`metrics` with another scorer's failures counted in; a row that two scorers fail on counts twice."""
+    total = dict(metrics)
+    for name, count in more.items():
+        if name.startswith(FAILED):
+            total[name] = total.get(name, 0.0) + count
+    total[FAILED_SHARE] = total.get(FAILED, 0.0) / max(num_rows, 1)
+    return total
+
+
+def outcomes_of(scores: Tensor) -> list[RewardOutcome]:
+    """Scores (rows,) of a reward model; one that is no finite float32 is a failure."""
+    return [
+        RewardOutcome(score=score)
+        if abs(score) <= LARGEST_SCORE  # false of NaN
+        else RewardOutcome(error=RewardFailure(kind="bad_value", message=f"the reward model's score is {score}"))
+        for score in scores.tolist()
+    ]
