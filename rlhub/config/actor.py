@@ -12,9 +12,12 @@ from rlhub.config.training import FSDPConfig, OptimConfig
 @dataclass(slots=True, kw_only=True)
 class PolicyLossConfig:
     loss_mode: str = "vanilla"
-    """Policy loss: vanilla (PPO's clipped surrogate), or one of your own from a plugin."""
+    """Policy loss: vanilla (PPO's clipped surrogate, also decoupled PPO), gspo, sapo, geo_mean, cispo, dppo_tv, dppo_kl, cpgd,
+    clip_cov, kl_cov, gpg, reinforce, or one of your own from a plugin. An unknown name lists all; each is a file in
+    rlhub/algorithms/policy_losses that says where it comes from and what it does."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Knobs of the chosen loss, by its own names; checked by its own class."""
+    """Knobs of the chosen loss, by its own names; checked by its own class (a wrong name lists them). Those that are named like a
+    setting of this section take its value unless given here."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,7 +35,8 @@ class ActorConfig:
     ppo_epochs: PositiveInt = 1
     """Passes over each batch; above 1 reuses samples off-policy."""
     shuffle: bool = False
-    """New order of the rows in each PPO epoch."""
+    """Deal the batch's rows to mini-batches at random, drawn once a batch from trainer.seed and the step (all PPO epochs have the
+    same mini-batches); false: in the order of the prompts. Worth it with several optimizer steps a batch."""
     clip_ratio: NonNegativeFloat = 0.2
     """PPO's eps: the probability ratio is clipped to [1 - eps, 1 + eps]."""
     clip_ratio_low: NonNegativeFloat | None = None

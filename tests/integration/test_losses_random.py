@@ -10,7 +10,7 @@ from rlhub.algorithms.registry import POLICY_LOSSES
 from tests.unit.algorithms import loss_cases as lc
 from tests.unit.algorithms.cases import few
 
-many = settings(few, max_examples=300)
+many = settings(few, max_examples=200)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())

@@ -40,7 +40,7 @@ def divergence_bounded(inputs: PolicyLossInputs, limits: Limits, divergence: Div
     mask = inputs.response_mask
     advantages, log_probs = masked(inputs.advantages, mask), masked(inputs.log_probs, mask)
     now, anchor = log_probs.detach(), masked(inputs.rollout_log_probs, mask)
-    distance = divergence(now, anchor)
+    distance = divergence(now.double(), anchor.double())  # a small difference of large numbers
     upwards = (advantages > 0) & (now > anchor) & (distance > limits.high)
     downwards = (advantages < 0) & (now < anchor) & (distance > limits.low)
     dropped = upwards | downwards

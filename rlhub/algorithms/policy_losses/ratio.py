@@ -39,7 +39,7 @@ def finished(inputs: PolicyLossInputs, loss: Tensor, bounded: Tensor | None = No
     """
     mask = inputs.response_mask
     if inputs.weights is not None:
-        loss = loss * masked(inputs.weights, mask)
+        loss = loss * masked(inputs.weights, mask).to(loss.dtype)
     ratio = log_ratio(inputs).detach()
     share = ratio.new_zeros(()) if bounded is None else masked_sum(bounded.to(ratio.dtype), mask)
     sums = {"pg_clipfrac": share, "ppo_kl": -ratio.sum()}
