@@ -145,10 +145,12 @@ class ActorRolloutRefWorker(EngineWorker):
 
     @register(dispatch_mode=ACTOR)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """old_log_probs (rows, response) of the current policy."""
+        """old_log_probs (rows, response) of the current policy, and sum_pi_squared where meta_info asks for it."""
         self._let_rollout_sleep()
-        outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs",))
-        return DataProto.from_dict(tensors={"old_log_probs": outputs["log_probs"]})
+        extra = ("sum_pi_squared",) if batch.meta_info.get("sum_pi_squared") else ()
+        outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs", *extra))
+        columns = {"old_log_probs": outputs["log_probs"]} | {name: outputs[name] for name in extra}
+        return DataProto.from_dict(tensors=columns)
 
     @register(dispatch_mode=ACTOR)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:

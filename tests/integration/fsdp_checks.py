@@ -30,6 +30,7 @@ TEMPERATURE = 0.7
 ENTROPY = 0.1
 POLICY_OUTPUTS = ("log_probs", "entropy")
 OUTPUTS = {"policy": POLICY_OUTPUTS, "value": ("values",), "reward": ("scores",)}
+INFERRED = OUTPUTS | {"policy": (*POLICY_OUTPUTS, "sum_pi_squared")}
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -130,7 +131,7 @@ def plain_outputs(model: Any, rows: Rows, kind: str) -> dict[str, Tensor]:
     response_mask = rows["response_mask"]
     count, width = response_mask.shape
     prompt = rows["input_ids"].shape[1] - width
-    names = OUTPUTS[kind]
+    names = INFERRED[kind]
     results: dict[str, list[Tensor]] = {name: [] for name in names}
     for row in range(count):
         real = rows["attention_mask"][row].bool()
@@ -138,9 +139,9 @@ def plain_outputs(model: Any, rows: Rows, kind: str) -> dict[str, Tensor]:
         if kind == "policy":
             logits = model(ids[None]).logits[0] / TEMPERATURE
             log_p = logits.log_softmax(-1)
-            entropy = -(log_p.exp() * log_p).sum(-1)
+            numbers = {"entropy": -(log_p.exp() * log_p).sum(-1), "sum_pi_squared": log_p.exp().square().sum(-1)}
         else:
-            values = model.score(model.model(ids[None]).last_hidden_state)[0, :, 0]
+            numbers = {"values": model.score(model.model(ids[None]).last_hidden_state)[0, :, 0]}
         before = real.cumsum(0)[prompt:] - 2
         for name in names:
             line = []
@@ -150,7 +151,7 @@ def plain_outputs(model: Any, rows: Rows, kind: str) -> dict[str, Tensor]:
                 elif name == "log_probs":
                     line.append(log_p[before[column], rows["input_ids"][row, prompt + column]])
                 else:
-                    line.append((entropy if name == "entropy" else values)[before[column]])
+                    line.append(numbers[name][before[column]])
             results[name].append(torch.stack(line))
     return {name: torch.stack(lines) for name, lines in results.items()}
 
@@ -233,7 +234,7 @@ def inference(path: str, kind: str, case: dict[str, Any]) -> float:
     rows = make_rows()
     built = make_engine(path, kind, model=case.get("model", {}), infer_micro_batch=MicroBatchConfig(**case.get("micro", {})))
     mine = my_rows(rows, case.get("uneven", False))
-    outputs = OUTPUTS[kind]
+    outputs = INFERRED[kind]
     results = built.infer(mine, outputs=outputs)
     reference = plain_model(path, kind, torch.float64)
     if kind != "policy" and not case.get("own_head"):

@@ -30,6 +30,7 @@ class ForwardOutputs:
 
     log_probs: Tensor | None = None  # log pi(token) after dividing logits by the temperature
     entropy: Tensor | None = None  # of the full distribution after temperature
+    sum_pi_squared: Tensor | None = None  # sum of its squared probabilities; carries no gradient
     values: Tensor | None = None
     scores: Tensor | None = None  # (rows,), read at each row's last attended token; 0 for a row without (a filler row)
 

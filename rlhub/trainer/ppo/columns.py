@@ -22,6 +22,11 @@ def model_inputs(batch: DataProto) -> DataProto:
     return view(batch, MODEL)
 
 
+def log_prob_inputs(batch: DataProto, *, sum_pi_squared: bool) -> DataProto:
+    """What the policy's forward pass before the update reads, and whether it returns sum_pi_squared beside the log-probs."""
+    return view(batch, MODEL, **({"sum_pi_squared": True} if sum_pi_squared else {}))
+
+
 def policy_inputs(batch: DataProto, *, rollout_log_probs: bool) -> DataProto:
     """What the policy update reads.  The rollout's log-probs go only where the update reads them or where the mismatch is
     measured in the update itself."""

@@ -22,7 +22,7 @@ from rlhub.config.ppo import PPOConfig
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager
 from rlhub.single_controller import WorkerGroup
-from rlhub.trainer.ppo.columns import model_inputs, policy_inputs, value_inputs
+from rlhub.trainer.ppo.columns import log_prob_inputs, model_inputs, policy_inputs, value_inputs
 from rlhub.trainer.ppo.correction import bypass, correct_batch, measure_mismatch
 from rlhub.trainer.ppo.layout import arrange
 from rlhub.trainer.ppo.metrics import batch_metrics, mean_metrics
@@ -69,7 +69,7 @@ class Learner:
         self.metrics = self.scorer(batch)
         self.arrange(batch, step)
         if self.needs.old_log_probs:
-            batch.union(self.actor.compute_log_prob(model_inputs(batch)))
+            batch.union(self.actor.compute_log_prob(log_prob_inputs(batch, sum_pi_squared=self.needs.sum_pi_squared)))
             self.metrics |= measure_mismatch(batch)
         elif self.needs.bypass:
             bypass(batch)

@@ -28,7 +28,7 @@ from rlhub.models.lora import lora_names, saved_config, saved_names, set_adapter
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 OUTPUTS: dict[ModelKind, frozenset[str]] = {
-    "policy": frozenset({"log_probs", "entropy"}),
+    "policy": frozenset({"log_probs", "entropy", "sum_pi_squared"}),
     "value": frozenset({"values"}),
     "reward": frozenset({"scores"}),
 }

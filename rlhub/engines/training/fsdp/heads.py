@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhub.engines.training.fsdp.logprob import log_probs_and_entropy
+from rlhub.engines.training.fsdp.logprob import token_outputs
 from rlhub.engines.training.fsdp.packing import ModelInputs
 from rlhub.models.hf import SCALAR_HEAD, backbone
 
@@ -31,7 +31,7 @@ def hidden_states(model: PreTrainedModel, inputs: ModelInputs) -> Tensor:
 
 
 class PolicyModule(nn.Module):
-    """Log-probs and entropy of the targets, (S,) each, float32 or float64."""
+    """Log-probs of the targets, entropy and sum of squared probabilities before them, (S,) each, float32 or float64."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
         super().__init__()
@@ -40,16 +40,8 @@ class PolicyModule(nn.Module):
 
     def forward(self, inputs: ModelInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
         head = self.model.get_output_embeddings()
-        log_probs, entropy = log_probs_and_entropy(
-            hidden_states(self.model, inputs),
-            head.weight,
-            head.bias,
-            inputs.targets,
-            temperature=self.temperature,
-            want_entropy="entropy" in outputs,
-        )
-        both = {"log_probs": log_probs, "entropy": entropy}
-        return {name: both[name] for name in both if name in outputs}
+        hidden = hidden_states(self.model, inputs)
+        return token_outputs(hidden, head.weight, head.bias, inputs.targets, temperature=self.temperature, wanted=outputs)
 
 
 class ScalarModule(nn.Module):

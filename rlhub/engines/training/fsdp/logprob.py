@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy straight from hidden states, a chunk of tokens at a time.
+"""Log-probabilities, entropy and the sum of squared probabilities straight from hidden states, a chunk of tokens at a time.
 
 The logits of all tokens together are the largest tensor of a training step (tokens x vocabulary).  Here they exist one chunk
 at a time: the forward pass keeps three numbers per token, the backward pass computes each chunk's logits again.
@@ -6,6 +6,7 @@ at a time: the forward pass keeps three numbers per token, the backward pass com
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -29,10 +30,10 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse_tempera
 
 
 class ChunkedLogProb(torch.autograd.Function):
-    """hidden (S, D), weight (V, D), bias (V,) or None, targets (S,) -> log_probs (S,), entropy (S,).
+    """hidden (S, D), weight (V, D), bias (V,) or None, targets (S,) -> log_probs, entropy and sum_pi_squared, each (S,).
 
-    log_prob = z_y - logsumexp(z); entropy = logsumexp(z) - sum softmax(z) z; z = logits / temperature.  Outputs are
-    float32, or float64 for float64 inputs.  With want_entropy=False the entropy is zeros.
+    log_prob = z_y - logsumexp(z); entropy = logsumexp(z) - sum softmax(z) z; sum_pi_squared = sum softmax(z)^2, without
+    gradient; z = logits / temperature.  Outputs are float32, or float64 for float64 inputs.  What is not wanted is zeros.
     """
 
     @staticmethod
@@ -44,25 +45,30 @@ class ChunkedLogProb(torch.autograd.Function):
         targets: Tensor,
         inverse_temperature: float,
         want_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
+        want_sum_pi_squared: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         count = hidden.shape[0]
         log_probs = torch.zeros(count, dtype=dtype, device=hidden.device)
-        entropy, normalizer = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
+        entropy, sum_pi_squared, normalizer = (torch.zeros_like(log_probs) for _ in range(3))
         size = chunk_tokens(count, weight.shape[0], hidden.device.type)
         for first in range(0, count, size):
             part = slice(first, first + size)
             logits = _logits(hidden[part], weight, bias, inverse_temperature)
             total = logits.logsumexp(-1)
             log_probs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - total
-            if want_entropy:
-                shifted = logits - total[:, None]
-                entropy[part] = total - torch.linalg.vecdot(shifted.exp_(), logits)
+            if want_entropy or want_sum_pi_squared:
+                p = (logits - total[:, None]).exp_()
+                if want_entropy:
+                    entropy[part] = total - torch.linalg.vecdot(p, logits)
+                if want_sum_pi_squared:
+                    sum_pi_squared[part] = torch.linalg.vecdot(p, p)
             normalizer[part] = total
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.inverse_temperature, ctx.size = inverse_temperature, size
         ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient, and then costs none
-        return log_probs, entropy
+        ctx.mark_non_differentiable(sum_pi_squared)
+        return log_probs, entropy, sum_pi_squared
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -99,12 +105,16 @@ class ChunkedLogProb(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
-def log_probs_and_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float, want_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """See `ChunkedLogProb`; temperature > 0 divides the logits."""
-    outputs: tuple[Tensor, Tensor] = ChunkedLogProb.apply(hidden, weight, bias, targets, 1.0 / temperature, want_entropy)
-    return outputs
+def token_outputs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float, wanted: AbstractSet[str]
+) -> dict[str, Tensor]:
+    """Those of "log_probs", "entropy" and "sum_pi_squared" that are wanted, (S,) each: see `ChunkedLogProb`; temperature > 0
+    divides the logits."""
+    names = ("log_probs", "entropy", "sum_pi_squared")
+    flags = ("entropy" in wanted, "sum_pi_squared" in wanted)
+    outputs: tuple[Tensor, ...] = ChunkedLogProb.apply(hidden, weight, bias, targets, 1.0 / temperature, *flags)
+    return {name: output for name, output in zip(names, outputs, strict=True) if name in wanted}

@@ -68,12 +68,25 @@ def test_logits_of_all_tokens_never_exist(folder: Path) -> None:
     with Largest() as seen:
         engine.forward_backward(rows(), loss, outputs=("log_probs", "entropy"))
         engine.optimizer_step()
-        engine.infer(rows(), outputs=("log_probs", "entropy"))
+        engine.infer(rows(), outputs=("log_probs", "entropy", "sum_pi_squared"))
     assert VOCAB * 16 <= seen.elements < BATCH * RESPONSE * VOCAB
     with Largest() as seen:  # the control: the plain model's do
         engine.model.set_attn_implementation("sdpa")
         engine.model(rows()["input_ids"])
     assert seen.elements >= BATCH * RESPONSE * VOCAB
+
+
+def test_infer_gives_the_sum_of_squared_probabilities(folder: Path) -> None:
+    """End to end, against the whole softmax of the plain model; nothing where the response is masked."""
+    engine, given = make(folder, train=False), rows()
+    given["response_mask"][1, 2:4] = 0
+    outputs = engine.infer(given, outputs=("log_probs", "sum_pi_squared"))
+    with torch.no_grad():
+        engine.model.set_attn_implementation("sdpa")
+        p = engine.model(given["input_ids"]).logits[:, PROMPT - 1 : -1].softmax(-1)
+    expected = p.square().sum(-1) * given["response_mask"]
+    torch.testing.assert_close(outputs["sum_pi_squared"], expected, rtol=1e-5, atol=1e-8)
+    assert (outputs["sum_pi_squared"][:, 1:] - expected[:, :-1]).abs().max() > 1e-6  # a position off is seen
 
 
 def test_refusals(folder: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from rlhub.engines.training.fsdp import logprob
-from rlhub.engines.training.fsdp.logprob import chunk_tokens, log_probs_and_entropy
+from rlhub.engines.training.fsdp.logprob import chunk_tokens, token_outputs
 
 TOKENS, WIDTH, VOCAB = 11, 6, 17
 
@@ -14,6 +14,11 @@ def reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
     logits = hidden @ weight.T + (0 if bias is None else bias)
     log_p = (logits / temperature).log_softmax(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def log_probs_and_entropy(*args, temperature: float, want_entropy: bool) -> tuple[Tensor, Tensor]:
+    outputs = token_outputs(*args, temperature=temperature, wanted={"log_probs", "entropy"} if want_entropy else {"log_probs"})
+    return outputs["log_probs"], outputs.get("entropy", torch.zeros_like(outputs["log_probs"]))
 
 
 def inputs(bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -44,6 +49,31 @@ def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, bias: bool, entro
     torch.testing.assert_close(got[1], expected[1] if entropy else torch.zeros_like(expected[1]))
     for ours, theirs in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("also", [set(), {"log_probs", "entropy"}])
+def test_sum_of_squared_probabilities(monkeypatch: pytest.MonkeyPatch, also: set[str], chunk: int) -> None:
+    """It equals the whole softmax's, whatever else is asked, and carries no gradient."""
+    monkeypatch.setattr(logprob, "chunk_tokens", lambda *_: chunk)
+    hidden, weight, bias, targets = inputs(True)
+    outputs = token_outputs(hidden, weight, bias, targets, temperature=0.6, wanted=also | {"sum_pi_squared"})
+    assert set(outputs) == also | {"sum_pi_squared"}
+    softmax = ((hidden @ weight.T + bias) / 0.6).softmax(-1)
+    torch.testing.assert_close(outputs["sum_pi_squared"], softmax.square().sum(-1), rtol=1e-12, atol=1e-14)
+    assert not outputs["sum_pi_squared"].requires_grad
+    wrong = (hidden @ weight.T + bias).softmax(-1).square().sum(-1)  # the control: without the temperature
+    assert (outputs["sum_pi_squared"] - wrong).abs().max() > 1e-3
+
+
+def test_the_gradient_is_the_same_beside_the_sum_of_squares() -> None:
+    hidden, weight, _, targets = inputs(False)
+    grads = []
+    for extra in (set(), {"sum_pi_squared"}):
+        outputs = token_outputs(hidden, weight, None, targets, temperature=1.0, wanted={"log_probs", "entropy"} | extra)
+        grads.append(torch.autograd.grad((outputs["log_probs"] * 0.3 + outputs["entropy"]).sum(), (hidden, weight)))
+    for plain, beside in zip(*grads, strict=True):
+        assert torch.equal(plain, beside)
 
 
 def test_entropy_alone_has_a_gradient() -> None:
