@@ -1,13 +1,14 @@
 """Demonstrations for supervised fine-tuning: prompt and response, or chat messages, with a mask over what is to be learned.
 
 Batches have the shape of rollouts (prompts left padded, responses right padded), so one engine trains on both.  Prompts are
-tokenized exactly as for generation, and responses apart from them: what is learned is what will be sampled.
+tokenized exactly as for generation, and answers as they follow them: what is learned is what will be sampled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from rlhub.data.tokenizing import (
     checked_text,
     encode,
     encode_prompts,
+    end_of_answer,
+    ended,
     left_padded,
     pad_id,
     render_chat,
@@ -35,6 +38,9 @@ from rlhub.protocol import DataProto
 
 MESSAGES = "messages"
 """Column of whole conversations."""
+
+TOOLS = "tools"
+"""Column of the tools that a conversation may use: a list of JSON schemas, for the chat template to describe."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,8 +59,9 @@ class SFTDataset:
     """All demonstrations of the files, tokenized.
 
     A row has `config.prompt_key` (text or chat messages) and `config.response_key` (text), or `messages` with at least one
-    assistant turn.  Learned are the response's or the assistant turns' tokens, the end-of-sequence token included.  Rows longer
-    than `config.max_length` tokens are an error or cut by `config.truncation`.  DataError names file, row and column.
+    assistant turn (and `tools`, if it uses some).  Learned are the response's or the assistant turns' tokens, the
+    end-of-sequence token included.  Rows longer than `config.max_length` tokens are an error or cut by `config.truncation`.
+    DataError names file, row and column.
     """
 
     def __init__(self, config: SFTDataConfig, files: str | Sequence[str], tokenizer: Tokenizer) -> None:
@@ -100,7 +107,7 @@ class SFTLoader(ResumableLoader):
 def _of_pairs(config: SFTDataConfig, tokenizer: Tokenizer, rows: Sequence[Row]) -> list[Demonstration]:
     _, prompts = encode_prompts(tokenizer, rows, config.prompt_key, None)
     texts = [checked_text(row, config.response_key, row.get(config.response_key)) for row in rows]
-    responses = [_ended(tokenizer, tokens) for tokens in encode(tokenizer, texts, add_special_tokens=False)]
+    responses = [ended(tokenizer, tokens) for tokens in encode(tokenizer, texts, add_special_tokens=False)]
     return [
         Demonstration(tokens=[*prompt, *response], learned=[0] * len(prompt) + [1] * len(response))
         for prompt, response in zip(prompts, responses, strict=True)
@@ -108,16 +115,48 @@ def _of_pairs(config: SFTDataConfig, tokenizer: Tokenizer, rows: Sequence[Row]) 
 
 
 def _of_messages(tokenizer: Tokenizer, row: Row) -> Demonstration:
-    """The conversation up to its last assistant turn, tokenized piece by piece as generation would meet it."""
-    tokens: list[int] = []
-    learned: list[int] = []
+    """The conversation up to its last assistant turn, tokenized as generation would meet it turn by turn."""
     pieces = _pieces(tokenizer, row, checked_messages(row, MESSAGES, row.get(MESSAGES)))
+    item = _whole(tokenizer, pieces) or _piecewise(tokenizer, pieces)
+    item.tokens = ended(tokenizer, item.tokens)
+    item.learned += [1] * (len(item.tokens) - len(item.learned))
+    return item
+
+
+def _tools(row: Row) -> dict[str, Any]:
+    """What the chat template is told besides the messages."""
+    tools = row.values.get(TOOLS)
+    if tools is None:
+        return {}
+    if not isinstance(tools, list):
+        raise row.problem(TOOLS, f"must be a list of JSON schemas, got {type(tools).__name__} {tools!r:.80}")
+    return {TOOLS: tools}
+
+
+def _whole(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> Demonstration | None:
+    """All pieces tokenized as one text, or None where a token lies across the border of two.
+
+    A piece alone would not do: many tokenizers put a space before the first word of every text.
+    """
+    if not tokenizer.is_fast:
+        return None
+    encoded = tokenizer(["".join(text for text, _ in pieces)], add_special_tokens=False, return_offsets_mapping=True)
+    ends = np.cumsum([len(text) for text, _ in pieces])
+    spans = np.asarray(encoded["offset_mapping"][0], dtype=np.int64).reshape(-1, 2)
+    piece = np.searchsorted(ends, spans[:, 0], side="right").clip(max=len(pieces) - 1)
+    if (spans[:, 1] > ends[piece]).any():
+        return None
+    is_answer = np.asarray([answer for _, answer in pieces], dtype=np.int64)
+    return Demonstration(tokens=list(encoded["input_ids"][0]), learned=is_answer[piece].tolist())
+
+
+def _piecewise(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> Demonstration:
+    item = Demonstration(tokens=[], learned=[])
     encoded = encode(tokenizer, [text for text, _ in pieces], add_special_tokens=False)
-    for (_, is_answer), piece in zip(pieces, encoded, strict=True):
-        tokens += piece
-        learned += [int(is_answer)] * len(piece)
-    ended = _ended(tokenizer, tokens)
-    return Demonstration(tokens=ended, learned=learned + [1] * (len(ended) - len(tokens)))
+    for (_, is_answer), tokens in zip(pieces, encoded, strict=True):
+        item.tokens += tokens
+        item.learned += [int(is_answer)] * len(tokens)
+    return item
 
 
 def _pieces(tokenizer: Tokenizer, row: Row, messages: list[dict[str, Any]]) -> list[tuple[str, bool]]:
@@ -125,30 +164,20 @@ def _pieces(tokenizer: Tokenizer, row: Row, messages: list[dict[str, Any]]) -> l
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[0] == 0:
         raise row.problem(MESSAGES, "needs an assistant turn, and a turn before it")
+    render = partial(render_chat, tokenizer, row, MESSAGES, kwargs=_tools(row))
     pieces: list[tuple[str, bool]] = []
     done = 0
-    whole = render_chat(tokenizer, row, MESSAGES, messages[: turns[-1] + 1], generation=False)
+    whole = render(messages[: turns[-1] + 1], generation=False)
     for turn in turns:
-        before = render_chat(tokenizer, row, MESSAGES, messages[:turn], generation=True)
-        after = render_chat(tokenizer, row, MESSAGES, messages[: turn + 1], generation=False)
+        before = render(messages[:turn], generation=True)
+        after = render(messages[: turn + 1], generation=False)
         if not after.startswith(before) or not whole.startswith(after):
             text = f"the chat template rewrites turns before message {turn}; give each answer a row, as prompt and response"
             raise row.problem(MESSAGES, text)
-        end = _end_of_answer(after, len(before), tokenizer.eos_token)
+        end = end_of_answer(after, len(before), tokenizer.eos_token)
         pieces += [(whole[done : len(before)], False), (whole[len(before) : end], True)]
         done = end
     return [piece for piece in pieces if piece[0]]
-
-
-def _end_of_answer(text: str, start: int, eos: str | None) -> int:
-    """Templates write e.g. a line break after the end-of-sequence token, which a model never gets to sample."""
-    found = text.rfind(eos, start) if eos else -1
-    return len(text) if found < 0 or eos is None else found + len(eos)
-
-
-def _ended(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
-    eos = tokenizer.eos_token_id
-    return tokens if eos is None or (tokens and tokens[-1] == eos) else [*tokens, eos]
 
 
 def _cut(config: SFTDataConfig, row: Row, item: Demonstration) -> Demonstration:

@@ -24,8 +24,11 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
     eos_token: str | None
     chat_template: Any
+    is_fast: bool  # knows the characters of each token
 
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
+    def __call__(
+        self, text: list[str], *, add_special_tokens: bool, return_offsets_mapping: bool = False
+    ) -> Mapping[str, Any]: ...
 
     def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any: ...
 
@@ -60,7 +63,8 @@ def checked_text(row: Row, column: str, value: Any) -> str:
 
 
 def checked_messages(row: Row, column: str, value: Any) -> list[dict[str, Any]]:
-    """`value` as chat messages: a list of {"role": text, "content": text, ...}; null entries (parquet's filling) dropped."""
+    """`value` as chat messages: a list of {"role": text, "content": text, ...}; null entries (parquet's filling) dropped.
+    A message of nothing but tool calls has an empty content."""
     messages = list(value) if isinstance(value, (list, tuple, np.ndarray)) else []
     if not messages:
         raise row.problem(column, f"must be chat messages (a list with at least one), got {type(value).__name__} {value!r:.80}")
@@ -68,11 +72,13 @@ def checked_messages(row: Row, column: str, value: Any) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise row.problem(column, f"message {index} must have a text 'role' and a text 'content', got {message!r:.80}")
         content = message.get("content")
+        if content is None and message.get("tool_calls"):
+            content = ""
         if not isinstance(content, str):
             raise row.problem(column, f"message {index}: 'content' must be text, got {type(content).__name__}")
         if content:
             checked_text(row, column, content if content.strip() else "blank")
-    return [{key: item for key, item in message.items() if item is not None} for message in messages]
+    return [{"content": "", **{key: item for key, item in message.items() if item is not None}} for message in messages]
 
 
 def render_chat(
@@ -129,10 +135,10 @@ def encode_prompts(
 
 
 def end_of_answer(text: str, start: int, eos: str | None) -> int:
-    """Where the answer from `start` on ends.  Templates write e.g. a line break after the end-of-sequence token, which a model
-    never gets to sample."""
+    """Where the answer from `start` on ends.  Templates write e.g. a line break after the end-of-sequence token (or another
+    token that ends a turn), which a model never gets to sample."""
     found = text.rfind(eos, start) if eos else -1
-    return len(text) if found < 0 or eos is None else found + len(eos)
+    return max(start, len(text.rstrip())) if found < 0 or eos is None else found + len(eos)
 
 
 def ended(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
