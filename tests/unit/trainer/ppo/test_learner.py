@@ -344,6 +344,33 @@ def test_the_reward_loses_beta_times_the_kl_of_old_and_reference() -> None:
     assert run.batch.batch["advantages"][:, 0].tolist() == pytest.approx(advantages, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.parametrize("whitened", [True, False])
+def test_rewards_are_whitened_after_the_kl_over_the_tokens_that_train(whitened: bool) -> None:
+    """Row 6 has no valid score: neither its tokens nor their KL move the spread."""
+    config = config_of(kl_reward=True)
+    config.algorithm.whiten_rewards = whitened
+    got = learn(config, invalid={6}).batch.batch["token_level_rewards"]
+    plain = learn(config_of(kl_reward=True), invalid={6}).batch.batch["token_level_rewards"]
+    mask = [[0] * RESPONSE if row == 6 else keep for row, keep in enumerate(rollout_batch().batch["response_mask"].tolist())]
+    kept = references.inside(plain.tolist(), mask)
+    centre, spread = references.mean(kept), (references.variance(kept) + 1e-8) ** 0.5
+    expected = [
+        [(x - centre) / spread + centre if m else 0.0 for x, m in zip(row, keep, strict=True)]
+        for row, keep in zip(plain.tolist(), mask, strict=True)
+    ]
+    torch.testing.assert_close(got, torch.tensor(expected) if whitened else plain)
+    assert not torch.allclose(got, plain) or not whitened
+
+
+def test_a_batch_that_is_scored_is_not_scored_again() -> None:
+    run = learn(config_of())
+    batch = rollout_batch()
+    run.learner.scorer(batch)
+    before = run.names().count("reward")
+    metrics = run.learner.learn(batch, 2)
+    assert run.names().count("reward") == before == 2 and "reward/num_failed" not in metrics
+
+
 def test_without_it_rewards_are_the_scores_and_no_coefficient_is_told() -> None:
     run = learn(config_of(kl_loss=True))
     assert torch.equal(run.batch.batch["token_level_rewards"], run.batch.batch["token_level_scores"])
