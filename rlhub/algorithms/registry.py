@@ -2,7 +2,9 @@
 
 `requires` of an advantage estimator: "values" (a critic must predict them), "groups" (several samples per prompt),
 "old_log_probs" and "sum_pi_squared" (a forward pass of its own before the update), "baseline_rewards" (a greedy response per
-prompt), "reward_components" (the scorer's own numbers by name).
+prompt), "reward_components" (the scorer's own numbers by name).  Of a policy loss: "old_log_probs" (as above) and
+"rollout_log_probs" (of the policy that sampled).  Its companion "select" chooses tokens once per mini-batch, before it is cut.
+Of a KL estimator: "value_only", where the gradient of its value is not that of the KL, so that it suits the reward.
 """
 
 from __future__ import annotations
@@ -70,12 +72,12 @@ for _name, _function, _knobs in (
     PREFERENCE_LOSSES.add_lazy(_name, f"{_HERE}.preference:{_function}", knobs=f"{_HERE}.preference:{_knobs}")
 
 KL_ESTIMATORS: Registry[Any] = Registry("KL estimator")
-for _names, _function in (
-    (("kl", "k1"), "k1"),
-    (("abs",), "absolute"),
-    (("mse", "k2"), "k2"),
-    (("low_var_kl", "k3"), "k3"),
+for _names, _function, _words in (
+    (("kl", "k1"), "k1", {"value_only"}),
+    (("abs",), "absolute", {"value_only"}),
+    (("mse", "k2"), "k2", set()),
+    (("low_var_kl", "k3"), "k3", {"value_only"}),
 ):
     for _name in _names:
-        KL_ESTIMATORS.add_lazy(_name, f"{_HERE}.kl:{_function}")
+        KL_ESTIMATORS.add_lazy(_name, f"{_HERE}.kl:{_function}", requires=_words)
         KL_ESTIMATORS.add_lazy(f"{_name}+", f"{_HERE}.kl:{_function}_straight_through")

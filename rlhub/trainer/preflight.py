@@ -75,7 +75,7 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
     if config.algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:
         requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
         problems += checks.check_requirements(config, requires)
-    for warning in [] if problems else [*warnings(config, set_keys), *checks.notes(config)]:
+    for warning in [] if problems else [*warnings(config, set_keys), *checks.notes(config), *check_kl_loss(config)]:
         logger.warning(warning)
     return problems
 
@@ -146,6 +146,16 @@ def _twice_weighted(config: PPOConfig, loss: str) -> effects.Dead:
         tuple(f"{rollout_correction.KEY}.{key}" for key in keys),
         f"in bypass mode the ratio in {loss} is pi / mu itself, and a weight on top would count it twice",
     )
+
+
+def check_kl_loss(config: PPOConfig) -> list[str]:
+    """A warning where the KL loss has an estimator whose gradient is not the KL's."""
+    actor = config.actor_rollout_ref.actor
+    if not actor.use_kl_loss or "value_only" not in KL_ESTIMATORS.row(actor.kl_loss_type).requires:
+        return []
+    name = actor.kl_loss_type
+    return [f"{_ACTOR}.kl_loss_type={name}: its value estimates the KL, its gradient does not lower it as the KL's would; "
+            f"{name}+ has the same value and the gradient of the KL"]  # fmt: skip
 
 
 def _knob_names(registry: Registry[Any], name: str) -> frozenset[str]:

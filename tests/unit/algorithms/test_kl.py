@@ -93,3 +93,24 @@ def test_expectations_over_a_vocabulary() -> None:
     _, _, nothing, right = categorical("k1")
     assert nothing.abs().max() < 1e-12 < right.abs().max()
     assert not torch.allclose(categorical("k3")[2], right)
+
+
+def test_rows_say_which_gradients_are_not_the_kls() -> None:
+    for name in KL_ESTIMATORS.names():
+        _, _, own, right = categorical(name)
+        assert ("value_only" in KL_ESTIMATORS.row(name).requires) == (not torch.allclose(own, right)), name
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS.names())
+def test_straight_through_gradients_and_bounds_far_away(name: str) -> None:
+    """Log-ratios of +-50: values and gradients stay finite, k3 is bounded (without gradient there), "+" keeps pulling."""
+    for d in (-50.0, 50.0):
+        log_probs = torch.tensor([d], requires_grad=True)
+        value = KL_ESTIMATORS.get(name)(log_probs, torch.zeros(1))
+        (slope,) = torch.autograd.grad(value.sum(), log_probs)
+        base = name.removesuffix("+")
+        assert value.item() == pytest.approx(references.kl(base, d, 0.0))
+        if name.endswith("+") or base in ("k2", "mse"):
+            assert slope.item() == d
+        else:
+            assert slope.item() == (0.0 if base in ("k3", "low_var_kl") else 1.0 if base in ("k1", "kl") else math.copysign(1, d))

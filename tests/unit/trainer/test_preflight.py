@@ -176,6 +176,20 @@ def test_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CPU build" in problems(change)[0]
 
 
+@pytest.mark.parametrize(("kind", "warned"), [("low_var_kl", True), ("kl", True), ("mse", False), ("low_var_kl+", False)])
+def test_a_kl_loss_whose_gradient_is_not_the_kls_is_a_warning(caplog: pytest.LogCaptureFixture, kind: str, warned: bool) -> None:
+    config = sound()
+    actor = config.actor_rollout_ref.actor
+    actor.use_kl_loss, actor.kl_loss_type = True, kind
+    derive.derive(config)
+    with caplog.at_level(logging.WARNING):
+        assert preflight.check(config) == []
+    assert (f"{kind}+ has the same value and the gradient of the KL" in caplog.text) == warned
+    caplog.clear()
+    actor.use_kl_loss = False
+    assert preflight.check(config) == [] and not caplog.text
+
+
 def test_what_the_algorithm_does_not_read_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     config = sound()
     config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n = "rloo", 4
