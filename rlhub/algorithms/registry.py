@@ -2,8 +2,9 @@
 
 `requires` of an advantage estimator: "values" (a critic must predict them), "groups" (several samples per prompt),
 "old_log_probs" and "sum_pi_squared" (a forward pass of its own before the update), "baseline_rewards" (a greedy response per
-prompt), "reward_components" (the scorer's own numbers by name).  Of a policy loss: "old_log_probs" (as above) and
-"rollout_log_probs" (of the policy that sampled).  Its companion "select" chooses tokens once per mini-batch, before it is cut.
+prompt), "reward_components" (the scorer's own numbers by name).  Of a policy loss: "old_log_probs" (as above),
+"rollout_log_probs" (of the policy that sampled) and "weights" (the loss has no ratio pi / pi_old of its own, so that only
+importance weights can correct samples of another policy).  Its companion "select" chooses tokens once per mini-batch, before it is cut.
 Of a KL estimator: "value_only", where the gradient of its value is not that of the KL, so that it suits the reward.
 """
 
@@ -42,11 +43,10 @@ for _name, _class in (
     ("sapo", "SAPOKnobs"),
     ("geo_mean", "GeoMeanKnobs"),
     ("cispo", "CISPOKnobs"),
-    ("cpgd", "CPGDKnobs"),
 ):
     POLICY_LOSSES.add_lazy(_name, f"{_HERE}.policy_losses.{_name}:{_name}", knobs=f"{_HERE}.policy_losses.{_name}:{_class}")
-for _name in ("reinforce", "gpg"):
-    POLICY_LOSSES.add_lazy(_name, f"{_HERE}.policy_losses.{_name}:{_name}")
+for _name, _knobs in (("reinforce", None), ("gpg", None), ("cpgd", f"{_HERE}.policy_losses.cpgd:CPGDKnobs")):
+    POLICY_LOSSES.add_lazy(_name, f"{_HERE}.policy_losses.{_name}:{_name}", requires={"weights"}, knobs=_knobs)
 for _name, _class in (("dppo_tv", "DPPOTVKnobs"), ("dppo_kl", "DPPOKLKnobs")):
     POLICY_LOSSES.add_lazy(
         _name,
@@ -64,12 +64,12 @@ for _name, _class in (("clip_cov", "ClipCovKnobs"), ("kl_cov", "KLCovKnobs")):
     )
 
 PREFERENCE_LOSSES: Registry[Any] = Registry("preference loss")
-for _name, _function, _knobs in (
+for _name, _function, _class in (
     ("sigmoid", "dpo_sigmoid", "SigmoidKnobs"),
     ("ipo", "ipo", "BetaKnobs"),
     ("hinge", "hinge", "BetaKnobs"),
 ):
-    PREFERENCE_LOSSES.add_lazy(_name, f"{_HERE}.preference:{_function}", knobs=f"{_HERE}.preference:{_knobs}")
+    PREFERENCE_LOSSES.add_lazy(_name, f"{_HERE}.preference:{_function}", knobs=f"{_HERE}.preference:{_class}")
 
 KL_ESTIMATORS: Registry[Any] = Registry("KL estimator")
 for _names, _function, _words in (
