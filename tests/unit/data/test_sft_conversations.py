@@ -100,7 +100,7 @@ def test_tool_calls_are_learned_and_tool_results_are_not(tmp_path: Path) -> None
         '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
         "It is 2.<|im_end|>",
     ]
-    assert "<tool_response>\n2\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>" in found[2][0]
+    assert "<tool_response>\n2\n</tool_response><tool_response>\ntwo\n</tool_response><|im_end|>" in found[2][0]
 
 
 def test_tools_of_another_form_are_refused(tmp_path: Path) -> None:
