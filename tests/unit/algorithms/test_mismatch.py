@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhub.algorithms.mismatch import mismatch_metrics, mismatch_sums
+from rlhub.algorithms.mismatch import extreme_metrics, mismatch_metrics, mismatch_sums, weight_extremes
 from tests.unit.algorithms.cases import catches, dtypes, exact, few, garbage, masks, numbers, seeds, tensor
 
 
@@ -81,3 +81,50 @@ def test_equal_policies_agree_exactly_and_no_gradient_is_kept() -> None:
     metrics = mismatch_metrics({name: float(value) for name, value in sums.items()})
     assert (metrics["mismatch/kl"], metrics["mismatch/k3"], metrics["mismatch/ess"]) == (0.0, 0.0, 1.0)
     assert metrics["mismatch/trainer_ppl"] == pytest.approx(math.exp(1.5))
+
+
+# Extremes
+
+
+def slow_extremes(pair: Pair) -> dict[str, float]:
+    rows = zip(exact(pair.pi), exact(pair.mu), pair.mask.tolist(), strict=True)
+    weights = [math.exp(max(-20.0, min(20.0, p - q))) for row in rows for p, q, m in zip(*row, strict=True) if m]
+    return {"mismatch/weight_min": min(weights), "mismatch/weight_max": max(weights)} if weights else {}
+
+
+def extremes_of_two_parts(pi: torch.Tensor, mu: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """As over micro-batches and ranks: the maximum of the parts' pairs."""
+    first, rest = weight_extremes(pi[:1], mu[:1], mask[:1]), weight_extremes(pi[1:], mu[1:], mask[1:]) if len(pi) > 1 else None
+    return extreme_metrics(first if rest is None else torch.maximum(first, rest))
+
+
+def check_extremes(metrics, pair: Pair) -> None:
+    got, expected = metrics(pair.pi, pair.mu, pair.mask), slow_extremes(pair)
+    assert got == pytest.approx(expected, rel=1e-12)
+
+
+@few
+@given(pairs())
+def test_extremes(pair) -> None:
+    check_extremes(extremes_of_two_parts, pair)
+
+
+def test_extremes_that_are_summed_swapped_or_unmasked_are_caught() -> None:
+    def summed(pi, mu, mask):
+        return extreme_metrics(sum(weight_extremes(pi[[i]], mu[[i]], mask[[i]]) for i in range(len(pi))))
+
+    assert catches(check_extremes, summed, pairs())
+    assert catches(check_extremes, lambda pi, mu, mask: extremes_of_two_parts(mu, pi, mask), pairs())
+    assert catches(check_extremes, lambda pi, mu, mask: extremes_of_two_parts(pi, mu, torch.ones_like(mask)), pairs())
+
+
+def test_effective_sample_size_and_percentiles_of_a_known_mixture() -> None:
+    """A quarter of the tokens twice as likely under the trainer: ess = (1.25)^2 / 1.75, the extremes are the two weights."""
+    ratio = torch.tensor([[2.0, 1.0, 1.0, 1.0]] * 25, dtype=torch.float64).log()
+    mask, mu = torch.ones_like(ratio), torch.full_like(ratio, -2.0)
+    metrics = mismatch_metrics({name: float(value) for name, value in mismatch_sums(mu + ratio, mu, mask).items()})
+    assert metrics["mismatch/ess"] == pytest.approx(1.25**2 / 1.75)
+    assert metrics["mismatch/weight_mean"] == pytest.approx(1.25)
+    assert extreme_metrics(weight_extremes(mu + ratio, mu, mask)) == pytest.approx(
+        {"mismatch/weight_min": 1, "mismatch/weight_max": 2}
+    )

@@ -1,0 +1,250 @@
+"""The correction on the driver: which columns and metrics come of it, and what it leaves alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlhub.algorithms.registry import POLICY_LOSSES
+from rlhub.config.ppo import PPOConfig
+from rlhub.config.rollout_correction import RolloutCorrectionConfig
+from rlhub.protocol import DataProto
+from rlhub.registry import Row
+from rlhub.trainer import preflight
+from rlhub.trainer.ppo.columns import policy_inputs
+from rlhub.trainer.ppo.correction import add_staleness, bypass, correct_batch, measure_mismatch
+from rlhub.trainer.ppo.requirements import requirements
+from tests.unit.trainer.ppo.test_learner import LENGTHS, learn
+from tests.unit.trainer.ppo.test_learner import config_of as learner_config
+
+OLD = [[-1.0, -2.0, -3.0], [-1.0, -1.5, 0.0]]
+RATIO = [[3.0, 1.0, 0.25], [1.0, 0.9, 50.0]]
+MASK = [[1, 1, 1], [1, 1, 0]]
+
+
+def batch_of(**columns: torch.Tensor) -> DataProto:
+    """pi_old / mu is RATIO; the last token of row 1 is masked."""
+    old = torch.tensor(OLD)
+    tensors = {
+        "input_ids": torch.zeros(2, 5, dtype=torch.int64),
+        "attention_mask": torch.ones(2, 5, dtype=torch.int64),
+        "old_log_probs": old,
+        "rollout_log_probs": old - torch.tensor(RATIO).log(),
+        "response_mask": torch.tensor(MASK),
+        "advantages": torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]]),
+        "mini_batch": torch.zeros(2, dtype=torch.int64),
+    }
+    return DataProto.from_dict(tensors=tensors | columns)
+
+
+def settings(**changes: object) -> RolloutCorrectionConfig:
+    return RolloutCorrectionConfig(**changes)  # type: ignore[arg-type]
+
+
+def config_of(mini: int = 8, **changes: object) -> PPOConfig:
+    config = PPOConfig()
+    config.algorithm.adv_estimator = "grpo"
+    config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size = 8, mini
+    config.algorithm.rollout_correction = settings(**changes)
+    return config
+
+
+# Columns and metrics
+
+
+def test_weights_become_a_column_and_rejected_tokens_leave_the_mask() -> None:
+    batch = batch_of()
+    metrics = correct_batch(batch, settings(rollout_is="token", rollout_rs=["token_k1"], rollout_rs_threshold=["0.5_5.0"]))
+    weights = batch.batch["importance_weights"]
+    torch.testing.assert_close(weights, torch.tensor([[2.0, 1.0, 0.25], [1.0, 0.9, 0.0]]), rtol=1e-5, atol=0)
+    assert weights.dtype == torch.float32
+    assert batch.batch["response_mask"].tolist() == [[1, 1, 0], [1, 1, 0]] and batch.batch["response_mask"].dtype == torch.int64
+    assert metrics == pytest.approx(
+        {
+            "correction/rejected/token_k1": 1 / 5,
+            "correction/outside_share": 1 / 5,
+            "correction/weight_mean": (2.0 + 1.0 + 0.25 + 1.0 + 0.9) / 5,
+            "correction/weight_min": 0.9,
+            "correction/weight_max": 2.0,
+            "mismatch/masked_share": 1 / 5,
+        },
+        rel=1e-5,
+    )
+
+
+def test_batch_normalisation_tells_what_it_divided_by() -> None:
+    batch = batch_of()
+    metrics = correct_batch(batch, settings(rollout_is="token", rollout_is_batch_normalize=True))
+    mean = (2.0 + 1.0 + 0.25 + 1.0 + 0.9) / 5
+    assert metrics["correction/batch_norm_factor"] == pytest.approx(mean, rel=1e-5)
+    assert metrics["correction/weight_mean"] == pytest.approx(1.0)
+    assert batch.batch["importance_weights"][0, 0].item() == pytest.approx(2.0 / mean, rel=1e-5)
+
+
+def test_m2po_reads_the_advantages() -> None:
+    batch = batch_of()
+    metrics = correct_batch(batch, settings(m2po_threshold=0.04))
+    # the same sign: 3.0 (A = 1) and 0.9 (A = -1); only the second's log^2 is under 0.04
+    assert batch.batch["response_mask"].tolist() == [[0, 1, 1], [1, 1, 0]]
+    assert metrics["correction/rejected/m2po"] == metrics["mismatch/masked_share"] == 1 / 5
+    assert "importance_weights" not in batch.batch.keys()
+
+
+def test_a_rejected_batch_is_left_without_tokens_and_without_an_error() -> None:
+    batch = batch_of()
+    metrics = correct_batch(batch, settings(rollout_is="token", rollout_rs=["seq_max_k2"], rollout_rs_threshold=["1e-9"]))
+    assert not batch.batch["response_mask"].any() and metrics["mismatch/masked_share"] == 1.0
+    assert "correction/weight_max" not in metrics
+
+
+def test_nothing_configured_changes_nothing_and_says_that_nothing_is_masked() -> None:
+    batch = batch_of()
+    before = set(batch.batch.keys())
+    assert correct_batch(batch, settings()) == {"mismatch/masked_share": 0.0}
+    assert set(batch.batch.keys()) == before and batch.batch["response_mask"].tolist() == MASK
+
+
+def test_mismatch_has_the_extremes_of_the_weight() -> None:
+    metrics = measure_mismatch(batch_of())
+    assert (metrics["mismatch/weight_min"], metrics["mismatch/weight_max"]) == pytest.approx((0.25, 3.0), rel=1e-5)
+    ratios = [3.0, 1.0, 0.25, 1.0, 0.9]
+    assert metrics["mismatch/weight_mean"] == pytest.approx(math.fsum(ratios) / 5, rel=1e-5)
+    ess = math.fsum(ratios) ** 2 / (5 * math.fsum(r * r for r in ratios))
+    assert metrics["mismatch/ess"] == pytest.approx(ess, rel=1e-5) and 0.2 < ess < 1
+
+
+# What travels to the update
+
+
+def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_and_travel_once() -> None:
+    batch = batch_of()
+    del batch.batch["old_log_probs"]
+    bypass(batch)
+    needs = requirements(config_of(bypass_mode=True))
+    assert correct_batch(batch, settings(bypass_mode=True, rollout_rs=["token_k2"], rollout_rs_threshold=["0.1"])) == {}
+    assert batch.batch["response_mask"].tolist() == MASK
+    sent = policy_inputs(batch, rollout_log_probs=needs.rollout_log_probs).batch
+    assert torch.equal(sent["old_log_probs"], batch.batch["rollout_log_probs"])
+    assert "rollout_log_probs" not in sent.keys()
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_staleness_is_counted_in_versions_and_travels(per_token: bool) -> None:
+    versions = torch.tensor([[5, 6, 7], [7, 7, 9]]) if per_token else torch.tensor([5, 7])
+    batch = batch_of(policy_version=versions)
+    batch.meta_info["policy_version"] = 7
+    assert correct_batch(batch, settings(proximal="a3po")) == {}
+    expected = [[2, 1, 0], [0, 0, 0]] if per_token else [2, 0]
+    assert batch.batch["staleness"].tolist() == expected
+    sent = policy_inputs(batch, rollout_log_probs=True).batch
+    assert {"staleness", "rollout_log_probs"} <= set(sent.keys())
+
+
+def test_samples_without_a_version_are_from_the_newest_policy() -> None:
+    batch = batch_of()
+    add_staleness(batch)
+    assert "staleness" not in batch.batch.keys()
+
+
+# Passes
+
+
+CORRECTIONS = [{"rollout_is": "token"}, {"rollout_rs": ["token_k2"], "rollout_rs_threshold": ["1"]}, {"m2po_threshold": 0.04}]
+
+
+@pytest.mark.parametrize("changes", CORRECTIONS)
+def test_a_correction_needs_old_log_probs_of_their_own(changes: dict[str, object]) -> None:
+    assert not requirements(config_of()).old_log_probs
+    needs = requirements(config_of(**changes))
+    assert needs.old_log_probs and not needs.bypass and not needs.rollout_log_probs
+
+
+@pytest.mark.parametrize("mini", [4, 8])
+def test_bypass_and_a3po_save_the_pass_also_over_several_steps(mini: int) -> None:
+    needs = requirements(config_of(mini, bypass_mode=True, rollout_rs=["token_k2"]))
+    assert (needs.old_log_probs, needs.bypass, needs.rollout_log_probs) == (False, True, False)
+    needs = requirements(config_of(mini, proximal="a3po", rollout_is="token"))
+    assert (needs.old_log_probs, needs.bypass, needs.rollout_log_probs) == (False, False, True)
+    assert requirements(config_of(mini)).old_log_probs == (mini == 4)
+
+
+def test_with_a_kl_in_the_reward_a3po_has_the_pass_and_bypass_the_rollouts_log_probs() -> None:
+    for changes, passes in (({"proximal": "a3po"}, True), ({"bypass_mode": True}, False)):
+        config = config_of(**changes)
+        config.algorithm.use_kl_in_reward = True
+        assert requirements(config).old_log_probs is passes
+
+
+# Warnings
+
+
+def warned(config: PPOConfig) -> list[str]:
+    return preflight.warnings(config, {"algorithm.rollout_correction.rollout_is"})
+
+
+def test_a_weight_that_would_count_the_ratio_twice_is_said_to_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    (warning,) = warned(config_of(bypass_mode=True, rollout_is="token"))
+    assert "has no effect" in warning and "count it twice" in warning
+    assert warned(config_of(rollout_is="token")) == []
+    row = Row(name="mine", target="nowhere:mine", requires=frozenset({"weights"}))
+    monkeypatch.setitem(POLICY_LOSSES._rows, "mine", row)
+    config = config_of(bypass_mode=True, rollout_is="token")
+    config.actor_rollout_ref.actor.policy_loss.loss_mode = "mine"
+    assert warned(config) == []
+
+
+def test_the_rows_of_losses_without_a_ratio_say_so() -> None:
+    """Found by what they do: doubling pi_old's log-probs leaves their gradient at pi alone."""
+    from rlhub.algorithms.inputs import PolicyLossInputs
+
+    for name in POLICY_LOSSES.names():
+        row, knobs_class = POLICY_LOSSES.row(name), POLICY_LOSSES.knobs_class(name)
+        gradients = []
+        for gap in (0.0, 1e-5):  # inside every clip range, so that only a ratio can show
+            new = torch.full((1, 1), -1.0, dtype=torch.float64, requires_grad=True)
+            old = new.detach() - gap
+            selected = torch.zeros(1, 1, dtype=torch.uint8) if "select" in row.companions else None
+            anchor = old if "rollout_log_probs" in row.requires else None
+            inputs = PolicyLossInputs(
+                log_probs=new,
+                old_log_probs=old,
+                advantages=torch.ones(1, 1, dtype=torch.float64),
+                response_mask=torch.ones(1, 1),
+                rollout_log_probs=anchor,
+                selected=selected,
+            )
+            POLICY_LOSSES.get(name)(inputs, knobs_class() if knobs_class else None).loss.sum().backward()
+            assert new.grad is not None
+            gradients.append(new.grad.item())
+        moved = abs(gradients[1] / gradients[0] - 1)
+        assert (moved > 5e-6) == ("weights" not in row.requires), (name, moved)
+
+
+# In the learner
+
+
+def test_rejected_rows_leave_the_policys_loss_alone_not_the_baseline_and_not_the_critic() -> None:
+    """The rollout's log-probs are 0.05 below the trainer's on every token: sequences of more than 3 tokens leave the band."""
+    config = learner_config("gae")
+    plain = learn(config)
+    config.algorithm.rollout_correction = settings(rollout_is="token", rollout_rs=["seq_sum_k1"], rollout_rs_threshold=["1.18"])
+    run = learn(config)
+    assert torch.equal(run.batch.batch["advantages"], plain.batch.batch["advantages"])
+    assert run.sent("critic.update_critic").columns["response_mask"].sum(1).tolist() == LENGTHS
+    sent = run.sent("actor.update_actor").columns
+    assert sent["response_mask"].sum(1).tolist() == [length if length <= 3 else 0 for length in LENGTHS]
+    weights = sent["importance_weights"][sent["response_mask"].bool()]
+    torch.testing.assert_close(weights, torch.full_like(weights, math.exp(0.05)), rtol=1e-5, atol=0)
+    assert "actor.compute_log_prob" in run.names() and "actor.compute_log_prob" not in plain.names()
+    assert run.metrics["mismatch/masked_share"] == sum(n for n in LENGTHS if n > 3) / sum(LENGTHS)
+
+
+def test_in_bypass_mode_no_pass_is_made_and_the_update_gets_the_rollouts_log_probs() -> None:
+    config = learner_config(mini=2)
+    config.algorithm.rollout_correction = settings(bypass_mode=True)
+    run = learn(config)
+    assert "actor.compute_log_prob" not in run.names()
+    sent = run.sent("actor.update_actor").columns
+    assert torch.equal(sent["old_log_probs"], run.batch.batch["rollout_log_probs"]) and "importance_weights" not in sent
