@@ -4,8 +4,8 @@
 "old_log_probs" and "sum_pi_squared" (a forward pass of its own before the update), "baseline_rewards" (a greedy response per
 prompt), "reward_components" (the scorer's own numbers by name).  Of a policy loss: "old_log_probs" (as above),
 "rollout_log_probs" (of the policy that sampled) and "weights" (the loss has no ratio pi / pi_old of its own, so that only
-importance weights can correct samples of another policy).  Its companion "select" chooses tokens once per mini-batch, before it is cut.
-Of a KL estimator: "value_only", where the gradient of its value is not that of the KL, so that it suits the reward.
+importance weights can correct samples of another policy).  Its companion "select" chooses tokens once per mini-batch, before
+it is cut.  Of a KL estimator: "value_only", where the gradient of its value is not that of the KL, so that it suits the reward.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, response_mas
     The sums behind the explained variance are float64: it is a small difference of large numbers.
     """
     values, old_values, returns = (masked(column, response_mask) for column in (values, old_values, returns))
-    clipped = old_values + (values - old_values).clamp(-cliprange, cliprange)
+    clipped = values.clamp(old_values - cliprange, old_values + cliprange)  # exactly V inside: rounding is no clip
     plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
     loss = 0.5 * torch.maximum(plain_error, clipped_error)
     detached, targets = values.detach().double(), returns.double()

@@ -75,7 +75,7 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
     if config.algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:
         requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
         problems += checks.check_requirements(config, requires)
-    for warning in [] if problems else [*warnings(config, set_keys), *checks.notes(config), *check_kl_loss(config)]:
+    for warning in [] if problems else [*warnings(config, set_keys), *checks.notes(config), *surprises(config)]:
         logger.warning(warning)
     return problems
 
@@ -148,14 +148,21 @@ def _twice_weighted(config: PPOConfig, loss: str) -> effects.Dead:
     )
 
 
-def check_kl_loss(config: PPOConfig) -> list[str]:
-    """A warning where the KL loss has an estimator whose gradient is not the KL's."""
-    actor = config.actor_rollout_ref.actor
-    if not actor.use_kl_loss or "value_only" not in KL_ESTIMATORS.row(actor.kl_loss_type).requires:
-        return []
-    name = actor.kl_loss_type
-    return [f"{_ACTOR}.kl_loss_type={name}: its value estimates the KL, its gradient does not lower it as the KL's would; "
-            f"{name}+ has the same value and the gradient of the KL"]  # fmt: skip
+def surprises(config: PPOConfig) -> list[str]:
+    """Warnings where parts that are chosen together do what few would expect."""
+    actor, correction, found = config.actor_rollout_ref.actor, config.algorithm.rollout_correction, []
+    name, loss = actor.kl_loss_type, actor.policy_loss.loss_mode
+    if actor.use_kl_loss and "value_only" in KL_ESTIMATORS.row(name).requires:
+        found.append(
+            f"{_ACTOR}.kl_loss_type={name}: its value estimates the KL, its gradient does not lower it as the KL's would; "
+            f"{name}+ has the same value and the gradient of the KL"
+        )
+    if correction.rollout_is and not correction.bypass_mode and "rollout_log_probs" in POLICY_LOSSES.row(loss).requires:
+        found.append(
+            f"{rollout_correction.KEY}.rollout_is={correction.rollout_is}: {_ACTOR}.policy_loss.loss_mode={loss} compares with "
+            "the rollout policy itself; weights pi_old / mu on top count that twice; leave rollout_is null (rollout_rs is fine)"
+        )
+    return found
 
 
 def _knob_names(registry: Registry[Any], name: str) -> frozenset[str]:

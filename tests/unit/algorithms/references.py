@@ -80,6 +80,85 @@ def rloo(outcome: list[float], group: list[int]) -> list[float]:
     return result
 
 
+def peers(values: list[float], group: list[int], i: int) -> list[float]:
+    """The values of i's whole group."""
+    return [value for value, uid in zip(values, group, strict=True) if uid == group[i]]
+
+
+def flat(outcome: list[float], group: list[int], i: int) -> bool:
+    """Whether i's group says nothing: one sample, or all equal."""
+    return len(set(peers(outcome, group, i))) == 1
+
+
+def centred(outcome: list[float], group: list[int]) -> list[float]:
+    """Reward less the mean of the group's."""
+    means = [statistics.fmean(peers(outcome, group, i)) for i in range(len(group))]
+    return [0.0 if flat(outcome, group, i) else own - means[i] for i, own in enumerate(outcome)]
+
+
+def grpo_passk(outcome: list[float], group: list[int], divide: bool) -> list[float]:
+    result = []
+    for i, own in enumerate(outcome):
+        ranked = sorted(peers(outcome, group, i), reverse=True)
+        ahead = len(ranked) > 1 and own == ranked[0] > ranked[1]
+        result.append((ranked[0] - ranked[1]) / (statistics.stdev(ranked) + 1e-6 if divide else 1.0) if ahead else 0.0)
+    return result
+
+
+def opo(outcome: list[float], group: list[int], mask: Mask) -> list[float]:
+    result = []
+    for i, own in enumerate(outcome):
+        members = [j for j, uid in enumerate(group) if uid == group[i]]
+        tokens = sum(sum(mask[j]) for j in members)
+        if len(members) == 1 or not tokens:
+            result.append(own)
+        else:
+            result.append(own - math.fsum(sum(mask[j]) * outcome[j] for j in members) / tokens)
+    return result
+
+
+def gpg(outcome: list[float], group: list[int], mask: Mask) -> list[float]:
+    written = [i for i, row in enumerate(mask) if any(row)]
+    silent = [i for i in written if flat(outcome, group, i)]
+    alpha = len(written) / (len(written) - len(silent)) if len(written) > len(silent) else 0.0
+    return [alpha * value for value in centred(outcome, group)]
+
+
+def cpgd(outcome: list[float], group: list[int], mask: Mask, weighting: str) -> list[float]:
+    if weighting == "std":
+        return grpo(outcome, group, True)
+    written = {uid for uid, row in zip(group, mask, strict=True) if any(row)}
+    spread = {uid for i, uid in enumerate(group) if uid in written and not flat(outcome, group, i)}
+    factor = min(len(written) / len(spread), 3.0) if weighting == "clip-scaled" and spread else 1.0
+    return [factor * value for value in centred(outcome, group)]
+
+
+def to_go(rewards: Table, mask: Mask, gamma: float) -> Table:
+    """Sum of the discounted rewards of this and later model tokens, as many steps apart as model tokens lie between."""
+    result = []
+    for r, keep in zip(rewards, mask, strict=True):
+        steps, row = [t for t, m in enumerate(keep) if m], [0.0] * len(keep)
+        for k, t in enumerate(steps):
+            row[t] = math.fsum(gamma**distance * r[later] for distance, later in enumerate(steps[k:]))
+        result.append(row)
+    return result
+
+
+def optimal_token_baseline(returns: Table, pi: Table, squares: Table, mask: Mask, group: list[int]) -> Table:
+    """Row by row as lists of model tokens; a row meets those of its group that have a token of the same number."""
+    steps = [[t for t, m in enumerate(keep) if m] for keep in mask]
+    norms = [[1 - 2 * pi[i][t] + squares[i][t] for t in own] for i, own in enumerate(steps)]
+    result = [[0.0] * len(keep) for keep in mask]
+    for i, own in enumerate(steps):
+        for k, t in enumerate(own):
+            rows = [j for j, uid in enumerate(group) if uid == group[i] and len(steps[j]) > k]
+            weights = [math.fsum(norms[j][: k + 1]) for j in rows]
+            weighted = math.fsum(w * returns[j][steps[j][k]] for w, j in zip(weights, rows, strict=True))
+            baseline = weighted / math.fsum(weights) if len(rows) > 1 else 0.0
+            result[i][t] = returns[i][t] - baseline
+    return result
+
+
 def kl(name: str, log_prob: float, reference: float) -> float:
     d = log_prob - reference
     if name in ("kl", "k1"):
@@ -119,6 +198,6 @@ def aggregate(loss: Table, mask: Mask, mode: str, factor: float) -> float:
 
 def value_token(new: float, old: float, target: float, bound: float) -> tuple[float, bool]:
     """Clipped squared error of one token, and whether the clip binds."""
-    held = old + max(-bound, min(bound, new - old))
+    held = max(old - bound, min(old + bound, new))
     plain, clipped = (new - target) ** 2, (held - target) ** 2
     return max(plain, clipped) / 2, clipped > plain

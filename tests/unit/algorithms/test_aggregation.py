@@ -77,3 +77,43 @@ def test_an_unknown_mode_names_the_known_ones() -> None:
     mask = torch.ones(1, 1)
     with pytest.raises(ValueError, match="no loss aggregation 'mean'; known: token-mean, .*token-sum"):
         aggregate(mask, mask, "mean", counts(mask))
+
+
+def check_gradient(aggregation, case) -> None:
+    """Each token's factor, from the definition: raising one token's loss by h raises the mean by h times its factor."""
+    mask, seed, dtype, mode, _ = case
+    keep = torch.tensor(mask)
+    loss = garbage(tensor(numbers(seed, mask, scale=4.0), dtype), keep).requires_grad_()
+    total = aggregation(loss, keep, mode, counts(keep))
+    (found,) = torch.autograd.grad(total, loss)
+    rows = sum(map(any, mask))
+    factors = {
+        "token-mean": [1 / max(sum(map(sum, mask)), 1)] * len(mask),
+        "token-sum": [1.0] * len(mask),
+        "seq-mean-token-sum": [1 / max(rows, 1)] * len(mask),
+        "seq-mean-token-mean": [1 / max(rows * sum(row), 1) for row in mask],
+        "seq-mean-token-sum-norm": [1 / max(rows, 1) / FACTOR] * len(mask),
+    }[mode]
+    assert_close(found, [[factor * m for m in row] for factor, row in zip(factors, mask, strict=True)])
+
+
+@few
+@given(cases)
+def test_gradients_and_nothing_from_masked_garbage(case) -> None:
+    check_gradient(aggregate, case)
+
+
+def test_a_mean_over_the_padded_width_is_caught_in_the_gradient() -> None:
+    def padded(loss, mask, mode, denominators):
+        return torch.where(mask.bool(), loss, torch.zeros_like(loss)).mean()
+
+    assert catches(check_gradient, padded, cases)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_micro_batch_of_padding_gives_nothing_and_can_be_stepped_over(mode: str) -> None:
+    """A rank without rows left makes a pass over a row of padding: its share is 0 and its gradient exists and is 0."""
+    loss = torch.full((1, 3), float("nan"), requires_grad=True)
+    share = aggregate(loss, torch.zeros(1, 3).long(), mode, Denominators(tokens=4.0, sequences=2.0, scale=FACTOR))
+    share.backward()
+    assert share.item() == 0 and loss.grad is not None and loss.grad.count_nonzero() == 0

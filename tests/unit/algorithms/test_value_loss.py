@@ -79,3 +79,50 @@ def test_sums_keep_the_variance_of_nearly_equal_returns_in_float32() -> None:
     assert abs(variance - true) < 0.01 * true
     rounded = (returns.square().sum() / 1000 - (returns.sum() / 1000) ** 2).item()
     assert abs(rounded - true) > true  # in float32 the difference is noise
+
+
+def check_gradient(loss, case) -> None:
+    """V - G where the plain error counts, nothing where the clipped one does."""
+    mask, _, _, bound, _ = case
+    values, old, returns, keep = columns(case)
+    (found,) = torch.autograd.grad(loss(values, old, returns, keep, bound).loss.sum(), values)
+    v, o, g = exact(values), exact(old), exact(returns)
+    expected = [[0.0] * len(row) for row in mask]
+    for i, row in enumerate(mask):
+        for t, m in enumerate(row):
+            if m and not references.value_token(v[i][t], o[i][t], g[i][t], bound)[1]:
+                expected[i][t] = v[i][t] - g[i][t]
+    assert_close(found, expected)
+
+
+@few
+@given(cases)
+def test_gradient(case) -> None:
+    check_gradient(code.value_loss, case)
+
+
+def test_an_optimistic_or_unclipped_gradient_is_caught() -> None:
+    def optimistic(values, old, returns, mask, bound):
+        outputs = code.value_loss(values, old, returns, mask, bound)
+        held = old + (values - old).clamp(-bound, bound)
+        loss = torch.minimum((values - returns) ** 2, (held - returns) ** 2) / 2
+        outputs.loss = torch.where(mask.bool(), loss, torch.zeros_like(loss))
+        return outputs
+
+    assert catches(check_gradient, optimistic, cases)
+    assert catches(check_gradient, lambda v, o, g, m, b: code.value_loss(v, o, g, m, 1e9), cases)
+
+
+def test_a_value_may_always_come_back() -> None:
+    """Beyond the bound away from the target: no gradient is lost; beyond it towards the target: none flows."""
+    for value, target, gradient in ((2.0, -1.0, 3.0), (2.0, 5.0, 0.0), (0.3, 5.0, -4.7)):
+        now = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
+        old, wanted, one = torch.zeros(1, 1), torch.tensor([[target]], dtype=torch.float64), torch.ones(1, 1)
+        code.value_loss(now, old, wanted, one, 0.5).loss.sum().backward()
+        assert now.grad is not None and math.isclose(now.grad.item(), gradient, abs_tol=1e-12)
+
+
+def test_rounding_is_not_counted_as_a_clip() -> None:
+    old, near = (scale * torch.randn(50, 40, generator=torch.Generator().manual_seed(1)).tanh() for scale in (0.3, -0.1))
+    assert code.value_loss(near, old, -old, torch.ones(50, 40), 0.5).sums["vf_clipfrac"] == 0
+    assert bool((old + (near - old) != near).any())  # what such a clip would compare

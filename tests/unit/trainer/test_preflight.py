@@ -190,6 +190,21 @@ def test_a_kl_loss_whose_gradient_is_not_the_kls_is_a_warning(caplog: pytest.Log
     assert preflight.check(config) == [] and not caplog.text
 
 
+@pytest.mark.parametrize(
+    ("loss", "kind", "warned"), [("dppo_tv", "token", True), ("dppo_tv", None, False), ("gspo", "token", False)]
+)
+def test_weights_for_a_loss_that_compares_with_the_rollout_policy_are_a_warning(
+    caplog: pytest.LogCaptureFixture, loss: str, kind: str | None, warned: bool
+) -> None:
+    config = sound()
+    config.actor_rollout_ref.actor.policy_loss.loss_mode = loss
+    config.algorithm.rollout_correction.rollout_is = kind
+    derive.derive(config)
+    with caplog.at_level(logging.WARNING):
+        assert preflight.check(config) == []
+    assert ("weights pi_old / mu on top count that twice" in caplog.text) == warned
+
+
 def test_what_the_algorithm_does_not_read_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     config = sound()
     config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n = "rloo", 4
