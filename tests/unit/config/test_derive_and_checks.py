@@ -194,6 +194,12 @@ def test_sft_rules() -> None:
         ("actor_rollout_ref.rollout.gpu_memory_utilization", 0.6, {"trainer__device": "cuda"}),
         ("custom_reward_function.name", "score", {"custom_reward_function__path": "x.py"}),
         ("trainer.resume_from_path", "x", {"trainer__resume_mode": "resume_path"}),
+        ("reward_model.weight", 2.0, REWARD_MODEL),
+        ("reward_model.model.path", "some/model", {"reward_model__enable": True}),
+        ("reward_model.model.fsdp_config.fsdp_size", 1, REWARD_MODEL),
+        ("reward_model.forward_max_token_len_per_gpu", 9000, REWARD_MODEL | {"reward_model__use_dynamic_bsz": True}),
+        ("reward_model.max_length", 9, REWARD_MODEL | {"reward_model__model__input_tokenizer": "model"}),
+        ("reward_model.judge.weight", 2.0, JUDGE),
     ],
 )
 def test_a_setting_nobody_reads_is_named_and_only_then(key: str, value: object, cure: dict[str, object]) -> None:
@@ -202,6 +208,17 @@ def test_a_setting_nobody_reads_is_named_and_only_then(key: str, value: object, 
     assert warning.startswith(f"{key}={value} has no effect: ")
     assert effects.without_effect(good(**setting, **cure), {key}) == []
     assert effects.without_effect(good(**setting), set()) == []  # the user did not say it
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("reward_model.timeout_s", 9.0), ("reward_model.reward_kwargs", {"a": 1}), ("custom_reward_function.path", "x.py")],
+)
+def test_without_a_function_its_settings_have_no_effect(key: str, value: object) -> None:
+    setting = {key.replace(".", "__"): value}
+    (warning,) = effects.without_effect(good(**REWARD_MODEL, **setting, reward_model__function_weight=0.0), {key})
+    assert warning.endswith("has no effect: reward_model.function_weight is 0")
+    assert effects.without_effect(good(**REWARD_MODEL, **setting), {key}) == []
 
 
 def test_a_default_said_aloud_is_no_warning() -> None:
