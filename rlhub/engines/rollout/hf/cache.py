@@ -27,10 +27,10 @@ class BufferLayer(DynamicLayer):
         stop = self.length + key_states.shape[2]
         if stop > self.keys.shape[2]:
             self._grow(stop)
-        self.keys[:, :, self.length : stop] = key_states
-        self.values[:, :, self.length : stop] = value_states
+        self.keys.narrow(2, self.length, key_states.shape[2]).copy_(key_states)
+        self.values.narrow(2, self.length, key_states.shape[2]).copy_(value_states)
         self.length = stop
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
+        return self.keys.narrow(2, 0, stop), self.values.narrow(2, 0, stop)
 
     def _grow(self, needed: int) -> None:
         capacity = max(needed, int(self.keys.shape[2] * GROWTH))

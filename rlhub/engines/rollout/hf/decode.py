@@ -19,6 +19,7 @@ from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingPa
 from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows, minus_infinity, new_prompt_cache
 from rlhub.engines.rollout.hf.noise import uniforms
 from rlhub.engines.rollout.hf.sampling import sample_tokens
+from rlhub.engines.rollout.hf.step import DecodeStep
 
 KEEP_FRACTION = 0.75  # compact below this share of live rows: copying stays a small part of the work it saves
 FIRST_CAPACITY = 128  # new tokens the cache has room for before it grows
@@ -75,9 +76,16 @@ class _Noise:
 
 @torch.inference_mode()
 def decode(
-    model: PreTrainedModel, requests: Sequence[GenerationRequest], params: SamplingParams, limits: DecodeLimits
+    model: PreTrainedModel,
+    step_forward: DecodeStep,
+    requests: Sequence[GenerationRequest],
+    params: SamplingParams,
+    limits: DecodeLimits,
 ) -> list[Completion]:
-    """Completions of one batch, in the order of the requests; `versions` is left empty."""
+    """Completions of one batch, in the order of the requests; `versions` is left empty.
+
+    `model` reads the prompts, `step_forward` the tokens after them.
+    """
     device = model.device
     batch, logits = _prefill(model, requests, params, limits)
     noise = _Noise(requests, device)
@@ -96,7 +104,7 @@ def decode(
             break
         if num_alive < KEEP_FRACTION * len(tokens):
             tokens = _compact(batch, tokens)
-        logits = _step(model, batch, tokens)
+        logits = _step(step_forward, batch, tokens)
     return _completions(output, params)
 
 
@@ -200,19 +208,12 @@ def _compact(batch: _Batch, tokens: Tensor) -> Tensor:
     return tokens[rows]
 
 
-def _step(model: PreTrainedModel, batch: _Batch, tokens: Tensor) -> Tensor:
+def _step(step_forward: DecodeStep, batch: _Batch, tokens: Tensor) -> Tensor:
     """Feed one token a row; returns logits (rows, vocabulary)."""
     batch.length += 1
-    out = model(
-        input_ids=tokens[:, None],
-        attention_mask=None if batch.mask is None else batch.mask[..., : batch.length],
-        position_ids=batch.positions[:, None],
-        past_key_values=batch.cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    logits = step_forward(tokens, batch.positions, batch.cache, None if batch.mask is None else batch.mask[..., : batch.length])
     batch.positions = batch.positions + 1
-    return out.logits[:, -1]
+    return logits
 
 
 def _completions(output: _Output, params: SamplingParams) -> list[Completion]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -14,10 +15,14 @@ from rlhub.engines.rollout.batcher import RequestBatcher
 from rlhub.engines.rollout.dtypes import resolve_dtype
 from rlhub.engines.rollout.hf.attention import GROUPED_ATTENTION
 from rlhub.engines.rollout.hf.decode import DecodeLimits, decode
+from rlhub.engines.rollout.hf.lean import LeanStep, why_not_lean
+from rlhub.engines.rollout.hf.step import DecodeStep, ModelStep
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.requests import check_requests
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
+
+logger = logging.getLogger(__name__)
 
 
 class HFEngine(RolloutEngine):
@@ -33,6 +38,7 @@ class HFEngine(RolloutEngine):
         self._setup = setup
         self._dtype = resolve_dtype(setup.config.dtype, setup.device)
         self._model: PreTrainedModel | None = None
+        self._step: DecodeStep | None = None
         self._weights: dict[str, Tensor] = {}
         self._ready = False
         self._batcher = RequestBatcher(self.generate)
@@ -40,6 +46,7 @@ class HFEngine(RolloutEngine):
     def initialize(self) -> None:
         with torch.random.fork_rng(devices=[self._setup.device] if self._setup.device.type == "cuda" else []):
             self._model = self._build()
+        self._step = _decode_step(self._model, self._setup.max_model_len)
         self._weights = dict(self._model.named_parameters())  # a tied weight is listed once, at the input embedding
         self._ready = self._setup.load_checkpoint
 
@@ -58,7 +65,7 @@ class HFEngine(RolloutEngine):
         return model.to(setup.device).requires_grad_(False).eval()
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
-        if self._model is None or not self._ready:
+        if self._model is None or self._step is None or not self._ready:
             raise EngineError("the engine has no whole set of weights: initialize and update_weights come before generate")
         setup = self._setup
         check_requests(requests, params, max_model_len=setup.max_model_len)
@@ -67,7 +74,7 @@ class HFEngine(RolloutEngine):
         completions: dict[int, Completion] = {}
         for first in range(0, len(order), setup.config.max_num_seqs):
             indices = order[first : first + setup.config.max_num_seqs]
-            batch = decode(self._model, [requests[i] for i in indices], params, limits)
+            batch = decode(self._model, self._step, [requests[i] for i in indices], params, limits)
             for index, completion in zip(indices, batch, strict=True):
                 completion.versions = [self.version] * len(completion.token_ids)
                 completions[index] = completion
@@ -103,7 +110,16 @@ class HFEngine(RolloutEngine):
         return
 
     def shutdown(self) -> None:
-        self._model, self._weights, self._ready = None, {}, False
+        self._model, self._step, self._weights, self._ready = None, None, {}, False
+
+
+def _decode_step(model: PreTrainedModel, max_model_len: int) -> DecodeStep:
+    """The lean step where it computes the same as the model's own forward, else that."""
+    obstacle = why_not_lean(model)
+    if obstacle is None:
+        return LeanStep(model, max_model_len)
+    logger.debug("decoding with the model's own forward: %s", obstacle)
+    return ModelStep(model)
 
 
 def _refuse_short_windows(config: PreTrainedConfig, max_model_len: int) -> None:
