@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig, cut, even_cut, extend_cut, take_rows
+from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig, cut, cut_units, even_cut, extend_cut, rows_of, take_rows
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 
@@ -22,6 +22,21 @@ def test_cut_by_tokens(lengths: list[int], budget: int) -> None:
     loads = [sum(lengths[row] for row in rows) for rows in bins]
     assert all(load <= budget or len(rows) == 1 for load, rows in zip(loads, bins, strict=True))
     assert all(a + b > budget for i, a in enumerate(loads) for b in loads[:i])  # no two passes could have been one
+
+
+@given(LENGTHS, st.integers(1, 3), st.sampled_from([{"rows": 1}, {"rows": 5}, {"max_tokens": 60}, {}]))
+def test_units_are_never_cut(lengths: list[int], rows_per_unit: int, limits: dict[str, int]) -> None:
+    lengths = lengths[: len(lengths) // rows_per_unit * rows_per_unit]
+    config = MicroBatchConfig(**limits)
+    passes = [rows_of(units, rows_per_unit) for units in cut_units(lengths, config, rows_per_unit)]
+    assert sorted(row for rows in passes for row in rows) == list(range(len(lengths)))
+    for rows in passes:
+        assert all(row // rows_per_unit * rows_per_unit + step in rows for row in rows for step in range(rows_per_unit))
+        assert len(rows) <= max(limits.get("rows", len(lengths)), rows_per_unit)
+        total = sum(lengths[row] for row in rows)
+        assert total <= limits.get("max_tokens", total) or len(rows) == rows_per_unit
+    if rows_per_unit == 1:
+        assert passes == cut(lengths, config)
 
 
 @given(LENGTHS, st.integers(0, 6))
@@ -77,3 +92,4 @@ def test_take_rows() -> None:
     assert take_rows(rows, [2, 0], torch.device("cpu"))["a"].tolist() == [[4, 5], [0, 1]]
     idle = take_rows(rows, [], torch.device("cpu"))
     assert idle["a"].tolist() == [[0, 0]] and idle["b"].tolist() == [0.0]
+    assert take_rows(rows, [], torch.device("cpu"), fillers=2)["a"].tolist() == [[0, 0], [0, 0]]
