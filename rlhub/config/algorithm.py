@@ -34,7 +34,9 @@ class FilterGroupsConfig:
 @dataclass(slots=True, kw_only=True)
 class AlgorithmConfig:
     adv_estimator: str = "gae"
-    """Advantage estimator: gae (PPO, with a critic), grpo, rloo, or one of your own from a plugin."""
+    """Advantage estimator: gae (PPO, with a critic), grpo, rloo, reinforce_plus_plus and more, or one of your own from a plugin.
+    A name that does not exist (adv_estimator=list) is answered with all that do; what each computes and its knobs for
+    adv_kwargs are in the file of its name in rlhub/algorithms/advantages/."""
     gamma: UnitFloat = 1.0
     """Discount per token."""
     lam: UnitFloat = 1.0
