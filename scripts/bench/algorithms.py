@@ -3,9 +3,9 @@
     python scripts/bench/algorithms.py [--only NAME ...] [--steps 30] [--jobs 2] [--out outputs/bench_algorithms]
 
 Each advantage estimator with the default policy loss, and each policy loss with one group estimator; what a part needs besides
-(a critic, several samples per prompt) follows from its registry row.  One process a run, hf engine, one rank, 32 problems x 8
-samples a step in two mini-batches, so that the second is off-policy and clips bind.  The warm start is made once by the
-quickstart's recipe.  A run that is done is not repeated; --again does.
+(a critic, several samples per prompt) follows from its registry row.  In process, hf engine, one rank, 32 problems x 8 samples a
+step in two mini-batches, so that the second is off-policy and clips bind.  Each run is a fork of a process that has loaded the
+libraries.  The warm start is made once by the quickstart's recipe.  A run that is done is not repeated; --again does.
 
 Wanted of each run: accuracy (1,024 held-out problems, temperature 1) up by at least 0.10, the last at least 0.9 of the best,
 every metric finite and no step skipped.  The exit status is 1 if one misses it.
@@ -14,16 +14,19 @@ every metric finite and no step skipped.  The exit status is 1 if one misses it.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
+import runpy
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +45,19 @@ WANTED_GAIN, WANTED_SHARE_OF_BEST = 0.10, 0.9
 VALIDATIONS = 3
 """After the start, evenly over the run."""
 RUN_TIMEOUT_S = 1200.0
+POLL_S = 0.2
+MAIN = "rlhub.trainer.main_ppo"
+HEAVY = (
+    "torch",
+    "hydra",
+    "pyarrow.parquet",
+    "transformers.models.qwen2.modeling_qwen2",
+    "torch.distributed.fsdp",
+    "rlhub.trainer.ppo.build",
+    "rlhub.engines.rollout.hf.engine",
+    "rlhub.engines.training.fsdp.engine",
+)
+"""What every run would load for itself; none of it starts a thread or a process."""
 ACCURACY = "val/pass@1"
 
 
@@ -114,10 +130,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
-def command_of(subject: Subject, warm: Path, model: Path, folder: Path, steps: int) -> list[str]:
-    """main_ppo for one run.  Learning rate and steps are the same for all; knobs keep their defaults."""
-    needs = ADVANTAGE_ESTIMATORS.row(subject.estimator).requires | POLICY_LOSSES.row(subject.loss).requires
-    settings = [
+def settings_of(subject: Subject, warm: Path, model: Path, folder: Path, steps: int) -> list[str]:
+    """Of main_ppo for one run.  Learning rate and steps are the same for all; knobs keep their defaults."""
+    needs = ADVANTAGE_ESTIMATORS.row(subject.estimator).requires
+    return [
         f"data.train_files={warm / 'data/train.parquet'}", f"data.val_files={warm / 'data/val.parquet'}",
         "data.train_batch_size=32", "data.max_prompt_length=8", "data.max_response_length=8",
         f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.model.enable_gradient_checkpointing=False",
@@ -132,35 +148,94 @@ def command_of(subject: Subject, warm: Path, model: Path, folder: Path, steps: i
         f"trainer.test_freq={max(1, steps // VALIDATIONS)}", f"trainer.default_local_dir={folder}",
         *([f"critic.optim.lr={CRITIC_LEARNING_RATE}"] if "values" in needs else []),
     ]  # fmt: skip
-    return [sys.executable, "-m", "rlhub.trainer.main_ppo", *settings]
 
 
-def run(subject: Subject, warm: Path, model: Path, out: Path, steps: int) -> Figures:
-    """Train, or read what an earlier call left."""
-    folder = out / f"{steps}_steps" / subject.label
-    done = folder / "seconds.json"
-    if not done.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
-        log = folder.with_name(f"{subject.label}.log")
-        with log.open("wb") as stream:
-            command = command_of(subject, warm, model, folder, steps)
-            code = subprocess.run(
-                command,
-                stdout=stream,
-                stderr=stream,
-                stdin=subprocess.DEVNULL,
-                env=environment(),
-                cwd=ROOT,
-                timeout=RUN_TIMEOUT_S,
-            ).returncode
-        seconds = time.monotonic() - started
-        if code != 0:
-            fault = f"ended with status {code}, see {log}"
-            return Figures(accuracy=[], clip_fraction=math.nan, kl=math.nan, seconds=seconds, faults=[fault])
-        done.write_text(json.dumps(seconds))
-    return figures(folder, json.loads(done.read_text()))
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """Where and how long."""
+
+    warm: Path
+    model: Path
+    out: Path
+    steps: int
+
+    def folder(self, subject: Subject) -> Path:
+        return self.out / f"{self.steps}_steps" / subject.label
+
+    def log(self, subject: Subject) -> Path:
+        return self.folder(subject).with_name(f"{subject.label}.log")
+
+    def finished(self, subject: Subject) -> Path:
+        """The run's last file, with its seconds."""
+        return self.folder(subject) / "seconds.json"
+
+    def result(self, subject: Subject, code: int, seconds: float) -> Figures:
+        if code == 0:
+            return figures(self.folder(subject), seconds)
+        fault = f"ended with status {code}, see {self.log(subject)}"
+        return Figures(accuracy=[], clip_fraction=math.nan, kl=math.nan, seconds=seconds, faults=[fault])
+
+
+def start(subject: Subject, plan: Plan) -> int:
+    """Fork a run; returns its process id."""
+    folder = plan.folder(subject)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    sys.argv = [MAIN, *settings_of(subject, plan.warm, plan.model, folder, plan.steps)]
+    if (pid := os.fork()) == 0:
+        os._exit(in_child(plan.log(subject)))
+    return pid
+
+
+def in_child(log: Path) -> int:
+    """The main, as `python -m` runs it, with its output in a file; returns the exit status."""
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        runpy.run_module(MAIN, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001  # a process boundary: the parent reports the status
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def run_all(chosen: list[Subject], plan: Plan, jobs: int, report_one: Callable[[Subject, Figures], None]) -> None:
+    """At most `jobs` at a time; whatever ends this ends the runs."""
+    waiting = []
+    for subject in chosen:
+        if plan.finished(subject).exists():
+            report_one(subject, plan.result(subject, 0, json.loads(plan.finished(subject).read_text())))
+        else:
+            waiting.append(subject)
+    running: dict[int, tuple[Subject, float]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                subject = waiting.pop(0)
+                running[start(subject, plan)] = (subject, time.monotonic())
+            time.sleep(POLL_S)
+            for pid, (subject, since) in list(running.items()):
+                if time.monotonic() - since > RUN_TIMEOUT_S:
+                    os.killpg(pid, signal.SIGKILL)
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    del running[pid]
+                    code, seconds = os.waitstatus_to_exitcode(status), time.monotonic() - since
+                    if code == 0:
+                        plan.finished(subject).write_text(json.dumps(seconds))
+                    report_one(subject, plan.result(subject, code, seconds))
+    finally:
+        for pid in running:
+            os.killpg(pid, signal.SIGKILL)
 
 
 def figures(folder: Path, seconds: float) -> Figures:
@@ -225,19 +300,20 @@ def main() -> int:
         for subject in chosen:
             shutil.rmtree(out / f"{arguments.steps}_steps" / subject.label, ignore_errors=True)
     warm = out / "warm"
-    model = warm_start(warm)
+    plan = Plan(warm=warm, model=warm_start(warm), out=out, steps=arguments.steps)
+    os.environ.update(environment())
+    for name in HEAVY:
+        importlib.import_module(name)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results: dict[str, tuple[Subject, Figures]] = {}
 
-    def measured(subject: Subject) -> None:
-        found = run(subject, warm, model, out, arguments.steps)
+    def report_one(subject: Subject, found: Figures) -> None:
         results[subject.label] = (subject, found)
         curve = " ".join(f"{value:.3f}" for value in found.accuracy)
-        console.print(
-            f"[{len(results)}/{len(chosen)}] {subject.label}: {curve} ({found.seconds:.0f} s) {'; '.join(found.problems)}"
-        )
+        verdict = "; ".join(found.problems) or "learns"
+        console.print(f"[{len(results)}/{len(chosen)}] {subject.label}: {curve} ({found.seconds:.0f} s) {verdict}", markup=False)
 
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(measured, chosen))
+    run_all(chosen, plan, arguments.jobs, report_one)
     report(console, dict(sorted(results.items())), arguments.steps)
     return int(any(found.problems for _, found in results.values()))
 
