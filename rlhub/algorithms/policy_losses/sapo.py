@@ -1,4 +1,8 @@
-"""Soft adaptive policy optimization (Gao et al. 2025, arXiv 2511.20347): a sigmoid gate on the ratio in place of the clip."""
+"""Soft adaptive policy optimization (Gao et al. 2025, arXiv 2511.20347): a sigmoid gate on the ratio in place of the clip.
+
+Choose loss_agg_mode=seq-mean-token-mean for the paper's objective.  Other implementations take that whatever is asked for; here
+the other modes are honoured.
+"""
 
 from __future__ import annotations
 
