@@ -24,7 +24,8 @@ class KLControlConfig:
 @dataclass(slots=True, kw_only=True)
 class FilterGroupsConfig:
     enable: bool = False
-    """Dynamic sampling (DAPO): leave out groups whose samples are all alike, and draw further prompts until the batch is full."""
+    """Dynamic sampling (DAPO): leave out groups whose samples are all alike, and draw further prompts until the batch is full.
+    A step then reads more prompts than data.train_batch_size: end the run by trainer.total_training_steps."""
     metric: str = "seq_reward"
     """Number in which the samples are compared: seq_reward or score (the reward), acc (right or wrong), or the scorer's own."""
     max_num_gen_batches: PositiveInt = 10
