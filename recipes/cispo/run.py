@@ -1,0 +1,22 @@
+"""CISPO (MiniMax-M1 2025, arXiv 2506.13585) on the quickstart's task: the importance weight is clipped, never the token.
+
+python recipes/cispo/run.py [options and key=value settings of recipes/arithmetic/run.py]
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ARITHMETIC = Path(__file__).resolve().parents[1] / "arithmetic" / "run.py"
+SETTINGS = (
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.actor.policy_loss.loss_mode=cispo",
+    "actor_rollout_ref.actor.policy_loss.kwargs.clip_high=2.0",
+    "actor_rollout_ref.actor.loss_agg_mode=token-mean",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+)
+
+if __name__ == "__main__":
+    sys.exit(subprocess.run([sys.executable, str(ARITHMETIC), "--name=cispo", *SETTINGS, *sys.argv[1:]]).returncode)
