@@ -10,8 +10,9 @@ from torch import Tensor
 
 from rlhub.algorithms.masked import kept, masked
 
-BLOCK = 64
+BLOCK = 128
 CACHED_ROWS = 128  # whose product with the mask stays in the cache
+SMALL = 1 << 16  # numbers, for which the cost does not matter
 DENSE_SHARE = 0.1  # above this share of blocks with rewards, going through all of them is cheaper than picking
 
 
@@ -19,8 +20,8 @@ def outcome_rewards(token_level_rewards: Tensor, response_mask: Tensor) -> Tenso
     """R_i = sum_t r_{i,t} m_{i,t}, (batch,) float64.
 
     Rewards are nearly always one number in a row of zeros: only the blocks of tokens that hold any are read with their
-    mask and added in float64, so samples whose few rewards are the same numbers have exactly equal outcomes.  A batch
-    with rewards on most tokens (KL in the reward) is added by blocks in its own precision, blocks in float64.
+    mask and added in float64, so samples whose few rewards are the same numbers have exactly equal outcomes.  A large
+    batch with rewards on most tokens (KL in the reward) is added within blocks in its own precision, blocks in float64.
     """
     rows, width = token_level_rewards.shape
     rest = width % BLOCK
@@ -29,9 +30,9 @@ def outcome_rewards(token_level_rewards: Tensor, response_mask: Tensor) -> Tenso
     if rewards.numel() == 0:
         return total
     blocks, keep = rewards.reshape(rows, -1, BLOCK), mask.reshape(rows, -1, BLOCK)
-    busy = (blocks.amax(2) != 0) | (blocks.amin(2) != 0)  # NaN is busy too
+    busy = blocks.contiguous().view(torch.uint8).amax(2)  # one pass over the bytes: 0 where all rewards are
     row, block = busy.nonzero(as_tuple=True)
-    if len(row) > DENSE_SHARE * busy.numel():
+    if len(row) > DENSE_SHARE * busy.numel() and rewards.numel() > SMALL:
         parts = zip(torch.split(blocks, CACHED_ROWS), torch.split(keep, CACHED_ROWS), strict=True)
         sums = [kept(part, part_keep).sum(2) for part, part_keep in parts]
         return total + torch.cat(sums).sum(1, dtype=torch.float64)
@@ -45,4 +46,8 @@ def on_tokens(per_sample: Tensor, response_mask: Tensor, dtype: torch.dtype) -> 
         return masked(values.expand(response_mask.shape), response_mask)
     if response_mask.dtype == dtype:
         return response_mask * values
-    return response_mask.to(dtype).mul_(values)  # half the cost of choosing, or of a product of two dtypes
+    out = torch.empty(response_mask.shape, dtype=dtype, device=response_mask.device)
+    parts = (torch.split(column, CACHED_ROWS) for column in (out, response_mask, values))
+    for part, keep, value in zip(*parts, strict=True):
+        part.copy_(keep).mul_(value)  # half the cost of choosing, or of a product of two dtypes
+    return out
