@@ -50,6 +50,8 @@ def test_everything_that_can_be_derived_is() -> None:
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "reward_model.micro_batch_size_per_gpu",
         "reward_model.model.path", "reward_model.model.input_tokenizer", "reward_model.max_length",
         "reward_model.judge.model.path", "reward_model.judge.prompt_template",
+        "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs",
+        "algorithm.rollout_correction.rollout_rs_threshold", "algorithm.rollout_correction.m2po_threshold",
     }  # fmt: skip
 
     def value(key: str) -> object:
