@@ -23,7 +23,7 @@ from recipes.dpo import run as pairs
 
 logger = logging.getLogger("reward_model")
 
-STEPS = 60
+STEPS = 20
 RM_STEPS = 500
 
 
@@ -71,12 +71,17 @@ def rm_settings(options: arithmetic.Options, steps: int, warm_start: Path, folde
 
 
 def rl_settings(options: arithmetic.Options, warm_start: Path, reward_model: Path, folder: Path) -> list[str]:
-    """main_ppo as in recipes/arithmetic, but the rule is not run: a response is worth what the reward model says."""
+    """main_ppo as in recipes/arithmetic, but the rule is not run: a response is worth what the reward model says.
+
+    Few steps, and a KL loss: further from the warm start a policy finds answers that the reward model wrongly likes.
+    """
     return [
         *arithmetic.rl_settings(options, warm_start, folder),
         "reward_model.enable=True",
         "reward_model.function_weight=0",
         f"reward_model.model.path={reward_model}",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.kl_loss_coef=0.3",
         *options.overrides,
     ]
 
