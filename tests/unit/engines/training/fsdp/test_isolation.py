@@ -105,7 +105,9 @@ def plain_row(model: Any, kind: str, rows: Rows, row: int) -> dict[str, Tensor]:
         log_p = (model(ids[None]).logits[0] / 0.8).log_softmax(-1)[before.clamp(min=0)]
         chosen = log_p.gather(1, rows["input_ids"][row, PROMPT:, None])[:, 0]
         entropy = -(log_p.exp() * log_p).sum(-1)
-        return {name: torch.where(mask, value, 0)[None] for name, value in (("log_probs", chosen), ("entropy", entropy))}
+        squared = (2 * log_p.detach()).exp().sum(-1)  # measured only, it has no gradient
+        outputs = {"log_probs": chosen, "entropy": entropy, "sum_pi_squared": squared}
+        return {name: torch.where(mask, value, 0)[None] for name, value in outputs.items()}
     numbers = model.score(model.model(ids[None]).last_hidden_state)[0, :, 0]
     if kind == "reward":
         return {"scores": numbers[-1:]}
