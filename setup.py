@@ -42,7 +42,7 @@ VLLM_CPU = [
 ]  # fmt: skip
 
 TRACKING = ["tensorboard>=2.18", "wandb>=0.25"]
-TEST = ["pytest>=8", "hypothesis>=6.100", *TRACKING, "ray[default]>=2.58,<2.59"]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *TRACKING, "ray[default]>=2.58,<2.59"]
 
 setup(
     name="rlhub",

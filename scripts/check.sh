@@ -6,6 +6,7 @@ SECONDS=0
 bash scripts/setup_env.sh || exit 1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
 PY=.venv/bin/python
+NUM_CORES="$(nproc)"
 STRICT=(rlhub/protocol.py rlhub/errors.py rlhub/registry.py rlhub/config rlhub/algorithms rlhub/single_controller)
 
 failed=()
@@ -18,7 +19,7 @@ step() {
 step "lint" "$PY" -m ruff check .
 step "format" "$PY" -m ruff format --check .
 step "types" "$PY" -m mypy "${STRICT[@]}"
-step "unit tests" "$PY" -m pytest -q tests/unit
+step "unit tests" "$PY" -m pytest -q -n "$((NUM_CORES > 4 ? 4 : NUM_CORES))" --dist worksteal tests/unit
 
 echo "--- total: $SECONDS s"
 if [ ${#failed[@]} -gt 0 ]; then

@@ -13,10 +13,13 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1 WANDB_MODE=offli
 
 NOTHING_MATCHED=5 # pytest's exit code when -k or -m left no test
 failed=() summary=()
+NUM_CORES="$(nproc)"
 for suite in unit integration e2e; do
   started=$SECONDS
   echo "=== tests/$suite"
-  .venv/bin/python -m pytest "tests/$suite" --durations=10 "$@"
+  parallel=() # the other suites start processes of their own on all cores
+  [ "$suite" = unit ] && parallel=(-n "$((NUM_CORES > 4 ? 4 : NUM_CORES))" --dist worksteal)
+  .venv/bin/python -m pytest "tests/$suite" --durations=10 "${parallel[@]}" "$@"
   code=$?
   took="$((SECONDS - started)) s"
   if [ $code -eq 0 ]; then summary+=("tests/$suite passed in $took")
