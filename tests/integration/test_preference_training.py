@@ -101,18 +101,22 @@ def test_a_margin_widens_the_gap(model: Path, tmp_path: Path) -> None:
     assert wide[1]["train/loss"] > plain[1]["train/loss"] and wide[-1]["val/margin"] > plain[-1]["val/margin"]
 
 
-@pytest.mark.parametrize(("settings", "right"), [((), 0.9), (("model.lora_rank=8", "optim.lr=3e-2"), 0.65)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("settings", "right", "margin"),
+    [((), 0.9, 0.1), (("model.lora_rank=8", "optim.lr=3e-2"), 0.65, 0.02)],
+    ids=["full", "lora"],
+)
 def test_dpo_raises_the_margin_and_swapped_labels_lower_it(
-    model: Path, tmp_path: Path, settings: tuple[str, ...], right: float
+    model: Path, tmp_path: Path, settings: tuple[str, ...], right: float, margin: float
 ) -> None:
     """Adapters learn less: a random model's embeddings, frozen then, hardly tell even words from odd ones."""
     rows = run("dpo", model, tmp_path / "right", *STEPS, *settings)
     assert rows[0]["val/loss"] == pytest.approx(math.log(2), abs=1e-6) and rows[0]["val/accuracy"] == 0.5
     assert rows[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-6) and rows[1]["rewards/margins"] == 0.0
-    assert rows[-1]["val/accuracy"] > right and rows[-1]["val/margin"] > 0.1 and rows[-1]["rewards/margins"] > 0.1
+    assert rows[-1]["val/accuracy"] > right and min(rows[-1]["val/margin"], rows[-1]["rewards/margins"]) > margin
     assert rows[-1]["logps/chosen"] - rows[-1]["logps/rejected"] > rows[1]["logps/chosen"] - rows[1]["logps/rejected"]
     swapped = run("dpo", model, tmp_path / "swapped", *STEPS, *settings, relabel="swapped")
-    assert swapped[-1]["val/accuracy"] < 1 - right and swapped[-1]["val/margin"] < -0.1, "validated with the right labels"
+    assert swapped[-1]["val/accuracy"] < 1 - right and swapped[-1]["val/margin"] < -margin, "validated with the right labels"
 
 
 @pytest.mark.parametrize("loss", ["ipo", "hinge"])
