@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rlhub.algorithms.masked import kept, masked
 
-BLOCK = 128
-CACHED_ROWS = 128  # whose product with the mask stays in the cache
+BLOCK = 64
+CACHED_ROWS = 64  # whose product with the mask stays in the cache
 SMALL = 1 << 16  # numbers, for which the cost does not matter
 DENSE_SHARE = 0.1  # above this share of blocks with rewards, going through all of them is cheaper than picking
 
@@ -19,8 +19,8 @@ DENSE_SHARE = 0.1  # above this share of blocks with rewards, going through all 
 def outcome_rewards(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
     """R_i = sum_t r_{i,t} m_{i,t}, (batch,) float64.
 
-    Rewards are nearly always one number in a row of zeros: only the blocks of tokens that hold any are read with their
-    mask and added in float64, so samples whose few rewards are the same numbers have exactly equal outcomes.  A large
+    Rewards are nearly always one number in a row of zeros: only those that are not zero are read with their mask and added
+    in float64, so samples whose few rewards are the same numbers have exactly equal outcomes.  A large
     batch with rewards on most tokens (KL in the reward) is added within blocks in its own precision, blocks in float64.
     """
     rows, width = token_level_rewards.shape
@@ -36,7 +36,10 @@ def outcome_rewards(token_level_rewards: Tensor, response_mask: Tensor) -> Tenso
         parts = zip(torch.split(blocks, CACHED_ROWS), torch.split(keep, CACHED_ROWS), strict=True)
         sums = [kept(part, part_keep).sum(2) for part, part_keep in parts]
         return total + torch.cat(sums).sum(1, dtype=torch.float64)
-    return total.index_add(0, row, masked(blocks[row, block], keep[row, block]).sum(1, dtype=torch.float64))
+    picked = blocks[row, block]
+    part, column = picked.nonzero(as_tuple=True)
+    counted = mask[row[part], block[part] * BLOCK + column]
+    return total.index_add(0, row[part], masked(picked[part, column].double(), counted))
 
 
 def on_tokens(per_sample: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
