@@ -20,8 +20,8 @@ def outcome_rewards(token_level_rewards: Tensor, response_mask: Tensor) -> Tenso
     """R_i = sum_t r_{i,t} m_{i,t}, (batch,) float64.
 
     Rewards are nearly always one number in a row of zeros: only those that are not zero are read with their mask and added
-    in float64, so samples whose few rewards are the same numbers have exactly equal outcomes.  A large
-    batch with rewards on most tokens (KL in the reward) is added within blocks in its own precision, blocks in float64.
+    in float64, so samples whose few rewards are the same numbers have exactly equal outcomes.  A large batch with rewards on
+    most tokens (KL in the reward) is added within blocks in its own precision, blocks in float64.
     """
     rows, width = token_level_rewards.shape
     rest = width % BLOCK
