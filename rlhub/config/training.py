@@ -1,9 +1,10 @@
-"""What every training engine is configured with: optimizer and sharding; shared by actor, reference, critic and SFT."""
+"""What every training engine is configured with: optimizer, and how the engine cuts the model; shared by actor, reference,
+critic and the supervised trainers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from rlhub.config.schema import IntOrOff, NonNegativeFloat, PositiveFloat, PositiveInt, UnitFloat
 
@@ -40,3 +41,36 @@ class FSDPConfig:
     """Ranks that share one copy of the model; -1: all. Smaller (hybrid sharding): copies are replicated over the rest."""
     model_dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Dtype of the master weights. On GPUs the forward pass computes in bf16 either way; fp64 is for tests."""
+
+
+@dataclass(slots=True, kw_only=True)
+class MegatronConfig:
+    """How Megatron-core cuts the model: ranks = tensor x pipeline x context x data parallel; experts are cut over data-parallel
+    ranks."""
+
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that share each layer's matrices; divides the attention heads. Keep it inside a machine."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Ranks that share the layers; divides the number of layers."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    """Pieces of layers a pipeline rank holds, dealt in turn (interleaved schedule): a smaller bubble for more communication."""
+    context_model_parallel_size: PositiveInt = 1
+    """Ranks that share each sequence; above 1 needs TransformerEngine."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks that share the experts of a mixture-of-experts model; divides the experts and the data-parallel ranks."""
+    sequence_parallel: bool | None = None
+    """Cut activations between tensor-parallel regions along the tokens, which saves memory; null: with tensor parallelism."""
+    use_distributed_optimizer: bool = True
+    """Each data-parallel rank keeps a part of the optimizer's state instead of all of it."""
+    recompute_granularity: Literal["full", "selective"] = "full"
+    """With enable_gradient_checkpointing: recompute whole layers, or attention alone (faster, more memory)."""
+    param_offload: bool = False
+    """Keep parameters in host memory while unused. When GPU memory does not suffice; costs time."""
+    optimizer_offload: bool = False
+    """Keep optimizer state in host memory between updates. When GPU memory does not suffice; costs time."""
+    grad_offload: bool = False
+    """Free the gradient buffers between updates. When GPU memory does not suffice; costs time."""
+    model_dtype: Literal["fp32", "bf16"] | None = None
+    """Dtype the model computes in; the optimizer keeps fp32 weights beside bf16 ones. null: bf16 on GPUs, fp32 on CPU."""
+    override_transformer_config: dict[str, Any] = field(default_factory=dict)
+    """Entries of Megatron-core's TransformerConfig to replace, by their own names. For experts."""

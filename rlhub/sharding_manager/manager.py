@@ -120,7 +120,7 @@ class ShardingManager:
         names = list(sent.fingerprints)
         differing = [i for i, name in enumerate(names) if live.get(name) != sent.fingerprints[name]]
         first = torch.tensor(differing[0] if differing else len(names), device=self._train.device)
-        index = int(self._train.reduce(first, "min"))
+        index = int(self._train.reduce(first, "min", every_rank=True))
         if index == len(names):
             return
         here = f"{len(differing)} of {len(names)} weights differ on this rank" if differing else "another rank's part differs"

@@ -92,7 +92,7 @@ class ActorRolloutRefWorker(EngineWorker):
         self.rollout_asleep = False
         bucket_bytes = self.config.rollout.update_weights_bucket_mb << 20
         self.sharding = ShardingManager(self.engine, self.rollout, bucket_bytes=bucket_bytes)
-        self._register_dispatch_collect_info("actor", self.engine.dp_rank, True)
+        self._register_dispatch_collect_info("actor", self.engine.dp_rank, self.engine.is_collect)
         self._register_dispatch_collect_info("rollout", dp_rank, tp_rank == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -141,7 +141,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
     def _widest(self, width: int) -> int:
         """The longest response over all ranks, so that their parts join without padding again."""
-        return int(self.engine.reduce(torch.tensor([width]), op="max").item())
+        return int(self.engine.reduce(torch.tensor([width]), op="max", every_rank=True).item())
 
     @register(dispatch_mode=ACTOR)
     def compute_log_prob(self, batch: DataProto) -> DataProto:

@@ -30,7 +30,7 @@ class CriticWorker(EngineWorker):
         self.updater = ValueUpdater(
             self.engine, self.config, loss_agg_mode=self.loss_agg_mode, scale=self.runtime.max_response_length
         )
-        self._register_dispatch_collect_info("critic", self.engine.dp_rank, True)
+        self._register_dispatch_collect_info("critic", self.engine.dp_rank, self.engine.is_collect)
 
     @register(dispatch_mode=CRITIC)
     def compute_values(self, batch: DataProto) -> DataProto:

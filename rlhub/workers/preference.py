@@ -44,7 +44,7 @@ class PreferenceWorker(EngineWorker):
         """Initialize the engine that is trained (collective)."""
         self.engine = engine
         self.engine.initialize()
-        self._register_dispatch_collect_info("model", self.engine.dp_rank, True)
+        self._register_dispatch_collect_info("model", self.engine.dp_rank, self.engine.is_collect)
 
     def _rows(self, batch: DataProto) -> dict[str, Tensor]:
         """What engine and loss read, two rows a pair."""

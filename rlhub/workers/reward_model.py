@@ -26,7 +26,7 @@ class RewardModelWorker(EngineWorker):
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         self.engine = build_reward_engine(self.config, device=self.device, seed=self.runtime.seed)
         self.engine.initialize()
-        self._register_dispatch_collect_info("reward_model", self.engine.dp_rank, True)
+        self._register_dispatch_collect_info("reward_model", self.engine.dp_rank, self.engine.is_collect)
 
     @register(dispatch_mode=REWARD_MODEL)
     def compute_rm_score(self, batch: DataProto) -> DataProto:

@@ -32,7 +32,7 @@ class SFTWorker(EngineWorker):
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         self.engine = build_sft_engine(self.config, device=self.device, seed=self.runtime.seed)
         self.engine.initialize()
-        self._register_dispatch_collect_info("model", self.engine.dp_rank, True)
+        self._register_dispatch_collect_info("model", self.engine.dp_rank, self.engine.is_collect)
 
     @register(dispatch_mode=MODEL)
     def train_step(self, batch: DataProto) -> DataProto:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhub.engines.training.fsdp.attention import packed_attention, plan_attention
+from rlhub.models.packed_attention import packed_attention, plan_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhub.config.actor import ActorConfig
 from rlhub.config.rollout_correction import RolloutCorrectionConfig, rejection_bounds, weight_bounds
 from rlhub.engines.training.base import StepReport
-from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig
+from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.engines.training.updates import PolicyUpdater
 from rlhub.protocol import DataProto
 from rlhub.trainer.ppo.correction import correct_batch, measure_mismatch

@@ -20,7 +20,7 @@ from rlhub.config.training import FSDPConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
 from rlhub.engines.training.fsdp import building, engine, sharding
 from rlhub.engines.training.fsdp.engine import FSDPEngine
-from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig
+from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.models.lora import add_lora
 from rlhub.workers.checkpointing import save_engine

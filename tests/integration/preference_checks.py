@@ -16,7 +16,7 @@ from rlhub.config.model import ModelConfig
 from rlhub.config.training import FSDPConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
 from rlhub.engines.training.fsdp.engine import FSDPEngine
-from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig
+from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.engines.training.preference import (
     PAIR,
     DPOLoss,

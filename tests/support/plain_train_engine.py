@@ -21,6 +21,7 @@ class PlainTrainEngine(TrainEngine):
         self.dp_rank = dist.get_rank() if dist.is_initialized() else 0
         self.dp_size = dist.get_world_size() if dist.is_initialized() else 1
         self.device = torch.device("cpu")
+        self.is_collect = True
         self.log: list[str] = []
 
     def named_weights(self, *, bucket_bytes: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:
@@ -34,7 +35,7 @@ class PlainTrainEngine(TrainEngine):
         if bucket:
             yield bucket
 
-    def reduce(self, values: Tensor, op: str = "sum") -> Tensor:
+    def reduce(self, values: Tensor, op: str = "sum", *, every_rank: bool = False) -> Tensor:
         out = values.clone()
         if dist.is_initialized():
             dist.all_reduce(out, op=OPERATIONS[op])

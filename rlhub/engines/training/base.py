@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhub.checkpoint.shards import TensorShard
+from rlhub.utils.pieces import Piece
 
 Rows = Mapping[str, Tensor]
 """Equally long columns, first axis = rows.  An engine reads `input_ids` and `attention_mask` (rows, prompt + response) and
@@ -70,10 +71,15 @@ class Adapter:
 
 
 class TrainEngine(ABC):
-    """See the module docstring.  `dp_rank`/`dp_size` say which shard of the rows this rank is given."""
+    """See the module docstring.
+
+    dp_rank, dp_size: which shard of the rows this rank is given; ranks that share a model copy (tensor, pipeline) share it.
+    is_collect: True on the one rank of each shard whose outputs stand for it (all of them have the same).
+    """
 
     dp_rank: int
     dp_size: int
+    is_collect: bool
     device: torch.device
 
     @abstractmethod
@@ -104,8 +110,11 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def reduce(self, values: Tensor, op: str = "sum") -> Tensor:
-        """All-reduce ("sum", "max" or "min") a small tensor over the data-parallel ranks; returns a new tensor."""
+    def reduce(self, values: Tensor, op: str = "sum", *, every_rank: bool = False) -> Tensor:
+        """All-reduce ("sum", "max" or "min") a small tensor over the data-parallel ranks; returns a new tensor.
+
+        every_rank: over all ranks, for quantities that differ inside a shard too.
+        """
 
     @abstractmethod
     def named_weights(self, *, bucket_bytes: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:
@@ -114,6 +123,13 @@ class TrainEngine(ABC):
         the input embedding's name.  A bucket's tensors are valid until the next is asked for; peak extra memory is at
         most two buckets or the largest tensor.
         """
+
+    def local_weights(self) -> Iterator[Piece] | None:
+        """This rank's live pieces of the weights that `named_weights` streams, taken apart where the backend fuses them and
+        without padding; together the ranks have everything, and several ranks may have the same.  Not collective.  None where
+        the weights exist only as a stream (adapters that must be merged).
+        """
+        return None
 
     def adapter(self) -> Adapter | None:
         """The adapters alone, in peft's terms; None for a model without.  Every rank calls it and walks the stream."""

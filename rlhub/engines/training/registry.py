@@ -14,7 +14,7 @@ from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.config.reward import RewardModelConfig
 from rlhub.config.rm import RMConfig
 from rlhub.config.sft import SFTConfig
-from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig
+from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.registry import Registry
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhub.config.model import ModelConfig
-from rlhub.engines.training.fsdp.attention import PACKED_ATTENTION
 from rlhub.engines.training.fsdp.heads import PolicyModule, ScalarModule
 from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, num_bytes, shard_model, sharded_params
 from rlhub.models.hf import SCALAR_HEAD, ModelKind, build_model
 from rlhub.models.lora import add_lora, named_parameters
+from rlhub.models.packed_attention import PACKED_ATTENTION
 
 BROADCAST_BYTES = 1 << 30
 """Models above this size are read by rank 0 alone."""

@@ -15,15 +15,16 @@ from rlhub.config.model import ModelConfig
 from rlhub.config.training import FSDPConfig, OptimConfig
 from rlhub.engines.training.base import Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.fsdp.building import BuildPlan, build_sharded
-from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig, cut_units, even_cut, extend_cut, rows_of, take_rows
 from rlhub.engines.training.fsdp.optimizer import MOMENTS, ShardedAdamW
-from rlhub.engines.training.fsdp.packing import ModelInputs, model_inputs, row_inputs
-from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, make_layout, num_bytes, reshard
+from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, local_pieces, make_layout, num_bytes, reshard
 from rlhub.engines.training.fsdp.state import fill, live_shards
 from rlhub.engines.training.fsdp.weights import Entry, WeightStream
+from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_units, even_cut, extend_cut, rows_of, take_rows
+from rlhub.engines.training.packing import ModelInputs, model_inputs, row_inputs
 from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
 from rlhub.models.lora import lora_names, saved_config, saved_names, set_adapters
+from rlhub.utils.pieces import Piece
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -63,7 +64,7 @@ class FSDPEngine(TrainEngine):
         self.device, self.temperature, self.grad_clip, self.seed = device, temperature, grad_clip, seed
         self.micro_batch = micro_batch or MicroBatchConfig()
         self.infer_micro_batch = infer_micro_batch or self.micro_batch
-        self.dp_rank, self.dp_size = 0, 1
+        self.dp_rank, self.dp_size, self.is_collect = 0, 1, True
         self.layout: Layout | None = None
         self.optimizer: ShardedAdamW | None = None
         self.params: list[ShardedParam] = []
@@ -188,7 +189,7 @@ class FSDPEngine(TrainEngine):
         for param in self.params:
             param.param.grad = None
 
-    def reduce(self, values: Tensor, op: str = "sum") -> Tensor:
+    def reduce(self, values: Tensor, op: str = "sum", *, every_rank: bool = False) -> Tensor:
         result = values.to(self.device, copy=True)
         if self.dp_size > 1:
             dist.all_reduce(result, op=REDUCE_OPS[op])
@@ -200,6 +201,10 @@ class FSDPEngine(TrainEngine):
         self._prepare()
         assert self.layout is not None
         return iter(WeightStream(self._entries(), self.layout, bucket_bytes))
+
+    def local_weights(self) -> Iterator[Piece] | None:
+        self._prepare()
+        return None if self.model_config.lora_rank > 0 else local_pieces(self.params)
 
     def _entries(self) -> list[Entry]:
         by_name = {param.name: param for param in self.params}

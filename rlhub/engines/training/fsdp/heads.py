@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhub.engines.training.fsdp.logprob import token_outputs
-from rlhub.engines.training.fsdp.packing import ModelInputs
+from rlhub.engines.training.packing import ModelInputs
 from rlhub.models.hf import SCALAR_HEAD, backbone
 
 

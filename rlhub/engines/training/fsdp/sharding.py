@@ -5,7 +5,7 @@ One rank on a CPU holds plain tensors: FSDP's gathers and copies would cost time
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ from rlhub.config.training import FSDPConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import transformer_layers
 from rlhub.models.lora import named_parameters
+from rlhub.utils.pieces import Piece
+from rlhub.utils.regions import whole
 
 WHOLE_MODEL_BYTES = 64 << 20
 """Models up to this size are gathered at once: many small collectives cost more than they save."""
@@ -121,6 +123,15 @@ def shard_model(root: nn.Module, model: PreTrainedModel, layout: Layout, compute
 def sharded_params(model: PreTrainedModel, layout: Layout) -> list[ShardedParam]:
     """All weights in the model's order; a tied weight once.  Call while the model is sharded, not between gathers."""
     return [ShardedParam(name=name, param=param, layout=layout) for name, param in named_parameters(model)]
+
+
+def local_pieces(params: Iterable[ShardedParam]) -> Iterator[Piece]:
+    """This rank's rows, live."""
+    for param in params:
+        rows = (param.offset, param.offset + param.local.shape[0])
+        if rows[0] < rows[1]:
+            region = (rows, *whole(param.global_shape[1:]))
+            yield Piece(name=param.name, tensor=param.local, shape=param.global_shape, region=region)
 
 
 def reshard(root: nn.Module) -> None:

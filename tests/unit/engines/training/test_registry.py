@@ -4,7 +4,7 @@ import torch
 
 from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.engines.training.fsdp.engine import FSDPEngine
-from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig
+from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.engines.training.registry import TRAIN_ENGINES, build_policy_engine, build_reference_engine
 
 CPU = torch.device("cpu")

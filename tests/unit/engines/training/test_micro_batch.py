@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhub.engines.training.fsdp.micro_batch import MicroBatchConfig, cut, cut_units, even_cut, extend_cut, rows_of, take_rows
+from rlhub.engines.training.micro_batch import MicroBatchConfig, cut, cut_units, even_cut, extend_cut, rows_of, take_rows
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 

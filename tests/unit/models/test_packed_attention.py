@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhub.engines.training.fsdp import attention
-from rlhub.engines.training.fsdp.attention import group_lengths, packed_attention, plan_attention
 from rlhub.errors import EngineError
+from rlhub.models import packed_attention as attention
+from rlhub.models.packed_attention import group_lengths, packed_attention, plan_attention
 
 CPU = torch.device("cpu")
 

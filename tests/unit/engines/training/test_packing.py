@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhub.engines.training.fsdp.packing import model_inputs, row_inputs
+from rlhub.engines.training.packing import model_inputs, row_inputs
 from rlhub.errors import EngineError
 
 CPU = torch.device("cpu")

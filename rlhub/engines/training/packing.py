@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rlhub.engines.training.base import Rows
-from rlhub.engines.training.fsdp.attention import AttentionPlan, plan_attention
 from rlhub.errors import EngineError
+from rlhub.models.packed_attention import AttentionPlan, plan_attention
 
 
 @dataclass(slots=True, kw_only=True)
