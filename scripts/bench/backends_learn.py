@@ -1,6 +1,6 @@
 """Do all training backends learn the same?  The quickstart's job on each, over several seeds.
 
-    python scripts/bench/backends_learn.py [--seeds 1 2 3] [--only fsdp2 megatron-tp2 ...] [--steps 60] [--out outputs/bench_backends]
+    python scripts/bench/backends_learn.py [--seeds 1 2 3] [--only fsdp2 megatron-tp2 ...] [--steps 60] [--out FOLDER]
 
 Every run is the recipe's own command with a backend's overrides, from one warm start for each seed.  A run that is done is not
 repeated.  Compared is the accuracy on 1,024 held-out problems at the end.
