@@ -1,4 +1,4 @@
-"""AdamW on each rank's rows, with gradient clipping over all ranks and a learning-rate schedule that is a pure function.
+"""AdamW on each rank's rows, with gradient clipping over all ranks.
 
 The optimizer sees plain local tensors that alias the shards: no per-parameter dispatch through distributed tensors, and its
 state is already what a checkpoint needs.
@@ -16,25 +16,9 @@ from torch import Tensor, nn
 
 from rlhub.config.training import OptimConfig
 from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam
-from rlhub.errors import ConfigError
+from rlhub.engines.training.learning_rate import check_schedule, learning_rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def learning_rate(config: OptimConfig, step: int) -> float:
-    """Rate of optimizer step number `step` (from 0): linear warm-up that reaches lr on its last step, then constant or a
-    cosine down to min_lr_ratio * lr at total_training_steps."""
-    total = config.total_training_steps
-    warmup = config.lr_warmup_steps
-    if warmup < 0:
-        warmup = math.ceil(config.lr_warmup_steps_ratio * (total or 0))
-    if step < warmup:
-        return config.lr * (step + 1) / warmup
-    if config.lr_scheduler_type == "constant" or total is None:
-        return config.lr
-    progress = min((step - warmup) / max(total - warmup, 1), 1.0)
-    floor = config.min_lr_ratio
-    return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,10 +33,7 @@ class ShardedAdamW:
     """AdamW whose norms and biases (fewer than two dimensions) do not decay."""
 
     def __init__(self, params: Sequence[ShardedParam], config: OptimConfig, layout: Layout) -> None:
-        if config.total_training_steps is None and (
-            config.lr_scheduler_type != "constant" or (config.lr_warmup_steps < 0 and config.lr_warmup_steps_ratio > 0)
-        ):
-            raise ConfigError("optim.total_training_steps is needed for a cosine schedule or lr_warmup_steps_ratio")
+        check_schedule(config)
         self.config, self.layout = config, layout
         self.slots = [Slot(owner=p, leaf=nn.Parameter(p.local)) for p in params if p.param.requires_grad]
         self.num_steps = 0
