@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rlhub.engines.rollout.base import RolloutEngine, WeightBucket, WeightSlice
+from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.training.base import TrainEngine
 from rlhub.errors import WeightMismatchError
 from rlhub.utils.fingerprint import combine, fingerprint
+from rlhub.utils.regions import Region, take
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class _Target:
     """Where a weight goes: device of the live parameter and the slice of the full tensor it is."""
 
     device: torch.device
-    part: WeightSlice
+    region: Region
 
 
 class ShardingManager:
@@ -72,7 +73,7 @@ class ShardingManager:
         start = time.perf_counter()
         self._train.onload()
         self._rollout.wake_up(weights_only=True)
-        targets = {name: _Target(device=view.device, part=part) for name, view, part in self._rollout.live_weights()}
+        targets = {p.name: _Target(device=p.tensor.device, region=p.region) for p in self._rollout.live_weights()}
         sent = _Sent()
         self._rollout.update_weights(self._stream(targets, sent), version)
         if self._check:
@@ -105,18 +106,19 @@ class ShardingManager:
                 f"the trainer sent {name}, which the rollout engine does not have: do both run the same model?", weight=name
             )
         sent.names.add(name)
-        tensor, part = tensor.detach(), WeightSlice()
+        tensor = part = tensor.detach()
         if targets:  # before its first update an engine may have no weights of its own and take what comes
             target = targets[name]
-            tensor, part = tensor.to(device=target.device, dtype=self._rollout.weight_dtype(name)), target.part
+            tensor = tensor.to(device=target.device, dtype=self._rollout.weight_dtype(name))
+            part = take(tensor, target.region)
         sent.bytes += tensor.nbytes
         if self._check:
-            sent.fingerprints[name] = fingerprint(part.of(tensor))
+            sent.fingerprints[name] = fingerprint(part)
         return tensor
 
     def _compare(self, sent: _Sent) -> None:
         """Read the engine's live parameters back; all ranks agree on the first weight that differs on any of them."""
-        live = {name: fingerprint(view) for name, view, _ in self._rollout.live_weights() if name in sent.fingerprints}
+        live = {p.name: fingerprint(p.tensor) for p in self._rollout.live_weights() if p.name in sent.fingerprints}
         names = list(sent.fingerprints)
         differing = [i for i, name in enumerate(names) if live.get(name) != sent.fingerprints[name]]
         first = torch.tensor(differing[0] if differing else len(names), device=self._train.device)

@@ -6,12 +6,13 @@ backend fuses or splits in memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rlhub.utils.regions import Region, num_elements, sizes
+from rlhub.utils.regions import Region, intersection, num_elements, relative, sizes, take, whole
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -47,3 +48,28 @@ class Piece:
     @property
     def info(self) -> PieceInfo:
         return PieceInfo(name=self.name, shape=self.shape, region=self.region, dtype=self.tensor.dtype)
+
+
+def whole_piece(name: str, tensor: Tensor) -> Piece:
+    """The piece that is all of a tensor."""
+    shape = tuple(tensor.shape)
+    return Piece(name=name, tensor=tensor, shape=shape, region=whole(shape))
+
+
+def by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    """What a process holds of each tensor, in the order given."""
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.name, []).append(piece)
+    return found
+
+
+def views(pieces: Iterable[Piece], region: Region) -> Iterator[tuple[Tensor, Region]]:
+    """What pieces of one tensor have of a region: a live view, and where it lies counted from the region's first corner.
+
+    A planned transfer may span several pieces, for neighbours were merged: a copy goes piece by piece.
+    """
+    for piece in pieces:
+        common = intersection(piece.region, region)
+        if common is not None:
+            yield take(piece.tensor, relative(common, piece.region)), relative(common, region)

@@ -131,7 +131,7 @@ def error_of(action: Callable[[], object]) -> str:
 
 
 def flip(engine: RolloutEngine, name: str) -> None:
-    view = next(view for live, view, _ in engine.live_weights() if live == name)
+    view = next(piece.tensor for piece in engine.live_weights() if piece.name == name)
     index = (view.shape[0] - 1, *([0] * (view.dim() - 1)))
     view[index] = torch.nextafter(view[index], torch.tensor(torch.inf))
 
@@ -219,6 +219,7 @@ def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, 
     out["stale_prefix_error"] = stale_prefix_error(engine, manager, model)
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
     contract.check_live_weights(engine, weights)
+    contract.check_overwriting(engine, weights)
     contract.check_generation(engine)
     contract.check_refusals(engine, MAX_MODEL_LEN)
     contract.check_weight_stream(engine, list(weights.items()))

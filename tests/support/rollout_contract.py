@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket
 from rlhub.errors import EngineError
+from rlhub.utils.regions import take
 
 PROMPTS = [[5, 6, 7, 13], [8, 9, 14, 5, 6], [20], [3] * 17, [5, 6, 7, 13]]
 
@@ -96,13 +97,35 @@ def check_weight_stream(engine: RolloutEngine, weights: WeightBucket) -> None:
 def check_live_weights(engine: RolloutEngine, weights: dict[str, Tensor]) -> None:
     """Every weight once, as a view of memory that generation reads, equal to its slice."""
     engine.update_weights([list(weights.items())], 1)
-    live = {name: (view, part) for name, view, part in engine.live_weights()}
+    live = {piece.name: piece for piece in engine.live_weights()}
     assert sorted(live) == sorted(weights)
-    for name, (view, part) in live.items():
-        assert engine.weight_dtype(name) == view.dtype
-        assert torch.equal(part.of(weights[name]).to(view.dtype), view), name
-    again = {name: view.data_ptr() for name, view, _ in engine.live_weights()}
-    assert again == {name: view.data_ptr() for name, (view, _) in live.items()}
+    for name, piece in live.items():
+        assert engine.weight_dtype(name) == piece.tensor.dtype
+        assert piece.shape == tuple(weights[name].shape), name
+        assert torch.equal(take(weights[name], piece.region).to(piece.tensor.dtype), piece.tensor), name
+    again = {piece.name: piece.tensor.data_ptr() for piece in engine.live_weights()}
+    assert again == {name: piece.tensor.data_ptr() for name, piece in live.items()}
+
+
+def check_overwriting(engine: RolloutEngine, weights: dict[str, Tensor]) -> None:
+    """Weights written in place serve after a clean end; inside, and after an exception, nothing is generated."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=4)
+    engine.update_weights([list(weights.items())], 1)
+    before = tokens(engine.generate(requests(), params))
+    pieces = list(engine.live_weights())
+    with pytest.raises(ConnectionError), engine.overwriting(2):
+        pieces[0].tensor.zero_()
+        with pytest.raises(EngineError, match="update_weights"):
+            engine.generate(requests(), params)
+        raise ConnectionError("lost")
+    assert engine.version == 1
+    with pytest.raises(EngineError, match="update_weights"):
+        engine.generate(requests(), params)
+    with engine.overwriting(3):
+        for piece in pieces:
+            piece.tensor.copy_(take(weights[piece.name], piece.region))
+    assert engine.version == 3
+    assert tokens(engine.generate(requests(), params)) == before
 
 
 def check_agenerate(engine: RolloutEngine) -> None:

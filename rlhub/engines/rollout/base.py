@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from rlhub.utils.pieces import Piece
 
 FinishReason = Literal["stop", "length", "abort"]
 WeightBucket = list[tuple[str, Tensor]]
@@ -52,19 +55,6 @@ class Completion:
     versions: list[int] = field(default_factory=list)
 
 
-@dataclass(slots=True, kw_only=True)
-class WeightSlice:
-    """Rows [start, stop) of dimension `dim` of the full tensor; `dim=None` is the whole tensor."""
-
-    dim: int | None = None
-    start: int = 0
-    stop: int = 0
-
-    def of(self, full: Tensor) -> Tensor:
-        """The slice of `full` as a view."""
-        return full if self.dim is None else full.narrow(self.dim, self.start, self.stop - self.start)
-
-
 class RolloutEngine(ABC):
     """See the module docstring.  Blocking, except `agenerate`.  The engine owns its weights' memory."""
 
@@ -89,9 +79,17 @@ class RolloutEngine(ABC):
         prefix cache, then take `version`.  If the stream breaks the engine refuses to generate until a whole update."""
 
     @abstractmethod
-    def live_weights(self) -> Iterator[tuple[str, Tensor, WeightSlice]]:
-        """The engine's live parameters as VIEWS under Hugging Face names, and which slice of the full tensor each view is:
-        fused parameters are taken apart, a tensor-parallel rank yields its own slices."""
+    def overwriting(self, version: int) -> AbstractContextManager[None]:
+        """Inside, the caller writes the whole of the live weights in place and the engine refuses to generate.
+
+        A clean end resets the prefix cache and takes `version`; after an exception the engine refuses to generate until a
+        whole update.  The weights' memory must be awake.
+        """
+
+    @abstractmethod
+    def live_weights(self) -> Iterator[Piece]:
+        """The engine's live parameters as VIEWS under Hugging Face names: fused parameters are taken apart, a
+        tensor-parallel rank yields its own slices, a tied weight comes once."""
 
     @abstractmethod
     def weight_dtype(self, name: str) -> torch.dtype:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket, WeightSlice
+from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket
 from rlhub.engines.rollout.batcher import RequestBatcher
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.requests import check_requests
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
+from rlhub.utils.pieces import Piece, whole_piece
 
 Script = Callable[[GenerationRequest, SamplingParams], list[int]]
 
@@ -79,9 +81,15 @@ class FakeEngine(RolloutEngine):
         for name, tensor in bucket:
             self._weights[name].copy_(tensor)
 
-    def live_weights(self) -> Iterator[tuple[str, Tensor, WeightSlice]]:
+    @contextmanager
+    def overwriting(self, version: int) -> Iterator[None]:
+        self._ready = False
+        yield
+        self._ready, self.version = True, version
+
+    def live_weights(self) -> Iterator[Piece]:
         for name, tensor in self._weights.items():
-            yield name, tensor, WeightSlice()
+            yield whole_piece(name, tensor)
 
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._weights[name].dtype

@@ -13,6 +13,7 @@ from rlhub.engines.rollout.base import RolloutEngine, SamplingParams, WeightBuck
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.errors import EngineError, WeightMismatchError
 from rlhub.sharding_manager.manager import ShardingManager
+from rlhub.utils.regions import take
 from tests.support import rollout_contract as contract
 from tests.support.plain_train_engine import PlainTrainEngine
 from tests.support.tiny_models import greedy_reference, save_tiny_model
@@ -56,7 +57,7 @@ def corrupt_after_update(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch,
 
 def flip(engine: RolloutEngine, name: str) -> None:
     """Change one element of one live weight by the least possible amount."""
-    view = next(view for live, view, _ in engine.live_weights() if live == name)
+    view = next(piece.tensor for piece in engine.live_weights() if piece.name == name)
     view.view(-1)[7] = torch.nextafter(view.view(-1)[7], torch.tensor(torch.inf))
 
 
@@ -73,8 +74,8 @@ def test_sync_delivers_every_weight_and_reports_it(folder: Path, model: PreTrain
     assert second.fingerprint != first.fingerprint
     assert rollout.version == 2
     expected = dict(model.named_parameters())
-    for weight, view, part in rollout.live_weights():
-        assert torch.equal(view, part.of(expected[weight]))
+    for piece in rollout.live_weights():
+        assert torch.equal(piece.tensor, take(expected[piece.name], piece.region))
 
 
 def test_the_engine_generates_with_the_weights_of_the_last_sync(folder: Path, model: PreTrainedModel) -> None:
@@ -95,7 +96,7 @@ def test_weights_are_compared_in_the_dtype_of_the_engine(folder: Path, model: Pr
     rollout = build(folder, dtype="bfloat16")
     report = ShardingManager(PlainTrainEngine(model), rollout, bucket_bytes=BUCKET).sync(0)
     assert report.bytes == sum(2 * parameter.numel() for parameter in model.parameters())
-    assert {view.dtype for _, view, _ in rollout.live_weights()} == {torch.bfloat16}
+    assert {piece.tensor.dtype for piece in rollout.live_weights()} == {torch.bfloat16}
 
 
 def test_one_flipped_element_is_caught_by_name(folder: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket, WeightSlice
+from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket
 from rlhub.engines.rollout.batcher import RequestBatcher
 from rlhub.engines.rollout.dtypes import resolve_dtype
 from rlhub.engines.rollout.hf.attention import GROUPED_ATTENTION
@@ -21,6 +22,8 @@ from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.requests import check_requests
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
+from rlhub.models.experts import unfused_tensors
+from rlhub.utils.pieces import Piece, whole_piece
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,8 @@ class HFEngine(RolloutEngine):
         with torch.random.fork_rng(devices=[self._setup.device] if self._setup.device.type == "cuda" else []):
             self._model = self._build()
         self._step = _decode_step(self._model, self._setup.max_model_len)
-        self._weights = dict(self._model.named_parameters())  # a tied weight is listed once, at the input embedding
+        # A tied weight is listed once, at the input embedding.
+        self._weights = dict(unfused_tensors((name, param.detach()) for name, param in self._model.named_parameters()))
         self._ready = self._setup.load_checkpoint
 
     def _build(self) -> PreTrainedModel:
@@ -96,9 +100,15 @@ class HFEngine(RolloutEngine):
                 raise EngineError(f"weight {name} has shape {tuple(tensor.shape)}, the engine's has {tuple(target.shape)}")
             target.copy_(tensor)
 
-    def live_weights(self) -> Iterator[tuple[str, Tensor, WeightSlice]]:
+    @contextmanager
+    def overwriting(self, version: int) -> Iterator[None]:
+        self._ready = False
+        yield
+        self._ready, self.version = True, version
+
+    def live_weights(self) -> Iterator[Piece]:
         for name, tensor in self._weights.items():
-            yield name, tensor.detach(), WeightSlice()
+            yield whole_piece(name, tensor)
 
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._weights[name].dtype

@@ -7,13 +7,13 @@ requests, their order and their seeds do.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from torch import distributed as dist
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket, WeightSlice
+from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket
 from rlhub.engines.rollout.batcher import RequestBatcher
 from rlhub.engines.rollout.dtypes import resolve_dtype
 from rlhub.engines.rollout.registry import RolloutSetup
@@ -21,6 +21,7 @@ from rlhub.engines.rollout.requests import check_requests
 from rlhub.engines.rollout.vllm.environment import distributed_variables, guarded_process
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
+from rlhub.utils.pieces import Piece
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -66,7 +67,7 @@ class VLLMEngine(RolloutEngine):
 
             self._llm = build.build_llm(self._setup, self._dtype, in_process_group=self._in_process_group)
             self._can_sleep = build.supports_sleep(self._setup)
-        self._weight_dtypes = {name: view.dtype for name, view, _ in self.live_weights()}
+        self._weight_dtypes = {piece.name: piece.tensor.dtype for piece in self.live_weights()}
         self._ready = self._setup.load_checkpoint
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
@@ -115,7 +116,15 @@ class VLLMEngine(RolloutEngine):
         if not self._engine().reset_prefix_cache():
             raise EngineError("vLLM did not reset its prefix cache: are requests still running?")
 
-    def live_weights(self) -> Iterator[tuple[str, Tensor, WeightSlice]]:
+    @contextmanager
+    def overwriting(self, version: int) -> Iterator[None]:
+        self._ready = False
+        self.wake_up(weights_only=True)
+        yield
+        self._reset_prefix_cache()
+        self._ready, self.version = True, version
+
+    def live_weights(self) -> Iterator[Piece]:
         from rlhub.engines.rollout.vllm import build, weights
 
         return weights.live_weights(build.driver_model(self._engine()))

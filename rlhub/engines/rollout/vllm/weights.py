@@ -19,17 +19,15 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from rlhub.engines.rollout.base import WeightSlice
 from rlhub.errors import EngineError
-
-NamedSlice = tuple[str, Tensor, WeightSlice]
+from rlhub.utils.pieces import Piece, whole_piece
 
 QKV_PARTS = ("q_proj", "k_proj", "v_proj")
 GATE_UP_PARTS = ("gate_proj", "up_proj")
 
 
-def live_weights(model: nn.Module) -> Iterator[NamedSlice]:
-    """(name, view, slice of the full tensor) of every parameter of this rank; a tied weight comes once.
+def live_weights(model: nn.Module) -> Iterator[Piece]:
+    """Every parameter of this rank as a view and its place in the full tensor; a tied weight comes once.
 
     Raises EngineError for a kind of layer whose geometry is not known here.
     """
@@ -44,52 +42,53 @@ def _is_tied_head(model: nn.Module, path: str, parameter: Tensor) -> bool:
     return path == "lm_head" and parameter is model.get_parameter("model.embed_tokens.weight")
 
 
-def _parts(path: str, leaf: str, module: nn.Module, parameter: Tensor) -> Iterator[NamedSlice]:
+def _parts(path: str, leaf: str, module: nn.Module, parameter: Tensor) -> Iterator[Piece]:
     name = f"{path}.{leaf}"
     if isinstance(module, QKVParallelLinear):
         yield from _qkv(path, leaf, module, parameter)
     elif isinstance(module, MergedColumnParallelLinear):
         yield from _gate_up(path, leaf, module, parameter)
     elif isinstance(module, ColumnParallelLinear):
-        size = parameter.shape[0]
-        yield name, parameter, _rows(module.tp_rank * size, size)
-    elif isinstance(module, RowParallelLinear):
-        size = parameter.shape[-1]
-        start = module.tp_rank * size
-        whole = leaf == "bias" or module.tp_size == 1
-        yield name, parameter, WeightSlice() if whole else WeightSlice(dim=1, start=start, stop=start + size)
+        yield _part(name, parameter, 0, module.tp_rank * parameter.shape[0], parameter.shape[0] * module.tp_size)
+    elif isinstance(module, RowParallelLinear) and leaf == "weight":
+        yield _part(name, parameter, 1, module.tp_rank * parameter.shape[1], parameter.shape[1] * module.tp_size)
     elif isinstance(module, VocabParallelEmbedding):
         shard = module.shard_indices
         size = shard.org_vocab_end_index - shard.org_vocab_start_index  # what follows is padding
-        yield name, parameter[:size], _rows(shard.org_vocab_start_index, size)
-    elif isinstance(module, (RMSNorm, ReplicatedLinear, nn.Linear, nn.LayerNorm)):
-        yield name, parameter, WeightSlice()
+        if size:
+            yield _part(name, parameter[:size], 0, shard.org_vocab_start_index, module.org_vocab_size)
+    elif isinstance(module, (RMSNorm, RowParallelLinear, ReplicatedLinear, nn.Linear, nn.LayerNorm)):
+        yield whole_piece(name, parameter)
     else:
         raise EngineError(f"cannot read back {name}: the layout of {type(module).__name__} is not known to the weight check")
 
 
-def _rows(start: int, size: int) -> WeightSlice:
-    return WeightSlice(dim=0, start=start, stop=start + size)
+def _part(name: str, view: Tensor, dim: int, start: int, full: int) -> Piece:
+    """`view` from index `start` of the dimension on, which has `full` in the whole tensor."""
+    shape = (*view.shape[:dim], full, *view.shape[dim + 1 :])
+    region = tuple((start, start + size) if axis == dim else (0, size) for axis, size in enumerate(view.shape))
+    return Piece(name=name, tensor=view, shape=shape, region=region)
 
 
-def _qkv(path: str, leaf: str, module: QKVParallelLinear, parameter: Tensor) -> Iterator[NamedSlice]:
+def _qkv(path: str, leaf: str, module: QKVParallelLinear, parameter: Tensor) -> Iterator[Piece]:
     """Heads are dealt out in order; where there are fewer key-value heads than ranks, neighbours hold the same one."""
     prefix = _unfused_prefix(path, "qkv_proj")
     query = module.num_heads * module.head_size
     key, value = module.num_kv_heads * module.head_size, module.num_kv_heads * module.v_head_size
-    kv_rank = module.tp_rank // module.num_kv_head_replicas
+    kv_rank, kv_ranks = module.tp_rank // module.num_kv_head_replicas, module.tp_size // module.num_kv_head_replicas
+    places = ((query, module.tp_rank, module.tp_size), (key, kv_rank, kv_ranks), (value, kv_rank, kv_ranks))
     offset = 0
-    for part, size, rank in zip(QKV_PARTS, (query, key, value), (module.tp_rank, kv_rank, kv_rank), strict=True):
-        yield f"{prefix}{part}.{leaf}", parameter[offset : offset + size], _rows(rank * size, size)
+    for part, (size, rank, ranks) in zip(QKV_PARTS, places, strict=True):
+        yield _part(f"{prefix}{part}.{leaf}", parameter[offset : offset + size], 0, rank * size, ranks * size)
         offset += size
 
 
-def _gate_up(path: str, leaf: str, module: MergedColumnParallelLinear, parameter: Tensor) -> Iterator[NamedSlice]:
+def _gate_up(path: str, leaf: str, module: MergedColumnParallelLinear, parameter: Tensor) -> Iterator[Piece]:
     prefix = _unfused_prefix(path, "gate_up_proj")
     offset = 0
     for part, full in zip(GATE_UP_PARTS, module.output_sizes, strict=True):
         size = full // module.tp_size
-        yield f"{prefix}{part}.{leaf}", parameter[offset : offset + size], _rows(module.tp_rank * size, size)
+        yield _part(f"{prefix}{part}.{leaf}", parameter[offset : offset + size], 0, module.tp_rank * size, full)
         offset += size
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rlhub.config.training import FSDPConfig
 from rlhub.errors import ConfigError
+from rlhub.models.experts import unfused
 from rlhub.models.hf import transformer_layers
 from rlhub.models.lora import named_parameters
 from rlhub.utils.pieces import Piece
@@ -126,12 +127,12 @@ def sharded_params(model: PreTrainedModel, layout: Layout) -> list[ShardedParam]
 
 
 def local_pieces(params: Iterable[ShardedParam]) -> Iterator[Piece]:
-    """This rank's rows, live."""
+    """This rank's rows, live, under checkpoint names."""
     for param in params:
         rows = (param.offset, param.offset + param.local.shape[0])
         if rows[0] < rows[1]:
             region = (rows, *whole(param.global_shape[1:]))
-            yield Piece(name=param.name, tensor=param.local, shape=param.global_shape, region=region)
+            yield from unfused(Piece(name=param.name, tensor=param.local, shape=param.global_shape, region=region))
 
 
 def reshard(root: nn.Module) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam
+from rlhub.models.experts import unfused_tensors
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class WeightStream:
     def _named(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
         parts = _parts(bucket)
         full = {id(part): tensor for part, tensor in zip(parts, self._full(parts), strict=True)}
-        return [(entry.name, self._merged(entry, full)) for entry in bucket.entries]
+        return list(unfused_tensors((entry.name, self._merged(entry, full)) for entry in bucket.entries))
 
     def _merged(self, entry: Entry, full: dict[int, Tensor]) -> Tensor:
         weight = full[id(entry.weight)]

@@ -28,6 +28,7 @@ def test_contract() -> None:
     contract.check_refusals(fake_engine(), max_model_len=40)
     contract.check_weight_stream(fake_engine(), list(WEIGHTS.items()))
     contract.check_live_weights(fake_engine(), WEIGHTS)
+    contract.check_overwriting(fake_engine(), WEIGHTS)
     contract.check_agenerate(fake_engine())
 
 
@@ -36,4 +37,4 @@ def test_the_engine_keeps_its_own_copy_of_the_weights() -> None:
     source = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
     engine.update_weights([list(source.items())], 1)
     source["layer.0.weight"].zero_()
-    assert torch.equal(next(engine.live_weights())[1], WEIGHTS["layer.0.weight"])
+    assert torch.equal(next(engine.live_weights()).tensor, WEIGHTS["layer.0.weight"])

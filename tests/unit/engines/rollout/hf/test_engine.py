@@ -52,6 +52,7 @@ def test_contract(engine: RolloutEngine, model: PreTrainedModel) -> None:
     contract.check_refusals(engine, MAX_MODEL_LEN)
     contract.check_weight_stream(engine, list(model.named_parameters()))
     contract.check_live_weights(engine, dict(model.named_parameters()))
+    contract.check_overwriting(engine, dict(model.named_parameters()))
     contract.check_agenerate(engine)
 
 
