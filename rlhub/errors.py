@@ -106,6 +106,15 @@ class WeightMismatchError(RlhubError, RuntimeError):
         super().__init__(message, weight=weight)
 
 
+class ReshardError(RlhubError, ValueError):
+    """Weights cannot be moved from one layout to another: they are not the same model's.  Field `weight`: the tensor's name."""
+
+    weight: str
+
+    def __init__(self, message: str, *, weight: str) -> None:
+        super().__init__(message, weight=weight)
+
+
 class EngineError(RlhubError, RuntimeError):
     """A training or rollout engine cannot do what was asked in its present state."""
 

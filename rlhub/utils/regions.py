@@ -7,7 +7,7 @@ columns, heads, experts, flat ranges of an optimizer) comes down to regions, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -61,6 +61,61 @@ def remainder(region: Region, taken: Region) -> list[Region]:
                 left.append((*rest[:dim], (low, high), *rest[dim + 1 :]))
         rest[dim] = (first, last)
     return left
+
+
+def difference(region: Region, taken: Iterable[Region]) -> list[Region]:
+    """What of `region` is in none of `taken`, as boxes that do not overlap."""
+    left = [region]
+    for hole in taken:
+        left = [part for box in left for part in _without(box, hole)]
+    return left
+
+
+def _without(region: Region, hole: Region) -> list[Region]:
+    common = intersection(region, hole)
+    return [region] if common is None else remainder(region, common)
+
+
+def merged(regions: Iterable[Region]) -> list[Region]:
+    """The same elements in fewer boxes, sorted: neighbours that share a whole side become one."""
+    boxes, before = sorted(regions), 0
+    while len(boxes) != before:
+        before = len(boxes)
+        for dim in range(len(boxes[0]) if boxes else 0):
+            boxes = _merged_along(boxes, dim)
+    return sorted(boxes)
+
+
+def _merged_along(boxes: list[Region], dim: int) -> list[Region]:
+    joined: list[Region] = []
+    for box in sorted(boxes, key=lambda box: (box[:dim], box[dim + 1 :], box[dim])):
+        last = joined[-1] if joined else None
+        if last and last[:dim] == box[:dim] and last[dim + 1 :] == box[dim + 1 :] and last[dim][1] == box[dim][0]:
+            joined[-1] = (*box[:dim], (last[dim][0], box[dim][1]), *box[dim + 1 :])
+        else:
+            joined.append(box)
+    return joined
+
+
+def overlapping(regions: Sequence[Region]) -> tuple[Region, Region] | None:
+    """The first two that share an element."""
+    for index, region in enumerate(regions):
+        for other in regions[:index]:
+            if intersection(other, region) is not None:
+                return other, region
+    return None
+
+
+def split(region: Region, limit: int) -> list[Region]:
+    """Boxes of at most `limit` elements: blocks of rows, and a row that is too large by the same rule."""
+    if num_elements(region) <= limit:
+        return [region]
+    (start, stop), inner = region[0], region[1:]
+    row = num_elements(inner)
+    if row > limit:
+        return [((i, i + 1), *part) for i in range(start, stop) for part in split(inner, limit)]
+    step = limit // row
+    return [((i, min(i + step, stop)), *inner) for i in range(start, stop, step)]
 
 
 def flat_regions(shape: Sequence[int], start: int, stop: int) -> list[Region]:

@@ -20,6 +20,7 @@ SPECIAL = [
     (errors.WorkerError("boom", role="actor", rank=1, node="n1", remote_type="ValueError", remote_traceback="tb"), RuntimeError),
     (errors.WorkerDiedError("killed", role="actor", rank=0), errors.WorkerError),
     (errors.WeightMismatchError("differs", weight="lm_head.weight"), RuntimeError),
+    (errors.ReshardError("other shape", weight="lm_head.weight"), ValueError),
     (errors.EngineError("asleep"), RuntimeError),
     (errors.CheckpointError("torn"), RuntimeError),
     (errors.RewardError("failed"), RuntimeError),

@@ -1,0 +1,119 @@
+"""A plan in rounds that fit the transports' buffers.
+
+In each round no rank sends, and no rank receives, more than one bucket, so a process that is both needs at most two.  Both
+ends of a message list the same transfers in the same order: one packed message a (source, destination, round).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rlhub.errors import ReshardError
+from rlhub.sharding_manager.plan import Plan, Transfer
+from rlhub.utils.regions import num_elements, split
+
+PARTS_OF_BUCKET = 4  # a transfer is cut to at most this part of a bucket: a round is then filled to three quarters or more
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Message:
+    """What one source rank sends to one destination rank in a round.
+
+    transfers: in the order they are packed, the widest dtype first, so that each starts at a multiple of its element size.
+    """
+
+    source: int
+    destination: int
+    transfers: list[Transfer]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(transfer.num_bytes for transfer in self.transfers)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Round:
+    """Messages that travel together, sorted by source and destination: at most one for each pair."""
+
+    messages: list[Message]
+
+    def sent_by(self, source: int) -> list[Message]:
+        return [message for message in self.messages if message.source == source]
+
+    def received_by(self, destination: int) -> list[Message]:
+        return [message for message in self.messages if message.destination == destination]
+
+
+def schedule(plan: Plan, bucket_bytes: int) -> list[Round]:
+    """The plan's receives in few rounds; copies inside a process are no part of it.
+
+    A transfer that does not fit is cut into blocks of rows, and a row larger than a bucket along the next dimension.
+    Pairs whose ranks have the most left to do go first, so that no rank is left with work for rounds of its own.
+    """
+    queues = _queues(plan, bucket_bytes)
+    to_send, to_receive = Counter[int](), Counter[int]()
+    for (source, destination), queue in queues.items():
+        for _, num_bytes in queue:
+            to_send[source] += num_bytes
+            to_receive[destination] += num_bytes
+    rounds = []
+    while queues:
+        sent, received = Counter[int](), Counter[int]()
+        messages = []
+        for pair in sorted(queues, key=lambda pair: (-max(to_send[pair[0]], to_receive[pair[1]]), pair)):
+            source, destination = pair
+            room = bucket_bytes - max(sent[source], received[destination])
+            transfers, num_bytes = _fill(queues[pair], room)
+            if transfers:
+                sent[source] += num_bytes
+                received[destination] += num_bytes
+                messages.append(Message(source=source, destination=destination, transfers=transfers))
+                if not queues[pair]:
+                    del queues[pair]
+        to_send -= sent
+        to_receive -= received
+        rounds.append(Round(messages=sorted(messages, key=lambda message: (message.source, message.destination))))
+    return rounds
+
+
+_Queue = deque[tuple[Transfer, int]]
+
+
+def _queues(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], _Queue]:
+    """For each pair of ranks its transfers, cut to size, with their bytes."""
+    queues: dict[tuple[int, int], _Queue] = {}
+    for received in plan.receives:
+        for transfer in received:
+            queue = queues.setdefault((transfer.source, transfer.destination), deque())
+            queue.extend((part, part.num_bytes) for part in _cut(transfer, bucket_bytes))
+    return queues
+
+
+def _cut(transfer: Transfer, bucket_bytes: int) -> Iterator[Transfer]:
+    size = transfer.dtype.itemsize
+    if size > bucket_bytes:
+        raise ReshardError(
+            f"one element of {transfer.name} has {size} bytes, a bucket {bucket_bytes}: make the bucket larger",
+            weight=transfer.name,
+        )
+    limit = max(1, bucket_bytes // PARTS_OF_BUCKET // size)
+    if num_elements(transfer.region) <= limit:
+        yield transfer
+        return
+    row = num_elements(transfer.region[1:])
+    if limit < row <= bucket_bytes // size:  # better whole rows than well filled rounds
+        limit = row
+    for region in split(transfer.region, limit):
+        yield replace(transfer, region=region)
+
+
+def _fill(queue: _Queue, room: int) -> tuple[list[Transfer], int]:
+    """Takes from the queue what fits, in order."""
+    transfers, total = [], 0
+    while queue and total + queue[0][1] <= room:
+        transfer, num_bytes = queue.popleft()
+        transfers.append(transfer)
+        total += num_bytes
+    return sorted(transfers, key=lambda transfer: -transfer.dtype.itemsize), total
