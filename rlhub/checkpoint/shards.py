@@ -1,26 +1,27 @@
-"""Sharded tensors on disk: every rank writes the rows it holds, any number of ranks reads any rows.
+"""Sharded tensors on disk: every rank writes the pieces it holds, any number of ranks reads any pieces.
 
-Rank r of a save writes `shards-rank<r>-<k>.safetensors` and `shards-rank<r>.json`, an index that says of each piece
-which rows of which global tensor it is.  A reader knows only the indexes: the world size of the save never matters.
+Rank r of a save writes `shards-rank<r>-<k>.safetensors` and `shards-rank<r>.json`, an index that says of each piece which
+region of which tensor it is, and how many ranks wrote, so that the loss of a whole rank's files is seen.  A reader
+(`shard_reader`) knows only the indexes: how the writers had cut the tensors never matters.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlhub.checkpoint.files import FileEntry, RawTensor, storage_errors, write_file, write_safetensors
+from rlhub.checkpoint.files import FileEntry, RawTensor, write_file, write_safetensors
 from rlhub.errors import CheckpointError
-from rlhub.registry import suggest
+from rlhub.utils.pieces import Piece
+from rlhub.utils.regions import Region, intersection, num_elements
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_FILE_BYTES = 4 << 30  # keeps single files movable; pieces are never split
 DTYPE_CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -38,46 +39,20 @@ DTYPE_CODES: dict[torch.dtype, str] = {
 }
 
 
-@dataclass(slots=True, kw_only=True)
-class TensorShard:
-    """This rank's piece of a named tensor: rows [offset, offset + local.shape[0]) of dimension 0 of `global_shape`.
-
-    `local` may be a view of live memory: copy before the next optimizer step.  A scalar has global_shape ().
-    `replicated` pieces are the same on every rank; only rank 0 needs to write them.
-    """
-
-    name: str
-    local: Tensor
-    global_shape: tuple[int, ...]
-    offset: int = 0
-    replicated: bool = False
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class _Piece:
-    """Rows [start, stop) of a tensor, and the file they are in."""
-
-    file: Path
-    start: int
-    stop: int
-
-
-@dataclass(slots=True, kw_only=True)
-class _Stored:
-    """What all indexes together say of one tensor; pieces sorted by first row, then longest first."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: list[_Piece]
+def index_name(rank: int) -> str:
+    """The file name of a rank's index."""
+    return f"shards-rank{rank:05d}.json"
 
 
 def raw_tensor(name: str, tensor: Tensor) -> RawTensor:
-    """Describe a tensor for `write_safetensors`; CPU memory is read in place, other devices are copied one at a time."""
+    """Describe a tensor for `write_safetensors`; contiguous CPU memory is read in place, other memory is copied one tensor at
+    a time."""
     if tensor.dtype not in DTYPE_CODES:
         raise CheckpointError(f"{name}: dtype {tensor.dtype} has no form in a checkpoint; known: {sorted(DTYPE_CODES.values())}")
 
     def data() -> memoryview:
-        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+        dense = tensor.detach().to("cpu").contiguous()
+        flat = dense.as_strided((dense.numel(),), (1,))  # reshape keeps odd strides of a single element, which no view takes
         return flat.view(torch.uint8).numpy().data
 
     num_bytes = tensor.numel() * tensor.element_size()
@@ -85,172 +60,85 @@ def raw_tensor(name: str, tensor: Tensor) -> RawTensor:
 
 
 def write_shards(
-    folder: Path, rank: int, shards: Iterable[TensorShard], *, max_file_bytes: int = MAX_FILE_BYTES
+    folder: Path, rank: int, num_ranks: int, pieces: Iterable[Piece], *, max_file_bytes: int = MAX_FILE_BYTES
 ) -> list[FileEntry]:
-    """Write this rank's pieces below `folder`; every rank of the save calls it with its own number, into one folder.
+    """Write this rank's pieces below `folder`; each of the `num_ranks` ranks calls it with its own number, into one folder.
 
-    Pieces marked `replicated` are written by rank 0 alone.  The stream is consumed a file at a time, so at most
-    `max_file_bytes` of it is held.  Blocks until everything is on the disk.  Raises CheckpointError (disk full, a name
-    twice, a piece that does not fit its global shape).
+    A piece's memory is read when its file is written and must stay as it is until then; what is contiguous on the CPU is
+    not copied.  The stream is consumed a file at a time, so at most `max_file_bytes` of it is held.  Blocks until everything
+    is on the disk.  Raises CheckpointError (disk full, a piece outside its tensor or over another one of this rank).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    entries: list[FileEntry] = []
-    index: dict[str, dict[str, Any]] = {}
-    batch: list[TensorShard] = []
-    held = 0
-    for shard in shards:
-        _check_piece(shard, index)
-        if shard.replicated and rank != 0:
-            continue
-        num_bytes = shard.local.numel() * shard.local.element_size()
-        if batch and held + num_bytes > max_file_bytes:
-            entries.append(_write_batch(folder, rank, len(entries), batch, index))
-            batch, held = [], 0
-        batch.append(shard)
-        held += num_bytes
-        index[shard.name] = {}  # claimed; filled in when its file is known
-    if batch:
-        entries.append(_write_batch(folder, rank, len(entries), batch, index))
-    text = json.dumps({"version": FORMAT_VERSION, "rank": rank, "pieces": index}, separators=(",", ":"))
-    entries.append(write_file(folder / f"shards-rank{rank:05d}.json", text.encode("utf-8")))
-    return entries
+    writer = _Writer(folder, rank)
+    for piece in pieces:
+        if writer.batch and writer.held_bytes + piece.info.num_bytes > max_file_bytes:
+            writer.flush()
+        writer.add(piece)
+    writer.flush()
+    index = {"version": FORMAT_VERSION, "rank": rank, "num_ranks": num_ranks, "tensors": writer.index}
+    text = json.dumps(index, separators=(",", ":"))
+    return [*writer.entries, write_file(folder / index_name(rank), text.encode("utf-8"))]
 
 
-def _check_piece(shard: TensorShard, index: dict[str, dict[str, Any]]) -> None:
-    if shard.name in index:
-        raise CheckpointError(f"two pieces of {shard.name!r} on one rank: join them or give them different names")
-    shape, local = shard.global_shape, tuple(shard.local.shape)
-    fits = len(local) == len(shape) and local[1:] == shape[1:]
-    if fits and shape:
-        fits = shard.offset >= 0 and shard.offset + local[0] <= shape[0]
-    if not fits:
-        raise CheckpointError(f"{shard.name}: a piece of shape {local} at row {shard.offset} does not fit in {shape}")
+@dataclass(slots=True)
+class _Writer:
+    """The file being filled, and the index of this rank so far."""
+
+    folder: Path
+    rank: int
+    entries: list[FileEntry] = field(default_factory=list)
+    index: dict[str, dict[str, Any]] = field(default_factory=dict)
+    batch: list[RawTensor] = field(default_factory=list)
+    held_bytes: int = 0
+
+    @property
+    def file(self) -> str:
+        return f"shards-rank{self.rank:05d}-{len(self.entries):05d}.safetensors"
+
+    def add(self, piece: Piece) -> None:
+        """Put the piece into the index and into the file; one without elements only makes the tensor known."""
+        raw = raw_tensor(piece.name, piece.tensor)
+        known = self.index.setdefault(piece.name, {"dtype": raw.dtype, "shape": list(piece.shape), "pieces": []})
+        _check(piece, raw, known)
+        if not raw.num_bytes:
+            return
+        raw = raw_tensor(_key(piece.name, len(known["pieces"])), piece.tensor)
+        known["pieces"].append({"file": self.file, "key": raw.name, "region": [list(bounds) for bounds in piece.region]})
+        self.batch.append(raw)
+        self.held_bytes += raw.num_bytes
+
+    def flush(self) -> None:
+        """Write the file, if anything is to go into it."""
+        if self.batch:
+            self.entries.append(write_safetensors(self.folder / self.file, self.batch))
+            self.batch, self.held_bytes = [], 0
 
 
-def _write_batch(folder: Path, rank: int, number: int, batch: list[TensorShard], index: dict[str, dict[str, Any]]) -> FileEntry:
-    name = f"shards-rank{rank:05d}-{number:05d}.safetensors"
-    for shard in batch:
-        rows = shard.local.shape[0] if shard.global_shape else 1
-        index[shard.name] = {
-            "file": name,
-            "dtype": DTYPE_CODES.get(shard.local.dtype, "?"),
-            "shape": list(shard.global_shape),
-            "start": shard.offset,
-            "stop": shard.offset + rows,
-        }
-    return write_safetensors(folder / name, [raw_tensor(shard.name, shard.local) for shard in batch])
+def _key(name: str, number: int) -> str:
+    """A rank's first piece of a tensor is filed under the tensor's own name."""
+    return f"{name}#{number}" if number else name
 
 
-class ShardReader:
-    """Reads slices of the tensors that any number of ranks wrote into `folder`.
-
-    Files are memory-mapped: only the rows asked for are read.  Use it as a context manager, or call `close`, to let the
-    mappings go.  Raises CheckpointError when an index is missing or unreadable.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._open: dict[Path, Any] = {}
-        self._stored: dict[str, _Stored] = {}
-        paths = sorted(folder.glob("shards-rank*.json"))
-        if not paths:
-            raise CheckpointError(f"{folder}: no shard index (shards-rank*.json) here; is this a folder of a checkpoint?")
-        for path in paths:
-            self._add_index(path)
-        for stored in self._stored.values():
-            stored.pieces.sort(key=lambda piece: (piece.start, -piece.stop))
-
-    def _add_index(self, path: Path) -> None:
-        with storage_errors(f"reading {path}"):
-            text = path.read_bytes()
-        try:
-            index = json.loads(text)
-            version, pieces = index["version"], index["pieces"]
-        except (ValueError, KeyError, TypeError) as error:
+def _check(piece: Piece, raw: RawTensor, known: dict[str, Any]) -> None:
+    if not _is_inside(piece.region, piece.shape):
+        raise CheckpointError(f"{piece.name}: the piece {list(piece.region)} does not fit in a tensor of shape {piece.shape}")
+    if (raw.dtype, list(piece.shape)) != (known["dtype"], known["shape"]):
+        raise CheckpointError(
+            f"{piece.name}: a piece of {raw.dtype} {list(piece.shape)} after one of {known['dtype']} {known['shape']}"
+        )
+    for other in known["pieces"]:
+        if num_elements(piece.region) and intersection(as_region(other["region"]), piece.region) is not None:
             raise CheckpointError(
-                f"{path}: not a shard index ({error}); the checkpoint is corrupt, use an earlier one"
-            ) from error
-        if version != FORMAT_VERSION:
-            raise CheckpointError(f"{path}: written in format {version}, this rlhub reads format {FORMAT_VERSION}")
-        for name, row in pieces.items():
-            stored = self._stored.setdefault(name, _Stored(dtype=row["dtype"], shape=tuple(row["shape"]), pieces=[]))
-            if (stored.dtype, stored.shape) != (row["dtype"], tuple(row["shape"])):
-                raise CheckpointError(
-                    f"{path}: {name} is {row['dtype']} {row['shape']} here, {stored.dtype} {stored.shape} before"
-                )
-            stored.pieces.append(_Piece(file=self.folder / row["file"], start=row["start"], stop=row["stop"]))
-
-    def names(self) -> list[str]:
-        """Names of all tensors stored, sorted."""
-        return sorted(self._stored)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Global shape of a stored tensor."""
-        return self._find(name).shape
-
-    def read(self, shard: TensorShard) -> Tensor:
-        """Rows [offset, offset + local.shape[0]) of `shard.name`, a new CPU tensor of `local`'s shape and dtype.
-
-        `local` is only looked at, never written; a tensor on the meta device will do.  Raises CheckpointError when the
-        name is unknown, shape or dtype differ, or some row was never written.
-        """
-        stored = self._find(shard.name)
-        if stored.shape != tuple(shard.global_shape):
-            raise CheckpointError(
-                f"{shard.name}: the checkpoint in {self.folder} has shape {stored.shape}, expected {tuple(shard.global_shape)}; "
-                "it is of another model"
+                f"{piece.name}: the piece {list(piece.region)} covers elements of {other['region']}, another piece of this rank"
             )
-        expected = DTYPE_CODES.get(shard.local.dtype, str(shard.local.dtype))
-        if stored.dtype != expected:
-            raise CheckpointError(
-                f"{shard.name}: the checkpoint in {self.folder} holds {stored.dtype}, expected {expected}; "
-                "resume with the model_dtype it was written with"
-            )
-        if not stored.shape:
-            return self._tensor(stored.pieces[0], shard.name)
-        return self._rows(stored, shard)
 
-    def _find(self, name: str) -> _Stored:
-        if name not in self._stored:
-            raise CheckpointError(f"{name!r} is not in the checkpoint {self.folder}{suggest(name, self._stored)}")
-        return self._stored[name]
 
-    def _rows(self, stored: _Stored, shard: TensorShard) -> Tensor:
-        """Join the pieces that cover the rows asked for; pieces may overlap (replicas), then the longest is read."""
-        position, stop = shard.offset, shard.offset + shard.local.shape[0]
-        result = torch.empty(shard.local.shape, dtype=shard.local.dtype)
-        while position < stop:
-            covering = [piece for piece in stored.pieces if piece.start <= position < piece.stop]
-            if not covering:
-                raise CheckpointError(
-                    f"{shard.name}: row {position} of {stored.shape} is in no file of {self.folder}; "
-                    "the save of some rank is missing"
-                )
-            piece = max(covering, key=lambda candidate: candidate.stop)
-            upto = min(stop, piece.stop)
-            rows = self._handle(piece.file).get_slice(shard.name)[position - piece.start : upto - piece.start]
-            result[position - shard.offset : upto - shard.offset] = rows
-            position = upto
-        return result
+def _is_inside(region: Region, shape: tuple[int, ...]) -> bool:
+    return len(region) == len(shape) and all(
+        0 <= start <= stop <= size for (start, stop), size in zip(region, shape, strict=True)
+    )
 
-    def _tensor(self, piece: _Piece, name: str) -> Tensor:
-        tensor: Tensor = self._handle(piece.file).get_tensor(name)
-        return tensor.clone()
 
-    def _handle(self, path: Path) -> Any:
-        if path not in self._open:
-            try:
-                self._open[path] = safe_open(str(path), framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{path}: cannot be read as safetensors ({error}); use an earlier checkpoint") from error
-        return self._open[path]
-
-    def close(self) -> None:
-        """Let the files go."""
-        self._open.clear()
-
-    def __enter__(self) -> ShardReader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+def as_region(bounds: list[list[int]]) -> Region:
+    """A region as JSON has it."""
+    return tuple((start, stop) for start, stop in bounds)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rlhub.checkpoint.files import FileEntry, write_file, write_safetensors
 from rlhub.checkpoint.hf import write_hf_weights
-from rlhub.checkpoint.shards import ShardReader, raw_tensor, write_shards
+from rlhub.checkpoint.shard_reader import ShardReader
+from rlhub.checkpoint.shards import raw_tensor, write_shards
 from rlhub.engines.training.base import Adapter, TrainEngine
 from rlhub.errors import CheckpointError
 
@@ -17,10 +18,10 @@ HF_FOLDER = "huggingface"
 ADAPTER_FOLDER = "adapter"
 
 
-def save_engine(engine: TrainEngine, folder: Path, rank: int) -> list[FileEntry]:
+def save_engine(engine: TrainEngine, folder: Path, rank: int, num_ranks: int) -> list[FileEntry]:
     """Every rank writes its shards; all ranks stream the full weights, rank 0 writes them, the adapter's alone too.  Returns
     this rank's files."""
-    entries = write_shards(folder, rank, engine.state_shards())
+    entries = write_shards(folder, rank, num_ranks, engine.state_shards())
     if rank == 0:
         entries.append(write_file(folder / SCALARS, json.dumps(engine.scalar_state()).encode()))
     entries += write_hf_weights(folder / HF_FOLDER if rank == 0 else None, engine.named_weights())

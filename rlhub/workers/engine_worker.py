@@ -24,7 +24,7 @@ class EngineWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> list[FileEntry]:
         """This rank's shards below `folder`, and from rank 0 the weights under their Hugging Face names."""
-        entries = save_engine(self.engine, Path(folder), self.rank)
+        entries = save_engine(self.engine, Path(folder), self.rank, self.world_size)
         if self.rank == 0 and self.hf_model is not None:
             save_sidecars(self.hf_model, Path(folder) / HF_FOLDER, self.hf_kind)
         return entries

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhub.checkpoint.shards import ShardReader, write_shards
+from rlhub.checkpoint.shard_reader import ShardReader
+from rlhub.checkpoint.shards import write_shards
 from rlhub.config.model import ModelConfig
 from rlhub.config.training import FSDPConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
@@ -265,7 +266,7 @@ def save_reward(path: str, folder: str) -> list[float]:
         rows = make_rows(seed)
         built.forward_backward(my_rows(rows, False), loss_for("reward", rows), outputs=("scores",))
         built.optimizer_step()
-    save_engine(built, Path(folder), dist.get_rank())
+    save_engine(built, Path(folder), dist.get_rank(), dist.get_world_size())
     return built.infer(make_rows(), outputs=("scores",))["scores"].tolist()
 
 
@@ -378,7 +379,7 @@ def save_adapter(path: str, kind: str, folder: str) -> dict[str, Any]:
         rows = make_rows(seed)
         built.forward_backward(my_rows(rows, False), loss_for(kind, rows), outputs=outputs)
         built.optimizer_step()
-    entries = save_engine(built, Path(folder), dist.get_rank())
+    entries = save_engine(built, Path(folder), dist.get_rank(), dist.get_world_size())
     dist.barrier()
     return {
         "files": [str(Path(entry.path).relative_to(folder)) for entry in entries],
@@ -390,7 +391,7 @@ def save(path: str, folder: str, steps: int, model: dict[str, Any]) -> dict[str,
     """Train, save, train on; returns the scalars at the save and the weights at the end."""
     built = make_engine(path, model=model)
     train(built, steps)
-    write_shards(Path(folder), dist.get_rank(), built.state_shards())
+    write_shards(Path(folder), dist.get_rank(), dist.get_world_size(), built.state_shards())
     scalars = built.scalar_state()
     dist.barrier()
     norms = train(built, 2, seed=50)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from rlhub.engines.training.base import LossFunction, Rows, StepReport, TensorShard, TrainEngine
+from rlhub.engines.training.base import LossFunction, Rows, StepReport, TrainEngine
+from rlhub.utils.pieces import Piece
 
 OPERATIONS = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
@@ -66,10 +67,10 @@ class PlainTrainEngine(TrainEngine):
     def infer(self, rows: Rows, *, outputs: Iterable[str], adapters: bool = True) -> dict[str, Tensor]:
         raise NotImplementedError
 
-    def state_shards(self) -> Iterator[TensorShard]:
+    def state_shards(self) -> Iterator[Piece]:
         raise NotImplementedError
 
-    def load_state(self, read: Callable[[TensorShard], Tensor]) -> None:
+    def load_state(self, read: Callable[[Piece], Tensor]) -> None:
         raise NotImplementedError
 
     def scalar_state(self) -> dict[str, int | float]:

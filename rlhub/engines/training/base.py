@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhub.checkpoint.shards import TensorShard
 from rlhub.utils.pieces import Piece
 
 Rows = Mapping[str, Tensor]
@@ -136,14 +135,17 @@ class TrainEngine(ABC):
         return None
 
     @abstractmethod
-    def state_shards(self) -> Iterator[TensorShard]:
-        """This rank's pieces of everything a bit-exact resume needs: `model.<name>`, `optim.<state>.<name>`; adapters
-        included, under their own names."""
+    def state_shards(self) -> Iterator[Piece]:
+        """The live pieces this rank has to write of everything a bit-exact resume needs: together the ranks yield every element,
+        replicas once.  Names are the same for every backend: `model.<name>`, `optim.exp_avg.<name>` and
+        `optim.exp_avg_sq.<name>`, <name> as in the Hugging Face checkpoint (experts apart, tied weights once as the input
+        embedding, no padding); adapters under their own names.  A piece's memory must stay valid until the stream ends.
+        """
 
     @abstractmethod
-    def load_state(self, read: Callable[[TensorShard], Tensor]) -> None:
-        """Fill live state.  For each expected piece the engine builds a TensorShard (its `local` says dtype and shape) and
-        `read` returns that slice from the checkpoint, whatever the world size it was written under."""
+    def load_state(self, read: Callable[[Piece], Tensor]) -> None:
+        """Fill live state, on every rank all that it holds.  For each expected piece (its `tensor` says dtype and sizes) `read`
+        returns that region from the checkpoint, whatever layout or backend wrote it."""
 
     @abstractmethod
     def scalar_state(self) -> dict[str, int | float]:

@@ -10,14 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from rlhub.checkpoint.shards import TensorShard
 from rlhub.config.model import ModelConfig
 from rlhub.config.training import FSDPConfig, OptimConfig
 from rlhub.engines.training.base import Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.fsdp.building import BuildPlan, build_sharded
 from rlhub.engines.training.fsdp.optimizer import MOMENTS, ShardedAdamW
 from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, local_pieces, make_layout, num_bytes, reshard
-from rlhub.engines.training.fsdp.state import fill, live_shards
+from rlhub.engines.training.fsdp.state import fill, live_pieces
 from rlhub.engines.training.fsdp.weights import Entry, WeightStream
 from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_units, even_cut, extend_cut, rows_of, take_rows
 from rlhub.engines.training.packing import ModelInputs, model_inputs, row_inputs
@@ -231,16 +230,16 @@ class FSDPEngine(TrainEngine):
             buckets=iter(WeightStream(entries, self.layout, ADAPTER_BUCKET_BYTES)),
         )
 
-    def state_shards(self) -> Iterator[TensorShard]:
+    def state_shards(self) -> Iterator[Piece]:
         self._prepare()
         assert self.layout is not None
         if self.layout.replica > 0:  # another rank has the same rows
             return iter(())
-        return live_shards(self.params, self.optimizer)
+        return live_pieces(self.params, self.optimizer)
 
-    def load_state(self, read: Callable[[TensorShard], Tensor]) -> None:
+    def load_state(self, read: Callable[[Piece], Tensor]) -> None:
         self._prepare()
-        fill(live_shards(self.params, self.optimizer), read)
+        fill(live_pieces(self.params, self.optimizer), read)
 
     def scalar_state(self) -> dict[str, int | float]:
         if self.optimizer is None:

@@ -1,35 +1,37 @@
-"""A bit-exact resume's worth of an engine's tensors, to and from a checkpoint written by any number of ranks."""
+"""A bit-exact resume's worth of an engine's tensors, to and from a checkpoint written by any ranks of any backend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from rlhub.checkpoint.shards import TensorShard
 from rlhub.engines.training.fsdp.optimizer import MOMENTS, ShardedAdamW
 from rlhub.engines.training.fsdp.sharding import ShardedParam
+from rlhub.utils.pieces import Piece
+from rlhub.utils.regions import whole
 
 
-def live_shards(params: list[ShardedParam], optimizer: ShardedAdamW | None) -> Iterator[TensorShard]:
-    """This rank's rows of weights and moments; `local` is live memory."""
+def live_pieces(params: Iterable[ShardedParam], optimizer: ShardedAdamW | None) -> Iterator[Piece]:
+    """This rank's rows of weights and moments, live."""
     for param in params:
-        yield _shard(f"model.{param.name}", param.local, param)
+        yield _rows(f"model.{param.name}", param.local, param)
     if optimizer is None:
         return
     for slot in optimizer.slots:
         for moment in MOMENTS:
-            yield _shard(f"optim.{moment}.{slot.owner.name}", optimizer.moment(slot, moment), slot.owner)
+            yield _rows(f"optim.{moment}.{slot.owner.name}", optimizer.moment(slot, moment), slot.owner)
 
 
-def _shard(name: str, local: Tensor, param: ShardedParam) -> TensorShard:
-    return TensorShard(name=name, local=local, global_shape=param.global_shape, offset=param.offset)
+def _rows(name: str, local: Tensor, param: ShardedParam) -> Piece:
+    region = ((param.offset, param.offset + local.shape[0]), *whole(param.global_shape[1:]))
+    return Piece(name=name, tensor=local, shape=param.global_shape, region=region)
 
 
 @torch.no_grad()
-def fill(shards: Iterator[TensorShard], read: Callable[[TensorShard], Tensor]) -> None:
+def fill(pieces: Iterable[Piece], read: Callable[[Piece], Tensor]) -> None:
     """Overwrite live tensors with what `read` returns for each; pieces without rows are not asked for."""
-    for shard in shards:
-        if shard.local.numel():
-            shard.local.copy_(read(shard))
+    for piece in pieces:
+        if piece.tensor.numel():
+            piece.tensor.copy_(read(piece))

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhub.checkpoint.shards import TensorShard
 from rlhub.config.actor import ActorConfig, PolicyLossConfig
 from rlhub.config.critic import CriticConfig
 from rlhub.engines.training import updates
 from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.updates import PolicyUpdater, ValueUpdater, sft_loss, take_steps
 from rlhub.errors import ConfigError, RegistryError
+from rlhub.utils.pieces import Piece
 from tests.unit.algorithms import references
 
 VOCABULARY, PROMPT, RESPONSE, ROWS = 7, 2, 4, 6
@@ -99,10 +99,10 @@ class FakeTrainEngine(TrainEngine):
     def named_weights(self, *, bucket_bytes: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:
         raise NotImplementedError
 
-    def state_shards(self) -> Iterator[TensorShard]:
+    def state_shards(self) -> Iterator[Piece]:
         raise NotImplementedError
 
-    def load_state(self, read: Callable[[TensorShard], Tensor]) -> None:
+    def load_state(self, read: Callable[[Piece], Tensor]) -> None:
         raise NotImplementedError
 
     def scalar_state(self) -> dict[str, int | float]:
