@@ -149,7 +149,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def scalar_state(self) -> dict[str, int | float]:
-        """Step counts and schedule position, JSON-able; same on every rank."""
+        """Step counts and schedule position, JSON-able; same on every rank and of every backend: `optimizer_steps` taken and
+        `skipped_steps`, whose sum is the schedule's position; {} without an optimizer."""
 
     @abstractmethod
     def load_scalar_state(self, state: Mapping[str, int | float]) -> None: ...

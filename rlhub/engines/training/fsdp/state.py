@@ -9,24 +9,25 @@ from torch import Tensor
 
 from rlhub.engines.training.fsdp.optimizer import MOMENTS, ShardedAdamW
 from rlhub.engines.training.fsdp.sharding import ShardedParam
+from rlhub.models.experts import unfused
 from rlhub.utils.pieces import Piece
 from rlhub.utils.regions import whole
 
 
 def live_pieces(params: Iterable[ShardedParam], optimizer: ShardedAdamW | None) -> Iterator[Piece]:
-    """This rank's rows of weights and moments, live."""
+    """This rank's rows of weights and moments, live, each expert under its own name."""
     for param in params:
-        yield _rows(f"model.{param.name}", param.local, param)
+        yield from _rows(f"model.{param.name}", param.local, param)
     if optimizer is None:
         return
     for slot in optimizer.slots:
         for moment in MOMENTS:
-            yield _rows(f"optim.{moment}.{slot.owner.name}", optimizer.moment(slot, moment), slot.owner)
+            yield from _rows(f"optim.{moment}.{slot.owner.name}", optimizer.moment(slot, moment), slot.owner)
 
 
-def _rows(name: str, local: Tensor, param: ShardedParam) -> Piece:
+def _rows(name: str, local: Tensor, param: ShardedParam) -> Iterator[Piece]:
     region = ((param.offset, param.offset + local.shape[0]), *whole(param.global_shape[1:]))
-    return Piece(name=name, tensor=local, shape=param.global_shape, region=region)
+    return unfused(Piece(name=name, tensor=local, shape=param.global_shape, region=region))
 
 
 @torch.no_grad()
