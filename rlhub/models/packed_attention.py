@@ -151,14 +151,23 @@ def packed_attention(
             f"{packing.longest}; set model.use_remove_padding=False"
         )
     tokens = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    return attend_packed(*tokens, packing, scaling=scaling, dropout=dropout)[None], None
+
+
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, *, scaling: float | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Causal attention of each row over itself: query (tokens, heads, width); key, value (tokens, kv heads, width); returns
+    (tokens, heads, width).  scaling: of the scores; None: 1 / sqrt(width)."""
     if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
-        return _variable_length(tokens, packing, scaling), None
-    if packing.gather is not None and packing.restore is not None:
-        tokens = [_ToGroups.apply(tensor, packing.gather, packing.restore) for tensor in tokens]
-    out = _attend(tokens, packing.shapes, scaling, dropout)
-    if packing.gather is not None:
-        out = _FromGroups.apply(out, packing.gather, packing.restore, packing.padding)
-    return out[None], None
+        return _variable_length(query, key, value, plan, scaling)
+    tokens = [query, key, value]
+    if plan.gather is not None and plan.restore is not None:
+        tokens = [_ToGroups.apply(tensor, plan.gather, plan.restore) for tensor in tokens]
+    out = _attend(tokens, plan.shapes, scaling, dropout)
+    if plan.gather is not None:
+        out = _FromGroups.apply(out, plan.gather, plan.restore, plan.padding)
+    return out
 
 
 def _attend(tokens: list[Tensor], shapes: list[tuple[int, int]], scaling: float | None, dropout: float) -> Tensor:
@@ -174,13 +183,13 @@ def _attend(tokens: list[Tensor], shapes: list[tuple[int, int]], scaling: float 
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _variable_length(tokens: list[Tensor], plan: AttentionPlan, scaling: float | None) -> Tensor:
-    q, k, v = (tensor.contiguous() for tensor in tokens)
+def _variable_length(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float | None) -> Tensor:
+    q, k, v = (tensor.contiguous() for tensor in (query, key, value))
     bounds, longest = plan.boundaries, plan.longest
     grouped = q.shape[1] != k.shape[1]
     out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped)
     assert isinstance(out, Tensor)
-    return out[None]
+    return out
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

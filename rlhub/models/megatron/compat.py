@@ -1,0 +1,190 @@
+"""Megatron-core on machines without CUDA: its modules get a `torch` in which "cuda" means the CPU.
+
+Megatron-core asks for the current CUDA device, streams and CUDA generators without asking whether there are any.  Each of its
+modules (and nothing else in the process: vLLM, transformers and FSDP see the real torch) gets a stand-in for the name
+`torch`, two tensor methods answer differently when Megatron calls them, and its random-number bookkeeping uses the CPU's
+generator.  Where CUDA exists nothing here does anything.
+
+Import this module before megatron, which then says nothing about kernels it lacks, and call `install` after importing megatron
+modules; again after more of them were imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MEGATRON = "megatron.core"
+FACTORIES = (
+    *("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "rand", "randn", "randint", "linspace", "eye"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "empty_strided"),
+)
+MISSING_KERNELS = r"(Apex is|Transformer Engine and Apex are) not installed"
+"""What megatron warns of at import, file by file, where fused CUDA kernels are missing; a machine without CUDA has none."""
+NOT_OURS = (
+    r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
+    r"When using (sequence|async grad|tensor model) parallelism.* CUDA_DEVICE_MAX_CONNECTIONS",
+)
+"""What megatron's calls warn of, once a process and place, and no user without CUDA can change."""
+
+if not torch.cuda.is_available():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=MISSING_KERNELS)
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.models.gpt.gpt_model
+        import megatron.core.optimizer
+        import megatron.core.pipeline_parallel  # noqa: F401
+
+
+def install() -> None:
+    """Make the megatron modules imported so far run on the CPU.  Idempotent; does nothing where CUDA exists."""
+    if torch.cuda.is_available():
+        return
+    _patch_tensor_methods()
+    _silence()
+    for name, module in list(sys.modules.items()):
+        if name.startswith(MEGATRON) and module.__dict__.get("torch") is torch:
+            module.__dict__["torch"] = _stand_in()
+    random = sys.modules.get(f"{MEGATRON}.tensor_parallel.random")
+    if random is not None:
+        _use_cpu_generator(random)
+
+
+@functools.cache
+def _silence() -> None:
+    for message in NOT_OURS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+class _Stream:
+    """A CUDA stream or event where everything happens in order anyway: any method does nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing
+
+
+class _StandIn(types.ModuleType):
+    """A module with some names replaced; all others are the real module's."""
+
+    def __init__(self, real: types.ModuleType, replaced: dict[str, Any]) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(replaced)
+        self.__dict__["_real"] = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _zero(*_: Any, **__: Any) -> int:
+    return 0
+
+
+def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A tensor factory that takes a CUDA device and makes a CPU tensor."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **options: Any) -> Tensor:
+        device = options.get("device")
+        if isinstance(device, int) or str(device).startswith("cuda"):
+            options["device"] = "cpu"
+        if options.get("pin_memory"):
+            options["pin_memory"] = False
+        return make(*args, **options)
+
+    return made
+
+
+def _get_generator_state(*_: Any, **__: Any) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_generator_state(state: Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """CudaRNGStatesTracker.fork with the CPU's generator as the device's; megatron's own warns when that one moves."""
+    before = torch.get_rng_state()
+    torch.set_rng_state(tracker.states_[name])
+    try:
+        yield
+    finally:
+        tracker.states_[name] = torch.get_rng_state()
+        torch.set_rng_state(before)
+
+
+def _autocast(device_type: str = "cuda", *args: Any, **options: Any) -> Any:
+    return torch.autocast("cpu" if device_type == "cuda" else device_type, *args, **options)
+
+
+@functools.cache
+def _stand_in() -> types.ModuleType:
+    """The `torch` that megatron modules get."""
+    cuda = _StandIn(
+        torch.cuda,
+        {
+            "current_device": lambda: "cpu",
+            "device_count": lambda: 1,
+            "set_device": _nothing,
+            "synchronize": _nothing,
+            "empty_cache": _nothing,
+            "Stream": _Stream,
+            "Event": _Stream,
+            "current_stream": _Stream,
+            "default_stream": _Stream,
+            "stream": lambda _: contextlib.nullcontext(),
+            "is_current_stream_capturing": lambda: False,
+            "manual_seed": torch.manual_seed,
+            "get_rng_state": _get_generator_state,
+            "set_rng_state": _set_generator_state,
+            "random": types.SimpleNamespace(get_rng_state=_get_generator_state),
+            "memory_allocated": _zero,
+            "max_memory_allocated": _zero,
+            "memory_reserved": _zero,
+        },
+    )
+    factories = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
+    return _StandIn(torch, {**factories, "cuda": cuda, "autocast": _autocast})
+
+
+def _called_by_megatron() -> bool:
+    """Whether the function that asks was called from a megatron module."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(MEGATRON)
+
+
+@functools.cache
+def _patch_tensor_methods() -> None:
+    """`Tensor.type()` names CUDA types, by which megatron recognises dtypes, and `Tensor.cuda()` stays where it is."""
+    real_type, real_cuda = torch.Tensor.type, torch.Tensor.cuda
+
+    def type_(self: Tensor, *args: Any, **options: Any) -> Any:
+        result = real_type(self, *args, **options)
+        return result.replace("torch.", "torch.cuda.") if not args and not options and _called_by_megatron() else result
+
+    def cuda(self: Tensor, *args: Any, **options: Any) -> Tensor:
+        return self if _called_by_megatron() else real_cuda(self, *args, **options)
+
+    torch.Tensor.type, torch.Tensor.cuda = type_, cuda  # type: ignore[method-assign, assignment]
+
+
+def _use_cpu_generator(random: types.ModuleType) -> None:
+    replaced = {"_set_cuda_rng_state": _set_generator_state, "_get_cuda_rng_state": _get_generator_state}
+    random.__dict__.update(replaced)
+    random.__dict__["CudaRNGStatesTracker"].fork = _fork

@@ -1,0 +1,145 @@
+"""Megatron-core's TransformerConfig for a Hugging Face model: dense Llama, Qwen2 and Qwen3, and Qwen3's mixture of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import rlhub.models.megatron.compat  # noqa: F401 - before megatron, which it imports quietly
+
+# isort: split
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import silu
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rlhub.config.training import MegatronConfig
+from rlhub.errors import ConfigError
+from rlhub.models.megatron.checks import num_experts, num_virtual_stages, sparse_layers, uses_sequence_parallel
+from rlhub.registry import suggest
+
+ADVICE = ("If you are using transformer_engine as the transformer implementation", "full scope is deprecated")
+"""Megatron's warnings of kernels that are not built here, and of its own defaults."""
+
+
+def make_transformer_config(
+    hf_config: PreTrainedConfig,
+    megatron: MegatronConfig,
+    *,
+    dtype: torch.dtype,
+    recompute: bool,
+    expert_tensor_parallel_size: int | None = None,
+) -> TransformerConfig:
+    """The configuration as asked for, with the user's overrides.  `megatron_problems` must have found nothing.
+
+    recompute: activations in the backward pass, as much of them as `recompute_granularity` says.
+    expert_tensor_parallel_size: ranks that share each expert's matrices; None: those that share any layer's.
+    """
+    values = hf_config.to_dict()
+    settings = {
+        **_architecture(hf_config, values),
+        **_layout(megatron),
+        **_experts(values, megatron, expert_tensor_parallel_size),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "perform_initialization": False,  # every weight is read or drawn afterwards
+    }
+    if recompute:
+        settings["recompute_granularity"] = megatron.recompute_granularity
+        if megatron.recompute_granularity == "full":
+            settings |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    for name in megatron.override_transformer_config:
+        if name not in known:
+            raise ConfigError(
+                f"override_transformer_config.{name}: Megatron-core's TransformerConfig has no such entry{suggest(name, known)}"
+            )
+    return _checked(settings | megatron.override_transformer_config)
+
+
+def _checked(settings: dict[str, Any]) -> TransformerConfig:
+    """Megatron's own checks as a ConfigError."""
+    try:
+        with warnings.catch_warnings():
+            for message in ADVICE:
+                warnings.filterwarnings("ignore", message=message)
+            return TransformerConfig(**settings)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"Megatron-core refuses this configuration: {error}") from error
+
+
+def _architecture(hf_config: PreTrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
+    """Sizes and variants of the layers."""
+    return {
+        "num_layers": hf_config.num_hidden_layers,
+        "hidden_size": hf_config.hidden_size,
+        "ffn_hidden_size": hf_config.intermediate_size,
+        "num_attention_heads": hf_config.num_attention_heads,
+        "num_query_groups": values.get("num_key_value_heads") or hf_config.num_attention_heads,
+        "kv_channels": head_width(hf_config),
+        "layernorm_epsilon": hf_config.rms_norm_eps,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": hf_config.model_type == "qwen2",
+        "qk_layernorm": hf_config.model_type.startswith("qwen3"),
+        "hidden_dropout": 0.0,  # as in rlhub.models.hf.load_config
+        "attention_dropout": 0.0,
+        "gradient_accumulation_fusion": False,  # kernels of Apex
+        "persist_layer_norm": False,
+    }
+
+
+def _layout(megatron: MegatronConfig) -> dict[str, Any]:
+    """How ranks share the model."""
+    return {
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": num_virtual_stages(megatron),
+        "context_parallel_size": megatron.context_model_parallel_size,
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "sequence_parallel": uses_sequence_parallel(megatron),
+        "variable_seq_lengths": megatron.pipeline_model_parallel_size > 1,  # packed micro-batches differ in their tokens
+        "moe_token_dispatcher_type": "alltoall",  # which variable lengths ask for, experts or not
+    }
+
+
+def _experts(values: dict[str, Any], megatron: MegatronConfig, expert_tensor_parallel_size: int | None) -> dict[str, Any]:
+    """Mixture of experts as the Hugging Face model computes it: every token reaches its experts, router in float32, no
+    auxiliary loss."""
+    sparse = sparse_layers(values)
+    if not any(sparse):
+        return {}
+    tensor = megatron.tensor_model_parallel_size
+    return {
+        "num_moe_experts": num_experts(values),
+        "moe_ffn_hidden_size": values["moe_intermediate_size"],
+        "moe_layer_freq": [int(layer) for layer in sparse],
+        "moe_router_topk": values["num_experts_per_tok"],
+        "moe_router_pre_softmax": not values["norm_topk_prob"],  # the softmax of the chosen is the normalised softmax of all
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "expert_tensor_parallel_size": tensor if expert_tensor_parallel_size is None else expert_tensor_parallel_size,
+    }
+
+
+def head_width(hf_config: PreTrainedConfig) -> int:
+    """Numbers a head has for a token."""
+    return int(hf_config.to_dict().get("head_dim") or hf_config.hidden_size // hf_config.num_attention_heads)
+
+
+def rotary_frequencies(hf_config: PreTrainedConfig) -> Tensor:
+    """(width / 2,) float32 radians a position turns each pair of a head's numbers by."""
+    kind = hf_config.rope_parameters.get("rope_type", "default")
+    if kind != "default":
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+        assert scale == 1.0, f"rotary embeddings of type {kind} scale the scores"
+        return frequencies.float()
+    width = head_width(hf_config)
+    base: float = hf_config.rope_parameters["rope_theta"]
+    return 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
