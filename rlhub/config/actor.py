@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlhub.config.schema import NonNegativeFloat, PositiveFloat, PositiveInt
-from rlhub.config.training import FSDPConfig, OptimConfig
+from rlhub.config.training import FSDPConfig, MegatronConfig, OptimConfig, Section, Strategy, section_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,8 +22,9 @@ class PolicyLossConfig:
 
 @dataclass(slots=True, kw_only=True)
 class ActorConfig:
-    strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
-    """Training engine: fsdp2 (fsdp means the same)."""
+    strategy: Strategy = "fsdp2"
+    """Training engine: fsdp2 (fsdp means the same), or megatron, which also cuts layers and matrices; it reads `megatron`, the
+    others `fsdp_config`."""
     ppo_mini_batch_size: PositiveInt = 256
     """Prompts in an optimizer step, over all ranks; divides data.train_batch_size. Equal to it: fully on-policy."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
@@ -66,6 +67,12 @@ class ActorConfig:
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+
+    @property
+    def section(self) -> Section:
+        """What the engine is configured with."""
+        return section_of(self.strategy, self.fsdp_config, self.megatron)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,3 +85,9 @@ class RefConfig:
     """Most tokens in a forward pass; null: as the actor."""
     fsdp_config: FSDPConfig | None = None
     """Sharding of the reference; what is not set is the actor's."""
+    megatron: MegatronConfig | None = None
+    """The reference under the actor's strategy=megatron; what is not set is the actor's. Sizes must be, offloading may differ."""
+
+    def section(self, actor: ActorConfig) -> Section:
+        """What the reference's engine, which is the actor's kind, is configured with."""
+        return section_of(actor.strategy, self.fsdp_config or actor.fsdp_config, self.megatron or actor.megatron)

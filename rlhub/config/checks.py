@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from rlhub.config import rollout_correction
+from rlhub.config import engines, placement, rollout_correction
 from rlhub.config.actor import ActorConfig
 from rlhub.config.critic import CriticConfig
 from rlhub.config.dpo import DPOConfig
+from rlhub.config.parallel import all_ranks, data_parallel
 from rlhub.config.ppo import PPOConfig
 from rlhub.config.rm import RMConfig
 from rlhub.config.sft import SFTConfig
 from rlhub.config.trainer import TrainerConfig
-from rlhub.config.training import FSDPConfig, OptimConfig
+from rlhub.config.training import OptimConfig
 
 _FILES = (
     "name a parquet or jsonl file, or a list of them (to see a whole run without data of your own: bash scripts/quickstart.sh)"
@@ -64,6 +65,7 @@ def _(config: PPOConfig) -> list[str]:
         *_check_optim(config.critic.optim, "critic.optim"),
         *rollout_correction.problems(config.algorithm.rollout_correction),
         *_check_rewards(config),
+        *placement.problems(config),
     ]  # fmt: skip
 
 
@@ -74,10 +76,7 @@ def _(config: SFTConfig) -> list[str]:
 
 @check.register
 def _(config: DPOConfig) -> list[str]:
-    found = _check_supervised(config, "pairs", "a pair of 2 x", 2)
-    if config.ref_fsdp_config is not None and config.ref_fsdp_config != config.fsdp_config:
-        found += _check_sharding(config.ref_fsdp_config, "ref_fsdp_config", _ranks(config.trainer))
-    return found
+    return _check_supervised(config, "pairs", "a pair of 2 x", 2)
 
 
 @check.register
@@ -87,14 +86,15 @@ def _(config: RMConfig) -> list[str]:
 
 def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, rows: str, row: str, sequences: int) -> list[str]:
     """rows, row: what the data's rows are called; sequences: how many token sequences each has."""
-    data, ranks = config.data, _ranks(config.trainer)
+    data, ranks = config.data, data_parallel(config.section, all_ranks(config.trainer))
     problems = [
         *_check_trainer(config.trainer, has_validation=data.val_files is not None),
+        *placement.no_roles(config.trainer),
         *_check_optim(config.optim, "optim"),
-        *_check_sharding(config.fsdp_config, "fsdp_config", ranks),
+        *engines.problems(config),
     ]
-    if data.train_batch_size < ranks:
-        problems.append(f"data.train_batch_size={data.train_batch_size} {rows} cannot feed {_ranks_text(config.trainer)}")
+    if data.train_batch_size < ranks.count:
+        problems.append(f"data.train_batch_size={data.train_batch_size} {rows} cannot feed {ranks.text}")
     if data.use_dynamic_bsz and data.max_token_len_per_gpu < sequences * data.max_length:
         budget = f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}"
         problems.append(f"{budget} tokens cannot hold {row} data.max_length={data.max_length}")
@@ -114,13 +114,13 @@ def check_requirements(config: PPOConfig, requires: AbstractSet[str]) -> list[st
             f"{rollout_correction.KEY}.bypass_mode=true saves the forward pass from which {estimator} takes the policy's squared "
             "probabilities; set it to false"
         )
-    return found
+    return found + placement.unneeded(config, requires)
 
 
 def notes(config: PPOConfig) -> list[str]:
     """Legal but worth a line: sizes that do not divide evenly over the ranks, corrections that have little to correct."""
     data, actor, n = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
-    ranks = _ranks(config.trainer)
+    ranks = data_parallel(actor.section, all_ranks(config.trainer)).count
     found = []
     for key, prompts in (
         ("data.train_batch_size", data.train_batch_size),
@@ -157,9 +157,10 @@ def _check_batches(config: PPOConfig) -> list[str]:
             )
     n = config.actor_rollout_ref.rollout.n
     smallest = min(minis.values())
-    if smallest * n < _ranks(config.trainer):
+    ranks = data_parallel(actor.section, all_ranks(config.trainer))
+    if smallest * n < ranks.count:
         samples = f"{smallest} prompts x n={n} = {smallest * n} samples"
-        problems.append(f"{_ACTOR}.ppo_mini_batch_size: {samples} cannot feed {_ranks_text(config.trainer)}")
+        problems.append(f"{_ACTOR}.ppo_mini_batch_size: {samples} cannot feed {ranks.text}")
     return problems
 
 
@@ -198,14 +199,12 @@ def _check_rewards(config: PPOConfig) -> list[str]:
     ):
         if on and not math.isfinite(weight):
             problems.append(f"{key}={weight}: expected a finite number")
-    if scoring.enable:
-        problems += _check_sharding(scoring.model.fsdp_config, "reward_model.model.fsdp_config", _ranks(config.trainer))
     return problems + (_check_judge(config) if judge.model.path else [])
 
 
 def _check_judge(config: PPOConfig) -> list[str]:
-    judge, key, per_node = config.reward_model.judge, "reward_model.judge", config.trainer.n_gpus_per_node
-    assert per_node is not None, "derive first"
+    judge, key = config.reward_model.judge, "reward_model.judge"
+    per_node = placement.pool_of(config.trainer, "judge").n_gpus_per_node
     problems = []
     if not judge.min_score < judge.max_score:
         problems.append(f"{key}.min_score={judge.min_score} is not less than {key}.max_score={judge.max_score}")
@@ -214,7 +213,7 @@ def _check_judge(config: PPOConfig) -> list[str]:
     size = judge.tensor_model_parallel_size
     if per_node % size:
         problems.append(
-            f"{key}.tensor_model_parallel_size={size} does not divide trainer.n_gpus_per_node={per_node}: "
+            f"{key}.tensor_model_parallel_size={size} does not divide {placement.size_text(config.trainer, 'judge')}: "
             f"{per_node} = {per_node // size} x {size} + {per_node % size}"
         )
     return problems
@@ -270,37 +269,21 @@ def _token_budgets(config: PPOConfig) -> dict[str, int | None]:
 
 def _check_ranks(config: PPOConfig) -> list[str]:
     trainer, tensor_parallel = config.trainer, config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    ranks, per_node = _ranks(trainer), trainer.n_gpus_per_node
-    assert per_node is not None and config.actor_rollout_ref.ref.fsdp_config and config.critic.fsdp_config, "derive first"
+    per_node = placement.pool_of(trainer, "rollout").n_gpus_per_node
     problems = []
     if per_node % tensor_parallel:
         problems.append(
-            f"{_ROLLOUT}.tensor_model_parallel_size={tensor_parallel} does not divide trainer.n_gpus_per_node={per_node}: "
+            f"{_ROLLOUT}.tensor_model_parallel_size={tensor_parallel} does not divide {placement.size_text(trainer, 'rollout')}: "
             f"{per_node} = {per_node // tensor_parallel} x {tensor_parallel} + {per_node % tensor_parallel}, "
             f"and the ranks of an engine are on one machine"
         )
-    return [
-        *problems,
-        *_check_sharding(config.actor_rollout_ref.actor.fsdp_config, f"{_ACTOR}.fsdp_config", ranks),
-        *(
-            _check_sharding(config.critic.fsdp_config, "critic.fsdp_config", ranks)
-            if config.critic.fsdp_config != config.actor_rollout_ref.actor.fsdp_config
-            else []
-        ),
-    ]
-
-
-def _check_sharding(sharding: FSDPConfig, key: str, ranks: int) -> list[str]:
-    size = sharding.fsdp_size
-    if size == 0 or (size > 0 and ranks % size):
-        return [f"{key}.fsdp_size={size} does not divide the {ranks} ranks; -1 shards over all"]
-    return []
+    return problems + engines.problems(config)
 
 
 def _check_trainer(trainer: TrainerConfig, *, has_validation: bool) -> list[str]:
     problems = []
-    if trainer.backend == "local" and _ranks(trainer) != 1:
-        problems.append(f"trainer.backend=local has one rank in this process, not {_ranks_text(trainer)}; use backend=ray")
+    if trainer.backend == "local" and all_ranks(trainer).count != 1:
+        problems.append(f"trainer.backend=local has one rank in this process, not {all_ranks(trainer).text}; use backend=ray")
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         problems.append("trainer.resume_mode=resume_path needs trainer.resume_from_path, a checkpoint folder")
     if trainer.test_freq > 0 and not has_validation:
@@ -319,12 +302,3 @@ def _check_optim(optim: OptimConfig, key: str) -> list[str]:
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         return [f"{key}.betas={optim.betas}: expected two numbers in [0, 1)"]
     return []
-
-
-def _ranks(trainer: TrainerConfig) -> int:
-    assert trainer.n_gpus_per_node is not None, "derive first"
-    return trainer.nnodes * trainer.n_gpus_per_node
-
-
-def _ranks_text(trainer: TrainerConfig) -> str:
-    return f"trainer.nnodes={trainer.nnodes} x trainer.n_gpus_per_node={trainer.n_gpus_per_node} = {_ranks(trainer)} ranks"

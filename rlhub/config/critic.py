@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from rlhub.config.model import ModelConfig
 from rlhub.config.schema import PositiveFloat, PositiveInt
-from rlhub.config.training import FSDPConfig, OptimConfig
+from rlhub.config.training import FSDPConfig, MegatronConfig, OptimConfig, Section, Strategy, section_of
 
 
 @dataclass(slots=True, kw_only=True)
 class CriticConfig:
-    strategy: Literal["fsdp", "fsdp2"] | None = None
+    strategy: Strategy | None = None
     """Training engine; null: the actor's."""
     model: ModelConfig | None = None
     """The model under the value head; what is not set is actor_rollout_ref.model's."""
@@ -33,3 +32,10 @@ class CriticConfig:
     """Values may move this far from the old ones before the value loss clips."""
     fsdp_config: FSDPConfig | None = None
     """Sharding of the critic; what is not set is the actor's. critic.model.fsdp_config is read too."""
+    megatron: MegatronConfig | None = None
+    """The critic with strategy=megatron; what is not set is the actor's. The sizes must be, where both are in one process."""
+
+    @property
+    def section(self) -> Section:
+        """What the engine is configured with."""
+        return section_of(self.strategy, self.fsdp_config, self.megatron)

@@ -6,6 +6,7 @@ part can know (steps in the run, the model's sizes, the engine behind `auto`) st
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
@@ -20,6 +21,7 @@ from rlhub.config.rm import RMConfig
 from rlhub.config.rollout import RolloutConfig
 from rlhub.config.sft import SFTConfig
 from rlhub.config.trainer import TrainerConfig
+from rlhub.config.training import MegatronConfig
 
 MAX_REWARD_WORKERS = 4  # scoring is light; more processes mostly cost memory
 
@@ -34,13 +36,14 @@ def _(config: PPOConfig) -> None:
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     rollout, reference, critic = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref, config.critic
     derive_trainer(config.trainer)
-    actor.strategy = "fsdp2"
     if actor.loss_scale_factor is None:
         actor.loss_scale_factor = float(config.data.max_response_length)
     _log_prob_from_actor(rollout, actor)
     _log_prob_from_actor(reference, actor)
     if reference.fsdp_config is None:
         reference.fsdp_config = dataclasses.replace(actor.fsdp_config)
+    if reference.megatron is None:
+        reference.megatron = _megatron_of(actor)
     if critic.model is None:
         critic.model = dataclasses.replace(model)
     _critic_from_actor(critic, actor)
@@ -62,6 +65,8 @@ def _(config: DPOConfig) -> None:
     derive_trainer(config.trainer)
     if config.ref_fsdp_config is None:
         config.ref_fsdp_config = dataclasses.replace(config.fsdp_config)
+    if config.ref_megatron is None:
+        config.ref_megatron = _megatron_of(config)
 
 
 def derive_trainer(trainer: TrainerConfig) -> None:
@@ -85,8 +90,17 @@ def _log_prob_from_actor(part: RolloutConfig | RefConfig, actor: ActorConfig) ->
         part.log_prob_max_token_len_per_gpu = actor.ppo_max_token_len_per_gpu
 
 
+def _megatron_of(owner: ActorConfig | DPOConfig) -> MegatronConfig:
+    """A copy that shares nothing with its original."""
+    return copy.deepcopy(owner.megatron)
+
+
 def _reward_model_from_actor(config: PPOConfig) -> None:
-    scoring, rollout = config.reward_model, config.actor_rollout_ref.rollout
+    scoring, rollout, actor = config.reward_model, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    if scoring.strategy is None:
+        scoring.strategy = actor.strategy
+    if scoring.megatron is None:
+        scoring.megatron = _megatron_of(actor)
     if scoring.micro_batch_size_per_gpu is None:
         scoring.micro_batch_size_per_gpu = rollout.log_prob_micro_batch_size_per_gpu
     if scoring.use_dynamic_bsz is None:
@@ -98,7 +112,8 @@ def _reward_model_from_actor(config: PPOConfig) -> None:
 
 
 def _critic_from_actor(critic: CriticConfig, actor: ActorConfig) -> None:
-    critic.strategy = "fsdp2"
+    if critic.strategy is None:
+        critic.strategy = actor.strategy
     if critic.ppo_mini_batch_size is None:
         critic.ppo_mini_batch_size = actor.ppo_mini_batch_size
     if critic.ppo_micro_batch_size_per_gpu is None:
@@ -111,3 +126,5 @@ def _critic_from_actor(critic: CriticConfig, actor: ActorConfig) -> None:
         critic.ppo_epochs = actor.ppo_epochs
     if critic.fsdp_config is None:
         critic.fsdp_config = dataclasses.replace(actor.fsdp_config)
+    if critic.megatron is None:
+        critic.megatron = _megatron_of(actor)

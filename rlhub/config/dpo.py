@@ -9,7 +9,7 @@ from rlhub.config.model import ModelConfig
 from rlhub.config.preference import PreferenceDataConfig
 from rlhub.config.schema import PositiveFloat, UnitFloat
 from rlhub.config.trainer import TrainerConfig
-from rlhub.config.training import FSDPConfig, OptimConfig
+from rlhub.config.training import FSDPConfig, MegatronConfig, OptimConfig, Section, Strategy, section_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,9 +30,24 @@ class DPOConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     dpo: DPOLossConfig = field(default_factory=DPOLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    strategy: Strategy = "fsdp2"
+    """Training engine: fsdp2 (fsdp means the same) reads fsdp_config, megatron reads `megatron`."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
     ref_fsdp_config: FSDPConfig | None = None
     """Sharding of the frozen reference; null: as fsdp_config. A LoRA run has none: its adapters are switched off instead."""
+    ref_megatron: MegatronConfig | None = None
+    """The reference with strategy=megatron; null: as `megatron`. The sizes must be, offloading may differ."""
     grad_clip: PositiveFloat = 1.0
     """Largest gradient norm of an optimizer step."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    @property
+    def section(self) -> Section:
+        """What the engine is configured with."""
+        return section_of(self.strategy, self.fsdp_config, self.megatron)
+
+    @property
+    def ref_section(self) -> Section:
+        """What the reference's engine is configured with."""
+        return section_of(self.strategy, self.ref_fsdp_config, self.ref_megatron)

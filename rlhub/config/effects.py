@@ -9,11 +9,13 @@ from typing import Any
 
 from rlhub.config import rollout_correction
 from rlhub.config.dpo import DPOConfig
+from rlhub.config.engines import engines
 from rlhub.config.load import flatten
 from rlhub.config.ppo import PPOConfig
 from rlhub.config.rm import RMConfig
 from rlhub.config.schema import scalar, to_dict
 from rlhub.config.sft import SFTConfig
+from rlhub.config.training import MegatronConfig
 
 Dead = tuple[bool, tuple[str, ...], str]
 """(is it so, keys (or, ending in `.`, all below) without effect then, why)"""
@@ -31,13 +33,14 @@ def without_effect(config: Any, set_keys: AbstractSet[str], rules: list[Dead] | 
     """One warning for each setting in `set_keys` that is not read and differs from its default."""
     default = dict(flatten(to_dict(type(config)())))
     chosen = dict(flatten(to_dict(config)))
-    return [
+    found = [
         f"{key}={scalar(chosen.get(key))} has no effect: {why}"
         for holds, keys, why in (dead(config) if rules is None else rules)
         if holds
         for key in _matching(keys, set_keys)
         if key not in default or chosen.get(key) != default[key]
     ]
+    return list(dict.fromkeys(found))
 
 
 def _matching(keys: tuple[str, ...], set_keys: AbstractSet[str]) -> Iterator[str]:
@@ -74,6 +77,7 @@ def _(config: PPOConfig) -> list[Dead]:
         (not val.do_sample, tuple(f"{_ROLLOUT}val_kwargs.{name}" for name in ("temperature", "top_p", "top_k", "n")),
          "actor_rollout_ref.rollout.val_kwargs.do_sample is off, validation is greedy"),
         (not config.custom_reward_function.path, ("custom_reward_function.name",), "custom_reward_function.path is not set"),
+        *_engines(config),
         *_rewards(config),
         (config.reward_model.on_error == "fail", ("reward_model.max_error_rate",),
          "reward_model.on_error=fail stops at the first"),
@@ -89,7 +93,11 @@ def _(config: PPOConfig) -> list[Dead]:
 def _(config: DPOConfig) -> list[Dead]:
     adapters = config.model.lora_rank > 0
     return [
-        (adapters, ("ref_fsdp_config.",), "model.lora_rank is set: the reference is the policy with its adapters off"),
+        (
+            adapters,
+            ("ref_fsdp_config.", "ref_megatron."),
+            "model.lora_rank is set: the reference is the policy with its adapters off",
+        ),
         *_supervised(config),
     ]
 
@@ -106,9 +114,22 @@ def _supervised(config: SFTConfig | DPOConfig | RMConfig) -> list[Dead]:
         (not dynamic, ("data.max_token_len_per_gpu",), "data.use_dynamic_bsz is off"),
         (dynamic, ("data.micro_batch_size_per_gpu",), "data.use_dynamic_bsz cuts by tokens"),
         *_model(config.model.lora_rank, "model."),
+        *_engines(config),
         *_optimizer(config, "optim."),
         *_trainer(config),
     ]
+
+
+def _engines(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> Iterator[Dead]:
+    """Of each role the sections that its engine does not read, and what it does not read of the model's and its own."""
+    for engine in engines(config):
+        chosen = f"{engine.held.strategy_key} is {engine.held.strategy}"
+        yield True, tuple(f"{key}." for key in engine.unread), f"{chosen}, which reads {engine.key}"
+        if isinstance(engine.section, MegatronConfig):
+            model, recomputed = engine.held.model_key, f"{engine.key}.recompute_granularity"
+            yield True, (f"{model}.use_remove_padding",), f"{chosen}, which always computes on packed rows"
+            off = not engine.held.model.enable_gradient_checkpointing
+            yield off, (recomputed,), f"{model}.enable_gradient_checkpointing is off"
 
 
 def _correction(config: PPOConfig) -> list[Dead]:
@@ -124,6 +145,7 @@ def _rewards(config: PPOConfig) -> list[Dead]:
     scoring, where = config.reward_model, "reward_model."
     reward_model = (
         "model.",
+        "megatron.",
         "weight",
         "strategy",
         "micro_batch_size_per_gpu",

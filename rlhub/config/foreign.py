@@ -12,9 +12,18 @@ from typing import Any
 
 from rlhub.config.schema import scalar
 
+_MEGATRON_SECTIONS = tuple(
+    f"{part}megatron." for part in ("actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "critic.", "reward_model.", "")
+)
+_TRAINED = ("actor_rollout_ref.actor.", "critic.")
+
 ALIASES = {
     "critic.model.fsdp_config": "critic.fsdp_config",
+    "reward_model.model.megatron": "reward_model.megatron",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
+    **{f"{section}context_parallel_size": f"{section}context_model_parallel_size" for section in _MEGATRON_SECTIONS},
+    **{f"{role}optim.lr_decay_style": f"{role}optim.lr_scheduler_type" for role in _TRAINED},
+    **{f"{role}optim.clip_grad": f"{role}grad_clip" for role in _TRAINED},
 }
 """Other spelling -> ours; everything below the key moves along."""
 
@@ -39,7 +48,24 @@ class Foreign:
 
 
 _SYNC = "this version trains synchronously"
-_MEGATRON = "this version has no Megatron engine; use strategy=fsdp2"
+_MEGATRON: dict[str, tuple[tuple[Any, ...], str]] = {
+    "expert_tensor_parallel_size": (
+        (None,),
+        "each expert's matrices are cut over tensor_model_parallel_size ranks, as the others",
+    ),
+    "use_mbridge": ((ANY,), ""),
+    "vanilla_mbridge": ((ANY,), ""),  # of a bridge between weight names; ours has no alternatives
+    "use_dist_checkpointing": ((False, None), "checkpoints have one format, which any engine and layout resumes from"),
+    "dist_checkpointing_path": ((None,), "the model is read from model.path, a Hugging Face folder"),
+    "dtype": ((None,), "the dtype is set by model_dtype (bf16 or fp32)"),
+    "seed": ((None,), "the run has one seed, trainer.seed"),
+    "use_remove_padding": ((True,), "the megatron engine always computes on packed rows"),
+    "load_weight": ((True,), "the weights are always read from model.path"),
+    "forward_only": ((ANY,), ""),
+    "override_ddp_config.": ((None,), "gradients are reduced as use_distributed_optimizer says; no other entries are read"),
+    "extra.": ((None,), "entries of Megatron-core's TransformerConfig go to override_transformer_config"),
+}
+"""Keys of a megatron section elsewhere -> values that change nothing here, and why others cannot be."""
 _ULYSSES = "this version has no sequence parallelism"
 _MULTI_TURN = "this version generates single turns"
 _PER_GPU = "sizes over all ranks are not supported; use the key ending in _per_gpu"
@@ -51,17 +77,21 @@ def _row(key: str, accepted: tuple[Any, ...], reason: str) -> Foreign:
     return Foreign(key=key, accepted=accepted, reason=reason)
 
 
+def _own_pool(role: str) -> str:
+    return f"a role gets processes of its own by trainer.pools.NAME.n_gpus_per_node=N trainer.placement.{role}=NAME"
+
+
 # The first row that covers a key decides: single keys stand before the group they are in.
 FOREIGN = (
     _row("trainer.max_staleness", (0,), _SYNC),
     _row("trainer.pipeline_depth", (0, None), _SYNC),
     _row("trainer.stale_policy", (ANY,), _SYNC),
+    *(_row(f"{section}{key}", *row) for section in _MEGATRON_SECTIONS for key, row in _MEGATRON.items()),
     *(
-        _row(f"{part}megatron.{kind}_model_parallel_size", (1, None), _MEGATRON)
-        for part in (_A, "actor_rollout_ref.ref.", "critic.")
-        for kind in ("tensor", "pipeline", "context", "expert")
+        _row(f"{part}optim.min_lr", (0.0, 0, None), "the lowest rate is optim.min_lr_ratio, a share of optim.lr")
+        for part in _TRAINED
     ),
-    *(_row(f"{part}megatron.", (False, None), _MEGATRON) for part in (_A, "actor_rollout_ref.ref.", "critic.")),
+    _row("actor_rollout_ref.ref.strategy", (None,), f"the reference uses the actor's engine, {_A}strategy"),
     *(_row(f"{part}ulysses_sequence_parallel_size", (1, None), _ULYSSES) for part in (_A, "actor_rollout_ref.ref.", "critic.")),
     _row("algorithm.rollout_correction.loss_type", ("ppo_clip",), f"the loss is {_A}policy_loss.loss_mode in every mode"),
     _row(f"{_R}calculate_log_probs", (True,), "the log-probs of the sampled tokens are always recorded"),
@@ -73,7 +103,9 @@ FOREIGN = (
     _row("reward_model.micro_batch_size", (None,), _PER_GPU),
     _row("reward_model.ulysses_sequence_parallel_size", (1, None), _ULYSSES),
     _row("reward_model.model.external_lib", (None,), "modules to import are named by trainer.plugins"),
-    _row("actor_rollout_ref.hybrid_engine", (True,), "actor and rollout always share their processes in this version"),
+    _row("actor_rollout_ref.hybrid_engine", (True,), _own_pool("rollout")),
+    _row("reward_model.enable_resource_pool", (False, None), _own_pool("reward_model")),
+    *(_row(f"reward_model.{size}", (ANY,), "") for size in ("n_gpus_per_node", "nnodes")),  # of a pool that is not enabled
     _row(f"{_A}ppo_micro_batch_size", (None,), _PER_GPU),
     _row(f"{_A}use_torch_compile", (False,), "this version does not compile models"),
     _row(f"{_R}log_prob_micro_batch_size", (None,), _PER_GPU),

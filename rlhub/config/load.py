@@ -21,8 +21,12 @@ C = TypeVar("C")
 INHERITED = {
     "critic.model": "actor_rollout_ref.model",
     "critic.fsdp_config": "actor_rollout_ref.actor.fsdp_config",
+    "critic.megatron": "actor_rollout_ref.actor.megatron",
     "actor_rollout_ref.ref.fsdp_config": "actor_rollout_ref.actor.fsdp_config",
+    "actor_rollout_ref.ref.megatron": "actor_rollout_ref.actor.megatron",
+    "reward_model.megatron": "actor_rollout_ref.actor.megatron",
     "ref_fsdp_config": "fsdp_config",
+    "ref_megatron": "megatron",
 }
 """Optional section -> the section whose values it takes, field by field, where the user said nothing."""
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rlhub.config.model import ModelConfig
 from rlhub.config.schema import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveUnitFloat, UnitFloat
-from rlhub.config.training import FSDPConfig
+from rlhub.config.training import FSDPConfig, MegatronConfig, Section, Strategy, section_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,8 +91,8 @@ class RewardModelConfig:
     """Factor of the reward model's score in the reward."""
     function_weight: float = 1.0
     """Factor of the reward function's score; 0: the function is not run and no reward process starts."""
-    strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
-    """Engine of the reward model."""
+    strategy: Strategy | None = None
+    """Engine of the reward model; null: the actor's."""
     micro_batch_size_per_gpu: PositiveInt | None = None
     """Rows in a forward pass of the reward model; null: the actor's log-prob micro-batch."""
     use_dynamic_bsz: bool | None = None
@@ -117,7 +117,15 @@ class RewardModelConfig:
     num_workers: PositiveInt | None = None
     """Reward processes; null: one per CPU core, at most 4."""
     model: ScoringModelConfig = field(default_factory=ScoringModelConfig)
+    megatron: MegatronConfig | None = None
+    """The reward model with strategy=megatron; what is not set is the actor's. The sizes must be, where both are in one
+    process."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
+
+    @property
+    def section(self) -> Section:
+        """What the engine is configured with."""
+        return section_of(self.strategy, self.model.fsdp_config, self.megatron)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Literal
 from rlhub.config.model import ModelConfig
 from rlhub.config.schema import PositiveFloat, PositiveInt
 from rlhub.config.trainer import TrainerConfig
-from rlhub.config.training import FSDPConfig, OptimConfig
+from rlhub.config.training import FSDPConfig, MegatronConfig, OptimConfig, Section, Strategy, section_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +44,15 @@ class SFTConfig:
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-4))
+    strategy: Strategy = "fsdp2"
+    """Training engine: fsdp2 (fsdp means the same) reads fsdp_config, megatron reads `megatron`."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
     grad_clip: PositiveFloat = 1.0
     """Largest gradient norm of an optimizer step."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    @property
+    def section(self) -> Section:
+        """What the engine is configured with."""
+        return section_of(self.strategy, self.fsdp_config, self.megatron)

@@ -54,6 +54,10 @@ class TrainerConfig:
     """Number of machines."""
     n_gpus_per_node: PositiveInt | None = None
     """Worker ranks per machine: GPUs, or on CPU processes; null: the GPUs found, on CPU 1."""
+    pools: dict[str, Any] = field(default_factory=dict)
+    """Further pools of ranks, for roles that should not share the actor's: name -> {nnodes: 1, n_gpus_per_node: 1}."""
+    placement: dict[str, Any] = field(default_factory=dict)
+    """Role -> pool, of rollout, reference, critic, reward_model, judge; a role not named shares the actor's processes."""
     save_freq: IntOrOff = -1
     """Steps between checkpoints; -1: none but the last."""
     test_freq: IntOrOff = -1

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from rlhub.config.schema import IntOrOff, NonNegativeFloat, PositiveFloat, PositiveInt, UnitFloat
 
+Strategy = Literal["fsdp", "fsdp2", "megatron"]
+"""Training engines; fsdp is another name of fsdp2."""
+
 
 @dataclass(slots=True, kw_only=True)
 class OptimConfig:
@@ -74,3 +77,19 @@ class MegatronConfig:
     """Dtype the model computes in; the optimizer keeps fp32 weights beside bf16 ones. null: bf16 on GPUs, fp32 on CPU."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
     """Entries of Megatron-core's TransformerConfig to replace, by their own names. For experts."""
+
+
+Section = FSDPConfig | MegatronConfig
+
+SECTIONS: dict[str, type[FSDPConfig] | type[MegatronConfig]] = {
+    "fsdp": FSDPConfig,
+    "fsdp2": FSDPConfig,
+    "megatron": MegatronConfig,
+}
+"""Training engine -> the section that configures it; the others of the same role are not read."""
+
+
+def section_of(strategy: str | None, *sections: Section | None) -> Section:
+    """Of a role's sections the one that its engine reads.  Call it on a derived configuration, where none is open."""
+    assert strategy is not None, "derive first"
+    return next(section for section in sections if isinstance(section, SECTIONS[strategy]))

@@ -46,8 +46,8 @@ class ModelShape:
         return num_tokens * (6.0 * self.num_matmul_params + attention)
 
 
-def read_model_shape(path: str | Path, override_config: Mapping[str, Any] | None = None) -> ModelShape:
-    """Shape of the model in a local folder.  Raises ConfigError: no config.json, not JSON, or without the sizes needed."""
+def read_model_values(path: str | Path, override_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A local folder's config.json with the user's entries.  Raises ConfigError: there is none, or it is not JSON."""
     file = Path(path) / "config.json"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -55,11 +55,17 @@ def read_model_shape(path: str | Path, override_config: Mapping[str, Any] | None
         raise ConfigError(f"{file} does not exist: {path} is not a model folder") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as JSON ({error})") from error
-    values = {**values, **values.get("text_config", {}), **(override_config or {})}
+    return {**values, **values.get("text_config", {}), **(override_config or {})}
+
+
+def read_model_shape(path: str | Path, override_config: Mapping[str, Any] | None = None) -> ModelShape:
+    """Shape of the model in a local folder.  Raises ConfigError: no config.json, not JSON, or without the sizes needed."""
     try:
-        return _shape(values)
+        return _shape(read_model_values(path, override_config))
     except KeyError as error:
-        raise ConfigError(f"{file} has no {error.args[0]!r}: not a decoder-only transformer that rlhub knows") from None
+        raise ConfigError(
+            f"{Path(path) / 'config.json'} has no {error.args[0]!r}: not a decoder-only transformer that rlhub knows"
+        ) from None
 
 
 def _shape(values: Mapping[str, Any]) -> ModelShape:

@@ -20,11 +20,13 @@ from typing import Any
 
 from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
-from rlhub.config import checks, effects, rollout_correction
+from rlhub.config import checks, effects, placement, rollout_correction
 from rlhub.config.data import DataConfig
 from rlhub.config.devices import count_gpus, torch_has_cuda
 from rlhub.config.dpo import DPOConfig
+from rlhub.config.engines import Engine, engines, role_ranks
 from rlhub.config.model import ModelConfig
+from rlhub.config.parallel import check_section
 from rlhub.config.ppo import PPOConfig
 from rlhub.config.preference import PreferenceDataConfig
 from rlhub.config.reward import CustomRewardConfig, ScoringModelConfig
@@ -33,9 +35,10 @@ from rlhub.config.sft import SFTConfig, SFTDataConfig
 from rlhub.config.trainer import TrainerConfig
 from rlhub.data import check_columns, check_files
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
+from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import ConfigError, RegistryError
 from rlhub.models.kinds import LANGUAGE_MODEL, read_labels, reward_problem
-from rlhub.models.shape import ModelShape, read_model_shape
+from rlhub.models.shape import ModelShape, read_model_shape, read_model_values
 from rlhub.registry import Registry
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
@@ -68,6 +71,7 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
         *check_data(config.data),
         *check_custom_reward(config.custom_reward_function),
         *check_models(config),
+        *check_engines(config),
         *check_scoring_models(config),
         *check_machine(config.trainer),
         *check_folders(config.trainer),
@@ -111,6 +115,7 @@ def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, data_problems: l
         *check_machine(config.trainer),
         *check_folders(config.trainer),
     ]
+    problems += check_engines(config)
     shape = read_shape(config.model, "model", problems)
     if shape is not None:
         problems += check_length(shape, config.data.max_length, f"data.max_length={config.data.max_length}", "model")
@@ -312,6 +317,37 @@ def check_models(config: PPOConfig) -> list[str]:
     return problems + check_length(shape, prompt + response, arithmetic, "actor_rollout_ref.model")
 
 
+def check_engines(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
+    """Training engines are installed and can hold their models; a fault that roles share is named once."""
+    by_fault: dict[tuple[str, ...], list[str]] = {}
+    for engine in engines(config):
+        held, ranks = engine.held, role_ranks(config.trainer, engine.role)
+        missing = [name for name in sorted(TRAIN_ENGINES.row(held.strategy or "").requires) if find_spec(name) is None]
+        absent = (
+            f"{held.strategy_key}={held.strategy}: {', '.join(missing)} is not installed (bash scripts/setup_env.sh installs it)"
+        )
+        by_fault.setdefault((str(held.strategy), "installed"), [absent] if missing else [])
+        if not check_section(engine.section, "", ranks):  # else sizes that cannot be are named by the configuration's own rules
+            nameless = tuple(_unfit(engine, ranks.count, ""))
+            by_fault.setdefault((str(held.model.path), *nameless), _unfit(engine, ranks.count, engine.key))
+    return [problem for problems in by_fault.values() for problem in problems]
+
+
+def _unfit(engine: Engine, num_ranks: int, key: str) -> list[str]:
+    """What keeps a local model from being trained by the engine, read from its config.json."""
+    path = Path(engine.held.model.path or "").expanduser()
+    judge = TRAIN_ENGINES.companion(engine.held.strategy or "", "problems")
+    if judge is None or not engine.held.model.path:
+        return []
+    try:
+        read_model_shape(path, engine.held.model.override_config)
+        values = read_model_values(path, engine.held.model.override_config)
+    except ConfigError:
+        return []  # a hub name, or named where the model itself is looked at
+    found: list[str] = judge(values, engine.section, num_ranks, where=key)
+    return found
+
+
 def check_scoring_models(config: PPOConfig) -> list[str]:
     """The reward model is one, and the judge can be asked."""
     scoring, judge, problems = config.reward_model, config.reward_model.judge, list[str]()
@@ -396,7 +432,7 @@ def check_machine(trainer: TrainerConfig) -> list[str]:
         return ["trainer.device=cuda: the installed torch is a CPU build: make the environment on a GPU machine"]
     if wanted is not None and wanted > found:
         return [f"trainer.n_gpus_per_node={wanted}, but this machine has {found} GPUs"]
-    return []
+    return placement.on_machine(trainer, found)
 
 
 def check_folders(trainer: TrainerConfig) -> list[str]:

@@ -42,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def reward_config(path: Path, **model: Any) -> RewardModelConfig:
     scoring = ScoringModelConfig(path=str(path), **model)
-    return RewardModelConfig(enable=True, model=scoring, micro_batch_size_per_gpu=2, use_dynamic_bsz=False)
+    return RewardModelConfig(enable=True, strategy="fsdp2", model=scoring, micro_batch_size_per_gpu=2, use_dynamic_bsz=False)
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,10 @@ OTHERS: dict[str, Registry[Any]] = {
 }
 
 MEANINGS: dict[tuple[str, str], str] = {
-    ("config/derive.py", "fsdp2"): "the default of strategy, which is also what its older spelling becomes",
+    ("config/engines.py", "megatron"): "the section's name",
+    ("config/load.py", "megatron"): "the section's name",
+    ("models/megatron/checks.py", "megatron"): "the section's name",
+    **{("config/training.py", name): "which section belongs to the engine" for name in ("fsdp", "fsdp2", "megatron")},
     ("single_controller/ray/runtime_env.py", "wandb"): "the folder that package writes to",
     ("tracking/console.py", "kl"): "a column's heading",
 }

@@ -1,6 +1,6 @@
 """Which training engines exist, and building each role's from the configuration.
 
-Importing this module loads no engine.
+Importing this module loads neither torch nor an engine, so names can be checked before anything starts.
 """
 
 from __future__ import annotations
@@ -14,25 +14,35 @@ from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.config.reward import RewardModelConfig
 from rlhub.config.rm import RMConfig
 from rlhub.config.sft import SFTConfig
-from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.registry import Registry
 
 if TYPE_CHECKING:
     import torch
 
     from rlhub.engines.training.base import TrainEngine
+    from rlhub.engines.training.micro_batch import MicroBatchConfig
 
 EngineFactory = Callable[..., "TrainEngine"]
-"""Called as FSDPEngine is: (model, fsdp, optim, *, kind, device, temperature, micro_batch, infer_micro_batch, grad_clip,
-seed)."""
+"""Called as FSDPEngine is: (model, section, optim, *, kind, device, temperature, micro_batch, infer_micro_batch, grad_clip,
+seed); section: the engine's own of the configuration, by the table in rlhub/config/training.py."""
 
 TRAIN_ENGINES: Registry[EngineFactory] = Registry("training engine")
+"""`requires` names the Python packages an engine needs.  A companion `problems`, which loads no torch, says what keeps a model
+from being trained: (content of its config.json, section, number of ranks, *, where: the section's key) -> sentences."""
 TRAIN_ENGINES.add_lazy("fsdp2", "rlhub.engines.training.fsdp.engine:FSDPEngine")
 TRAIN_ENGINES.add_lazy("fsdp", "rlhub.engines.training.fsdp.engine:FSDPEngine")
+TRAIN_ENGINES.add_lazy(
+    "megatron",
+    "rlhub.engines.training.megatron.engine:MegatronEngine",
+    requires={"megatron"},
+    companions={"problems": "rlhub.models.megatron.checks:megatron_problems"},
+)
 
 
 def _micro_batch(rows: int | None, dynamic: bool | None, max_tokens: int | None) -> MicroBatchConfig:
     """By tokens if dynamic, else by rows."""
+    from rlhub.engines.training.micro_batch import MicroBatchConfig  # torch, which the checks before start do without
+
     return MicroBatchConfig(max_tokens=max_tokens) if dynamic else MicroBatchConfig(rows=rows)
 
 
@@ -46,7 +56,7 @@ def build_policy_engine(config: ActorRolloutRefConfig, *, device: torch.device, 
     dynamic = actor.use_dynamic_bsz if rollout.log_prob_use_dynamic_bsz is None else rollout.log_prob_use_dynamic_bsz
     return TRAIN_ENGINES.get(actor.strategy)(
         config.model,
-        actor.fsdp_config,
+        actor.section,
         actor.optim if train else None,
         kind="policy",
         device=device,
@@ -68,7 +78,7 @@ def build_reference_engine(config: ActorRolloutRefConfig, *, device: torch.devic
     dynamic = actor.use_dynamic_bsz if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz
     return TRAIN_ENGINES.get(actor.strategy)(
         config.model,
-        ref.fsdp_config or actor.fsdp_config,
+        ref.section(actor),
         None,
         kind="policy",
         device=device,
@@ -84,10 +94,10 @@ def build_reference_engine(config: ActorRolloutRefConfig, *, device: torch.devic
 
 def build_value_engine(config: CriticConfig, *, device: torch.device, seed: int) -> TrainEngine:
     """The critic's engine, not yet initialized; the configuration's derived fields must be filled."""
-    assert config.strategy is not None and config.model is not None and config.fsdp_config is not None
+    assert config.strategy is not None and config.model is not None
     return TRAIN_ENGINES.get(config.strategy)(
         config.model,
-        config.fsdp_config,
+        config.section,
         config.optim,
         kind="value",
         device=device,
@@ -99,9 +109,10 @@ def build_value_engine(config: CriticConfig, *, device: torch.device, seed: int)
 
 def build_reward_engine(config: RewardModelConfig, *, device: torch.device, seed: int) -> TrainEngine:
     """A frozen reward model's engine, not yet initialized; the configuration's derived fields must be filled."""
+    assert config.strategy is not None
     return TRAIN_ENGINES.get(config.strategy)(
         config.model.as_model(),
-        config.model.fsdp_config,
+        config.section,
         None,
         kind="reward",
         device=device,
@@ -122,10 +133,9 @@ def build_dpo_engine(config: DPOConfig, *, device: torch.device, seed: int) -> T
 
 def build_dpo_reference_engine(config: DPOConfig, *, device: torch.device, seed: int) -> TrainEngine:
     """A frozen engine with the starting weights, not yet initialized."""
-    assert config.ref_fsdp_config is not None, "derived when the configuration is loaded"
-    return TRAIN_ENGINES.get("fsdp2")(
+    return TRAIN_ENGINES.get(config.strategy)(
         config.model,
-        config.ref_fsdp_config,
+        config.ref_section,
         None,
         kind="policy",
         device=device,
@@ -143,9 +153,9 @@ def _supervised_engine(
     config: SFTConfig | DPOConfig | RMConfig, kind: str, *, device: torch.device, seed: int, sequences: int = 1
 ) -> TrainEngine:
     """sequences: token sequences in a row of the data."""
-    return TRAIN_ENGINES.get("fsdp2")(
+    return TRAIN_ENGINES.get(config.strategy)(
         config.model,
-        config.fsdp_config,
+        config.section,
         config.optim,
         kind=kind,
         device=device,

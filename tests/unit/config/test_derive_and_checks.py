@@ -52,6 +52,11 @@ def test_everything_that_can_be_derived_is() -> None:
         "reward_model.judge.model.path", "reward_model.judge.prompt_template",
         "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs",
         "algorithm.rollout_correction.rollout_rs_threshold", "algorithm.rollout_correction.m2po_threshold",
+        *(
+            f"{role}.megatron.{name}"
+            for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
+            for name in ("virtual_pipeline_model_parallel_size", "sequence_parallel", "model_dtype")
+        ),
     }  # fmt: skip
 
     def value(key: str) -> object:
