@@ -198,6 +198,10 @@ class CheckpointStore:
         inside = self.root / path
         return open_checkpoint(inside if not path.exists() and inside.exists() else path, verify=verify)
 
+    def folders(self) -> list[Path]:
+        """Checkpoints whose manifest can be read, the newest first; their files may be damaged."""
+        return [found.path for found in self._found(warn=False)]
+
     def steps(self) -> list[int]:
         """Steps with a checkpoint whose manifest can be read, ascending."""
         return sorted(found.manifest.step for found in self._found(warn=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import torch
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -20,11 +21,12 @@ from rlhub.models.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 
-def save_sidecars(model: ModelConfig, folder: Path, kind: ModelKind = "policy") -> None:
+def save_sidecars(model: ModelConfig, folder: Path, kind: ModelKind = "policy", *, dtype: torch.dtype | None = None) -> None:
     """Write config.json (with the overrides), generation_config.json if the model has one, and the tokenizer's files with
     its chat template into `folder`, which is made.  Call on one rank.
 
     kind: what the weights are; those of a value or reward model load as a sequence classifier with one label.
+    dtype: what the configuration says the weights are, by which transformers loads them; None: as the model's says.
     """
     assert model.path is not None, "checked when the configuration is loaded"
     folder.mkdir(parents=True, exist_ok=True)
@@ -32,6 +34,8 @@ def save_sidecars(model: ModelConfig, folder: Path, kind: ModelKind = "policy") 
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     if kind != "policy":
         _as_classifier(config, tokenizer)
+    if dtype is not None:
+        config.dtype = dtype
     config.save_pretrained(folder)
     try:
         GenerationConfig.from_pretrained(model.path).save_pretrained(folder)
