@@ -16,12 +16,14 @@ from rlhub.errors import ConfigError
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer.  `max_positions` 0: the configuration names no limit."""
+    """Sizes of a decoder-only transformer.  `max_positions` 0: the configuration names no limit.  `mlp_columns`: inner columns
+    that a token passes, over all layers; of a mixture of experts those of the experts it is sent to."""
 
     model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    mlp_columns: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -33,8 +35,8 @@ class ModelShape:
     def num_matmul_params(self) -> int:
         """Weights that every token is multiplied with: projections and head, without the embedding lookup."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
+        mlp = 3 * self.hidden_size * self.mlp_columns
+        return self.num_layers * attention + mlp + self.vocab_size * self.hidden_size
 
     def training_flops(self, num_tokens: int, mean_length: float) -> float:
         """Floating-point operations of forward and backward over `num_tokens` tokens in sequences of `mean_length`.
@@ -70,11 +72,13 @@ def read_model_shape(path: str | Path, override_config: Mapping[str, Any] | None
 
 def _shape(values: Mapping[str, Any]) -> ModelShape:
     heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
+    intermediate = int(values.get("intermediate_size") or 4 * hidden)
     return ModelShape(
         model_type=str(values["model_type"]),
         vocab_size=int(values["vocab_size"]),
         hidden_size=hidden,
-        intermediate_size=int(values.get("intermediate_size") or 4 * hidden),
+        intermediate_size=intermediate,
+        mlp_columns=sum(_mlp_columns(values, layer, intermediate) for layer in range(int(values["num_hidden_layers"]))),
         num_layers=int(values["num_hidden_layers"]),
         num_heads=heads,
         num_kv_heads=int(values.get("num_key_value_heads") or heads),
@@ -82,3 +86,11 @@ def _shape(values: Mapping[str, Any]) -> ModelShape:
         max_positions=int(values.get("max_position_embeddings") or 0),
         tied=bool(values.get("tie_word_embeddings", False)),
     )
+
+
+def _mlp_columns(values: Mapping[str, Any], layer: int, dense: int) -> int:
+    """Of one layer; sparse where configurations of Qwen's mixtures say so."""
+    width, step = values.get("moe_intermediate_size"), int(values.get("decoder_sparse_step") or 1)
+    if not width or layer in (values.get("mlp_only_layers") or ()) or (layer + 1) % step:
+        return dense
+    return int(width) * int(values.get("num_experts_per_tok") or 1) + int(values.get("shared_expert_intermediate_size") or 0)

@@ -16,9 +16,13 @@ PEAK_BF16_TFLOPS = {"H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, 
 
 
 class ThroughputMeter:
-    """Counts forward and backward of one model on one rank; gradient checkpointing's repeated work is not counted."""
+    """Counts forward and backward of one model on one rank; gradient checkpointing's repeated work is not counted.
 
-    def __init__(self, model: ModelConfig, device: torch.device) -> None:
+    ranks_per_copy: ranks that share the work on each row (tensor, pipeline and context parallel).
+    """
+
+    def __init__(self, model: ModelConfig, device: torch.device, ranks_per_copy: int = 1) -> None:
+        self.ranks_per_copy = ranks_per_copy
         assert model.path is not None, "checked when the configuration is loaded"
         folder = Path(cached_file(model.path, "config.json")).parent
         self.shape = read_model_shape(folder, model.override_config)
@@ -31,5 +35,5 @@ class ThroughputMeter:
         if tokens == 0 or seconds <= 0:
             return {}
         mean_length = float(attention_mask.sum(1).double().square().sum().item()) / tokens  # weighs each token by its row
-        tflops = epochs * self.shape.training_flops(int(tokens), mean_length) / seconds / TERA
+        tflops = epochs * self.shape.training_flops(int(tokens), mean_length) / self.ranks_per_copy / seconds / TERA
         return {"perf/actor_tflops": tflops} | ({"perf/mfu": tflops / self.peak} if self.peak else {})

@@ -170,9 +170,9 @@ class Extremes:
             self._pair = torch.maximum(self._pair, pair)
 
     def metrics(self, engine: TrainEngine) -> dict[str, float]:
-        """Over all ranks; every rank calls it."""
+        """Over all ranks, since only those that end a pipeline see outputs; every rank calls it."""
         pair = torch.full((2,), -math.inf, dtype=torch.float64, device=engine.device) if self._pair is None else self._pair
-        return extreme_metrics(engine.reduce(pair, op="max"))
+        return extreme_metrics(engine.reduce(pair, op="max", every_rank=True))
 
 
 def policy_metrics(steps: list[StepSums]) -> dict[str, float]:

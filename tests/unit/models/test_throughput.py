@@ -33,6 +33,20 @@ def test_counts_weights_and_attention_per_second(tmp_path: Path) -> None:
     assert meter.metrics(mask, epochs=2, seconds=0.5) == {"perf/actor_tflops": pytest.approx(expected)}
 
 
+def test_ranks_that_share_a_copy_share_its_work(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    model, mask = ModelConfig(path=str(tmp_path)), torch.ones(2, 3)
+    alone, shared = (ThroughputMeter(model, torch.device("cpu"), ranks).metrics(mask, 1, 1.0) for ranks in (1, 4))
+    assert alone["perf/actor_tflops"] == pytest.approx(4 * shared["perf/actor_tflops"])
+
+
+def test_a_token_passes_its_own_experts_alone(tmp_path: Path) -> None:
+    sparse = SIZES | {"num_hidden_layers": 3, "moe_intermediate_size": 5, "num_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(sparse | {"mlp_only_layers": [1]}))
+    meter = ThroughputMeter(ModelConfig(path=str(tmp_path)), torch.device("cpu"))
+    assert meter.shape.mlp_columns == 16 + 2 * (2 * 5)
+
+
 def test_no_tokens_no_figure(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
     meter = ThroughputMeter(ModelConfig(path=str(tmp_path)), torch.device("cpu"))

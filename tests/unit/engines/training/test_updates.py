@@ -79,7 +79,8 @@ class FakeTrainEngine(TrainEngine):
                 parameter -= self.lr * gradient
         return StepReport(grad_norm=norm, lr=self.lr, skipped=False)
 
-    def reduce(self, values: Tensor, op: str = "sum") -> Tensor:
+    def reduce(self, values: Tensor, op: str = "sum", *, every_rank: bool = False) -> Tensor:
+        assert every_rank is (op == "max"), "extremes are seen where a pipeline ends, sums are told to every rank"
         if op == "max":  # of the mismatch's extremes; what the other ranks have is not told here
             return values.clone()
         assert op == "sum"
