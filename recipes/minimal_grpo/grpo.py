@@ -13,9 +13,10 @@ from rlhub.algorithms.advantages.grpo import GRPOKnobs, grpo
 from rlhub.algorithms.inputs import AdvantageInputs
 from rlhub.config.cli import run
 from rlhub.config.ppo import PPOConfig
-from rlhub.rewards import build_reward_manager
-from rlhub.trainer.ppo.build import ACTOR_DEADLINES, build_data, worker_roles
+from rlhub.trainer.ppo.build import build_data, worker_roles
+from rlhub.trainer.ppo.groups import groups_of
 from rlhub.trainer.ppo.metrics import mean_metrics
+from rlhub.trainer.ppo.reward import prepare_reward
 from rlhub.trainer.workers import launch_workers
 
 logger = logging.getLogger("grpo")
@@ -24,23 +25,18 @@ logger = logging.getLogger("grpo")
 def main(config: PPOConfig) -> None:
     config.algorithm.adv_estimator = "grpo"  # decides which workers start: no critic
     data = build_data(config)
-    score = build_reward_manager(
-        config.reward_model, config.custom_reward_function, data.tokenizer, config.data.max_response_length
-    )
+    reward = prepare_reward(config, data.tokenizer)
     sampling = {"n": config.actor_rollout_ref.rollout.n, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "log_probs": True}
     roles = worker_roles(config, data.total_steps)
-    with (
-        contextlib.closing(score),
-        launch_workers(roles, config.trainer, deadlines={"actor_rollout_ref": ACTOR_DEADLINES}) as workers,
-    ):
-        actor = workers.groups["actor_rollout_ref"]
+    with contextlib.closing(reward), launch_workers(roles, config.trainer) as launched:
+        workers, score = groups_of(launched.groups), reward.manager(launched.groups)
         for step, prompts in zip(range(1, data.total_steps + 1), data.loader.endless(), strict=False):
             prompts.meta_info.update(sampling)
             uid = torch.arange(len(prompts)).repeat_interleave(sampling["n"])
 
-            actor.sync_weights(step - 1)  # the trainer's shards -> the rollout engine, checked weight by weight
+            workers.weights.sync(step - 1)  # the trainer's shards -> the rollout engine, checked weight by weight
             batch = prompts.select(batch_keys=["ordinal"], meta_info_keys=[]).repeat(sampling["n"])
-            batch.union(actor.generate_sequences(prompts.select(non_tensor_batch_keys=[])))
+            batch.union(workers.rollout.generate_sequences(prompts.select(non_tensor_batch_keys=[])))
 
             rewards = score(batch)
             mask = batch.batch["response_mask"]
@@ -50,7 +46,7 @@ def main(config: PPOConfig) -> None:
             columns = ["input_ids", "attention_mask", "response_mask", "advantages", "rollout_log_probs"]
             update = batch.select(batch_keys=columns, non_tensor_batch_keys=[])
             update.meta_info["num_mini_batches"] = 1  # one optimizer step: on-policy, so no clip ever binds
-            metrics = mean_metrics(actor.update_actor(update).meta_info["metrics"])
+            metrics = mean_metrics(workers.actor.update_actor(update).meta_info["metrics"])
             logger.info("step %d reward %.3f mismatch %.1e", step, rewards.scores.mean(), metrics["mismatch/kl"])
 
 

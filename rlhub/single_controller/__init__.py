@@ -3,6 +3,7 @@
 After the single-controller idea of HybridFlow (Sheng et al., arXiv:2409.19256).  Nothing here imports Ray; `ray/` does.
 """
 
+from rlhub.single_controller.calls import CallFuture, wait_all
 from rlhub.single_controller.colocate import create_colocated_worker_cls
 from rlhub.single_controller.decorator import (
     Dispatch,
@@ -23,6 +24,7 @@ from rlhub.single_controller.worker_group import WorkerGroup
 
 __all__ = [
     "Call",
+    "CallFuture",
     "CallObserver",
     "ClassWithInitArgs",
     "Dispatch",
@@ -42,4 +44,5 @@ __all__ = [
     "register",
     "register_dispatch_mode",
     "update_dispatch_mode",
+    "wait_all",
 ]

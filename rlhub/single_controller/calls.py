@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhub.errors import WorkerDiedError
 from rlhub.protocol import DataProtoFuture
 from rlhub.single_controller.observer import Call, CallObserver
+
+GRACE_S = 3.0
+"""After a first failure, wait this long for the others': when a rank dies its peers fail too (their collective breaks), often
+sooner, and the death is what to report."""
+
+_POLL_S = 0.005
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,3 +111,28 @@ class CallFuture:
             raise
         self._watch.end()
         return result
+
+
+def wait_all(futures: Iterable[CallFuture]) -> list[Any]:
+    """The results of calls that were sent to different groups, in order.
+
+    Raises as soon as one fails, after a moment for the others to fail as well: a death explains what it did to other groups
+    that wait for the dead rank, whichever call noticed first.
+    """
+    waiting = dict(enumerate(futures))
+    results: dict[int, Any] = {}
+    errors: list[Exception] = []
+    grace_ends = float("inf")
+    while waiting and time.monotonic() < grace_ends:
+        done = [index for index, future in waiting.items() if future.done()]
+        for index in done:
+            try:
+                results[index] = waiting.pop(index).get()
+            except Exception as error:  # noqa: BLE001  # raised below, when it is known which of them is the cause
+                errors.append(error)
+                grace_ends = min(grace_ends, time.monotonic() + GRACE_S)
+        if not done:
+            time.sleep(_POLL_S)
+    if errors:
+        raise next((error for error in errors if isinstance(error, WorkerDiedError)), errors[0])
+    return [results[index] for index in sorted(results)]

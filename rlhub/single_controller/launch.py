@@ -11,6 +11,9 @@ from rlhub.single_controller.observer import CallObserver
 from rlhub.single_controller.worker import ClassWithInitArgs
 from rlhub.single_controller.worker_group import WorkerGroup
 
+MAIN_POOL = "main"
+"""Where roles live that are not placed elsewhere."""
+
 
 class _Run(Protocol):
     groups: dict[str, WorkerGroup]
@@ -50,6 +53,8 @@ def launch(
     start_deadline_s: float = 1800.0,
     resource_deadline_s: float = 120.0,
     shutdown_deadline_s: float = 60.0,
+    pools: Mapping[str, Sequence[int]] | None = None,
+    placement: Mapping[str, str] | None = None,
     log_dir: str | Path | None = None,
     plugins: Sequence[str] = (),
     worker_env: Mapping[str, str] | None = None,
@@ -57,6 +62,8 @@ def launch(
 ) -> Launched:
     """Start one process per rank that hosts every role (nnodes x ranks_per_node ranks), and return the groups.
 
+    pools, placement: further pools by name with their ranks per node, and role -> pool for roles that live there.  Each pool
+    has processes of its own, one per rank, and a rendezvous of its own; roles of one pool share its processes.
     ray_init: keywords of ray.init; an `address` (or the RAY_ADDRESS variable) joins a cluster, else one is started here.
     start_deadline_s: for building all workers; resource_deadline_s: for the cluster to give the places.
     log_dir: each worker's output goes to `<role>-rank<r>.log` there; None leaves it to the backend.
@@ -67,6 +74,8 @@ def launch(
     if backend == "local":
         from rlhub.single_controller.local import launch_local
 
+        if placement:
+            raise ConfigError(f"backend=local has no second pool for {', '.join(placement)}; use backend=ray")
         local = launch_local(
             roles, nnodes=nnodes, ranks_per_node=ranks_per_node, device=device, plugins=plugins, observers=observers
         )
@@ -76,7 +85,8 @@ def launch(
     from rlhub.single_controller.ray.launch import RayRunOptions, launch_ray
 
     options = RayRunOptions(
-        process_on_nodes=[ranks_per_node] * nnodes,
+        pools={MAIN_POOL: [ranks_per_node] * nnodes} | {name: list(counts) for name, counts in (pools or {}).items()},
+        placement=dict(placement or {}),
         device=device,
         ray_init=dict(ray_init or {}),
         start_deadline_s=start_deadline_s,

@@ -27,14 +27,6 @@ from rlhub.workers.runtime import WorkerRuntime
 SupervisedConfig = SFTConfig | DPOConfig | RMConfig
 C = TypeVar("C", SFTConfig, DPOConfig, RMConfig)
 
-DEADLINES = {
-    "init_model": "start",
-    "train_step": "update",
-    "evaluate": "infer",
-    "save_checkpoint": "checkpoint",
-    "load_checkpoint": "checkpoint",
-}
-
 
 @dataclass(slots=True, kw_only=True)
 class SupervisedTrainer:
@@ -142,7 +134,7 @@ def builder(worker: type[Worker]) -> Callable[[C, SupervisedData, Run, ExitStack
             deadline_s=config.trainer.deadline_s.update,
         )
         roles = {"model": ClassWithInitArgs(worker, config, runtime)}
-        launched = stack.enter_context(launch_workers(roles, config.trainer, deadlines={"model": DEADLINES}, run=run))
+        launched = stack.enter_context(launch_workers(roles, config.trainer, run=run))
         return SupervisedTrainer(
             config=config.trainer,
             run=run,

@@ -27,6 +27,7 @@ class CriticWorker(EngineWorker):
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         self.engine = build_value_engine(self.config, device=self.device, seed=self.runtime.seed)
         self.engine.initialize()
+        self.engine.offload()
         self.updater = ValueUpdater(
             self.engine, self.config, loss_agg_mode=self.loss_agg_mode, scale=self.runtime.max_response_length
         )
@@ -42,4 +43,5 @@ class CriticWorker(EngineWorker):
     def update_critic(self, batch: DataProto) -> DataProto:
         """All optimizer steps of the batch; meta_info["metrics"] are global."""
         metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
+        self.engine.offload()
         return DataProto(meta_info={"metrics": metrics | memory_metrics("critic", self.device)})

@@ -52,8 +52,10 @@ class RayWorkerGroup(WorkerGroup):
         *,
         name_prefix: str = "",
         options: HostOptions | None = None,
+        hosts: RayHosts | None = None,
         observers: Sequence[CallObserver] = (),
     ) -> None:
+        """hosts: processes on the pool that were asked for and not started yet; None asks for them here."""
         roles = _roles_of(ray_cls_with_init, name_prefix)
         single = isinstance(ray_cls_with_init, ClassWithInitArgs)
         super().__init__("+".join(roles), next(iter(roles.values())).cls if single else None, observers)
@@ -61,7 +63,8 @@ class RayWorkerGroup(WorkerGroup):
         if name_prefix or settings.name == "worker":
             settings = replace(settings, name=name_prefix or self.role)
         self._roles = roles
-        self._hosts = RayHosts(resource_pool, settings)
+        self._hosts = hosts or RayHosts(resource_pool, settings)
+        self._hosts.start()
         try:
             for role, spec in roles.items():
                 self._hosts.add_role(role, spec)
@@ -115,6 +118,11 @@ class RayWorkerGroup(WorkerGroup):
         """Offer the roles as attributes of this group: `group.actor.update_actor(batch)`."""
         for role, group in self.spawn(prefix_set).items():
             self.__dict__[role] = group
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank is known to be dead or hanging."""
+        return self._hosts.failed
 
     def close(self, deadline_s: float = 60.0) -> None:
         if not self._closed:

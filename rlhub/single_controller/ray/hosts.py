@@ -51,7 +51,8 @@ class HostOptions:
 
 
 class RayHosts:
-    """See the module docstring.  Constructing it starts the processes; on any error those that were started are ended."""
+    """See the module docstring.  Constructing it asks for the processes and returns at once; `start` waits until they stand and
+    makes them ranks.  On any error those that were started are ended."""
 
     def __init__(self, pool: RayResourcePool, options: HostOptions) -> None:
         check_worker_env(options.worker_env)
@@ -62,7 +63,11 @@ class RayHosts:
         self._deadline = time.monotonic() + options.start_deadline_s
         slots = pool.slots()
         self._workers = tuple(WorkerInfo(rank=rank, node=slot.node_ip, pid=0) for rank, slot in enumerate(slots))
+        self._contexts: dict[int, WorkerContext] = {}
         self.actors = [self._create(rank) for rank in range(len(slots))]
+
+    def start(self) -> None:
+        """Wait for the processes and give each its rank."""
         try:
             identities = self._on_all("start", lambda rank: self.actors[rank].identity.remote())
             self._contexts = self._place(identities)

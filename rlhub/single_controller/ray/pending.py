@@ -25,15 +25,11 @@ from ray.exceptions import (
 
 from rlhub.errors import DeadlineError, WorkerDiedError, WorkerError
 from rlhub.protocol import DataProto, DataProtoFuture
-from rlhub.single_controller.calls import PendingCall, Watch
+from rlhub.single_controller.calls import GRACE_S, PendingCall, Watch
 from rlhub.single_controller.invoke import RemoteError
 from rlhub.single_controller.observer import WorkerInfo
 
 logger = logging.getLogger(__name__)
-
-GRACE_S = 3.0
-"""After a first failure, wait this long for the other ranks': when a rank dies its peers fail too (their collective breaks),
-often sooner, and the death is what to report."""
 
 _LOG_EVERY_S = 60.0
 _DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OwnerDiedError, ObjectLostError, OutOfMemoryError)
@@ -86,9 +82,11 @@ class Gather:
         self._workers = workers
         self._deadline_s = deadline_s
         self._sent = time.monotonic()
+        self._next_log = self._sent + _LOG_EVERY_S - 1
         self._outputs: dict[int, Any] = {}
         self._errors: list[WorkerError] = []
         self._late: DeadlineError | None = None
+        self._grace_ends = float("inf")
         self._on_failure = on_failure
 
     @property
@@ -96,20 +94,16 @@ class Gather:
         return bool(self._errors) or self._late is not None
 
     def done(self) -> bool:
-        if self.failed or not self._open:
-            return True
-        ready, _ = ray.wait(list(self._open), num_returns=len(self._open), timeout=0)
-        return len(ready) == len(self._open)
+        if self._open and not self.failed:
+            self._take_ready(0.0, len(self._open))
+        return self.failed or not self._open or self._seconds_left() <= 0
 
     def wait(self) -> dict[int, Any]:
         """Outputs by rank; raises WorkerDiedError, WorkerError or DeadlineError."""
         if self._late is not None:
             raise self._late
-        grace_ends = float("inf")
-        while self._open and time.monotonic() < grace_ends:
-            self._take_ready(min(self._seconds_left(), grace_ends - time.monotonic(), _LOG_EVERY_S))
-            if self._errors and grace_ends == float("inf"):
-                grace_ends = time.monotonic() + GRACE_S
+        while self._open and time.monotonic() < self._grace_ends:
+            self._take_ready(min(self._seconds_left(), self._grace_ends - time.monotonic(), _LOG_EVERY_S))
             if self._open and not self._errors and self._seconds_left() <= 0:
                 self._late = self._pass_deadline()
                 self._on_failure()
@@ -124,10 +118,11 @@ class Gather:
     def _seconds_left(self) -> float:
         return float("inf") if self._deadline_s is None else self._sent + self._deadline_s - time.monotonic()
 
-    def _take_ready(self, timeout: float) -> None:
-        before = time.monotonic()
-        ready, _ = ray.wait(list(self._open), num_returns=1, timeout=max(timeout, 0.0))
-        if not ready and time.monotonic() - before >= _LOG_EVERY_S - 1:
+    def _take_ready(self, timeout: float, num_wanted: int = 1) -> None:
+        """Wait for so many ranks, and keep what those that are done returned or raised."""
+        ready, _ = ray.wait(list(self._open), num_returns=num_wanted, timeout=max(timeout, 0.0))
+        if not ready and time.monotonic() >= self._next_log:
+            self._next_log += _LOG_EVERY_S
             logger.info("waiting for %s, ranks %s, for %.0f s", self.name, self._late_ranks(), time.monotonic() - self._sent)
         for reference in ready:
             rank = self._open.pop(reference)
@@ -135,6 +130,7 @@ class Gather:
                 self._outputs[rank] = ray.get(reference)
             except RayError as error:
                 self._errors.append(typed_error(error, self._role, self._workers[rank], self._method))
+                self._grace_ends = min(self._grace_ends, time.monotonic() + GRACE_S)
 
     def _late_ranks(self) -> list[int]:
         return sorted(self._open.values())

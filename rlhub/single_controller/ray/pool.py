@@ -83,8 +83,8 @@ class RayResourcePool(ResourcePool):
 
     def _reserve(self) -> list[Slot]:
         deadline = time.monotonic() + self.deadline_s
-        if not self.wait_for_nodes and not self._could_fit():
-            raise self._refusal("the cluster is too small for it")
+        if not self.wait_for_nodes and not could_fit([self]):
+            raise _refusal([self], "the cluster is too small for it")
         lifetime = "detached" if self.detached else None
         groups: list[PlacementGroup] = []
         # Largest first, each before the next: a small group placed early may take the room that a large one needs.
@@ -93,7 +93,7 @@ class RayResourcePool(ResourcePool):
             if not self._wait(groups[-1], deadline):
                 for reserved in groups:
                     remove_placement_group(reserved)
-                raise self._refusal(f"not given within {self.deadline_s:g} s (trainer.deadline_s.resources)")
+                raise _refusal([self], f"not given within {self.deadline_s:g} s (trainer.deadline_s.resources)")
         return self._ordered(groups)
 
     def _wait(self, group: PlacementGroup, deadline: float) -> bool:
@@ -119,27 +119,34 @@ class RayResourcePool(ResourcePool):
             ]
         return slots
 
-    def _could_fit(self) -> bool:
-        """First-fit decreasing over the nodes' totals: enough, because entries are packed whole."""
-        totals = [node.total for node in live_nodes()]
-        for count in sorted(self.process_on_nodes, reverse=True):
-            need = {kind: amount * count for kind, amount in self.bundle().items()}
-            node = next((total for total in totals if all(total.get(kind, 0) >= amount for kind, amount in need.items())), None)
-            if node is None:
-                return False
-            for kind, amount in need.items():
-                node[kind] -= amount
-        return True
-
     def describe(self) -> str:
         per_rank = " and ".join(f"{amount:g} {kind}" for kind, amount in self.bundle().items())
         counts = " + ".join(map(str, self.process_on_nodes))
         return f"{self.world_size} worker processes ({counts} on {len(self.process_on_nodes)} node(s), {per_rank} each)"
 
-    def _refusal(self, why: str) -> ResourceError:
-        knobs = "lower trainer.n_gpus_per_node or trainer.nnodes"
-        more = ", or set trainer.device=cpu" if self.use_gpu else ", or raise trainer.ray_init.num_cpus (logical CPUs)"
-        return ResourceError(f"asked for {self.describe()}: {why}. There is: {describe_nodes()}. To mend it, {knobs}{more}")
+
+def could_fit(pools: Sequence[RayResourcePool]) -> bool:
+    """Whether the nodes' totals hold all pools together: first-fit decreasing, enough because entries are packed whole."""
+    totals = [node.total for node in live_nodes()]
+    for count, bundle in sorted(((count, pool.bundle()) for pool in pools for count in pool.process_on_nodes), key=_largest):
+        need = {kind: amount * count for kind, amount in bundle.items()}
+        node = next((total for total in totals if all(total.get(kind, 0) >= amount for kind, amount in need.items())), None)
+        if node is None:
+            return False
+        for kind, amount in need.items():
+            node[kind] -= amount
+    return True
+
+
+def _largest(entry: tuple[int, dict[str, float]]) -> int:
+    return -entry[0]
+
+
+def _refusal(pools: Sequence[RayResourcePool], why: str) -> ResourceError:
+    asked = " and ".join(pool.describe() for pool in pools)
+    knobs = f"lower trainer.n_gpus_per_node{', trainer.nnodes or trainer.pools' if len(pools) > 1 else ' or trainer.nnodes'}"
+    more = ", or set trainer.device=cpu" if pools[0].use_gpu else ", or raise trainer.ray_init.num_cpus (logical CPUs)"
+    return ResourceError(f"asked for {asked}: {why}. There is: {describe_nodes()}. To mend it, {knobs}{more}")
 
 
 def _address_key(address: str) -> tuple[int, int | str]:
@@ -197,9 +204,12 @@ class ResourcePoolManager:
         }
 
     def create_resource_pool(self) -> None:
-        """Reserve all pools now; gives back what was reserved when one cannot be had."""
+        """Reserve all pools now; gives back what was reserved when one cannot be had.  What could never fit fails at once."""
+        pools = list(self.resource_pools.values())
+        if not any(pool.wait_for_nodes for pool in pools) and not could_fit(pools):
+            raise _refusal(pools, "the cluster is too small for it")
         try:
-            for pool in self.resource_pools.values():
+            for pool in pools:
                 pool.slots()
         except ResourceError:
             self.release()

@@ -7,41 +7,28 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from rlhub.config.placement import is_separate
 from rlhub.config.ppo import PPOConfig
 from rlhub.data.prompts import PromptDataset, PromptLoader
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.protocol import DataProto
-from rlhub.single_controller import ClassWithInitArgs, Launched, WorkerGroup
+from rlhub.single_controller import ClassWithInitArgs, Launched
+from rlhub.trainer.ppo.groups import CRITIC_ROLE, REFERENCE_ROLE, ROLLOUT_ROLE, actor_role, groups_of
 from rlhub.trainer.ppo.learner import Learner
 from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements
-from rlhub.trainer.ppo.reward import REWARD_DEADLINES, prepare_reward, reward_roles
+from rlhub.trainer.ppo.reward import prepare_reward, reward_roles
 from rlhub.trainer.ppo.rollouts import VALIDATION_ORDINALS, Generator
 from rlhub.trainer.ppo.sampling import Sampler
 from rlhub.trainer.ppo.trainer import PPOTrainer
 from rlhub.trainer.ppo.validation import Validator
 from rlhub.trainer.run import Run
 from rlhub.trainer.workers import launch_workers
+from rlhub.workers.actor import ActorWorker
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.critic import CriticWorker
+from rlhub.workers.reference import ReferenceWorker
+from rlhub.workers.rollout import RolloutWorker
 from rlhub.workers.runtime import WorkerRuntime
-
-ACTOR_DEADLINES = {
-    "init_model": "start",
-    "generate_sequences": "generate",
-    "compute_log_prob": "infer",
-    "compute_ref_log_prob": "infer",
-    "update_actor": "update",
-    "sync_weights": "sync",
-    "save_checkpoint": "checkpoint",
-    "load_checkpoint": "checkpoint",
-}
-CRITIC_DEADLINES = {
-    "init_model": "start",
-    "compute_values": "infer",
-    "update_critic": "update",
-    "save_checkpoint": "checkpoint",
-    "load_checkpoint": "checkpoint",
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,44 +84,52 @@ def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Validator
     parts = prepare_reward(config, tokenizer)
     stack.callback(parts.close)
     runtime = worker_runtime(config)
-    actor = ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, runtime, train=False)
-    roles = {"actor_rollout_ref": actor, **reward_roles(config, runtime)}
-    deadlines = {"actor_rollout_ref": ACTOR_DEADLINES, **REWARD_DEADLINES}
-    launched = stack.enter_context(launch_workers(roles, config.trainer, deadlines=deadlines, run=run))
-    generator = Generator(launched.groups["actor_rollout_ref"], config.actor_rollout_ref.rollout)
+    roles = policy_roles(config, runtime, train=False) | reward_roles(config, runtime)
+    launched = stack.enter_context(launch_workers(roles, config.trainer, run=run))
+    groups = groups_of(launched.groups)
+    generator = Generator(groups.rollout, groups.weights, config.actor_rollout_ref.rollout)
     num_shown = config.trainer.log_val_generations or sum(len(batch) for batch in batches)
     return Validator(batches, generator, parts.manager(launched.groups), tokenizer, run.timers, num_shown)
 
 
+def policy_roles(
+    config: PPOConfig, runtime: WorkerRuntime, *, train: bool = True, needs_reference: bool = False
+) -> dict[str, ClassWithInitArgs]:
+    """The actor, the rollout and, where it is read, the reference: together, or those that have pools of their own apart."""
+    section, trainer = config.actor_rollout_ref, config.trainer
+    own_rollout, own_reference = (is_separate(trainer, role) for role in (ROLLOUT_ROLE, REFERENCE_ROLE))
+    actor = ClassWithInitArgs(
+        ActorWorker if own_rollout else ActorRolloutRefWorker,
+        section,
+        runtime,
+        train=train,
+        needs_reference=needs_reference and not own_reference,
+        correction=config.algorithm.rollout_correction,
+    )
+    roles = {actor_role(trainer): actor}
+    if own_rollout:
+        roles[ROLLOUT_ROLE] = ClassWithInitArgs(RolloutWorker, section, runtime)
+    if needs_reference and own_reference:
+        roles[REFERENCE_ROLE] = ClassWithInitArgs(ReferenceWorker, section, runtime)
+    return roles
+
+
 def worker_roles(config: PPOConfig, total_steps: int) -> dict[str, ClassWithInitArgs]:
-    """The actor (with rollout and, where read, the reference), the critic where the estimator needs values, and what scores."""
+    """The policy's roles, the critic where the estimator needs values, and what scores."""
     needs = requirements(config)
     runtime = worker_runtime(config)
     actor, critic = config.actor_rollout_ref.actor, config.critic
     actor.optim.total_training_steps = total_steps * num_mini_batches(config) * actor.ppo_epochs
-    roles = {
-        "actor_rollout_ref": ClassWithInitArgs(
-            ActorRolloutRefWorker,
-            config.actor_rollout_ref,
-            runtime,
-            needs_reference=needs.reference,
-            correction=config.algorithm.rollout_correction,
-        )
-    }
+    roles = policy_roles(config, runtime, needs_reference=needs.reference)
     if needs.values:
         critic.optim.total_training_steps = total_steps * critic_mini_batches(config) * (critic.ppo_epochs or 1)
-        roles["critic"] = ClassWithInitArgs(CriticWorker, critic, runtime, loss_agg_mode=actor.loss_agg_mode)
+        roles[CRITIC_ROLE] = ClassWithInitArgs(CriticWorker, critic, runtime, loss_agg_mode=actor.loss_agg_mode)
     return roles | reward_roles(config, runtime)
 
 
 def start_workers(config: PPOConfig, total_steps: int, run: Run) -> Launched:
     """Launch the roles and build their models."""
-    return launch_workers(
-        worker_roles(config, total_steps),
-        config.trainer,
-        deadlines={"actor_rollout_ref": ACTOR_DEADLINES, "critic": CRITIC_DEADLINES, **REWARD_DEADLINES},
-        run=run,
-    )
+    return launch_workers(worker_roles(config, total_steps), config.trainer, run=run)
 
 
 def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) -> PPOTrainer:
@@ -142,11 +137,9 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
     parts = prepare_reward(config, data.tokenizer)
     stack.callback(parts.close)
     launched = stack.enter_context(start_workers(config, data.total_steps, run))
-    reward = parts.manager(launched.groups)
-    actor: WorkerGroup = launched.groups["actor_rollout_ref"]
-    critic = launched.groups.get("critic")
-    generator = Generator(actor, config.actor_rollout_ref.rollout)
-    learner = Learner(config, actor, critic, reward, run.timers)
+    reward, groups = parts.manager(launched.groups), groups_of(launched.groups)
+    generator = Generator(groups.rollout, groups.weights, config.actor_rollout_ref.rollout)
+    learner = Learner(config, groups.actor, groups.reference, groups.critic, reward, run.timers)
     validator = None
     if data.val_batches:
         num_shown = config.trainer.log_val_generations
@@ -159,7 +152,6 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
         sampler=Sampler(config, generator, learner.scorer),
         learner=learner,
         validator=validator,
-        actor=actor,
-        critic=critic,
+        groups=groups,
         total_steps=data.total_steps,
     )

@@ -6,6 +6,8 @@ what the chosen algorithm requires; no algorithm and no backend is named.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +21,7 @@ from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 from rlhub.algorithms.rewards import whiten_rewards
 from rlhub.config.algorithm import KLControlConfig
 from rlhub.config.ppo import PPOConfig
-from rlhub.protocol import DataProto
+from rlhub.protocol import DataProto, DataProtoFuture
 from rlhub.rewards import RewardManager
 from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.columns import log_prob_inputs, model_inputs, policy_inputs, value_inputs
@@ -45,6 +47,7 @@ class Learner:
 
     config: PPOConfig
     actor: WorkerGroup
+    reference: WorkerGroup
     critic: WorkerGroup | None
     reward: RewardManager
     timers: PhaseTimer
@@ -68,37 +71,59 @@ class Learner:
         """Train on one rollout batch; `step` counts from 1.  The batch is reordered and gains columns."""
         self.metrics = self.scorer(batch)
         self.arrange(batch, step)
+        self.join(batch, self.passes(batch))
+        self.estimate_advantages(batch)
+        updates = [self.critic.update_critic.submit(value_inputs(batch))] if self.critic is not None else []
+        if step > self.config.trainer.critic_warmup:
+            self.correct(batch, step)
+            inputs = policy_inputs(batch, rollout_log_probs=self.needs.rollout_log_probs)
+            updates.append(self.actor.update_actor.submit(inputs))
+        self.record(updates)
+        return self.metrics
+
+    def passes(self, batch: DataProto) -> list[DataProtoFuture]:
+        """The forward passes before the update: log-probs (old, reference) and values.  They do not wait for each other, so on
+        separate pools they run at the same time."""
+        passes = []
         if self.needs.old_log_probs:
-            batch.union(self.actor.compute_log_prob(log_prob_inputs(batch, sum_pi_squared=self.needs.sum_pi_squared)))
+            inputs = log_prob_inputs(batch, sum_pi_squared=self.needs.sum_pi_squared)
+            passes.append(self.actor.compute_log_prob.submit(inputs))
+        if self.needs.reference:
+            passes.append(self.reference.compute_ref_log_prob.submit(model_inputs(batch)))
+        if self.critic is not None:
+            passes.append(self.critic.compute_values.submit(model_inputs(batch)))
+        return passes
+
+    def join(self, batch: DataProto, passes: Sequence[DataProtoFuture]) -> None:
+        """Adds the columns of the forward passes to the batch."""
+        for passed in passes:
+            batch.union(passed.get())
+        if self.needs.old_log_probs:
             self.metrics |= measure_mismatch(batch)
         elif self.needs.bypass:
             bypass(batch)
-        if self.needs.reference:
-            batch.union(self.actor.compute_ref_log_prob(model_inputs(batch)))
-        if self.critic is not None:
-            batch.union(self.critic.compute_values(model_inputs(batch)))
-        self.estimate_advantages(batch)
-        if self.critic is not None:
-            self.record(self.critic.update_critic(value_inputs(batch)))
-        if step > self.config.trainer.critic_warmup:
-            self.metrics |= correct_batch(batch, self.config.algorithm.rollout_correction)
-            if self.needs.selection:
-                batch.batch["selected"] = select_tokens(batch, self.config, step)
-            self.record(self.actor.update_actor(policy_inputs(batch, rollout_log_probs=self.needs.rollout_log_probs)))
-        return self.metrics
 
-    def record(self, returned: DataProto) -> None:
-        """Keep the metrics a worker call returned."""
-        self.metrics |= mean_metrics(returned.meta_info["metrics"])
+    def correct(self, batch: DataProto, step: int) -> None:
+        """Adds what the policy's loss reads of the rollout correction and of a choice of tokens."""
+        self.metrics |= correct_batch(batch, self.config.algorithm.rollout_correction)
+        if self.needs.selection:
+            batch.batch["selected"] = select_tokens(batch, self.config, step)
+
+    def record(self, updates: Sequence[DataProtoFuture]) -> None:
+        """Wait for the updates and keep the metrics they return."""
+        for update in updates:
+            self.metrics |= mean_metrics(update.get().meta_info["metrics"])
 
     def arrange(self, batch: DataProto, step: int) -> None:
-        """Fix the mini-batches and deal the rows to the ranks."""
+        """Fix the mini-batches and deal the rows to the ranks, so that each rank of the actor and of the critic has its part of
+        every mini-batch."""
         actor, num_samples = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
+        critic_ranks = self.critic.mesh("critic").dp_size if self.critic is not None else 1
         number_samples(batch)
         arrange(
             batch,
             rows_per_mini_batch=actor.ppo_mini_batch_size * num_samples,
-            num_ranks=self.actor.mesh("actor").dp_size,
+            num_ranks=math.lcm(self.actor.mesh("actor").dp_size, critic_ranks),
             balance=self.config.trainer.balance_batch,
             shuffle_seed=self.config.trainer.seed * 1_000_003 + step if actor.shuffle else None,
             critic_rows_per_mini_batch=(self.config.critic.ppo_mini_batch_size or actor.ppo_mini_batch_size) * num_samples

@@ -28,10 +28,6 @@ from rlhub.workers.runtime import WorkerRuntime
 logger = logging.getLogger(__name__)
 
 REWARD_MODEL_ROLE, JUDGE_ROLE = "reward_model", "judge"
-REWARD_DEADLINES = {
-    REWARD_MODEL_ROLE: {"init_model": "start", "compute_rm_score": "infer"},
-    JUDGE_ROLE: {"init_model": "start", "generate_judgements": "generate"},
-}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import torch
 from rlhub.config.rollout import RolloutConfig, ValSamplingConfig
 from rlhub.protocol import DataProto
 from rlhub.single_controller import WorkerGroup
+from rlhub.trainer.ppo.groups import WeightSync
 
 VALIDATION_ORDINALS = 1 << 40  # validation prompts' ordinals start here, far from any training prompt's
 
@@ -14,8 +15,8 @@ VALIDATION_ORDINALS = 1 << 40  # validation prompts' ordinals start here, far fr
 class Generator:
     """Generates with the policy's newest weights: publishes them first when the rollout engine's are older."""
 
-    def __init__(self, actor: WorkerGroup, config: RolloutConfig) -> None:
-        self.actor, self.config = actor, config
+    def __init__(self, rollout: WorkerGroup, weights: WeightSync, config: RolloutConfig) -> None:
+        self.rollout, self.weights, self.config = rollout, weights, config
         self.policy_version = 0
         self.published_version = -1
 
@@ -45,7 +46,7 @@ class Generator:
             top_k=sampling.top_k,
             log_probs=log_probs,
         )
-        generated = self.actor.generate_sequences(asked)
+        generated = self.rollout.generate_sequences(asked)
         kept = prompts.select(batch_keys=["ordinal"], meta_info_keys=[]).repeat(sampling.n, interleave=True)
         kept.batch["uid"] = torch.arange(len(prompts)).repeat_interleave(sampling.n)
         generated.meta_info.clear()
@@ -54,5 +55,5 @@ class Generator:
     def publish(self) -> None:
         """Bring the rollout engine to the newest policy version (checked weight by weight); no-op when it is there."""
         if self.published_version != self.policy_version:
-            self.actor.sync_weights(self.policy_version)
+            self.weights.sync(self.policy_version)
             self.published_version = self.policy_version

@@ -14,7 +14,7 @@ from rlhub.checkpoint.files import FileEntry
 from rlhub.config.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.protocol import DataProto
-from rlhub.single_controller import WorkerGroup
+from rlhub.trainer.ppo.groups import Groups
 from rlhub.trainer.ppo.learner import Learner
 from rlhub.trainer.ppo.rollouts import Generator
 from rlhub.trainer.ppo.sampling import Sampler
@@ -33,8 +33,7 @@ class PPOTrainer:
     sampler: Sampler
     learner: Learner
     validator: Validator | None
-    actor: WorkerGroup
-    critic: WorkerGroup | None
+    groups: Groups
     total_steps: int
 
     def fit(self) -> int:
@@ -81,11 +80,8 @@ class PPOTrainer:
         return report.metrics
 
     def save(self, folder: Path) -> list[FileEntry]:
-        """Every rank of every role writes its part below `folder`."""
-        entries = self.actor.save_checkpoint(str(folder / "actor"))
-        if self.critic is not None:
-            entries += self.critic.save_checkpoint(str(folder / "critic"))
-        return [entry for rank_entries in entries for entry in rank_entries]
+        """Every rank of every model that is trained writes its part below `folder`."""
+        return self.groups.save(folder)
 
     def state(self) -> dict[str, Any]:
         """What the driver must remember besides the workers' weights."""
@@ -100,9 +96,7 @@ class PPOTrainer:
         checkpoint = self.run.checkpoint
         if checkpoint is None:
             return 0
-        self.actor.load_checkpoint(str(checkpoint.path / "actor"))
-        if self.critic is not None:
-            self.critic.load_checkpoint(str(checkpoint.path / "critic"))
+        self.groups.load(checkpoint.path)
         self.loader.load_state(checkpoint.state["loader"])
         self.learner.kl_controller.value = checkpoint.state["kl_coef"]
         self.generator.policy_version = checkpoint.state["policy_version"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,31 @@ class Call:
     meta: dict[str, Any]
 
 
+class Sent:
+    """A call under way, which notes when somebody waits for it."""
+
+    def __init__(self, result: DataProto, waited: Callable[[], None]) -> None:
+        self.result, self.waited = result, waited
+
+    def get(self) -> DataProto:
+        self.waited()
+        return self.result
+
+
+class remote:
+    """A method of a fake worker group: called, or submitted and waited for."""
+
+    def __init__(self, function: Callable[..., DataProto]) -> None:
+        self.function = function
+
+    def __get__(self, group: FakeGroup, owner: type) -> SimpleNamespace:
+        def submit(batch: DataProto) -> Sent:
+            name = f"{group.role}.{self.function.__name__}"
+            return Sent(self.function(group, batch), lambda: group.waited.append((name, len(group.calls))))
+
+        return SimpleNamespace(submit=submit)
+
+
 @dataclass
 class FakeGroup:
     """A worker group whose outputs are a function of the tokens, so that a row in the wrong place shows."""
@@ -44,6 +70,7 @@ class FakeGroup:
     calls: list[Call]
     dp_size: int = 1
     metrics: dict[str, Any] = field(default_factory=dict)
+    waited: list[tuple[str, int]] = field(default_factory=list)
 
     def mesh(self, name: str) -> Any:
         assert name == self.role
@@ -54,22 +81,31 @@ class FakeGroup:
         self.calls.append(Call(f"{self.role}.{method}", found, set(batch.non_tensor_batch), dict(batch.meta_info)))
         return found
 
+    @remote
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        return DataProto.from_dict(tensors={"old_log_probs": token_value(self._note("compute_log_prob", batch), -0.1)})
+        return log_probs_of(self, batch)
 
+    @remote
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         return DataProto.from_dict(tensors={"ref_log_prob": token_value(self._note("compute_ref_log_prob", batch), -0.2)})
 
+    @remote
     def compute_values(self, batch: DataProto) -> DataProto:
         return DataProto.from_dict(tensors={"values": token_value(self._note("compute_values", batch), 0.01)})
 
+    @remote
     def update_actor(self, batch: DataProto) -> DataProto:
         self._note("update_actor", batch)
         return DataProto(meta_info={"metrics": self.metrics or {"actor/loss": [1.0, 3.0]}})
 
+    @remote
     def update_critic(self, batch: DataProto) -> DataProto:
         self._note("update_critic", batch)
         return DataProto(meta_info={"metrics": {"critic/vf_loss": 4.0}})
+
+
+def log_probs_of(group: FakeGroup, batch: DataProto) -> DataProto:
+    return DataProto.from_dict(tensors={"old_log_probs": token_value(group._note("compute_log_prob", batch), -0.1)})
 
 
 def token_value(columns: dict[str, Tensor], factor: float) -> Tensor:
@@ -160,10 +196,12 @@ class Run:
 
 def learn(config: PPOConfig, *, step: int = 1, dp_size: int = 1, invalid: set[int] | None = None) -> Run:
     calls: list[Call] = []
+    actor = FakeGroup("actor", calls, dp_size)
     critic = FakeGroup("critic", calls) if config.algorithm.adv_estimator == "gae" else None
     learner = Learner(
         config=config,
-        actor=FakeGroup("actor", calls, dp_size),  # type: ignore[arg-type]
+        actor=actor,  # type: ignore[arg-type]
+        reference=actor,  # type: ignore[arg-type]
         critic=critic,  # type: ignore[arg-type]
         reward=FakeReward(calls, SCORES, invalid or set()),
         timers=PhaseTimer(),

@@ -10,14 +10,24 @@ import torch
 from rlhub.protocol import DataProto
 from rlhub.trainer.ppo.learner import Learner
 from rlhub.utils.timing import PhaseTimer
-from tests.unit.trainer.ppo.test_learner import SCORES, FakeGroup, FakeReward, config_of, learn, rollout_batch
+from tests.unit.trainer.ppo.test_learner import (
+    SCORES,
+    FakeGroup,
+    FakeReward,
+    config_of,
+    learn,
+    log_probs_of,
+    remote,
+    rollout_batch,
+)
 
 
 class Generous(FakeGroup):
     """Returns what it is asked for."""
 
+    @remote
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        returned = FakeGroup.compute_log_prob(self, batch)
+        returned = log_probs_of(self, batch)
         if batch.meta_info.get("sum_pi_squared"):
             # a policy that is surer of some tokens than of others
             returned.batch["sum_pi_squared"] = returned.batch["old_log_probs"].exp().square()
@@ -26,9 +36,11 @@ class Generous(FakeGroup):
 
 def run(group: type[FakeGroup]) -> tuple[torch.Tensor, list[Any]]:
     calls: list[Any] = []
+    actor = group("actor", calls)
     learner = Learner(
         config=config_of("optimal_token_baseline"),
-        actor=group("actor", calls),  # type: ignore[arg-type]
+        actor=actor,  # type: ignore[arg-type]
+        reference=actor,  # type: ignore[arg-type]
         critic=None,
         reward=FakeReward(calls, SCORES, set()),
         timers=PhaseTimer(),

@@ -1,0 +1,125 @@
+"""The policy that is trained, and beside it the frozen reference where that has no pool of its own.
+
+Thin shells: each method hands its rows to an engine and wraps what comes back.
+"""
+
+from __future__ import annotations
+
+import time
+
+from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.config.rollout_correction import RolloutCorrectionConfig
+from rlhub.engines.training.base import TrainEngine
+from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.engines.training.registry import build_policy_engine, build_reference_engine
+from rlhub.engines.training.updates import PolicyUpdater
+from rlhub.models.throughput import ThroughputMeter
+from rlhub.protocol import DataProto
+from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlhub.workers.engine_worker import EngineWorker
+from rlhub.workers.runtime import WorkerRuntime, memory_metrics
+from rlhub.workers.transfer import Meeting, open_meeting
+
+ACTOR = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
+
+
+class ActorPart(EngineWorker):
+    """What every worker with the actor can do, whatever else shares its process.  All methods run on every rank.
+
+    train: False builds no optimizer.  needs_reference: keep the starting policy here too.
+    """
+
+    def __init__(
+        self,
+        config: ActorRolloutRefConfig,
+        runtime: WorkerRuntime,
+        *,
+        train: bool = True,
+        needs_reference: bool = False,
+        correction: RolloutCorrectionConfig | None = None,
+    ) -> None:
+        self.config, self.runtime, self.correction = config, runtime, correction
+        self.train, self.needs_reference = train, needs_reference
+        self.device = runtime.torch_device(self.local_rank)
+        self.hf_model = config.model
+
+    def _init_actor(self) -> None:
+        """Build the training engines (collective)."""
+        ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
+        self.engine = build_policy_engine(self.config, device=self.device, seed=self.runtime.seed, train=self.train)
+        self.engine.initialize()
+        self.reference = self._build_reference()
+        self._register_dispatch_collect_info("actor", self.engine.dp_rank, self.engine.is_collect)
+        if self.train:
+            self.throughput = ThroughputMeter(self.config.model, self.device, self.world_size // self.engine.dp_size)
+            self.updater = PolicyUpdater(
+                self.engine,
+                self.config.actor,
+                scale=self.config.actor.loss_scale_factor or self.runtime.max_response_length,
+                correction=self.correction,
+            )
+
+    def _build_reference(self) -> TrainEngine | None:
+        """The policy itself where it carries adapters (they are switched off), else a frozen copy."""
+        if not self.needs_reference or self.config.model.lora_rank > 0:
+            return None
+        reference = build_reference_engine(self.config, device=self.device, seed=self.runtime.seed)
+        reference.initialize()
+        reference.offload()
+        return reference
+
+    def _make_room(self) -> None:
+        """Called before training computes: take back memory from whatever generates in this process."""
+
+    @register(dispatch_mode=ACTOR)
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """old_log_probs (rows, response) of the current policy, and sum_pi_squared where meta_info asks for it."""
+        self._make_room()
+        extra = ("sum_pi_squared",) if batch.meta_info.get("sum_pi_squared") else ()
+        outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs", *extra))
+        columns = {"old_log_probs": outputs["log_probs"]} | {name: outputs[name] for name in extra}
+        return DataProto.from_dict(tensors=columns)
+
+    @register(dispatch_mode=ACTOR)
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """ref_log_prob (rows, response) of the frozen starting policy."""
+        self._make_room()
+        engine = self.reference or self.engine
+        outputs = engine.infer(dict(batch.batch.items()), outputs=("log_probs",), adapters=False)
+        if self.reference is not None:
+            self.reference.offload()
+        return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
+
+    @register(dispatch_mode=ACTOR)
+    def update_actor(self, batch: DataProto) -> DataProto:
+        """All optimizer steps of the batch; meta_info["metrics"] are global."""
+        self._make_room()
+        started = time.perf_counter()
+        metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
+        seconds = time.perf_counter() - started
+        metrics |= self.throughput.metrics(batch.batch["attention_mask"], self.config.actor.ppo_epochs, seconds)
+        return DataProto(meta_info={"metrics": metrics | memory_metrics("actor", self.device)})
+
+
+class ActorWorker(ActorPart):
+    """The actor alone; the rollout engines are on a pool of their own and get the weights sent."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the training engines (collective)."""
+        self._init_actor()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def open_transfer(self, num_receivers: int) -> Meeting:
+        """Where the ranks of this group and `num_receivers` of the rollout's can meet."""
+        return open_meeting(self.context.node, self.world_size, num_receivers)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join_transfer(self, meeting: Meeting) -> None:
+        """Meet the rollout's ranks and agree on who sends what (collective over both groups)."""
+        raise NotImplementedError
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sync_weights(self, version: int) -> None:
+        """Send the policy's weights as `version` (collective over both groups)."""
+        raise NotImplementedError

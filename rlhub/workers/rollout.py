@@ -1,0 +1,119 @@
+"""Generation with the policy's weights: the part that has the rollout engine, beside the actor or in processes of its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.engines.rollout.base import SamplingParams
+from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.models.tokenizer import load_tokenizer
+from rlhub.models.vocabulary import read_vocabulary
+from rlhub.protocol import DataProto
+from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from rlhub.workers.rollout_batch import check_completions, generation_requests, pad_completions, training_columns
+from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.transfer import Meeting
+
+ROLLOUT = make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout")
+
+
+class RolloutPart(Worker):
+    """What every worker with the rollout engine can do.  All methods run on every rank; ranks of one tensor-parallel engine
+    get the same prompts."""
+
+    config: ActorRolloutRefConfig
+    runtime: WorkerRuntime
+    device: torch.device
+
+    def _init_rollout(self) -> None:
+        """Build the rollout engine (collective); it has no weights yet.  The process group must exist."""
+        tokenizer = load_tokenizer(self.config.model.path, trust_remote_code=self.config.model.trust_remote_code)
+        self.vocabulary = read_vocabulary(self.config.model, tokenizer)
+        dp_rank, tp_rank = divmod(self.rank, self.config.rollout.tensor_model_parallel_size)
+        self.rollout = build_rollout_engine(
+            self.config.rollout,
+            self.config.model,
+            device=self.device,
+            seed=self.runtime.seed,
+            max_prompt_length=self.runtime.max_prompt_length,
+            max_response_length=self.runtime.max_response_length,
+            dp_rank=dp_rank,
+            tp_rank=tp_rank,
+        )
+        self.rollout.initialize()
+        self._register_dispatch_collect_info("rollout", dp_rank, tp_rank == 0)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of the buckets in which weights come."""
+        return self.config.rollout.update_weights_bucket_mb << 20
+
+    def _wake_rollout(self) -> None:
+        """Called before generation: make sure that the engine has its weights and its memory."""
+
+    @register(dispatch_mode=ROLLOUT)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """meta_info["n"] samples per prompt, neighbours in prompt order, as training columns."""
+        self._wake_rollout()
+        meta, columns = prompts.meta_info, prompts.batch
+        requests = generation_requests(
+            columns["prompts"],
+            columns["attention_mask"],
+            columns["ordinal"],
+            num_samples=meta["n"],
+            run_seed=self.runtime.seed,
+        )
+        completions = self.rollout.generate(requests, self._sampling(meta))
+        check_completions(completions, self.vocabulary.size, meta["log_probs"])
+        padded = pad_completions(
+            completions, pad_id=self.vocabulary.pad_id, with_log_probs=meta["log_probs"], widest=self._widest
+        )
+        rows = training_columns(columns["prompts"], columns["attention_mask"], padded, meta["n"])
+        return DataProto.from_dict(tensors=rows)
+
+    def _sampling(self, meta: dict[str, object]) -> SamplingParams:
+        return SamplingParams(
+            temperature=float(meta["temperature"]),
+            top_p=float(meta["top_p"]),
+            top_k=int(meta["top_k"]),
+            max_new_tokens=self.runtime.max_response_length,
+            stop_token_ids=self.vocabulary.stop_token_ids,
+            ignore_eos=self.config.rollout.ignore_eos,
+            log_probs=bool(meta["log_probs"]),
+        )
+
+    def _widest(self, width: int) -> int:
+        """The longest response over all ranks, so that their parts join without padding again."""
+        widest = torch.tensor([width], device=self.device)
+        dist.all_reduce(widest, op=dist.ReduceOp.MAX)
+        return int(widest)
+
+    def close(self) -> None:
+        self.rollout.shutdown()
+
+
+class RolloutWorker(RolloutPart):
+    """The rollout engine alone; its weights come from the actor's pool.  It keeps its memory while others train."""
+
+    def __init__(self, config: ActorRolloutRefConfig, runtime: WorkerRuntime) -> None:
+        self.config, self.runtime = config, runtime
+        self.device = runtime.torch_device(self.local_rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the engine without weights (collective)."""
+        ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
+        self._init_rollout()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join_transfer(self, meeting: Meeting) -> None:
+        """Meet the actor's ranks and agree on who sends what (collective over both groups)."""
+        raise NotImplementedError
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sync_weights(self, version: int) -> None:
+        """Receive the policy's weights as `version`, checked weight by weight (collective over both groups)."""
+        raise NotImplementedError
