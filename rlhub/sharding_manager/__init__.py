@@ -1,1 +1,1 @@
-"""From the trainer's layout of the weights to the rollout engine's, checked at every sync."""
+"""From the trainer's layout of the weights to the rollout engine's, by a plan made once, checked at every sync."""

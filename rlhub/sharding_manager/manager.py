@@ -1,133 +1,157 @@
-"""Moves the policy's weights from the training engine into the rollout engine and proves that they arrived.
+"""Moves the policy's weights from the training engine into the rollout engine of the same ranks and proves that they arrived.
 
-The weights stream in buckets of full tensors, so that neither side ever holds a second model.  While a bucket passes, the
-slices this rank's engine will hold are fingerprinted; afterwards the engine's live parameters are read back and compared.
-Every step of a policy gradient is wrong when the two differ, and nothing else would say so.
+An engine's first update goes through its own loader as a stream of full tensors, which proves that both engines describe
+correctly what they hold.  From then on a plan, made once, moves every part straight from where it is to where it is needed, into
+the live weights.  Each update is compared weight by weight: every step of a policy gradient is wrong when the two differ,
+and nothing else would say so.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
+from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.engines.training.base import TrainEngine
-from rlhub.errors import WeightMismatchError
-from rlhub.utils.fingerprint import combine, fingerprint
-from rlhub.utils.regions import Region, take
+from rlhub.sharding_manager.execution import Execution, rank_plan
+from rlhub.sharding_manager.held import Held
+from rlhub.sharding_manager.layout_exchange import Member, check_devices, exchange_members, nodes_of, this_node
+from rlhub.sharding_manager.links import Links
+from rlhub.sharding_manager.plan import make_plan
+from rlhub.sharding_manager.schedule import schedule
+from rlhub.sharding_manager.stream import CheckedStream, raise_first
+from rlhub.sharding_manager.transports.choice import choose_transport
+from rlhub.utils.fingerprint import combine
+
+BUFFER_BUCKETS = 2  # what a process may hold of messages while a planned update runs, in buckets
 
 
 @dataclass(slots=True, kw_only=True)
 class SyncReport:
-    """One sync.  bytes: of the full weights in the engine's dtype; fingerprint: of this rank's slices, empty when the
-    check is off."""
+    """One sync.  bytes: of the full weights in the engine's dtype; wire_bytes: what this rank received from others (None when
+    the weights were streamed); fingerprint: of this rank's parts, empty when the check is off; equal for equal weights moved
+    the same way."""
 
     seconds: float
     bytes: int
     num_weights: int
     version: int
     fingerprint: str
+    wire_bytes: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
-class _Sent:
-    """What has passed so far: fingerprints of this rank's slices in stream order, names, and bytes."""
+class _Route:
+    """The plan, ready to run again and again.  names: of all weights, in an order that all ranks share."""
 
-    fingerprints: dict[str, int] = field(default_factory=dict)
-    names: set[str] = field(default_factory=set)
-    bytes: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
-class _Target:
-    """Where a weight goes: device of the live parameter and the slice of the full tensor it is."""
-
-    device: torch.device
-    region: Region
+    execution: Execution
+    names: list[str]
+    bytes: int
+    wire_bytes: int
 
 
 class ShardingManager:
     """One a rank, between its training engine and its rollout engine.
 
-    bucket_bytes: size of the stream's buckets; extra memory is at most two buckets, or the largest tensor.
-    check: False skips fingerprints and the reading back (names are still compared).
+    bucket_bytes: size of the buckets in which weights travel; extra memory is at most two buckets, or the largest tensor.
+    check: False skips fingerprints and the reading back (names are still compared).  timeout_s: of every wait for a peer.
     """
 
-    def __init__(self, train: TrainEngine, rollout: RolloutEngine, *, bucket_bytes: int, check: bool = True) -> None:
+    def __init__(
+        self, train: TrainEngine, rollout: RolloutEngine, *, bucket_bytes: int, check: bool = True, timeout_s: float = 1800.0
+    ) -> None:
         self._train = train
         self._rollout = rollout
         self._bucket_bytes = bucket_bytes
         self._check = check
+        self._timeout_s = timeout_s
+        self._route: _Route | None = None
 
     def sync(self, version: int) -> SyncReport:
         """Give the rollout engine the trainer's present weights as policy `version`.
 
         Every rank calls it, and it blocks.  The trainer is brought to the device for the transfer and offloaded after it;
         the engine takes its weights' memory before and its cache's memory after that, so the two never add up.
-        Raises WeightMismatchError, on every rank, naming the first weight that differs, is missing or is not expected.
+        Raises WeightMismatchError, on every rank, naming the first weight that differs, is missing or is not expected; the
+        engine then refuses to generate until a whole update.
         """
         start = time.perf_counter()
         self._train.onload()
         self._rollout.wake_up(weights_only=True)
-        targets = {p.name: _Target(device=p.tensor.device, region=p.region) for p in self._rollout.live_weights()}
-        sent = _Sent()
-        self._rollout.update_weights(self._stream(targets, sent), version)
-        if self._check:
-            self._compare(sent)
+        if self._route is None:
+            report = self._stream(version)
+            self._route = self._make_route()
+        else:
+            report = self._move(self._route, version)
         self._train.offload()
         self._rollout.wake_up()
+        report.seconds = time.perf_counter() - start
+        return report
+
+    def _agree(self, number: int) -> int:
+        values = torch.tensor(number, device=self._train.device)
+        return int(self._train.reduce(values, "min", every_rank=True))
+
+    def _stream(self, version: int) -> SyncReport:
+        """Through the engine's own loader."""
+        stream = CheckedStream(self._rollout, own=self._train.local_weights() or (), check=self._check)
+        buckets = self._train.named_weights(bucket_bytes=self._bucket_bytes)
+        self._rollout.update_weights(stream.passing(buckets), version)
+        with self._rollout.overwriting(version):  # what differs must not serve
+            stream.compare(self._agree)
         return SyncReport(
-            seconds=time.perf_counter() - start,
-            bytes=sent.bytes,
-            num_weights=len(sent.names),
+            seconds=0.0,
+            bytes=stream.bytes,
+            num_weights=len(stream.names),
             version=version,
-            fingerprint=combine(sent.fingerprints.items()),
+            fingerprint=combine(stream.fingerprints.items()),
         )
 
-    def _stream(self, targets: dict[str, _Target], sent: _Sent) -> Iterator[WeightBucket]:
-        """The trainer's buckets in the engine's dtype and on its device; notes what passes in `sent`."""
-        for bucket in self._train.named_weights(bucket_bytes=self._bucket_bytes):
-            yield [(name, self._send(name, tensor, targets, sent)) for name, tensor in bucket]
-        missing = [name for name in targets if name not in sent.names]
-        if missing:
-            raise WeightMismatchError(
-                f"the trainer sent {len(sent.names)} weights, but not {missing[0]}, which the rollout engine has "
-                f"({len(missing)} missing in all): do both run the same model?",
-                weight=missing[0],
-            )
+    def _make_route(self) -> _Route | None:
+        """The plan over all ranks; None where the weights exist only as a stream."""
+        pieces = self._train.local_weights()
+        if pieces is None:
+            return None
+        links = Links.of_job(self._train.device, self._timeout_s)
+        sources, destinations = Held(pieces).infos(), Held(self._rollout.live_weights()).infos()
+        member = Member(side="both", node=this_node(), device=self._train.device.type, sources=sources, destinations=destinations)
+        members = exchange_members(links, member)
+        check_devices(members)
+        ranks = range(len(members))
+        plan = make_plan(
+            [member.sources for member in members],
+            [member.destinations for member in members],
+            source_processes=ranks,
+            destination_processes=ranks,
+            nodes=nodes_of(members),
+        )
+        rank = links.rank if links else 0
+        transport = choose_transport(links, members, self._bucket_bytes * BUFFER_BUCKETS)
+        rounds = schedule(plan, transport.round_bytes) if transport else []
+        mine = rank_plan(plan, rounds, source=rank, destination=rank, source_peers=ranks, destination_peers=ranks)
+        full = {info.name: info for member in members for info in member.destinations}
+        return _Route(
+            execution=Execution(mine, transport, links, check=self._check),
+            names=sorted(full),
+            bytes=sum(torch.Size(info.shape).numel() * info.dtype.itemsize for info in full.values()),
+            wire_bytes=plan.received_bytes[rank],
+        )
 
-    def _send(self, name: str, tensor: Tensor, targets: dict[str, _Target], sent: _Sent) -> Tensor:
-        if targets and name not in targets:
-            raise WeightMismatchError(
-                f"the trainer sent {name}, which the rollout engine does not have: do both run the same model?", weight=name
-            )
-        sent.names.add(name)
-        tensor = part = tensor.detach()
-        if targets:  # before its first update an engine may have no weights of its own and take what comes
-            target = targets[name]
-            tensor = tensor.to(device=target.device, dtype=self._rollout.weight_dtype(name))
-            part = take(tensor, target.region)
-        sent.bytes += tensor.nbytes
-        if self._check:
-            sent.fingerprints[name] = fingerprint(part)
-        return tensor
-
-    def _compare(self, sent: _Sent) -> None:
-        """Read the engine's live parameters back; all ranks agree on the first weight that differs on any of them."""
-        live = {p.name: fingerprint(p.tensor) for p in self._rollout.live_weights() if p.name in sent.fingerprints}
-        names = list(sent.fingerprints)
-        differing = [i for i, name in enumerate(names) if live.get(name) != sent.fingerprints[name]]
-        first = torch.tensor(differing[0] if differing else len(names), device=self._train.device)
-        index = int(self._train.reduce(first, "min", every_rank=True))
-        if index == len(names):
-            return
-        here = f"{len(differing)} of {len(names)} weights differ on this rank" if differing else "another rank's part differs"
-        raise WeightMismatchError(
-            f"after the weight update the rollout engine does not hold the trainer's {names[index]}: {here}; its samples "
-            "would not come from the policy that is being trained",
-            weight=names[index],
+    def _move(self, route: _Route, version: int) -> SyncReport:
+        """By the plan, into the live weights."""
+        pieces = self._train.local_weights()
+        assert pieces is not None
+        with self._rollout.overwriting(version):
+            outcome = route.execution.run(Held(pieces), Held(self._rollout.live_weights()))
+            if self._check:
+                raise_first(route.names, outcome.differing, self._agree)
+        return SyncReport(
+            seconds=0.0,
+            bytes=route.bytes,
+            num_weights=len(route.names),
+            version=version,
+            fingerprint=combine(outcome.values) if self._check else "",
+            wire_bytes=route.wire_bytes,
         )

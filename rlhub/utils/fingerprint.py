@@ -35,6 +35,10 @@ def checksum(flat: Tensor) -> int:
     flat: one-dimensional, any device.  A change of one element always changes the sum, because an odd weight is
     invertible modulo 2^64; exchanged elements change it because the weights differ.
     """
+    return int(_checksum(flat)) % (1 << 64)
+
+
+def _checksum(flat: Tensor) -> Tensor:
     words = flat.view(WORD_TYPES[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, words.numel(), CHUNK_ELEMENTS):
@@ -42,7 +46,23 @@ def checksum(flat: Tensor) -> int:
         positions = torch.arange(start, start + part.numel(), dtype=torch.int64, device=flat.device)
         weights = positions.mul_(POSITION_FACTOR).bitwise_or_(1)
         total += weights.mul_(part).sum()
-    return int(total) % (1 << 64)
+    return total
+
+
+def digests(tensors: Iterable[Tensor]) -> list[int]:
+    """A signed 64-bit fingerprint of each contiguous tensor, for sending as int64; accelerators are waited for once.
+
+    `tensors` may be a generator that reuses one buffer.
+    """
+    values: list[int] = []
+    waiting: list[Tensor] = []
+    for tensor in tensors:
+        flat = tensor.detach().view(-1)
+        if flat.device.type == "cpu":
+            values.append(xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data) - (1 << 63))
+        else:
+            waiting.append(_checksum(flat))
+    return values + (torch.stack(waiting).tolist() if waiting else [])
 
 
 def combine(parts: Iterable[tuple[str, int]]) -> str:

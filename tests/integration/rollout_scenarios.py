@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -27,12 +28,13 @@ from transformers import PreTrainedModel
 from rlhub.config.model import ModelConfig
 from rlhub.config.rollout import RolloutConfig
 from rlhub.config.training import FSDPConfig
-from rlhub.engines.rollout.base import GenerationRequest, RolloutEngine, SamplingParams, WeightBucket
+from rlhub.engines.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.rollout.vllm.engine import VLLMEngine
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.errors import EngineError, WeightMismatchError
+from rlhub.sharding_manager.execution import Execution
 from rlhub.sharding_manager.manager import ShardingManager
 from tests.support import rollout_contract as contract
 from tests.support.plain_train_engine import PlainTrainEngine
@@ -138,20 +140,18 @@ def flip(engine: RolloutEngine, name: str) -> None:
 
 def caught_flip(engine: RolloutEngine, manager: ShardingManager, name: str, *, here: bool) -> str:
     """Sync with one element of `name` changed after the update, on this rank or not; the name the manager reports."""
-    update = engine.update_weights
+    exchange = Execution._exchange
 
-    def update_weights(buckets: Iterable[WeightBucket], version: int) -> None:
-        update(buckets, version)
+    def flip_first(self: Execution, sent: dict[int, list[int]]) -> dict[int, list[int]]:
         if here:
             flip(engine, name)
+        return exchange(self, sent)
 
-    engine.update_weights = update_weights  # type: ignore[method-assign]
     try:
-        manager.sync(9)
+        with mock.patch.object(Execution, "_exchange", flip_first):
+            manager.sync(9)
     except WeightMismatchError as error:
         return error.weight
-    finally:
-        engine.update_weights = update  # type: ignore[method-assign]
     return "not caught"
 
 

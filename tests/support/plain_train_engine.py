@@ -1,4 +1,4 @@
-"""The smallest TrainEngine: a plain replicated model whose weights can be streamed.  It cannot train."""
+"""The smallest TrainEngine: a plain replicated model whose weights can be streamed or read in place.  It cannot train."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from rlhub.engines.training.base import LossFunction, Rows, StepReport, TrainEngine
-from rlhub.utils.pieces import Piece
+from rlhub.utils.pieces import Piece, whole_piece
 
 OPERATIONS = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
@@ -35,6 +35,10 @@ class PlainTrainEngine(TrainEngine):
                 bucket = []
         if bucket:
             yield bucket
+
+    def local_weights(self) -> Iterator[Piece] | None:
+        self.log.append("local")
+        return (whole_piece(name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
     def reduce(self, values: Tensor, op: str = "sum", *, every_rank: bool = False) -> Tensor:
         out = values.clone()

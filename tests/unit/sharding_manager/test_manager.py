@@ -1,3 +1,4 @@
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from rlhub.config.rollout import RolloutConfig
 from rlhub.engines.rollout.base import RolloutEngine, SamplingParams, WeightBucket
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.errors import EngineError, WeightMismatchError
+from rlhub.sharding_manager.execution import Execution
 from rlhub.sharding_manager.manager import ShardingManager
+from rlhub.utils.pieces import Piece
 from rlhub.utils.regions import take
 from tests.support import rollout_contract as contract
 from tests.support.plain_train_engine import PlainTrainEngine
@@ -65,14 +68,16 @@ def flip(engine: RolloutEngine, name: str) -> None:
 def test_sync_delivers_every_weight_and_reports_it(folder: Path, model: PreTrainedModel, name: str) -> None:
     train, rollout = PlainTrainEngine(model), build(folder, name)
     manager = ShardingManager(train, rollout, bucket_bytes=BUCKET)
-    first = manager.sync(0)
-    assert (first.version, first.num_weights) == (0, len(list(model.named_parameters())))
+    manager.sync(0)
+    first = manager.sync(1)
+    assert (first.version, first.num_weights) == (1, len(list(model.named_parameters())))
     assert first.bytes == sum(parameter.nbytes for parameter in model.parameters())
-    assert manager.sync(1).fingerprint == first.fingerprint
+    assert manager.sync(2).fingerprint == first.fingerprint
     train.perturb(1)
-    second = manager.sync(2)
+    second = manager.sync(3)
     assert second.fingerprint != first.fingerprint
-    assert rollout.version == 2
+    assert rollout.version == 3
+    assert train.log.count("stream") == 1, "only the first update goes through the engine's own loader"
     expected = dict(model.named_parameters())
     for piece in rollout.live_weights():
         assert torch.equal(piece.tensor, take(expected[piece.name], piece.region))
@@ -106,6 +111,68 @@ def test_one_flipped_element_is_caught_by_name(folder: Path, model: PreTrainedMo
         ShardingManager(PlainTrainEngine(model), rollout, bucket_bytes=BUCKET).sync(0)
     assert caught.value.weight == FLIPPED
     ShardingManager(PlainTrainEngine(model), rollout, bucket_bytes=BUCKET, check=False).sync(1)
+
+
+@pytest.mark.parametrize("name", [FLIPPED, "model.embed_tokens.weight"])
+def test_one_flipped_element_of_a_planned_update_is_caught_and_never_serves(
+    folder: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    rollout = build(folder)
+    manager = ShardingManager(PlainTrainEngine(model), rollout, bucket_bytes=BUCKET)
+    manager.sync(0)
+    with monkeypatch.context() as broken:
+        exchange = Execution._exchange
+        broken.setattr(Execution, "_exchange", lambda self, sent: (flip(rollout, name), exchange(self, sent))[1])
+        with pytest.raises(WeightMismatchError, match="1 of") as caught:
+            manager.sync(1)
+        assert caught.value.weight == name
+    with pytest.raises(EngineError, match="update_weights"):
+        rollout.generate(contract.requests(), SamplingParams(max_new_tokens=1))
+    manager.sync(2)
+    assert rollout.version == 2
+
+
+SWAPPED = {f"model.layers.{layer}.mlp.up_proj.weight": f"model.layers.{1 - layer}.mlp.up_proj.weight" for layer in range(2)}
+
+
+def swapped(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """A wrong map of names: two weights of one shape under each other's names."""
+    return (dataclasses.replace(piece, name=SWAPPED.get(piece.name, piece.name)) for piece in pieces)
+
+
+@pytest.mark.parametrize("side", ["trainer", "engine"])
+def test_a_wrong_description_of_what_is_held_is_caught_by_the_first_update(
+    folder: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    """Both sides of a planned update would go through the same wrong map and agree."""
+    train, rollout = PlainTrainEngine(model), build(folder)
+    changed, method = (train, "local_weights") if side == "trainer" else (rollout, "live_weights")
+    original = getattr(changed, method)
+    monkeypatch.setattr(changed, method, lambda: swapped(original()))
+    with pytest.raises(WeightMismatchError) as caught:
+        ShardingManager(train, rollout, bucket_bytes=BUCKET).sync(0)
+    assert caught.value.weight in SWAPPED
+    with pytest.raises(EngineError, match="update_weights"):
+        rollout.generate(contract.requests(), SamplingParams(max_new_tokens=1))
+
+
+def test_planned_updates_are_cast_to_the_dtype_of_the_engine(folder: Path, model: PreTrainedModel) -> None:
+    train, rollout = PlainTrainEngine(model), build(folder, dtype="bfloat16")
+    manager = ShardingManager(train, rollout, bucket_bytes=BUCKET)
+    manager.sync(0)
+    train.perturb(1)
+    assert manager.sync(1).bytes == sum(2 * parameter.numel() for parameter in model.parameters())
+    expected = dict(model.named_parameters())
+    assert all(torch.equal(piece.tensor, expected[piece.name].bfloat16()) for piece in rollout.live_weights())
+
+
+def test_a_trainer_without_pieces_keeps_streaming(folder: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = PlainTrainEngine(model)
+    monkeypatch.setattr(train, "local_weights", lambda: None)
+    manager = ShardingManager(train, build(folder), bucket_bytes=BUCKET)
+    fingerprints = {manager.sync(version).fingerprint for version in range(2)}
+    assert len(fingerprints) == 1
+    assert train.log.count("stream") == 2
 
 
 def test_another_ranks_mismatch_is_raised_here_too(folder: Path, model: PreTrainedModel) -> None:
@@ -155,7 +222,7 @@ def test_the_trainer_and_the_cache_never_hold_memory_together(
 
     monkeypatch.setattr(rollout, "wake_up", logged)
     ShardingManager(train, rollout, bucket_bytes=BUCKET).sync(0)
-    assert train.log == ["onload", "wake weights", "stream", "offload", "wake all"]
+    assert [step for step in train.log if step != "local"] == ["onload", "wake weights", "stream", "offload", "wake all"]
 
 
 class FreshBuckets(PlainTrainEngine):

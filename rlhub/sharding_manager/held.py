@@ -1,0 +1,74 @@
+"""The pieces that one side of a transfer holds in this process, read and written by name and region.
+
+A region may span several pieces (a rank's shard of a fused weight, say); what moves is cut along them here, so plans and
+transports need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from rlhub.errors import EngineError
+from rlhub.utils.pieces import Piece, PieceInfo
+from rlhub.utils.regions import Region, intersection, num_elements, relative, sizes, take
+
+
+class Held:
+    """Pieces by name; empty ones are left out."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            if num_elements(piece.region):
+                self._pieces.setdefault(piece.name, []).append(piece)
+
+    def infos(self) -> list[PieceInfo]:
+        return [piece.info for pieces in self._pieces.values() for piece in pieces]
+
+    def device(self, name: str) -> torch.device:
+        """Where the tensor's pieces are."""
+        return self._pieces[name][0].tensor.device
+
+    def view(self, name: str, region: Region) -> Tensor | None:
+        """The region as one live view; None where it spans several pieces."""
+        for piece in self._pieces.get(name, ()):
+            if intersection(region, piece.region) == region:
+                return take(piece.tensor, relative(region, piece.region))
+        return None
+
+    def read(self, name: str, region: Region, out: Tensor) -> None:
+        """Copy the region into `out`, which has its sizes, casting to its dtype."""
+        for part, view in self._parts(name, region):
+            take(out, part).copy_(view)
+
+    def write(self, name: str, region: Region, values: Tensor) -> None:
+        """The inverse of `read`."""
+        for part, view in self._parts(name, region):
+            view.copy_(take(values, part))
+
+    def contiguous(self, name: str, region: Region) -> Tensor:
+        """The region's elements in row-major order: a live view where they lie so, else a copy."""
+        view = self.view(name, region)
+        if view is not None:
+            return view.contiguous()
+        pieces = self._pieces[name]
+        out = torch.empty(sizes(region), dtype=pieces[0].tensor.dtype, device=pieces[0].tensor.device)
+        self.read(name, region, out)
+        return out
+
+    def _parts(self, name: str, region: Region) -> Iterator[tuple[Region, Tensor]]:
+        """(part in coordinates of the region, live view); together they are the region."""
+        covered = 0
+        for piece in self._pieces.get(name, ()):
+            common = intersection(region, piece.region)
+            if common is not None:
+                covered += num_elements(common)
+                yield relative(common, region), take(piece.tensor, relative(common, piece.region))
+        if covered != num_elements(region):
+            raise EngineError(
+                f"{name} {region} is no longer held here as it was when the transfer was planned: an engine was rebuilt in "
+                "another layout; build its sharding manager anew"
+            )

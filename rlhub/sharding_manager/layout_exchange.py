@@ -1,0 +1,110 @@
+"""Descriptions of what each process holds, as JSON: they cross between processes, and nothing from a network is unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from rlhub.errors import EngineError
+from rlhub.sharding_manager.links import Links
+from rlhub.utils.pieces import PieceInfo
+
+Side = Literal["sender", "receiver", "both"]
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Linux: one per start of a machine, the same in its containers."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One process of a transfer: which side it is of, where it runs, and what it holds of each side."""
+
+    side: Side
+    node: str
+    device: str
+    sources: list[PieceInfo]
+    destinations: list[PieceInfo]
+
+
+def this_node() -> str:
+    """The machine, as far as shared memory reaches: containers with a /dev/shm of their own are machines of their own."""
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
+    shared = os.stat("/dev/shm").st_dev if Path("/dev/shm").exists() else 0
+    return f"{boot}:{shared}"
+
+
+def exchange_members(links: Links | None, member: Member) -> list[Member]:
+    """Every process's description, by its rank in the links; all of them call it."""
+    if links is None:
+        return [member]
+    return [_decode(data) for data in links.all_gather_bytes(_encode(member))]
+
+
+def nodes_of(members: Sequence[Member]) -> dict[int, int]:
+    """The number of each process's machine."""
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(member.node for member in members))}
+    return {rank: numbers[member.node] for rank, member in enumerate(members)}
+
+
+def check_devices(members: Sequence[Member]) -> None:
+    """Fingerprints of different kinds of device cannot be compared, and one transport cannot reach both."""
+    kinds = sorted({member.device for member in members})
+    if len(kinds) > 1:
+        raise EngineError(
+            f"weights must travel between devices of one kind, these processes have {kinds}: set one device for all"
+        )
+
+
+def _encode(member: Member) -> bytes:
+    return json.dumps(
+        {
+            "side": member.side,
+            "node": member.node,
+            "device": member.device,
+            "sources": [encode_info(info) for info in member.sources],
+            "destinations": [encode_info(info) for info in member.destinations],
+        }
+    ).encode()
+
+
+def _decode(data: bytes) -> Member:
+    values = json.loads(data)
+    return Member(
+        side=values["side"],
+        node=values["node"],
+        device=values["device"],
+        sources=[decode_info(row) for row in values["sources"]],
+        destinations=[decode_info(row) for row in values["destinations"]],
+    )
+
+
+def encode_info(info: PieceInfo) -> list[object]:
+    """[name, shape, region, dtype]."""
+    return [info.name, list(info.shape), [list(bounds) for bounds in info.region], str(info.dtype).removeprefix("torch.")]
+
+
+def decode_info(row: list[object]) -> PieceInfo:
+    """The inverse of `encode_info`."""
+    name, shape, region, dtype = row
+    assert isinstance(name, str) and isinstance(shape, list) and isinstance(region, list) and isinstance(dtype, str)
+    kind = DTYPES.get(dtype)
+    if kind is None:
+        raise EngineError(f"{name} has dtype {dtype}, which is not one of {sorted(DTYPES)}")
+    return PieceInfo(
+        name=name,
+        shape=tuple(int(size) for size in shape),
+        region=tuple((int(start), int(stop)) for start, stop in region),
+        dtype=kind,
+    )
+
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int32)
+}

@@ -1,0 +1,153 @@
+"""Point-to-point connections between the processes of a transfer: a process group with deadlines and named peers.
+
+The group is either the job's own (colocated engines) or one made from an address for two separate pools.  Every wait ends: a
+peer that died or does not answer becomes a typed error that names it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhub.errors import DeadlineError, WorkerDiedError
+
+Post = tuple[int, Tensor]
+"""(rank of the peer, tensor): what to send from, or receive into."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pending:
+    """A message under way to or from `peer`; `wait` before the tensor is touched."""
+
+    work: dist.Work
+    peer: int
+    receiving: bool
+    links: Links
+
+    def wait(self) -> None:
+        try:
+            self.work.wait(timedelta(seconds=self.links.timeout_s))
+        except RuntimeError as error:
+            raise self.links.lost(self.peer, self.receiving, error) from error
+
+
+class Links:
+    """See the module docstring.  labels: what each rank is called in errors."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, rank: int, size: int, device: torch.device, timeout_s: float, labels: Sequence[str]
+    ) -> None:
+        self.group, self.rank, self.size, self.device, self.timeout_s = group, rank, size, device, timeout_s
+        self.labels = list(labels)
+
+    @classmethod
+    def of_job(cls, device: torch.device, timeout_s: float) -> Links | None:
+        """The job's own default group; None where this process is alone."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        rank, size = dist.get_rank(), dist.get_world_size()
+        group = dist.group.WORLD
+        assert group is not None
+        return cls(group, rank=rank, size=size, device=device, timeout_s=timeout_s, labels=["worker"] * size)
+
+    @classmethod
+    def to_address(cls, address: str, port: int, *, rank: int, size: int, device: torch.device, timeout_s: float) -> Links:
+        """A group of its own, which all `size` processes join at the store that rank 0 serves at the address.  Blocks until
+        all have."""
+        timeout = timedelta(seconds=timeout_s)
+        name = f"weight transfer at {address}:{port}, rank {rank} of {size}"
+        try:
+            store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=True)
+            group = dist.ProcessGroup(store, rank, size)
+            prefixed = dist.PrefixStore("weights", store)
+            gloo = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            if device.type == "cuda":
+                nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, timeout)
+                group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+        except (RuntimeError, ValueError) as error:  # torch's store and backend errors are RuntimeErrors
+            raise DeadlineError(name, timeout_s, f"not all {size} processes joined: {error}") from error
+        links = cls(group, rank=rank, size=size, device=device, timeout_s=timeout_s, labels=["peer"] * size)
+        links.store = store
+        return links
+
+    store: dist.Store | None = None
+
+    # Messages
+
+    def exchange(self, sends: Sequence[Post], receives: Sequence[Post], *, tag: int = 0) -> list[Pending]:
+        """Start all of them; messages of one pair and tag arrive in the order they were sent."""
+        if self.device.type == "cuda" and any(tensor.is_cuda for _, tensor in (*sends, *receives)):
+            return self._exchange_at_once(sends, receives)
+        return [self._start(peer, tensor, tag, receiving=True) for peer, tensor in receives] + [
+            self._start(peer, tensor, tag, receiving=False) for peer, tensor in sends
+        ]
+
+    def _start(self, peer: int, tensor: Tensor, tag: int, *, receiving: bool) -> Pending:
+        try:
+            work = self.group.recv([tensor], peer, tag) if receiving else self.group.send([tensor], peer, tag)
+        except RuntimeError as error:
+            raise self.lost(peer, receiving, error) from error
+        return Pending(work=work, peer=peer, receiving=receiving, links=self)
+
+    def _exchange_at_once(self, sends: Sequence[Post], receives: Sequence[Post]) -> list[Pending]:
+        """NCCL runs what it is given in order; only a coalesced batch cannot wait for itself across ranks."""
+        self.group._start_coalescing(self.device)
+        for peer, tensor in receives:
+            self.group.recv([tensor], peer, 0)
+        for peer, tensor in sends:
+            self.group.send([tensor], peer, 0)
+        work = self.group._end_coalescing(self.device)
+        peer = (*receives, *sends)[0][0]
+        return [Pending(work=work, peer=peer, receiving=bool(receives), links=self)]
+
+    def lost(self, peer: int, receiving: bool, error: BaseException) -> WorkerDiedError | DeadlineError:
+        """The typed error for a message that did not arrive."""
+        what = "from" if receiving else "to"
+        label = self.labels[peer]
+        if "imed out" in str(error):
+            return DeadlineError(
+                f"weights {what} {label} rank {peer}", self.timeout_s, "is that process still running, and on the same update?"
+            )
+        return WorkerDiedError(
+            f"the connection {what} this process broke while weights travelled: {error}",
+            role=label,
+            rank=peer,
+            node=socket.gethostname(),
+        )
+
+    # Small collectives, on the CPU
+
+    def all_gather(self, values: Tensor) -> list[Tensor]:
+        """Every rank's int64 or uint8 CPU tensor of the same size, in rank order."""
+        out = [torch.empty_like(values) for _ in range(self.size)]
+        self._collective(self.group.allgather([out], [values]))
+        return out
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, of any length, in rank order."""
+        lengths = [int(length) for length in self.all_gather(torch.tensor([len(data)]))]
+        padded = torch.zeros(max(max(lengths), 1), dtype=torch.uint8)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return [bytes(rows[:n].numpy()) for rows, n in zip(self.all_gather(padded), lengths, strict=True)]
+
+    def minimum(self, value: int) -> int:
+        """The smallest value of all ranks."""
+        return min(int(other) for other in self.all_gather(torch.tensor([value])))
+
+    def _collective(self, work: dist.Work) -> None:
+        try:
+            work.wait(timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            if "imed out" in str(error):
+                raise DeadlineError("weight transfer: meeting of all ranks", self.timeout_s, "is every process alive?") from error
+            raise WorkerDiedError(
+                f"a process left while weights travelled: {error}", role="weight transfer", rank=self.rank
+            ) from error

@@ -1,0 +1,1 @@
+"""Ways for the bytes of a plan to travel."""
