@@ -56,6 +56,9 @@ def install() -> None:
     random = sys.modules.get(f"{MEGATRON}.tensor_parallel.random")
     if random is not None:
         _use_cpu_generator(random)
+    dispatcher = sys.modules.get(f"{MEGATRON}.transformer.moe.token_dispatcher")
+    if dispatcher is not None:
+        dispatcher.__dict__["maybe_move_tensor_to_cpu"] = _on_host
 
 
 @functools.cache
@@ -65,14 +68,14 @@ def _silence() -> None:
 
 
 class _Stream:
-    """A CUDA stream or event where everything happens in order anyway: any method does nothing."""
+    """A CUDA stream or event where everything happens in order anyway: any method does nothing and gives a stream or event."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> Callable[..., _Stream]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _nothing
+        return _Stream
 
 
 class _StandIn(types.ModuleType):
@@ -118,6 +121,12 @@ def _set_generator_state(state: Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(state)
 
 
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Of the counts by which tokens are dealt to experts: megatron makes arrays only of those it brings from a GPU, but
+    collectives take no tensors."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 @contextlib.contextmanager
 def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     """CudaRNGStatesTracker.fork with the CPU's generator as the device's; megatron's own warns when that one moves."""
@@ -128,6 +137,26 @@ def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     finally:
         tracker.states_[name] = torch.get_rng_state()
         torch.set_rng_state(before)
+
+
+def _all_gather(tensors: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """With unequal sizes, too (tokens of experts), which gloo's own has not."""
+    if async_op or len({target.shape for target in tensors}) == 1:
+        return torch.distributed.all_gather(tensors, tensor, group=group, async_op=async_op)
+    tensors[torch.distributed.get_rank(group)].copy_(tensor)
+    for rank, target in enumerate(tensors):
+        torch.distributed.broadcast(target, group=group, group_src=rank)
+    return None
+
+
+def _reduce_scatter(output: Tensor, inputs: list[Tensor], *args: Any, group: Any = None, **options: Any) -> Any:
+    """The sum over the ranks of each one's share; with unequal sizes, too, which gloo's own has not."""
+    if args or options or len({share.shape for share in inputs}) == 1:
+        return torch.distributed.reduce_scatter(output, inputs, *args, group=group, **options)
+    total = torch.cat(inputs)
+    torch.distributed.all_reduce(total, group=group)
+    output.copy_(total.split([share.shape[0] for share in inputs])[torch.distributed.get_rank(group)])
+    return None
 
 
 def _autocast(device_type: str = "cuda", *args: Any, **options: Any) -> Any:
@@ -160,8 +189,9 @@ def _stand_in() -> types.ModuleType:
             "memory_reserved": _zero,
         },
     )
+    collectives = _StandIn(torch.distributed, {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter})
     factories = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
-    return _StandIn(torch, {**factories, "cuda": cuda, "autocast": _autocast})
+    return _StandIn(torch, {**factories, "cuda": cuda, "distributed": collectives, "autocast": _autocast})
 
 
 def _called_by_megatron() -> bool:

@@ -15,12 +15,13 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
-from torch.nn.functional import pad, rms_norm
+from torch.nn.functional import linear, pad, rms_norm
 
 from rlhub.errors import EngineError
 from rlhub.models.packed_attention import AttentionPlan, attend_packed
@@ -50,6 +51,16 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class Router(TopKRouter):
+    """Megatron's choice of experts with the Hugging Face model's logits: a product in the model's dtype, float32 from there on.
+
+    Megatron's own product fails where TransformerEngine is not installed, with or without CUDA.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight).float()
 
 
 class PackedAttention(MegatronModule):
@@ -103,4 +114,6 @@ def _layer_spec(config: TransformerConfig, sparse: bool) -> ModuleSpec:
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if sparse:
+        parts.mlp.submodules.router = Router
     return spec
