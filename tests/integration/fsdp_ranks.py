@@ -29,10 +29,11 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
 class Ranks:
     """`world` processes; `call` runs a function of a module on all of them and returns their results by rank."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, preload: str = "tests.integration.fsdp_checks") -> None:
+        """preload: a module imported once for all ranks, if no ranks were started before."""
         self.world = world
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.integration.fsdp_checks"])  # imported once, not once a rank
+        context.set_forkserver_preload([preload])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

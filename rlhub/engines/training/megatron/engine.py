@@ -1,0 +1,327 @@
+"""TrainEngine on Megatron-core, for policies, value models and reward models.
+
+Every rank of a model copy is given the same rows.  The numbers of a pass exist on its last pipeline stage and are sent to the
+others, so all ranks of a copy return the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+
+from rlhub.models.megatron import compat  # before megatron, which it imports quietly
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch import Tensor, nn
+
+from rlhub.config.model import ModelConfig
+from rlhub.config.training import MegatronConfig, OptimConfig
+from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
+from rlhub.engines.training.megatron.heads import policy_outputs, scalar_output
+from rlhub.engines.training.megatron.optimizer import MOMENTS, MegatronAdamW
+from rlhub.engines.training.megatron.parallel import ParallelState, ensure_model_parallel
+from rlhub.engines.training.megatron.residence import HostCopies
+from rlhub.engines.training.megatron.schedule import MicroBatch, passes_needed, run_micro_batches, sum_gradients
+from rlhub.engines.training.megatron.state import Holding, fill, holdings, live_pieces, mark_cut_weights
+from rlhub.engines.training.megatron.weights import StreamedTensor, WeightStream, plan_stream
+from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_units, even_cut, extend_cut, rows_of, take_rows
+from rlhub.engines.training.packing import model_inputs, row_inputs
+from rlhub.errors import EngineError
+from rlhub.models.hf import ModelKind
+from rlhub.models.megatron.build import MegatronPlan, build_megatron
+from rlhub.models.megatron.names import ParamParts, parts
+from rlhub.utils.pieces import Piece
+from rlhub.utils.regions import take
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+OUTPUTS: dict[ModelKind, frozenset[str]] = {
+    "policy": frozenset({"log_probs", "entropy", "sum_pi_squared"}),
+    "value": frozenset({"values"}),
+    "reward": frozenset({"scores"}),
+}
+
+
+class MegatronEngine(TrainEngine):
+    """kind: "policy" gives log_probs and entropy, "value" gives values, "reward" gives scores.  optim None: inference only.
+    temperature: logits are divided by it.  infer_micro_batch: cut of `infer`, default that of training.  seed: of new heads.
+
+    Rows are always packed, whatever model.use_remove_padding says."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        megatron: MegatronConfig,
+        optim: OptimConfig | None,
+        *,
+        kind: ModelKind,
+        device: torch.device,
+        temperature: float = 1.0,
+        micro_batch: MicroBatchConfig | None = None,
+        infer_micro_batch: MicroBatchConfig | None = None,
+        grad_clip: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        self.model_config, self.megatron_config, self.optim_config = model, megatron, optim
+        self.kind: ModelKind = kind
+        self.device, self.temperature, self.grad_clip, self.seed = device, temperature, grad_clip, seed
+        self.micro_batch = micro_batch or MicroBatchConfig()
+        self.infer_micro_batch = infer_micro_batch or self.micro_batch
+        self.dtype = DTYPES[megatron.model_dtype or ("bf16" if device.type == "cuda" else "fp32")]
+        self.dp_rank, self.dp_size, self.is_collect = 0, 1, True
+        self.optimizer: MegatronAdamW | None = None
+        self.chunks: list[nn.Module] = []
+        self.params: list[ParamParts] = []
+        self._parallel: ParallelState | None = None
+        self._streamed: list[StreamedTensor] | None = None
+        self._loss_is_finite = True
+        self._host = HostCopies()
+
+    def initialize(self) -> None:
+        where = ensure_model_parallel(self.megatron_config)
+        self._parallel = where
+        self.dp_rank, self.dp_size, self.is_collect = where.data_rank, where.data_size, where.collects
+        plan = MegatronPlan(
+            model=self.model_config,
+            kind=self.kind,
+            megatron=self.megatron_config,
+            dtype=self.dtype,
+            trainable=self.optim_config is not None,
+            seed=self.seed,
+            device=self.device,
+        )
+        built = build_megatron(plan)
+        built.config.calculate_per_token_loss = True  # gradients are summed over micro-batches and ranks, not averaged
+        self.vocab_size, self.chunks = built.vocab_size, list(built.chunks)
+        self.params = list(parts(built))
+        mark_cut_weights(self.params)
+        if self.optim_config is not None:
+            built.config.finalize_model_grads_func = sum_gradients
+            self._make_trainable(self.optim_config)
+        compat.install()
+
+    def _make_trainable(self, optim: OptimConfig) -> None:
+        distributed = self.megatron_config.use_distributed_optimizer
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+        wrapped = [
+            DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(self.chunks)
+        ]
+        self.chunks = list(wrapped)
+        self.optimizer = MegatronAdamW(wrapped, optim, dtype=self.dtype, distributed=distributed)
+
+    @property
+    def parallel(self) -> ParallelState:
+        if self._parallel is None:
+            raise EngineError("the training engine is not initialized: call initialize first")
+        return self._parallel
+
+    # Passes
+
+    def forward_backward(
+        self, rows: Rows, loss_fn: LossFunction, *, outputs: Iterable[str] = ("log_probs",), rows_per_unit: int = 1
+    ) -> dict[str, float]:
+        if self.optimizer is None:
+            raise EngineError("this engine was built without an optimizer: it can infer, not train")
+        self._prepare()
+        wanted = self._check_outputs(outputs)
+        self.optimizer.zero_grad()
+        losses: list[Tensor] = []
+        sums: dict[str, list[Tensor]] = {}
+
+        def finish(batch: MicroBatch, chunk: nn.Module, hidden: Tensor) -> Tensor:
+            result = loss_fn(self._outputs(batch, chunk, hidden, wanted), batch.rows)
+            if not result.loss.requires_grad:
+                raise EngineError(f"the loss does not depend on the engine's outputs {sorted(wanted)}: nothing to train on")
+            losses.append(result.loss.detach())
+            for name, value in result.sums.items():
+                sums.setdefault(name, []).append(value.detach())
+            return result.loss
+
+        bins = self._cut(rows, self.micro_batch, rows_per_unit)
+        self._run(rows, bins, finish, train=True, fillers=rows_per_unit)
+        return self._global_sums(losses, sums)
+
+    def _run(
+        self,
+        rows: Rows,
+        bins: list[list[int]],
+        finish: Callable[[MicroBatch, nn.Module, Tensor], Tensor],
+        *,
+        train: bool,
+        fillers: int = 1,
+    ) -> None:
+        make = partial(self._micro_batch, rows, bins, fillers)
+        for chunk in self.chunks:
+            chunk.train(train)
+        run_micro_batches(self.chunks, make, len(bins), finish, train=train)
+
+    def _micro_batch(self, rows: Rows, bins: list[list[int]], fillers: int, number: int) -> MicroBatch:
+        micro = take_rows(rows, bins[number], self.device, fillers=fillers)
+        plan = row_inputs if self.kind == "reward" else model_inputs
+        return MicroBatch(rows=micro, inputs=plan(micro, pack=True, device=self.device), indices=bins[number])
+
+    def _outputs(self, batch: MicroBatch, chunk: nn.Module, hidden: Tensor, wanted: frozenset[str]) -> ForwardOutputs:
+        model = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+        if self.kind == "policy":
+            values = policy_outputs(
+                hidden,
+                model.head_weight,
+                batch.inputs,
+                vocab_size=self.vocab_size,
+                group=self.parallel.tensor_group,
+                temperature=self.temperature,
+                wanted=wanted,
+            )
+        else:
+            values = dict.fromkeys(wanted, scalar_output(hidden, model.head_weight, batch.inputs))
+        return ForwardOutputs(**{name: batch.inputs.spread(value) for name, value in values.items()})
+
+    def _global_sums(self, losses: list[Tensor], sums: dict[str, list[Tensor]]) -> dict[str, float]:
+        """Over micro-batches and data-parallel ranks, by the last stage; the other ranks of the copy are told."""
+        found: dict[str, float] = {}
+        if self.parallel.is_last_stage:
+            names = sorted(sums)
+            columns = [losses, *(sums[name] for name in names)]
+            totals = torch.stack([torch.stack(column).double().sum() for column in columns])
+            found = dict(zip(["loss", *names], self.reduce(totals).tolist(), strict=True))
+        if self.parallel.model_size > 1:
+            box = [found]
+            dist.broadcast_object_list(box, src=self.parallel.last_stage, group=self.parallel.model_group)
+            found = box[0]
+        self._loss_is_finite = math.isfinite(found["loss"])
+        return found
+
+    def infer(self, rows: Rows, *, outputs: Iterable[str], adapters: bool = True) -> dict[str, Tensor]:
+        self._prepare()
+        names = sorted(self._check_outputs(outputs))
+        needed = {name: rows[name] for name in self._columns}
+        shape = needed["response_mask"].shape if "response_mask" in needed else needed["attention_mask"].shape[:1]
+        results = torch.zeros((len(names), *shape))
+
+        def finish(batch: MicroBatch, chunk: nn.Module, hidden: Tensor) -> Tensor:
+            passed = self._outputs(batch, chunk, hidden, frozenset(names))
+            for number, name in enumerate(names if batch.indices else ()):
+                value: Tensor = getattr(passed, name)
+                results[number][batch.indices] = value.to("cpu")
+            return hidden.new_zeros(())
+
+        with torch.no_grad():
+            self._run(needed, self._cut(needed, self.infer_micro_batch), finish, train=False)
+        if self.parallel.model_size > 1 and results.numel():
+            dist.broadcast(results, src=self.parallel.last_stage, group=self.parallel.model_group)
+        return dict(zip(names, results, strict=True))
+
+    def _cut(self, rows: Rows, config: MicroBatchConfig, rows_per_unit: int = 1) -> list[list[int]]:
+        """At least one pass, and as many as the data-parallel rank with the most; by tokens, equally full ones."""
+        lengths = rows["attention_mask"].sum(1).tolist()
+        if len(lengths) % rows_per_unit:
+            raise EngineError(f"{len(lengths)} rows are no whole number of units of {rows_per_unit} rows")
+        bins = cut_units(lengths, config, rows_per_unit)
+        count = max(len(bins), 1)
+        if self.dp_size > 1:
+            count = int(self.reduce(torch.tensor([count]), op="max").item())
+        count = passes_needed(count, self.parallel.pipeline_size, self.parallel.stages is not None)
+        bins = even_cut(extend_cut(bins, count), lengths, config, rows_per_unit)
+        return [rows_of(units, rows_per_unit) for units in bins]
+
+    def _check_outputs(self, outputs: Iterable[str]) -> frozenset[str]:
+        wanted = frozenset(outputs)
+        if not wanted or not wanted <= OUTPUTS[self.kind]:
+            raise EngineError(f"a {self.kind} engine computes {sorted(OUTPUTS[self.kind])}, not {sorted(wanted)}")
+        return wanted
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        """What a forward pass reads."""
+        ids = ("input_ids", "attention_mask")
+        return ids if self.kind == "reward" else (*ids, "response_mask")
+
+    # Steps
+
+    def optimizer_step(self) -> StepReport:
+        if self.optimizer is None:
+            raise EngineError("this engine was built without an optimizer: it can infer, not train")
+        self._prepare()
+        norm, rate, skipped = self.optimizer.step(self.grad_clip, loss_is_finite=self._loss_is_finite)
+        self.optimizer.zero_grad()
+        return StepReport(grad_norm=norm, lr=rate, skipped=skipped)
+
+    def reduce(self, values: Tensor, op: str = "sum", *, every_rank: bool = False) -> Tensor:
+        result = values.to(self.device, copy=True)
+        group = dist.group.WORLD if every_rank else self.parallel.data_group
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(result, op=REDUCE_OPS[op], group=group)
+        return result.to(values.device)
+
+    # Weights and state
+
+    def local_weights(self) -> Iterator[Piece]:
+        self._prepare()
+        for entry in self.params:
+            for part in entry.parts:
+                view = take(entry.param.detach(), part.local)
+                yield Piece(name=part.name, tensor=view, shape=part.shape, region=part.region)
+
+    def named_weights(self, *, bucket_bytes: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:
+        pieces = list(self.local_weights())
+        experts_apart = self.megatron_config.expert_model_parallel_size > 1  # then a model copy's ranks lack some
+        group = dist.group.WORLD if experts_apart else self.parallel.model_group
+        assert group is not None
+        if self._streamed is None:
+            infos = [piece.info for piece in pieces]
+            held = [infos] * group.size()
+            dist.all_gather_object(held, infos, group=group)
+            self._streamed = plan_stream(held)
+        return iter(WeightStream(self._streamed, pieces, group, bucket_bytes, self.device))
+
+    def state_shards(self) -> Iterator[Piece]:
+        return live_pieces(holding for holding in self._held() if not holding.replica)
+
+    def load_state(self, read: Callable[[Piece], Tensor]) -> None:
+        fill(self._held(), read)
+        if self.optimizer is not None:
+            self.optimizer.publish()
+
+    def _held(self) -> list[Holding]:
+        self._prepare()
+        slots = self.optimizer.slots if self.optimizer is not None else []
+        return holdings(self.params, slots, distributed=self.optimizer is not None and self.optimizer.distributed)
+
+    def scalar_state(self) -> dict[str, int | float]:
+        if self.optimizer is None:
+            return {}
+        return {"optimizer_steps": self.optimizer.num_steps, "skipped_steps": self.optimizer.num_skipped}
+
+    def load_scalar_state(self, state: Mapping[str, int | float]) -> None:
+        if self.optimizer is not None:
+            self.optimizer.set_num_steps(int(state["optimizer_steps"]))
+            self.optimizer.num_skipped = int(state["skipped_steps"])
+
+    # Residence
+
+    def _prepare(self) -> None:
+        assert self.parallel is not None
+        self.onload()
+
+    def onload(self) -> None:
+        self._host.bring_back()
+
+    def offload(self) -> None:
+        config = self.megatron_config
+        if self.device.type == "cpu" or self._host.stored:
+            return
+        slots = self.optimizer.slots if self.optimizer is not None else []
+        if config.param_offload:
+            self._host.take_out(entry.param for entry in self.params)
+        if config.optimizer_offload:
+            self._host.take_out(slot.main for slot in slots if slot.is_master_copy)
+            self._host.take_out(slot.moment(name) for slot in slots for name in MOMENTS)
+        if config.grad_offload and self.optimizer is not None:
+            buffers = [b for chunk in self.optimizer.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+            self._host.take_out((buffer.grad_data for buffer in buffers), keep=False)
+        torch.cuda.empty_cache()

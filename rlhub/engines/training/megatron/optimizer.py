@@ -1,0 +1,178 @@
+"""AdamW by Megatron-core's optimizers, whole on each rank or distributed over data-parallel ranks, under our own rules.
+
+The learning rate, clipping and when a step is skipped are those of the other engines; megatron moves gradients, steps and
+gathers the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rlhub.models.megatron import compat  # before megatron, which it imports quietly
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+from torch import Tensor, nn
+
+from rlhub.config.training import OptimConfig
+from rlhub.engines.training.learning_rate import check_schedule, learning_rate
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(slots=True, kw_only=True)
+class Slot:
+    """Elements [start, stop) of a flattened local parameter, which this rank's optimizer steps.
+
+    main: those elements (in any shape) in float32, the parameter's own memory or a master copy.
+    """
+
+    param: nn.Parameter
+    main: Tensor
+    start: int
+    stop: int
+    optimizer: MegatronOptimizer
+
+    def moment(self, name: str) -> Tensor:
+        """exp_avg or exp_avg_sq of these elements, live."""
+        value: Tensor = self.optimizer.optimizer.state[self.main][name]
+        return value
+
+    @property
+    def is_master_copy(self) -> bool:
+        return self.main.dtype != self.param.dtype
+
+
+class MegatronAdamW:
+    """AdamW whose norms and biases (fewer than two dimensions) do not decay.  Build it after wrapping the chunks."""
+
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], config: OptimConfig, *, dtype: torch.dtype, distributed: bool
+    ) -> None:
+        check_schedule(config)
+        self.config, self.chunks, self.distributed = config, list(chunks), distributed
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+            clip_grad=0.0,  # `step` clips
+        )
+        self.megatron = get_megatron_optimizer(settings, self.chunks, use_gloo_process_groups=False)
+        compat.install()
+        self.inner: list[MegatronOptimizer] = list(self.megatron.chained_optimizers)  # dense weights, and experts
+        self.slots = [slot for optimizer in self.inner for slot in _slots(optimizer)]
+        self.num_steps = 0
+        self.num_skipped = 0
+        self._fill_state()
+
+    def _fill_state(self) -> None:
+        """Zero moments from the start: a checkpoint of step 0 has them, too."""
+        for slot in self.slots:
+            state = slot.optimizer.optimizer.state[slot.main]
+            state.update({name: torch.zeros_like(slot.main, requires_grad=False) for name in MOMENTS})
+        self.set_num_steps(0)
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """Torch counts the steps of each tensor, fused optimizers those of a group."""
+        self.num_steps = num_steps
+        for optimizer in self.inner:
+            plain = isinstance(optimizer.optimizer, torch.optim.AdamW)
+            for group in optimizer.param_groups:
+                if not plain:
+                    group["step"] = num_steps
+                for main in group["params"] if plain else ():
+                    optimizer.optimizer.state[main]["step"] = torch.tensor(float(num_steps))
+
+    @property
+    def schedule_step(self) -> int:
+        return self.num_steps + self.num_skipped
+
+    @torch.no_grad()
+    def _grad_norm(self) -> float:
+        """Norm of the whole gradient, every element once; every rank calls."""
+        device = self.slots[0].main.device if self.slots else torch.device("cpu")
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        for optimizer in self.inner:
+            norms = torch._foreach_norm(optimizer.get_main_grads_for_grad_norm())
+            part = torch.stack(norms).double().square().sum() if norms else torch.zeros_like(square)
+            dist.all_reduce(part, group=optimizer.get_grad_stats_parallel_group())
+            square += part
+        return float(square.sqrt())
+
+    @torch.no_grad()
+    def step(self, max_norm: float, *, loss_is_finite: bool) -> tuple[float, float, bool]:
+        """Clip and step unless the gradient or loss is not finite; returns (gradient norm, learning rate, skipped).
+
+        The schedule moves on either way.  Every rank calls, and all come to the same decision.
+        """
+        rate = learning_rate(self.config, self.schedule_step)
+        self.megatron.prepare_grads()
+        norm = self._grad_norm()
+        if not (loss_is_finite and math.isfinite(norm)):
+            self.num_skipped += 1
+            return norm, rate, True
+        groups = [group for optimizer in self.inner for group in optimizer.param_groups]
+        if norm > max_norm:
+            grads = [main.grad for group in groups for main in group["params"] if main.grad is not None]
+            torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
+        for group in groups:
+            group["lr"], group["weight_decay"] = rate, self.config.weight_decay * group["wd_mult"]
+        self.megatron.step_with_ready_grads()
+        self.num_steps += 1
+        return norm, rate, False
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring what was written to the slots into the weights that the model computes with.  Every rank calls."""
+        for optimizer in self.inner:
+            if isinstance(optimizer, DistributedOptimizer | Float16OptimizerWithFloat16Params):
+                optimizer._copy_main_params_to_model_params()
+        if self.distributed:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+
+def _slots(optimizer: MegatronOptimizer) -> Iterator[Slot]:
+    """What one of megatron's optimizers steps on this rank."""
+    for param, main in _pairs(optimizer):
+        start, stop = 0, param.numel()
+        if isinstance(optimizer, DistributedOptimizer):
+            owned = optimizer._get_model_param_range_map(param)["param"]
+            start, stop = owned.start, owned.end
+        yield Slot(param=param, main=main, start=start, stop=stop, optimizer=optimizer)
+
+
+def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """(parameter, what is stepped in its place); the groups are parallel lists of lists."""
+    if isinstance(optimizer, DistributedOptimizer):
+        sides = [
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        ]
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        same = optimizer.fp32_from_fp32_groups
+        sides = [(same, same), (optimizer.float16_groups, optimizer.fp32_from_float16_groups)]
+    else:
+        same = [group["params"] for group in optimizer.param_groups]
+        sides = [(same, same)]
+    for params, mains in sides:
+        for group, main_group in zip(params, mains, strict=True):
+            yield from zip(group, main_group, strict=True)

@@ -1,0 +1,127 @@
+"""The groups of ranks that Megatron-core cuts a model over: made once per process, shared by all its engines.
+
+Megatron-core keeps them in module state, so actor, reference and critic of one process must agree on the sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from rlhub.models.megatron import compat  # before megatron, which it imports quietly
+
+# isort: split
+from megatron.core import parallel_state
+
+from rlhub.config.training import MegatronConfig
+from rlhub.errors import ConfigError
+from rlhub.models.megatron.checks import num_virtual_stages
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Sizes:
+    """Ranks that share a model's layers' matrices, its layers, each sequence, and its experts; stages: pieces of layers a
+    pipeline rank holds, None: one."""
+
+    tensor: int
+    pipeline: int
+    stages: int | None
+    context: int
+    experts: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ParallelState:
+    """Where this rank stands.  model_group: the ranks of this rank's model copy; last_stage: the global rank among them that
+    speaks for the end of the model; collects: whether this rank stands for its copy."""
+
+    data_rank: int
+    data_size: int
+    data_group: dist.ProcessGroup
+    tensor_group: dist.ProcessGroup
+    model_group: dist.ProcessGroup
+    model_size: int
+    pipeline_size: int
+    stages: int | None
+    last_stage: int
+    is_last_stage: bool
+    collects: bool
+
+
+def wanted_sizes(megatron: MegatronConfig) -> Sizes:
+    return Sizes(
+        tensor=megatron.tensor_model_parallel_size,
+        pipeline=megatron.pipeline_model_parallel_size,
+        stages=num_virtual_stages(megatron),
+        context=megatron.context_model_parallel_size,
+        experts=megatron.expert_model_parallel_size,
+    )
+
+
+def current_sizes() -> Sizes | None:
+    """Those of the groups this process has; None before the first engine."""
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    return Sizes(
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        stages=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        context=parallel_state.get_context_parallel_world_size(),
+        experts=parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
+def ensure_model_parallel(megatron: MegatronConfig) -> ParallelState:
+    """Make the groups over the default process group, or take those that another engine of this process made.
+
+    Every rank calls, and it blocks.  Raises ConfigError if another engine made groups of other sizes, or if the sizes do not
+    fit the number of ranks.
+    """
+    compat.install()
+    sizes, present = wanted_sizes(megatron), current_sizes()
+    if present is None:
+        _make_groups(sizes)
+    elif present != sizes:
+        raise ConfigError(
+            f"the Megatron engines of one process share their groups of ranks: another engine made {present}, this one wants "
+            f"{sizes}; give actor, reference and critic the same sizes, or processes of their own"
+        )
+    return _where_am_i(sizes)
+
+
+def _make_groups(sizes: Sizes) -> None:
+    world, ranks = dist.get_world_size(), sizes.tensor * sizes.pipeline * sizes.context
+    if world % ranks or (world // ranks) % sizes.experts:
+        raise ConfigError(f"megatron: {world} ranks cannot be cut into {sizes}; change the sizes or the number of ranks")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.stages,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.experts,
+        create_gloo_process_groups=False,  # only megatron's own checkpoints use them
+    )
+
+
+def _where_am_i(sizes: Sizes) -> ParallelState:
+    model_group = parallel_state.get_model_parallel_group()
+    ranks = dist.get_process_group_ranks(model_group)
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    return ParallelState(
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        data_group=parallel_state.get_data_parallel_group(),
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        model_group=model_group,
+        model_size=len(ranks),
+        pipeline_size=sizes.pipeline,
+        stages=sizes.stages,
+        last_stage=ranks[-sizes.tensor],
+        is_last_stage=parallel_state.is_pipeline_last_stage(),
+        collects=tensor_rank == 0 and parallel_state.is_pipeline_first_stage(),
+    )

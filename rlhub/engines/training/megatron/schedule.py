@@ -1,0 +1,79 @@
+"""A step's micro-batches through Megatron-core's pipeline schedules: one stage, several, or interleaved pieces of stages.
+
+Every rank of a model copy is given the same rows and cuts them alike; hidden states travel between the stages, and the last
+turns them into outputs.  Nothing here divides a loss or a gradient: the loss of a micro-batch is a share already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import rlhub.models.megatron.compat  # noqa: F401 - before megatron, which it imports quietly
+
+# isort: split
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from rlhub.engines.training.base import Rows
+from rlhub.engines.training.packing import ModelInputs
+
+
+@dataclass(slots=True, kw_only=True)
+class MicroBatch:
+    """indices: the rows' places in the rank's batch; none: fillers."""
+
+    rows: Rows
+    inputs: ModelInputs
+    indices: list[int]
+
+
+Finish = Callable[[MicroBatch, nn.Module, Tensor], Tensor]
+"""(micro-batch, last piece of the model, hidden states) -> loss; called on the last pipeline stage alone."""
+
+
+def run_micro_batches(
+    chunks: Sequence[nn.Module], make: Callable[[int], MicroBatch], count: int, finish: Finish, *, train: bool
+) -> None:
+    """Forward passes of `make(0..count - 1)`, and with `train` the backward passes and the reduction of gradients.
+
+    chunks: this rank's pieces of the model, wrapped for data parallelism when training.  Every rank calls, with the same count.
+    """
+
+    def forward(batches: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        batch = next(batches)
+        hidden = chunk(batch.inputs.input_ids, batch.inputs.position_ids, batch.inputs.plan)
+        return hidden, partial(_loss, finish, batch, chunk)
+
+    batches = [map(make, range(count)) for _ in chunks]
+    several = len(chunks) > 1
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=batches if several else batches[0],
+        model=list(chunks) if several else chunks[0],
+        num_microbatches=count,
+        seq_length=1,  # read only where all micro-batches are equally long
+        micro_batch_size=1,
+        forward_only=not train,
+    )
+
+
+def _loss(finish: Finish, batch: MicroBatch, chunk: nn.Module, hidden: Tensor, **_: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """What the schedules expect: (loss, number of tokens, what to collect).  No tokens are counted: nothing is divided by
+    them."""
+    return finish(batch, chunk, hidden), torch.zeros((), dtype=torch.int), {}
+
+
+def sum_gradients(model: list[nn.Module], _: Tensor | None = None, **options: Any) -> None:
+    """Megatron's end of a backward pass (sums over data-parallel ranks, over tensor-parallel ranks where each has a part, over
+    tied embeddings) without its division by a number of tokens."""
+    finalize_model_grads(model, None, **options)
+
+
+def passes_needed(count: int, pipeline_size: int, interleaved: bool) -> int:
+    """The interleaved schedule takes whole rounds of as many micro-batches as there are pipeline ranks."""
+    return -(-count // pipeline_size) * pipeline_size if interleaved else count
