@@ -18,7 +18,7 @@ from rlhub.utils.pieces import PieceInfo
 from rlhub.utils.regions import Region, difference, intersection, merged, num_elements, overlapping, remainder
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class Transfer:
     """One part of one tensor from a source rank to a destination rank.
 
@@ -91,23 +91,11 @@ def make_plan(
     assert len(sources) == len(source_processes) and len(destinations) == len(destination_processes)
     held, needed = _collect(sources, "source"), _collect(destinations, "destination")
     _check_same_tensors(held, needed)
-    own_sources: dict[int, list[int]] = {}
-    for rank, process in enumerate(source_processes):
-        own_sources.setdefault(process, []).append(rank)
-    own = [own_sources.get(process, []) for process in destination_processes]
-    copies: list[list[Transfer]] = [[] for _ in destinations]
-    cells: list[_Cell] = []
-    lower_bound = 0
+    planner = _Planner(source_processes, destination_processes, nodes)
     for name, tensor in needed.items():
-        found = _plan_tensor(name, tensor, held[name], own, copies)
-        lower_bound += found.lower_bound
-        cells += found.cells
-    if nodes is not None:
-        _prefer_same_node(cells, [nodes[p] for p in source_processes], [nodes[p] for p in destination_processes])
-    receives: list[list[Transfer]] = [[] for _ in destinations]
-    for cell, source in zip(cells, _choose_holders(cells, len(sources)), strict=True):
-        receives[cell.destination].append(cell.sent_by(source))
-    return Plan(num_sources=len(sources), copies=copies, receives=receives, lower_bound=lower_bound)
+        planner.add(name, tensor, held[name])
+    planner.choose_holders()
+    return Plan(num_sources=len(sources), copies=planner.copies, receives=planner.receives, lower_bound=planner.lower_bound)
 
 
 @dataclass(slots=True)
@@ -197,54 +185,81 @@ def _check_same_tensors(held: dict[str, _Tensor], needed: dict[str, _Tensor]) ->
             )
 
 
-@dataclass(slots=True)
-class _Cell:
-    """A part that one destination receives whole, and the sources that hold all of it."""
+class _Planner:
+    """Collects what every destination rank copies and receives, tensor by tensor, and then chooses among equal holders."""
 
-    destination: int
-    name: str
-    region: Region
-    dtype: torch.dtype
-    num_bytes: int
-    holders: Sequence[int]
+    def __init__(
+        self, source_processes: Sequence[int], destination_processes: Sequence[int], nodes: Mapping[int, int] | None
+    ) -> None:
+        in_process: dict[int, list[int]] = {}
+        for rank, process in enumerate(source_processes):
+            in_process.setdefault(process, []).append(rank)
+        self._own = [in_process.get(process, []) for process in destination_processes]
+        self._source_nodes = [nodes[process] if nodes else 0 for process in source_processes]
+        self._nodes = [nodes[process] if nodes else 0 for process in destination_processes]
+        self._sent = [0] * len(source_processes)
+        self._open: list[tuple[Transfer, Sequence[int]]] = []
+        self.copies: list[list[Transfer]] = [[] for _ in destination_processes]
+        self.receives: list[list[Transfer]] = [[] for _ in destination_processes]
+        self.lower_bound = 0
 
-    def sent_by(self, source: int) -> Transfer:
-        return Transfer(source=source, destination=self.destination, name=self.name, region=self.region, dtype=self.dtype)
+    def add(self, name: str, needed: _Tensor, held: _Tensor) -> None:
+        """Plan one tensor for all destinations; where several sources hold a part whole, which one sends stays open."""
+        holders = _Holders(held, self._source_nodes)
+        for rank, boxes in needed.boxes.items():
+            dtype = needed.dtypes[rank]
+            near = [(box, source) for source in self._own[rank] for box in held.boxes.get(source, ())]
+            for box in boxes:
+                cut = holders.cutter.cut(box, tuple(box for box, _ in near))
+                if cut.uncovered is not None:
+                    raise ReshardError(
+                        f"no source rank holds the part {cut.uncovered} of {name} {needed.shape}, which destination rank {rank} "
+                        "needs: the description of a source rank is missing or not whole",
+                        weight=name,
+                    )
+                self.lower_bound += cut.far_elements * dtype.itemsize
+                for region, index in cut.near:
+                    source = near[index][1]
+                    self.copies[rank].append(Transfer(source=source, destination=rank, name=name, region=region, dtype=dtype))
+                for region, indices in cut.far:
+                    self._receive(name, region, rank, dtype, holders.of(indices, self._nodes[rank]))
+
+    def _receive(self, name: str, region: Region, rank: int, dtype: torch.dtype, holders: Sequence[int]) -> None:
+        transfer = Transfer(source=holders[0], destination=rank, name=name, region=region, dtype=dtype)
+        self.receives[rank].append(transfer)
+        if len(holders) == 1:
+            self._sent[holders[0]] += transfer.num_bytes
+        else:
+            self._open.append((transfer, holders))
+
+    def choose_holders(self) -> None:
+        """What only one can send is settled; of the rest the largest goes first, to the holder with the least to send."""
+        for transfer, holders in sorted(self._open, key=lambda choice: -choice[0].num_bytes):
+            transfer.source = min(holders, key=lambda rank: (self._sent[rank], rank))
+            self._sent[transfer.source] += transfer.num_bytes
+        self._open.clear()
 
 
-@dataclass(slots=True)
-class _Found:
-    cells: list[_Cell] = field(default_factory=list)
-    lower_bound: int = 0
+class _Holders:
+    """Which source ranks hold the boxes of one tensor."""
 
+    def __init__(self, held: _Tensor, nodes: Sequence[int]) -> None:
+        ranks: dict[Region, list[int]] = {}
+        for rank, boxes in held.boxes.items():
+            for box in boxes:
+                ranks.setdefault(box, []).append(rank)
+        self.cutter = _cutter(tuple(sorted(ranks)))
+        self._ranks = [ranks[box] for box in self.cutter.boxes]
+        self._nodes = nodes
+        self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
-def _plan_tensor(name: str, needed: _Tensor, held: _Tensor, own: Sequence[Sequence[int]], copies: list[list[Transfer]]) -> _Found:
-    """What every destination rank receives of one tensor; what its process holds is added to `copies`."""
-    holders: dict[Region, list[int]] = {}
-    for rank, boxes in held.boxes.items():
-        for box in boxes:
-            holders.setdefault(box, []).append(rank)
-    cutter = _cutter(tuple(sorted(holders)))
-    found = _Found()
-    for rank, boxes in needed.boxes.items():
-        dtype = needed.dtypes[rank]
-        near = [(box, source) for source in own[rank] for box in held.boxes.get(source, ())]
-        for box in boxes:
-            cut = cutter.cut(box, tuple(box for box, _ in near))
-            if cut.uncovered is not None:
-                raise ReshardError(
-                    f"no source rank holds the part {cut.uncovered} of {name} {needed.shape}, which destination rank {rank} "
-                    "needs: the description of a source rank is missing or not whole",
-                    weight=name,
-                )
-            for region, index in cut.near:
-                transfer = Transfer(source=near[index][1], destination=rank, name=name, region=region, dtype=dtype)
-                copies[rank].append(transfer)
-            found.lower_bound += cut.far_elements * dtype.itemsize
-            for region, indices in cut.far:
-                ranks = [source for index in indices for source in holders[cutter.boxes[index]]]
-                found.cells.append(_Cell(rank, name, region, dtype, num_elements(region) * dtype.itemsize, ranks))
-    return found
+    def of(self, indices: tuple[int, ...], node: int) -> list[int]:
+        """Ranks with any of the boxes: those on the node, or all where it has none."""
+        known = self._known.get((indices, node))
+        if known is None:
+            ranks = [rank for index in indices for rank in self._ranks[index]]
+            known = self._known[indices, node] = [rank for rank in ranks if self._nodes[rank] == node] or ranks
+        return known
 
 
 @dataclass(slots=True, kw_only=True)
@@ -316,24 +331,3 @@ def _divided(atom: Region, indices: tuple[int, ...], box: Region, index: int) ->
     yield common, (*indices, index)
     for rest in remainder(atom, common):
         yield rest, indices
-
-
-def _prefer_same_node(cells: list[_Cell], source_nodes: Sequence[int], destination_nodes: Sequence[int]) -> None:
-    for cell in cells:
-        node = destination_nodes[cell.destination]
-        cell.holders = [source for source in cell.holders if source_nodes[source] == node] or cell.holders
-
-
-def _choose_holders(cells: Sequence[_Cell], num_sources: int) -> list[int]:
-    """The source of every cell: what only one holds first, then the largest first to the holder with the least to send."""
-    sent = [0] * num_sources
-    chosen = [cell.holders[0] for cell in cells]
-    free = [index for index, cell in enumerate(cells) if len(cell.holders) > 1]
-    for cell in cells:
-        if len(cell.holders) == 1:
-            sent[cell.holders[0]] += cell.num_bytes
-    for index in sorted(free, key=lambda index: (-cells[index].num_bytes, index)):
-        source = min(cells[index].holders, key=lambda rank: (sent[rank], rank))
-        chosen[index] = source
-        sent[source] += cells[index].num_bytes
-    return chosen

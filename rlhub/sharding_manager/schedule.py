@@ -87,7 +87,11 @@ def _queues(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], _Queue]:
     for received in plan.receives:
         for transfer in received:
             queue = queues.setdefault((transfer.source, transfer.destination), deque())
-            queue.extend((part, part.num_bytes) for part in _cut(transfer, bucket_bytes))
+            num_bytes = transfer.num_bytes
+            if num_bytes <= bucket_bytes // PARTS_OF_BUCKET:
+                queue.append((transfer, num_bytes))
+            else:
+                queue.extend((part, part.num_bytes) for part in _cut(transfer, bucket_bytes))
     return queues
 
 
@@ -99,9 +103,6 @@ def _cut(transfer: Transfer, bucket_bytes: int) -> Iterator[Transfer]:
             weight=transfer.name,
         )
     limit = max(1, bucket_bytes // PARTS_OF_BUCKET // size)
-    if num_elements(transfer.region) <= limit:
-        yield transfer
-        return
     row = num_elements(transfer.region[1:])
     if limit < row <= bucket_bytes // size:  # better whole rows than well filled rounds
         limit = row
