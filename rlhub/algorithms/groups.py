@@ -31,7 +31,7 @@ class GroupStatistics:
 
     def centred(self, rewards: Tensor) -> Tensor:
         """R_i - mean_g, (batch,); exactly 0 where the group has no spread, NaN or not."""
-        return torch.where(self.flat, torch.zeros_like(rewards), rewards - self.mean)
+        return (rewards - self.mean).masked_fill_(self.flat, 0.0)
 
     def normalized(self, rewards: Tensor, *, divide: bool = True) -> Tensor:
         """(R_i - mean_g) / (std_g + 1e-6), (batch,), or the centred reward alone; exactly 0 where the group has no spread."""
@@ -66,23 +66,24 @@ def group_statistics(rewards: Tensor, group: Tensor) -> GroupStatistics:
     rewards: (batch,) float64; group: (batch,) int64 ids, any values.  A group whose rewards are all equal is found by
     comparing its extremes, never by its rounded variance.
     """
-    _, index = torch.unique(group, return_inverse=True)
-    num_groups = int(index.max().item()) + 1 if index.numel() else 0
-    zeros = torch.zeros(num_groups, dtype=rewards.dtype, device=rewards.device)
-    size = zeros.index_add(0, index, torch.ones_like(rewards))
-    mean = zeros.index_add(0, index, rewards) / size
-    squares = zeros.index_add(0, index, (rewards - mean[index]).square())
+    ids, index, count = torch.unique(group, return_inverse=True, return_counts=True)
+    zeros = torch.zeros(len(ids), dtype=rewards.dtype, device=rewards.device)
+    size = count.to(rewards.dtype)
+    mean = (zeros.index_add(0, index, rewards) / size).index_select(0, index)
+    squares = zeros.index_add(0, index, (rewards - mean).square())
     std = (squares / (size - 1).clamp(min=1)).sqrt()
     top = zeros.scatter_reduce(0, index, rewards, "amax", include_self=False)
     bottom = zeros.scatter_reduce(0, index, rewards, "amin", include_self=False)
-    equal = (top == bottom) & (size > 1)
+    singleton = count == 1
+    equal = (top == bottom) & ~singleton
+    num_equal, num_singleton = torch.stack([equal, singleton]).sum(1).tolist()
     return GroupStatistics(
         index=index,
-        size=size[index],
-        mean=mean[index],
-        std=std[index],
-        equal=equal[index],
-        num_groups=num_groups,
-        num_equal=int(equal.sum().item()),
-        num_singleton=int((size == 1).sum().item()),
+        size=size.index_select(0, index),
+        mean=mean,
+        std=std.index_select(0, index),
+        equal=equal.index_select(0, index),
+        num_groups=len(ids),
+        num_equal=num_equal,
+        num_singleton=num_singleton,
     )

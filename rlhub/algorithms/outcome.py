@@ -11,9 +11,9 @@ from torch import Tensor
 from rlhub.algorithms.masked import kept, masked
 
 BLOCK = 64
-CACHED_ROWS = 64  # whose product with the mask stays in the cache
-SMALL = 1 << 16  # numbers, for which the cost does not matter
-DENSE_SHARE = 0.1  # above this share of blocks with rewards, going through all of them is cheaper than picking
+CACHED_ROWS = 128  # whose product with the mask stays in the cache
+SAMPLE = 256  # blocks, in which the share of tokens with a reward is measured
+DENSE_SHARE = 0.1  # of them, above which adding up all tokens is cheaper than picking
 
 
 def outcome_rewards(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
@@ -24,28 +24,42 @@ def outcome_rewards(token_level_rewards: Tensor, response_mask: Tensor) -> Tenso
     most tokens (KL in the reward) is added within blocks in its own precision, blocks in float64.
     """
     rows, width = token_level_rewards.shape
-    rest = width % BLOCK
-    rewards, mask = token_level_rewards[:, : width - rest], response_mask[:, : width - rest]
-    total = masked(token_level_rewards[:, width - rest :], response_mask[:, width - rest :]).sum(1, dtype=torch.float64)
-    if rewards.numel() == 0:
-        return total
-    blocks, keep = rewards.reshape(rows, -1, BLOCK), mask.reshape(rows, -1, BLOCK)
-    busy = blocks.contiguous().view(torch.uint8).amax(2)  # one pass over the bytes: 0 where all rewards are
-    row, block = busy.nonzero(as_tuple=True)
-    if len(row) > DENSE_SHARE * busy.numel() and rewards.numel() > SMALL:
-        parts = zip(torch.split(blocks, CACHED_ROWS), torch.split(keep, CACHED_ROWS), strict=True)
-        sums = [kept(part, part_keep).sum(2) for part, part_keep in parts]
-        return total + torch.cat(sums).sum(1, dtype=torch.float64)
-    picked = blocks[row, block]
-    part, column = picked.nonzero(as_tuple=True)
-    counted = mask[row[part], block[part] * BLOCK + column]
-    return total.index_add(0, row[part], masked(picked[part, column].double(), counted))
+    numbers = token_level_rewards.detach().reshape(-1)
+    rest = numbers.numel() % BLOCK  # blocks go on over the ends of rows, so that any width is as cheap
+    blocks = numbers[: numbers.numel() - rest].view(-1, BLOCK)
+    busy = blocks.view(torch.uint8).amax(1).nonzero().squeeze(1)  # one pass over the bytes: 0 where all rewards are
+    if 2 * len(busy) > len(blocks) > SAMPLE and _share(blocks[busy[:SAMPLE]]) > DENSE_SHARE:
+        return _added_up(token_level_rewards, response_mask)
+    picked, start = blocks.index_select(0, busy).view(-1), busy * BLOCK
+    if rest:
+        picked = torch.cat([picked, numbers[-rest:]])
+        start = torch.cat([start, start.new_tensor([numbers.numel() - rest])])
+    found = picked.nonzero().squeeze(1)
+    place = start[found // BLOCK] + found % BLOCK
+    counted = response_mask.reshape(-1)[place]
+    total = torch.zeros(rows, dtype=torch.float64, device=numbers.device)
+    return total.index_add(0, place // max(width, 1), masked(picked[found].double(), counted))
+
+
+def _share(numbers: Tensor) -> float:
+    return int(numbers.count_nonzero()) / numbers.numel()
+
+
+def _added_up(rewards: Tensor, mask: Tensor) -> Tensor:
+    """As `outcome_rewards`, by adding up all tokens."""
+    blocks, sums = rewards.shape[1] // BLOCK, []
+    for part, keep in zip(torch.split(rewards, CACHED_ROWS), torch.split(mask, CACHED_ROWS), strict=True):
+        inside = kept(part, keep)
+        whole, rest = inside[:, : blocks * BLOCK], inside[:, blocks * BLOCK :]
+        by_block = whole.reshape(len(whole), blocks, BLOCK).sum(2)
+        sums.append(by_block.sum(1, dtype=torch.float64) + rest.sum(1, dtype=torch.float64))
+    return torch.cat(sums)
 
 
 def on_tokens(per_sample: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A_{i,t} = a_i m_{i,t}, (batch, response) in `dtype`; exactly 0 outside the mask whatever a_i is."""
     values = per_sample.to(dtype)[:, None]
-    if response_mask.dtype == torch.bool or not bool(values.isfinite().all()):
+    if response_mask.dtype == torch.bool or not bool(values.sum().isfinite()):
         return masked(values.expand(response_mask.shape), response_mask)
     if response_mask.dtype == dtype:
         return response_mask * values
