@@ -19,9 +19,9 @@ class DeadlineConfig:
     generate: PositiveFloat = 7200.0
     """Seconds for one generation of a batch."""
     infer: PositiveFloat = 3600.0
-    """Seconds for one pass of log-probs or values over a batch."""
+    """Seconds for one pass of log-probs or values over a batch, with those that the same ranks do before it."""
     update: PositiveFloat = 7200.0
-    """Seconds for one update of actor or critic."""
+    """Seconds for one update of actor or critic; of both, where the same ranks do them."""
     sync: PositiveFloat = 1800.0
     """Seconds for moving the weights to the rollout engine."""
     checkpoint: PositiveFloat = 3600.0

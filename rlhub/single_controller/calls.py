@@ -113,6 +113,15 @@ class CallFuture:
         return result
 
 
+def cause_of(errors: Sequence[Exception]) -> Exception:
+    """The failure that explains the others: a death that the backend saw, a death that a peer reports, else the first."""
+
+    def weight(error: Exception) -> int:
+        return 1 + bool(error.remote_type) if isinstance(error, WorkerDiedError) else 0
+
+    return max(errors, key=weight)
+
+
 def wait_all(futures: Iterable[CallFuture]) -> list[Any]:
     """The results of calls that were sent to different groups, in order.
 
@@ -134,5 +143,5 @@ def wait_all(futures: Iterable[CallFuture]) -> list[Any]:
         if not done:
             time.sleep(_POLL_S)
     if errors:
-        raise next((error for error in errors if isinstance(error, WorkerDiedError)), errors[0])
+        raise cause_of(errors)
     return [results[index] for index in sorted(results)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from rlhub.single_controller.observer import Call
@@ -9,16 +10,23 @@ from rlhub.utils.timing import PhaseTimer
 
 
 class CallTiming:
-    """A CallObserver: each call's seconds go into the timer under the method's name; `on_phase` is told when it starts."""
+    """A CallObserver: each call's seconds go into the timer under the method's name; `on_phase` is told when it starts.
+
+    Calls that run at the same time share theirs: one counts from the end of the call that was read before it, so that the
+    phases still add up to the time that passed.
+    """
 
     def __init__(self, timer: PhaseTimer, on_phase: Callable[[str], None] | None = None) -> None:
         self._timer = timer
         self._on_phase = on_phase
+        self._last_end = 0.0
 
     def on_start(self, call: Call) -> None:
         if self._on_phase is not None:
             self._on_phase(call.method)
 
     def on_end(self, call: Call, seconds: float, error: BaseException | None) -> None:
+        now = time.perf_counter()
         if error is None:
-            self._timer.add(call.method, seconds)
+            self._timer.add(call.method, min(seconds, now - self._last_end))
+        self._last_end = now

@@ -25,7 +25,7 @@ from ray.exceptions import (
 
 from rlhub.errors import DeadlineError, WorkerDiedError, WorkerError
 from rlhub.protocol import DataProto, DataProtoFuture
-from rlhub.single_controller.calls import GRACE_S, PendingCall, Watch
+from rlhub.single_controller.calls import GRACE_S, PendingCall, Watch, cause_of
 from rlhub.single_controller.invoke import RemoteError
 from rlhub.single_controller.observer import WorkerInfo
 
@@ -146,9 +146,9 @@ class Gather:
         hint = f"still running: {where}" + (f"; their stacks are in {', '.join(logs)}" if logs else "")
         return DeadlineError(self.name, float(self._deadline_s or 0.0), hint)
 
-    def _worst_error(self) -> WorkerError:
+    def _worst_error(self) -> Exception:
         """A death explains its peers' failures; otherwise the first failure is the cause."""
-        worst = next((error for error in self._errors if isinstance(error, WorkerDiedError)), self._errors[0])
+        worst = cause_of(self._errors)
         for error in self._errors:
             if error is not worst:
                 logger.warning("%s also failed: %s", self.name, str(error).splitlines()[0])
