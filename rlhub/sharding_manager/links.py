@@ -21,6 +21,9 @@ Post = tuple[int, Tensor]
 """(rank of the peer, tensor): what to send from, or receive into."""
 
 
+MEETING = 3  # tag of the small collectives' messages
+
+
 @dataclass(slots=True, kw_only=True)
 class Pending:
     """A message under way to or from `peer`; `wait` before the tensor is touched."""
@@ -125,9 +128,11 @@ class Links:
     # Small collectives, on the CPU
 
     def all_gather(self, values: Tensor) -> list[Tensor]:
-        """Every rank's int64 or uint8 CPU tensor of the same size, in rank order."""
-        out = [torch.empty_like(values) for _ in range(self.size)]
-        self._collective(self.group.allgather([out], [values]))
+        """Every rank's CPU tensor of the same size, in rank order.  Each to each, so that a peer that is missing is named."""
+        out = [values if rank == self.rank else torch.empty_like(values) for rank in range(self.size)]
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        for pending in self.exchange([(rank, values) for rank in others], [(rank, out[rank]) for rank in others], tag=MEETING):
+            pending.wait()
         return out
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -142,12 +147,6 @@ class Links:
         """The smallest value of all ranks."""
         return min(int(other) for other in self.all_gather(torch.tensor([value])))
 
-    def _collective(self, work: dist.Work) -> None:
-        try:
-            work.wait(timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
-            if "imed out" in str(error):
-                raise DeadlineError("weight transfer: meeting of all ranks", self.timeout_s, "is every process alive?") from error
-            raise WorkerDiedError(
-                f"a process left while weights travelled: {error}", role="weight transfer", rank=self.rank
-            ) from error
+    def close(self) -> None:
+        """Drop the connections; peers that wait for this process notice."""
+        del self.group

@@ -9,47 +9,20 @@ and nothing else would say so.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 
 from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.engines.training.base import TrainEngine
-from rlhub.sharding_manager.execution import Execution, rank_plan
 from rlhub.sharding_manager.held import Held
-from rlhub.sharding_manager.layout_exchange import Member, check_devices, exchange_members, nodes_of, this_node
+from rlhub.sharding_manager.layout_exchange import Member, exchange_members, this_node
 from rlhub.sharding_manager.links import Links
-from rlhub.sharding_manager.plan import make_plan
-from rlhub.sharding_manager.schedule import schedule
+from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import BUFFER_BUCKETS, Route, make_route
 from rlhub.sharding_manager.stream import CheckedStream, raise_first
-from rlhub.sharding_manager.transports.choice import choose_transport
 from rlhub.utils.fingerprint import combine
 
-BUFFER_BUCKETS = 2  # what a process may hold of messages while a planned update runs, in buckets
-
-
-@dataclass(slots=True, kw_only=True)
-class SyncReport:
-    """One sync.  bytes: of the full weights in the engine's dtype; wire_bytes: what this rank received from others (None when
-    the weights were streamed); fingerprint: of this rank's parts, empty when the check is off; equal for equal weights moved
-    the same way."""
-
-    seconds: float
-    bytes: int
-    num_weights: int
-    version: int
-    fingerprint: str
-    wire_bytes: int | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class _Route:
-    """The plan, ready to run again and again.  names: of all weights, in an order that all ranks share."""
-
-    execution: Execution
-    names: list[str]
-    bytes: int
-    wire_bytes: int
+__all__ = ["ShardingManager", "SyncReport"]
 
 
 class ShardingManager:
@@ -67,7 +40,7 @@ class ShardingManager:
         self._bucket_bytes = bucket_bytes
         self._check = check
         self._timeout_s = timeout_s
-        self._route: _Route | None = None
+        self._route: Route | None = None
 
     def sync(self, version: int) -> SyncReport:
         """Give the rollout engine the trainer's present weights as policy `version`.
@@ -109,37 +82,23 @@ class ShardingManager:
             fingerprint=combine(stream.fingerprints.items()),
         )
 
-    def _make_route(self) -> _Route | None:
+    def _make_route(self) -> Route | None:
         """The plan over all ranks; None where the weights exist only as a stream."""
         pieces = self._train.local_weights()
         if pieces is None:
             return None
         links = Links.of_job(self._train.device, self._timeout_s)
-        sources, destinations = Held(pieces).infos(), Held(self._rollout.live_weights()).infos()
-        member = Member(side="both", node=this_node(), device=self._train.device.type, sources=sources, destinations=destinations)
+        member = Member(
+            side="both",
+            node=this_node(),
+            device=self._train.device.type,
+            sources=Held(pieces).infos(),
+            destinations=Held(self._rollout.live_weights()).infos(),
+        )
         members = exchange_members(links, member)
-        check_devices(members)
-        ranks = range(len(members))
-        plan = make_plan(
-            [member.sources for member in members],
-            [member.destinations for member in members],
-            source_processes=ranks,
-            destination_processes=ranks,
-            nodes=nodes_of(members),
-        )
-        rank = links.rank if links else 0
-        transport = choose_transport(links, members, self._bucket_bytes * BUFFER_BUCKETS)
-        rounds = schedule(plan, transport.round_bytes) if transport else []
-        mine = rank_plan(plan, rounds, source=rank, destination=rank, source_peers=ranks, destination_peers=ranks)
-        full = {info.name: info for member in members for info in member.destinations}
-        return _Route(
-            execution=Execution(mine, transport, links, check=self._check),
-            names=sorted(full),
-            bytes=sum(torch.Size(info.shape).numel() * info.dtype.itemsize for info in full.values()),
-            wire_bytes=plan.received_bytes[rank],
-        )
+        return make_route(links, members, memory_bytes=self._bucket_bytes * BUFFER_BUCKETS, check=self._check)
 
-    def _move(self, route: _Route, version: int) -> SyncReport:
+    def _move(self, route: Route, version: int) -> SyncReport:
         """By the plan, into the live weights."""
         pieces = self._train.local_weights()
         assert pieces is not None
@@ -147,11 +106,4 @@ class ShardingManager:
             outcome = route.execution.run(Held(pieces), Held(self._rollout.live_weights()))
             if self._check:
                 raise_first(route.names, outcome.differing, self._agree)
-        return SyncReport(
-            seconds=0.0,
-            bytes=route.bytes,
-            num_weights=len(route.names),
-            version=version,
-            fingerprint=combine(outcome.values) if self._check else "",
-            wire_bytes=route.wire_bytes,
-        )
+        return route.report(version, combine(outcome.values) if self._check else "")

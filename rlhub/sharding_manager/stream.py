@@ -20,6 +20,34 @@ Agree = Callable[[int], int]
 """The smallest of all ranks' numbers; every rank calls it."""
 
 
+class StreamedDescription:
+    """Whether the pieces that a training engine says this rank holds are the parts of the full weights that it streams."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece.name, []).append(piece)
+        self._wrong: set[str] = set()
+        self.names: list[str] = []
+
+    def see(self, name: str, tensor: Tensor) -> None:
+        """A full weight that passes."""
+        self.names.append(name)
+        for piece in self._pieces.get(name, ()):
+            if piece.shape != tuple(tensor.shape) or fingerprint(take(tensor, piece.region)) != fingerprint(piece.tensor):
+                self._wrong.add(name)
+
+    def confirm(self, names: list[str], agree: Agree) -> None:
+        """Raise WeightMismatchError on every rank for the first weight that any rank describes wrongly."""
+        first = agree(min((names.index(name) for name in self._wrong), default=len(names)))
+        if first < len(names):
+            raise WeightMismatchError(
+                f"the training engine's description of the part of {names[first]} that a rank holds does not fit the weight that "
+                "it streams: planned updates would move the wrong part",
+                weight=names[first],
+            )
+
+
 class CheckedStream:
     """One update by full tensors.
 
@@ -30,10 +58,7 @@ class CheckedStream:
     def __init__(self, rollout: RolloutEngine, *, own: Iterable[Piece] = (), check: bool) -> None:
         self._rollout, self._check = rollout, check
         self._targets = {piece.name: piece for piece in rollout.live_weights()}
-        self._own: dict[str, list[Piece]] = {}
-        for piece in own if check else ():
-            self._own.setdefault(piece.name, []).append(piece)
-        self._misplaced: set[str] = set()
+        self._description = StreamedDescription(own if check else ())
         self.names: list[str] = []
         self.fingerprints: dict[str, int] = {}
         self.bytes = 0
@@ -56,9 +81,7 @@ class CheckedStream:
             raise WeightMismatchError(
                 f"the trainer sent {name}, which the rollout engine does not have: do both run the same model?", weight=name
             )
-        for piece in self._own.get(name, ()):
-            if fingerprint(take(tensor, piece.region)) != fingerprint(piece.tensor):
-                self._misplaced.add(name)
+        self._description.see(name, tensor)
         self.names.append(name)
         part = tensor
         if self._targets:  # before its first update an engine may have no weights of its own and take what comes
@@ -76,13 +99,7 @@ class CheckedStream:
         live = {piece.name: fingerprint(piece.tensor) for piece in self._rollout.live_weights() if piece.name in sent}
         names = list(sent)
         raise_first(names, [name for name in names if live.get(name) != sent[name]], agree)
-        first = agree(min((names.index(name) for name in self._misplaced), default=len(names)))
-        if first < len(names):
-            raise WeightMismatchError(
-                f"the training engine's description of the part of {names[first]} that a rank holds does not fit the weight that "
-                "it streams: planned updates would move the wrong part",
-                weight=names[first],
-            )
+        self._description.confirm(names, agree)
 
 
 def raise_first(names: list[str], differing: list[str], agree: Agree) -> None:

@@ -1,0 +1,237 @@
+"""What the ranks of test_reshard.py run: training engines and rollout engines, and weights that move between them.
+
+A process keeps its engines from call to call, so that building them is paid for once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhub.config.model import ModelConfig
+from rlhub.config.rollout import RolloutConfig
+from rlhub.config.training import FSDPConfig
+from rlhub.engines.rollout.base import RolloutEngine, SamplingParams
+from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.training.fsdp.engine import FSDPEngine
+from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.errors import RlhubError, WeightMismatchError
+from rlhub.sharding_manager import execution
+from rlhub.sharding_manager.execution import Execution
+from rlhub.sharding_manager.manager import ShardingManager
+from rlhub.sharding_manager.pools import WeightReceiver, WeightSender
+from rlhub.sharding_manager.schedule import Message
+from rlhub.sharding_manager.transports.collective import CollectiveTransport
+from rlhub.sharding_manager.transports.shared_memory import SharedMemoryTransport
+from rlhub.utils.regions import take
+from tests.support import rollout_contract as contract
+
+CPU = torch.device("cpu")
+BUCKET = 1 << 14
+ENGINES: dict[str, Any] = {}
+
+
+def trainer(path: str) -> FSDPEngine:
+    if f"train {path}" not in ENGINES:
+        ensure_process_group(CPU)
+        engine = FSDPEngine(ModelConfig(path=path), FSDPConfig(), None, kind="policy", device=CPU)
+        engine.initialize()
+        ENGINES[f"train {path}"] = engine
+    return ENGINES[f"train {path}"]
+
+
+def rollout(path: str, dtype: str = "float32") -> RolloutEngine:
+    if f"rollout {path} {dtype}" not in ENGINES:
+        engine = build_rollout_engine(
+            RolloutConfig(name="hf", dtype=dtype),  # type: ignore[arg-type]
+            ModelConfig(path=path),
+            device=CPU,
+            seed=0,
+            max_prompt_length=16,
+            max_response_length=16,
+        )
+        engine.initialize()
+        ENGINES[f"rollout {path} {dtype}"] = engine
+    return ENGINES[f"rollout {path} {dtype}"]
+
+
+@torch.no_grad()
+def step(engine: FSDPEngine) -> dict[str, Tensor]:
+    """Change every weight, as a training step would; the full weights after it."""
+    for param in engine.params:
+        param.local.mul_(1.01).add_(0.001)
+    return {name: tensor.clone() for bucket in engine.named_weights() for name, tensor in bucket}
+
+
+def wrong_names(engine: RolloutEngine, full: dict[str, Tensor]) -> list[str]:
+    pieces = list(engine.live_weights())
+    assert {piece.name for piece in pieces} == set(full)
+    return [p.name for p in pieces if not torch.equal(p.tensor, take(full[p.name], p.region).to(p.tensor.dtype))]
+
+
+def refuses(engine: RolloutEngine) -> bool:
+    try:
+        engine.generate(contract.requests()[:1], SamplingParams(max_new_tokens=1))
+    except RlhubError:
+        return True
+    return False
+
+
+def error_of(action: Callable[[], object]) -> tuple[str, str]:
+    """(type, message) of the error; ("", "") without."""
+    try:
+        action()
+    except RlhubError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def use_sockets(stack: ExitStack, *, sockets: bool) -> type:
+    """The transport that the next plan takes."""
+    if sockets:
+        stack.enter_context(mock.patch.object(SharedMemoryTransport, "create", lambda *_, **__: None))
+    return CollectiveTransport if sockets else SharedMemoryTransport
+
+
+# Colocated
+
+
+def colocated(path: str, dtype: str, sockets: bool) -> dict[str, Any]:
+    """Four updates with changed weights, then broken ones."""
+    train, engine = trainer(path), rollout(path, dtype)
+    manager = ShardingManager(train, engine, bucket_bytes=BUCKET)
+    with ExitStack() as stack:
+        kind = use_sockets(stack, sockets=sockets)
+        reports, wrong = [], []
+        for version in range(4):
+            full = step(train)
+            reports.append(manager.sync(version))
+            wrong += wrong_names(engine, full)
+    assert manager._route is not None
+    assert isinstance(manager._route.execution._transport, kind if dist.get_world_size() > 1 else type(None))
+    bound = sum(p.tensor.nbytes for p in engine.live_weights()) - sum(
+        piece.tensor.numel() * engine.weight_dtype(piece.name).itemsize for piece in train.local_weights() or ()
+    )
+    return {
+        "wrong": wrong,
+        "version": engine.version,
+        "wire_bytes": [report.wire_bytes for report in reports],
+        "bound": bound,
+        "lost": lost_message(manager, engine),
+        "flipped": flipped(manager, engine),
+        "healed": manager.sync(9).version,
+    }
+
+
+def lost_message(manager: ShardingManager, engine: RolloutEngine) -> tuple[str, bool]:
+    """The name reported when the last rank writes one message's first part to no avail, and whether the engine then refuses."""
+    last, unpack = dist.get_rank() == dist.get_world_size() - 1, execution._unpack
+    lost: list[str] = []
+
+    def broken(message: Message, buffer: Tensor, destination: Any) -> None:
+        before = destination.contiguous(message.transfers[0].name, message.transfers[0].region).clone()
+        unpack(message, buffer, destination)
+        if last and not lost:
+            lost.append(message.transfers[0].name)
+            destination.write(message.transfers[0].name, message.transfers[0].region, before)
+
+    step(manager._train)  # type: ignore[arg-type]
+    with mock.patch.object(execution, "_unpack", broken):
+        try:
+            manager.sync(5)
+        except WeightMismatchError as error:
+            assert not lost or error.weight == lost[0]
+            return error.weight, refuses(engine)
+    return "", False
+
+
+def flipped(manager: ShardingManager, engine: RolloutEngine) -> str:
+    """The name reported when one element changes on the last rank after everything has arrived."""
+    last, exchange = dist.get_rank() == dist.get_world_size() - 1, Execution._exchange
+
+    def flip_first(self: Execution, sent: dict[int, list[int]]) -> dict[int, list[int]]:
+        if last:
+            view = next(piece.tensor for piece in engine.live_weights() if piece.name == "model.norm.weight")
+            view[-1] = torch.nextafter(view[-1], torch.tensor(torch.inf, dtype=view.dtype))
+        return exchange(self, sent)
+
+    with mock.patch.object(Execution, "_exchange", flip_first):
+        try:
+            manager.sync(6)
+        except WeightMismatchError as error:
+            return error.weight
+    return ""
+
+
+# Separate pools
+
+
+def connect(half: WeightSender | WeightReceiver, port: int, rank: int, world: int, timeout_s: float) -> None:
+    half.connect("127.0.0.1", port, rank, world, timeout_s)
+
+
+def send(path: str, port: int, receivers: int, versions: list[int], sockets: bool, folder: str) -> list[tuple[str, str]]:
+    """Updates to `receivers` processes; rank 0 leaves the full weights of each version in the folder."""
+    train = trainer(path)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    half = WeightSender(train, bucket_bytes=BUCKET)
+    errors = []
+    with ExitStack() as stack:
+        use_sockets(stack, sockets=sockets)
+        connect(half, port, rank, size + receivers, 30)
+        for version in versions:
+            full = step(train)
+            if rank == 0:
+                torch.save(full, Path(folder) / f"{version}.pt")
+            errors.append(error_of(lambda version=version: half.send(version)))  # type: ignore[misc]
+    half.close()
+    return errors
+
+
+def receive(path: str, port: int, rank: int, world: int, versions: list[int], sockets: bool, folder: str) -> dict[str, Any]:
+    """The other end: what each update brought."""
+    engine = rollout(path)
+    half = WeightReceiver(engine, CPU, bucket_bytes=BUCKET)
+    out: dict[str, Any] = {"errors": [], "wrong": [], "wire_bytes": []}
+    with ExitStack() as stack:
+        use_sockets(stack, sockets=sockets)
+        connect(half, port, rank, world, 30)
+        for version in versions:
+            error = ("", "")
+            try:
+                out["wire_bytes"].append(half.receive(version).wire_bytes)
+                if folder:
+                    out["wrong"] += wrong_names(engine, torch.load(Path(folder) / f"{version}.pt"))
+            except RlhubError as raised:
+                error = type(raised).__name__, str(raised)
+            out["errors"].append(error)
+    half.close()
+    return out | {"version": engine.version, "refuses": refuses(engine), "layout": len(half.layout())}
+
+
+def send_and_die(path: str, port: int, world: int, sockets: bool) -> None:
+    """Two whole updates; in the third, the last sender is killed when it has packed its first message."""
+    half = WeightSender(trainer(path), bucket_bytes=BUCKET)
+    with ExitStack() as stack:
+        use_sockets(stack, sockets=sockets)
+        connect(half, port, dist.get_rank(), world, 30)
+        half.send(0)
+    half.send(1)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        pack = Execution._pack
+
+        def last_act(self: Execution, *arguments: Any) -> None:
+            pack(self, *arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Execution._pack = last_act  # type: ignore[method-assign]
+    half.send(2)

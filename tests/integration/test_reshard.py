@@ -1,0 +1,138 @@
+"""Weights between real processes: FSDP2 on two ranks to rollout engines of the same ranks, of other processes, and by file."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration import reshard_checks as checks
+from tests.integration.fsdp_ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A dense model and a mixture of experts, with sizes that two ranks do not divide."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+
+    sizes = {
+        "vocab_size": 67,
+        "hidden_size": 24,
+        "intermediate_size": 36,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    configs = {
+        "dense": Qwen2Config(**sizes, tie_word_embeddings=True),
+        "moe": Qwen3MoeConfig(**sizes, head_dim=6, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=10),
+    }
+    paths = {}
+    for name, config in configs.items():
+        torch.manual_seed(7)
+        path = tmp_path_factory.mktemp("models") / name
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        paths[name] = str(path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Ranks]:
+    group = Ranks(2)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[Ranks]]:
+    """Two processes without a process group of their own."""
+    groups = [Ranks(1), Ranks(1)]
+    yield groups
+    for group in groups:
+        group.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def together(*calls: Any) -> list[Any]:
+    """Results of (group, function, arguments...) that run at the same time."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(group.call, function, *arguments) for group, function, *arguments in calls]
+        return [future.result() for future in futures]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "sockets"),
+    [("dense", "float32", False), ("dense", "bfloat16", True), ("moe", "float32", False), ("moe", "float32", True)],
+)
+def test_colocated_engines_hold_the_trainers_weights_after_every_step(
+    trainers: Ranks, models: dict[str, str], model: str, dtype: str, sockets: bool
+) -> None:
+    for seen in trainers.call(checks.colocated, models[model], dtype, sockets):
+        assert seen["wrong"] == []
+        assert (seen["version"], seen["healed"]) == (3, 9)
+        assert seen["wire_bytes"] == [None] + [seen["bound"]] * 3, "each rank receives what it does not hold, once"
+        name, refused = seen["lost"]
+        assert name and refused, "a part that did not arrive is noticed, and the engine does not serve"
+        assert seen["flipped"] == "model.norm.weight"
+
+
+@pytest.mark.parametrize(("receivers", "sockets"), [(1, False), (2, True)])
+def test_separate_pools(
+    trainers: Ranks, engines: list[Ranks], models: dict[str, str], tmp_path: Path, receivers: int, sockets: bool
+) -> None:
+    port, world, folder = free_port(), 2 + receivers, str(tmp_path)
+    versions = [3, 4, 5]
+    sent, *received = together(
+        (trainers, checks.send, models["dense"], port, receivers, versions, sockets, folder),
+        *(
+            (group, checks.receive, models["dense"], port, 2 + rank, world, versions, sockets, folder)
+            for rank, group in enumerate(engines[:receivers])
+        ),
+    )
+    assert sent == [[("", "")] * 3] * 2
+    for (seen,) in received:
+        assert seen["errors"] == [("", "")] * 3
+        assert (seen["wrong"], seen["version"], seen["refuses"]) == ([], 5, False)
+        assert seen["wire_bytes"][0] is None and seen["wire_bytes"][1] == seen["wire_bytes"][2] > 0
+
+
+def test_pools_at_different_versions_refuse(
+    trainers: Ranks, engines: list[Ranks], models: dict[str, str], tmp_path: Path
+) -> None:
+    port, folder = free_port(), str(tmp_path)
+    sent, ((seen),) = together(
+        (trainers, checks.send, models["dense"], port, 1, [1, 2], False, folder),
+        (engines[0], checks.receive, models["dense"], port, 2, 3, [1, 7], False, folder),
+    )
+    for errors in [*sent, seen["errors"]]:
+        assert errors[0] == ("", "")
+        assert errors[1][0] == "EngineError" and "(2, 1), (7, 1)" in errors[1][1]
+    assert seen["version"] == 1
+
+
+@pytest.mark.parametrize("sockets", [False, True])
+def test_a_killed_sender_is_named_and_half_an_update_never_serves(
+    engines: list[Ranks], models: dict[str, str], sockets: bool
+) -> None:
+    doomed, port = Ranks(2), free_port()
+    with ThreadPoolExecutor(2) as pool:
+        sending = pool.submit(doomed.call, checks.send_and_die, models["dense"], port, 3, sockets)
+        (seen,) = engines[1].call(checks.receive, models["dense"], port, 2, 3, [0, 1, 2], sockets, "")
+        assert sending.exception() is not None
+    doomed.close()
+    assert seen["errors"][:2] == [("", "")] * 2
+    kind, message = seen["errors"][2]
+    assert kind == "WorkerDiedError" and "[weight sender rank 1" in message
+    assert seen["refuses"] and seen["version"] == 1
+    assert not list(Path("/dev/shm").glob("rlhub-*"))
