@@ -2,18 +2,38 @@
 
 Hydra stops at the first bad override, so each is parsed on its own first and all faults are collected.  Every override is
 handed on as `++key=value`: whether a key exists is for the loader to say, which knows the types and can suggest.
+
+A file that builds on no other needs nothing of Hydra but its parser of overrides.  It is put together here, for each of
+Hydra's compositions also makes one of its own settings (logging, launchers, sweepers: a dozen files), which nobody reads.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhub.config.paths import config_dir
 
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
 logger = logging.getLogger(__name__)
+
+REFERENCE = re.compile(r"\$\{(\w+)\.[\w.]+\}")
+"""An interpolation that names a setting in full; its first part is a top-level section."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """One override.  text: as Hydra is to read it; plain: it sets a key, and does not choose a file or delete anything."""
+
+    text: str
+    parsed: Override
+    plain: bool
 
 
 def compose(config_name: str, overrides: Sequence[str], folder: str | None, problems: list[str]) -> dict[str, Any]:
@@ -21,11 +41,10 @@ def compose(config_name: str, overrides: Sequence[str], folder: str | None, prob
 
     folder: a folder of the user's own YAML files, searched before ours.  Faults go to `problems`.
     """
-    from hydra import compose as hydra_compose  # hydra costs 0.2 s, which --help must not pay
-    from hydra import initialize_config_dir
-    from hydra.errors import HydraException
+    from hydra.errors import HydraException  # hydra costs 0.2 s, which --help must not pay
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     folders = [config_dir()]
     if folder is not None:
@@ -33,21 +52,57 @@ def compose(config_name: str, overrides: Sequence[str], folder: str | None, prob
         if not folders[0].is_dir():
             problems.append(f"--config-dir {folder}: no such folder")
             return {}
-    arguments = _checked(overrides, folders, problems)
+    said = _checked(overrides, folders, problems)
     folders.sort(key=lambda place: not (place / f"{config_name}.yaml").is_file())  # Hydra wants the named file in the first
-    if len(folders) > 1:
-        arguments.append(f"hydra.searchpath=[file://{folders[1]}]")
     try:
-        with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3"):
-            composed = hydra_compose(config_name, overrides=arguments)
+        composed = _put_together(folders[0] / f"{config_name}.yaml", said)
+        if composed is None:
+            composed = _by_hydra(config_name, said, folders)
         plain = OmegaConf.to_container(composed, resolve=False)
-    except (HydraException, OmegaConfBaseException, OSError) as error:
+    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
         problems.append(f"{config_name}: {_first_line(error)}")
+        return {}
+    except YAMLError as error:
+        problems.append(f"{config_name}: not readable as YAML: {' '.join(str(error).split())}")
         return {}
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
 
 
-def _checked(overrides: Sequence[str], folders: Sequence[Path], problems: list[str]) -> list[str]:
+def _by_hydra(config_name: str, said: Sequence[_Said], folders: Sequence[Path]) -> Any:
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    arguments = [one.text for one in said]
+    if len(folders) > 1:
+        arguments.append(f"hydra.searchpath=[file://{folders[1]}]")
+    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3"):
+        return hydra_compose(config_name, overrides=arguments)
+
+
+def _put_together(file: Path, said: Sequence[_Said]) -> Any | None:
+    """The file with the overrides as Hydra would merge them; None where that takes Hydra, or Hydra's words for what is wrong."""
+    from hydra.core.utils import setup_globals
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    if not all(one.plain for one in said):
+        return None
+    setup_globals()  # Hydra's resolvers, such as ${now:%Y}
+    try:
+        if "@package" in file.read_text():
+            return None
+        tree = OmegaConf.load(file)
+        if not isinstance(tree, DictConfig) or "defaults" in tree or "hydra" in tree:
+            return None
+        for one in said:
+            OmegaConf.update(tree, one.parsed.key_or_group, one.parsed.value(), merge=True, force_add=True)
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
+        return None
+    return tree
+
+
+def _checked(overrides: Sequence[str], folders: Sequence[Path], problems: list[str]) -> list[_Said]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -64,9 +119,10 @@ def _checked(overrides: Sequence[str], folders: Sequence[Path], problems: list[s
         elif override.is_sweep_override():
             problems.append(f"{text!r} lists several values: rlhub runs one at a time. For a list write key=[a,b]")
         elif override.is_delete() or _is_group(override.key_or_group, folders):
-            good.append(text)
+            good.append(_Said(text=text, parsed=override, plain=False))
         else:
-            good.append("++" + text.lstrip("+"))
+            plain = override.package is None and override.key_or_group != "hydra"
+            good.append(_Said(text="++" + text.lstrip("+"), parsed=override, plain=plain))
     return good
 
 
@@ -93,9 +149,10 @@ def resolve(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    resolved: dict[str, Any] = {}
-    tree = OmegaConf.create(dict(values))
-    for key in values:
+    involved = _involved(values)
+    tree = OmegaConf.create({key: value for key, value in values.items() if key in involved})
+    resolved = dict(values)
+    for key in involved:
         try:
             node = OmegaConf.select(tree, key)
             resolved[key] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
@@ -103,3 +160,24 @@ def resolve(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
             problems.append(f"{key}: {_first_line(error)}")
             resolved[key] = None
     return resolved
+
+
+def _involved(values: Mapping[str, Any]) -> list[str]:
+    """The sections that interpolations are in or refer to; all, where one says otherwise than `${section.name}` what it means."""
+    texts = {key: [text for text in _texts(value) if "${" in text] for key, value in values.items()}
+    named: set[str] = set()
+    for text in (text for found in texts.values() for text in found):
+        sections = REFERENCE.findall(text)
+        if len(sections) != text.count("${"):
+            return list(values)
+        named.update(sections)
+    return [key for key in values if texts[key] or key in named]
+
+
+def _texts(value: Any) -> list[str]:
+    """All strings in nested containers."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for item in value.values() for text in _texts(item)]
+    return [text for item in value for text in _texts(item)] if isinstance(value, list | tuple) else []

@@ -68,6 +68,7 @@ def hints(cls: type) -> dict[str, Any]:
     return {field.name: resolved[field.name] for field in dataclasses.fields(cls)}
 
 
+@functools.cache
 def section_class(annotation: Any) -> type | None:
     """The dataclass of a sub-section (also of an optional one), or None for a plain setting."""
     for option in options(annotation):
