@@ -221,16 +221,14 @@ class _Planner:
                 for region, index in cut.near:
                     source = near[index][1]
                     self.copies[rank].append(Transfer(source=source, destination=rank, name=name, region=region, dtype=dtype))
-                for region, indices in cut.far:
-                    self._receive(name, region, rank, dtype, holders.of(indices, self._nodes[rank]))
-
-    def _receive(self, name: str, region: Region, rank: int, dtype: torch.dtype, holders: Sequence[int]) -> None:
-        transfer = Transfer(source=holders[0], destination=rank, name=name, region=region, dtype=dtype)
-        self.receives[rank].append(transfer)
-        if len(holders) == 1:
-            self._sent[holders[0]] += transfer.num_bytes
-        else:
-            self._open.append((transfer, holders))
+                for region, elements, indices in cut.far:
+                    ranks = holders.of(indices, self._nodes[rank])
+                    transfer = Transfer(source=ranks[0], destination=rank, name=name, region=region, dtype=dtype)
+                    self.receives[rank].append(transfer)
+                    if len(ranks) == 1:
+                        self._sent[ranks[0]] += elements * dtype.itemsize
+                    else:
+                        self._open.append((transfer, ranks))
 
     def choose_holders(self) -> None:
         """What only one can send is settled; of the rest the largest goes first, to the holder with the least to send."""
@@ -266,11 +264,12 @@ class _Holders:
 class _Cut:
     """How one needed box comes together, without ranks: the same for every layer and every replica.
 
-    near: (part, index of the box in the own process that has it).  far: (part, indices of all boxes that have all of it).
+    near: (part, index of the box in the own process that has it).  far: (part, its elements, indices of all boxes that have
+    all of it).
     """
 
     near: list[tuple[Region, int]]
-    far: list[tuple[Region, tuple[int, ...]]]
+    far: list[tuple[Region, int, tuple[int, ...]]]
     far_elements: int
     uncovered: Region | None
 
@@ -304,7 +303,7 @@ class _Cutter:
         uncovered = by_holders.pop((), [None])[0]
         return _Cut(
             near=copied,
-            far=[(part, indices) for indices, parts in by_holders.items() for part in merged(parts)],
+            far=[(part, num_elements(part), indices) for indices, parts in by_holders.items() for part in merged(parts)],
             far_elements=num_elements(needed) - sum(num_elements(part) for part, _ in copied),
             uncovered=uncovered,
         )
