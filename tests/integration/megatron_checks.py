@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,17 +22,20 @@ from torch import Tensor
 
 from rlhub.config.model import ModelConfig
 from rlhub.config.training import FSDPConfig, MegatronConfig, OptimConfig
-from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, TrainEngine
+from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.megatron import state
 from rlhub.engines.training.megatron.engine import MegatronEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
+from rlhub.errors import ConfigError
 from rlhub.models.experts import unfused_tensors
+from rlhub.utils.pieces import Piece
 from rlhub.utils.regions import take
 from tests.integration.fsdp_checks import (
     INFERRED,
     OUTPUTS,
     TEMPERATURE,
+    _status,
     full,
     loss_for,
     make_rows,
@@ -59,6 +64,17 @@ def ranks_of(world: int, rendezvous: str) -> Iterator[bool]:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def on_first_ranks(check: Callable[..., Any]) -> Callable[..., Any]:
+    """A check for `Ranks.call` with two more arguments in front, as in `ranks_of`; ranks beyond the first return None."""
+
+    @functools.wraps(check)
+    def run(world: int, rendezvous: str, *args: Any) -> Any:
+        with ranks_of(world, rendezvous) as member:
+            return check(*args) if member else None
+
+    return run
 
 
 def make_engine(path: str, kind: str = "policy", backend: str = "megatron", **changes: Any) -> TrainEngine:
@@ -155,16 +171,12 @@ def unsummed_head_norms() -> Iterator[None]:
         yield
 
 
-def agreement(world: int, rendezvous: str, path: str, kind: str, case: dict[str, Any]) -> dict[str, Any] | None:
+@on_first_ranks
+def agreement(path: str, kind: str, case: dict[str, Any]) -> dict[str, Any]:
     """One step of an engine beside one of a plain loop, from the same weights and rows; distances are relative L2.
 
     case: backend, layout, model, micro, uneven; damage "loss", "weight" or "norms": a broken product that must be seen.
     """
-    with ranks_of(world, rendezvous) as member:
-        return _agreement(path, kind, case) if member else None
-
-
-def _agreement(path: str, kind: str, case: dict[str, Any]) -> dict[str, Any]:
     built = make_engine(
         path,
         kind,
@@ -223,3 +235,170 @@ def _scaled(loss: Callable[[ForwardOutputs, Rows], LossOutput], factor: float) -
 def fsdp_gradients(engine: TrainEngine) -> dict[str, Tensor]:
     assert isinstance(engine, FSDPEngine)
     return dict(unfused_tensors((param.name, full(param.param.grad)) for param in engine.params))
+
+
+@on_first_ranks
+def adam_steps(path: str, layout: dict[str, Any], backend: str = "megatron") -> dict[str, Any]:
+    """Three clipped AdamW steps with warm-up and decay: (weights, gradient norms, rates) of an engine."""
+    # eps well above rounding errors: AdamW's first steps divide vanishing gradients by their own size
+    optim = {"lr": 1e-2, "weight_decay": 0.1, "lr_warmup_steps": 2, "eps": 1e-3}
+    built = make_engine(path, backend=backend, layout=layout, optim=optim, grad_clip=0.5, micro_batch=MicroBatchConfig(rows=2))
+    reports = train(built, 3)
+    return {"weights": numpy_of(stream(built)), "norms": [r.grad_norm for r in reports], "rates": [r.lr for r in reports]}
+
+
+def train(engine: TrainEngine, steps: int, seed: int = 5) -> list[StepReport]:
+    reports = []
+    for step in range(steps):
+        rows = make_rows(seed + step)
+        engine.forward_backward(own_rows(rows, engine), loss_for("policy", rows), outputs=OUTPUTS["policy"])
+        reports.append(engine.optimizer_step())
+    return reports
+
+
+def numpy_of(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+@on_first_ranks
+def not_finite(path: str, layout: dict[str, Any], where: str) -> dict[str, Any]:
+    """One model copy's loss or gradient is NaN: the step must be skipped on all, and the next be as if it had not been."""
+    built, fresh = make_engine(path, layout=layout), make_engine(path, layout=layout)
+    before, rows = stream(built), make_rows()
+    inner = loss_for("policy", rows)
+
+    def poisoned(outputs: ForwardOutputs, micro: Rows) -> LossOutput:
+        result = inner(outputs, micro)
+        if built.dp_rank == built.dp_size - 1:
+            assert outputs.log_probs is not None
+            if where == "loss":
+                result.loss = result.loss * torch.tensor(float("nan"))
+            else:
+                outputs.log_probs.register_hook(lambda grad: grad * float("inf"))
+        return result
+
+    built.forward_backward(own_rows(rows, built), poisoned, outputs=OUTPUTS["policy"])
+    skipped = built.optimizer_step().skipped
+    after = stream(built)
+    return {
+        "skipped": skipped,
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "next": [r.grad_norm for r in train(built, 1)] == [r.grad_norm for r in train(fresh, 1)],
+        "scalars": built.scalar_state(),
+    }
+
+
+class Stored:
+    """A checkpoint in memory: whole tensors, and how often each element was written."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.times: dict[str, Tensor] = {}
+
+    def write(self, pieces: list[tuple[str, tuple[int, ...], Any, Tensor]]) -> None:
+        for name, shape, region, tensor in pieces:
+            take(self.tensors.setdefault(name, torch.full(shape, torch.nan)), region).copy_(tensor)
+            take(self.times.setdefault(name, torch.zeros(shape)), region).add_(1)
+
+    def read(self, piece: Piece) -> Tensor:
+        assert self.tensors[piece.name].shape == piece.shape
+        return take(self.tensors[piece.name], piece.region).to(piece.tensor.dtype)
+
+
+def saved(engine: TrainEngine) -> Stored:
+    """What the ranks write, put together on every rank."""
+    mine = [(piece.name, piece.shape, piece.region, piece.tensor.clone()) for piece in engine.state_shards()]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    stored = Stored()
+    for pieces in everyone:
+        stored.write(pieces)
+    return stored
+
+
+@on_first_ranks
+def save(path: str, layout: dict[str, Any], folder: str, backend: str = "megatron") -> Any:
+    """Train, save, train on; returns the gradient norms and weights after the save."""
+    built = make_engine(path, backend=backend, layout=layout, optim={"lr": 1e-2, "eps": 1e-3})
+    train(built, 2)
+    stored = saved(built)
+    if dist.get_rank() == 0:
+        torch.save((stored.tensors, built.scalar_state()), Path(folder) / "state.pt")
+    once = all(bool((times == 1).all()) for times in stored.times.values())
+    norms = [report.grad_norm for report in train(built, 2, seed=50)]
+    return {"names": sorted(stored.tensors), "once": once, "norms": norms, "weights": numpy_of(stream(built))}
+
+
+@on_first_ranks
+def resume(path: str, layout: dict[str, Any], folder: str, backend: str = "megatron") -> Any:
+    """Load what `save` wrote into an engine that has run before, and train on."""
+    built = make_engine(path, backend=backend, layout=layout, optim={"lr": 1e-2, "eps": 1e-3})
+    train(built, 1, seed=99)
+    stored = Stored()
+    stored.tensors, scalars = torch.load(Path(folder) / "state.pt")
+    built.load_state(stored.read)
+    built.load_scalar_state(scalars)
+    norms = [report.grad_norm for report in train(built, 2, seed=50)]
+    return {"norms": norms, "weights": numpy_of(stream(built))}
+
+
+@on_first_ranks
+def half_precision(path: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """A model in bfloat16 beside its float32 masters: what is saved, what a step and loading do to both."""
+    built = make_engine(path, layout={"model_dtype": "bf16"} | layout)
+    exact = make_engine(path, layout=layout)
+    reports = [(a.grad_norm, b.grad_norm) for a, b in zip(train(built, 2), train(exact, 2), strict=True)]
+    stored, weights = saved(built), stream(built)
+    for tensor in stored.tensors.values():
+        tensor.mul_(1.5)
+    built.load_state(stored.read)
+    again, loaded = saved(built), stream(built)
+    masters = {name.removeprefix("model."): t for name, t in again.tensors.items() if name.startswith("model.")}
+    return {
+        "norms": max(abs(a - b) / b for a, b in reports),
+        "dtypes": {str(tensor.dtype) for tensor in weights.values()},
+        "masters": all(torch.equal(again.tensors[name], stored.tensors[name]) for name in stored.tensors),
+        "model": all(torch.equal(loaded[name], masters[name].bfloat16()) for name in masters),
+        "finer": any(not torch.equal(masters[name], loaded[name].float()) for name in masters),
+    }
+
+
+@on_first_ranks
+def pieces_and_stream(path: str, layout: dict[str, Any], bucket_bytes: int) -> dict[str, Any]:
+    """Buckets of the stream, and whether it and the live pieces are the checkpoint's weights, bit for bit."""
+    built = make_engine(path, layout=layout, optim=None)
+    expected = named(plain_model(path, "policy", torch.float32), Tensor.detach)
+    buckets, exact = [], True
+    for bucket in built.named_weights(bucket_bytes=bucket_bytes):
+        exact &= torch.is_grad_enabled()
+        buckets.append([(name, tensor.numel() * tensor.element_size()) for name, tensor in bucket])
+        exact &= all(torch.equal(tensor, expected[name]) for name, tensor in bucket)
+    pieces = built.local_weights()
+    assert pieces is not None
+    live = all(torch.equal(piece.tensor, take(expected[piece.name], piece.region)) for piece in pieces)
+    return {"buckets": buckets, "exact": exact, "live": live, "names": sorted(expected)}
+
+
+@on_first_ranks
+def stream_peak(path: str, layout: dict[str, Any], bucket_bytes: int) -> tuple[int, int]:
+    """(bytes of all weights, most bytes of resident memory that streaming them added)."""
+    built = make_engine(path, layout=layout, optim=None)
+    total = peak = 0
+    for _ in range(2):  # the first pass warms communication buffers up
+        dist.barrier()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        before = _status("VmRSS")
+        total = sum(t.numel() * t.element_size() for b in built.named_weights(bucket_bytes=bucket_bytes) for _, t in b)
+        peak = _status("VmHWM") - before
+    return total, peak
+
+
+@on_first_ranks
+def other_sizes(path: str) -> str:
+    """What a second engine of the process with other groups is told."""
+    make_engine(path, layout={"tensor_model_parallel_size": 2}, optim=None)
+    try:
+        make_engine(path, layout={"pipeline_model_parallel_size": 2}, optim=None)
+    except ConfigError as error:
+        return str(error)
+    return ""

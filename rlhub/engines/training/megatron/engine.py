@@ -25,7 +25,7 @@ from rlhub.engines.training.megatron.heads import policy_outputs, scalar_output
 from rlhub.engines.training.megatron.optimizer import MOMENTS, MegatronAdamW
 from rlhub.engines.training.megatron.parallel import ParallelState, ensure_model_parallel
 from rlhub.engines.training.megatron.residence import HostCopies
-from rlhub.engines.training.megatron.schedule import MicroBatch, passes_needed, run_micro_batches, sum_gradients
+from rlhub.engines.training.megatron.schedule import MicroBatch, passes_needed, prepare_schedule, run_micro_batches, sum_gradients
 from rlhub.engines.training.megatron.state import Holding, fill, holdings, live_pieces, mark_cut_weights
 from rlhub.engines.training.megatron.weights import StreamedTensor, WeightStream, plan_stream
 from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_units, even_cut, extend_cut, rows_of, take_rows
@@ -95,7 +95,7 @@ class MegatronEngine(TrainEngine):
             device=self.device,
         )
         built = build_megatron(plan)
-        built.config.calculate_per_token_loss = True  # gradients are summed over micro-batches and ranks, not averaged
+        prepare_schedule(built.config)
         self.vocab_size, self.chunks = built.vocab_size, list(built.chunks)
         self.params = list(parts(built))
         mark_cut_weights(self.params)

@@ -17,6 +17,7 @@ import rlhub.models.megatron.compat  # noqa: F401 - before megatron, which it im
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from rlhub.engines.training.base import Rows
@@ -34,6 +35,17 @@ class MicroBatch:
 
 Finish = Callable[[MicroBatch, nn.Module, Tensor], Tensor]
 """(micro-batch, last piece of the model, hidden states) -> loss; called on the last pipeline stage alone."""
+
+
+def prepare_schedule(config: TransformerConfig) -> None:
+    """Settings that the schedules read from the model's configuration, in place.
+
+    Interleaved stages of two pipeline ranks are each other's next and previous: forward and backward messages must then go
+    apart, or they are taken for each other.
+    """
+    config.calculate_per_token_loss = True  # gradients are summed over micro-batches and ranks, not averaged
+    if config.virtual_pipeline_model_parallel_size is not None:
+        config.overlap_p2p_comm, config.batch_p2p_comm = True, False
 
 
 def run_micro_batches(
