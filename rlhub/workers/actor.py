@@ -15,6 +15,8 @@ from rlhub.engines.training.registry import build_policy_engine, build_reference
 from rlhub.engines.training.updates import PolicyUpdater
 from rlhub.models.throughput import ThroughputMeter
 from rlhub.protocol import DataProto
+from rlhub.sharding_manager.pools import WeightSender
+from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.engine_worker import EngineWorker
 from rlhub.workers.runtime import WorkerRuntime, memory_metrics
@@ -108,6 +110,7 @@ class ActorWorker(ActorPart):
     def init_model(self) -> None:
         """Build the training engines (collective)."""
         self._init_actor()
+        self.sender = WeightSender(self.engine, bucket_bytes=self.config.rollout.update_weights_bucket_mb << 20)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_transfer(self, num_receivers: int) -> Meeting:
@@ -116,10 +119,13 @@ class ActorWorker(ActorPart):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def join_transfer(self, meeting: Meeting) -> None:
-        """Meet the rollout's ranks and agree on who sends what (collective over both groups)."""
-        raise NotImplementedError
+        """Meet the rollout's ranks (collective over both groups)."""
+        self.sender.connect(meeting.address, meeting.port, self.rank, meeting.size, self.runtime.deadline_s)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sync_weights(self, version: int) -> None:
+    def sync_weights(self, version: int) -> SyncReport:
         """Send the policy's weights as `version` (collective over both groups)."""
-        raise NotImplementedError
+        return self.sender.send(version)
+
+    def close(self) -> None:
+        self.sender.close()

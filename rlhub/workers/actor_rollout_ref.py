@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rlhub.sharding_manager.manager import ShardingManager, SyncReport
+from rlhub.sharding_manager.manager import ShardingManager
+from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Dispatch, register
 from rlhub.workers.actor import ActorPart
 from rlhub.workers.rollout import RolloutPart
@@ -17,7 +18,9 @@ class ActorRolloutRefWorker(ActorPart, RolloutPart):
         self._init_actor()
         self._init_rollout()
         self.rollout_asleep = False
-        self.sharding = ShardingManager(self.engine, self.rollout, bucket_bytes=self.bucket_bytes)
+        self.sharding = ShardingManager(
+            self.engine, self.rollout, bucket_bytes=self.bucket_bytes, timeout_s=self.runtime.deadline_s
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:

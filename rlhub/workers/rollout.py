@@ -12,6 +12,8 @@ from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.models.vocabulary import read_vocabulary
 from rlhub.protocol import DataProto
+from rlhub.sharding_manager.pools import WeightReceiver
+from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.rollout_batch import check_completions, generation_requests, pad_completions, training_columns
 from rlhub.workers.runtime import WorkerRuntime
@@ -107,13 +109,19 @@ class RolloutWorker(RolloutPart):
         """Build the engine without weights (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         self._init_rollout()
+        self.receiver = WeightReceiver(self.rollout, self.device, bucket_bytes=self.bucket_bytes)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def join_transfer(self, meeting: Meeting) -> None:
-        """Meet the actor's ranks and agree on who sends what (collective over both groups)."""
-        raise NotImplementedError
+        """Meet the actor's ranks (collective over both groups)."""
+        rank = meeting.num_senders + self.rank
+        self.receiver.connect(meeting.address, meeting.port, rank, meeting.size, self.runtime.deadline_s)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sync_weights(self, version: int) -> None:
+    def sync_weights(self, version: int) -> SyncReport:
         """Receive the policy's weights as `version`, checked weight by weight (collective over both groups)."""
-        raise NotImplementedError
+        return self.receiver.receive(version)
+
+    def close(self) -> None:
+        self.receiver.close()
+        super().close()
