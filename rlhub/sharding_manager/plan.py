@@ -7,7 +7,9 @@ exactly once.  It is deterministic, so every process can make it from the same d
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -73,6 +75,19 @@ class Plan:
         return [transfer for received in self.receives for transfer in received if transfer.source == source]
 
 
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Large plans are millions of objects and not one cycle: the garbage collector would walk them over and over."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@without_collector()
 def make_plan(
     sources: Sequence[Sequence[PieceInfo]],
     destinations: Sequence[Sequence[PieceInfo]],

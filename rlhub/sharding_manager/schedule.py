@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlhub.errors import ReshardError
-from rlhub.sharding_manager.plan import Plan, Transfer
+from rlhub.sharding_manager.plan import Plan, Transfer, without_collector
 from rlhub.utils.regions import num_elements, split
 
 PARTS_OF_BUCKET = 4  # a transfer is cut to at most this part of a bucket: a round is then filled to three quarters or more
@@ -46,6 +46,7 @@ class Round:
         return [message for message in self.messages if message.destination == destination]
 
 
+@without_collector()
 def schedule(plan: Plan, bucket_bytes: int) -> list[Round]:
     """The plan's receives in few rounds; copies inside a process are no part of it.
 
