@@ -80,7 +80,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ranks():
-    group = Ranks(4)
+    group = Ranks(4, preload="tests.integration.megatron_model_checks")
     yield group
     group.close()
 
