@@ -10,6 +10,7 @@ import pytest
 
 from rlhub.errors import ConfigError, RlhubError
 from rlhub.single_controller.observer import Call
+from rlhub.tracking import call_timing
 from rlhub.tracking import recorder as recorder_module
 from rlhub.tracking.call_timing import CallTiming
 from rlhub.tracking.metrics_log import read_metrics
@@ -126,11 +127,22 @@ def test_the_report_is_refreshed_now_and_then(folder: RunFolder, monkeypatch: py
     assert folder.report.stat().st_mtime_ns == written and "running" in folder.report.read_text()
 
 
-def test_call_timing_sums_what_succeeded() -> None:
+def test_call_timing_sums_what_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:
     timer, phases = PhaseTimer(), []
     timing = CallTiming(timer, phases.append)
-    for seconds, error in ((1.0, None), (2.0, None), (4.0, ValueError())):
+    for now, seconds, error in ((101.0, 1.0, None), (103.0, 2.0, None), (107.0, 4.0, ValueError())):
         call = Call(role="actor", method="update_actor", blocking=True, workers=())
         timing.on_start(call)
+        monkeypatch.setattr(call_timing.time, "perf_counter", lambda now=now: now)
         timing.on_end(call, seconds, error)
     assert timer.drain() == {"timing_s/update_actor": 3.0} and phases == ["update_actor"] * 3
+
+
+def test_calls_that_run_at_the_same_time_add_up_to_the_time_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent at 100 and at 101; the first is read at 104, the other at 106."""
+    timer = PhaseTimer()
+    timing = CallTiming(timer)
+    for method, now, seconds in (("compute_log_prob", 104.0, 4.0), ("compute_values", 106.0, 5.0)):
+        monkeypatch.setattr(call_timing.time, "perf_counter", lambda now=now: now)
+        timing.on_end(Call(role="actor", method=method, blocking=False, workers=()), seconds, None)
+    assert timer.drain() == {"timing_s/compute_log_prob": 4.0, "timing_s/compute_values": 2.0}

@@ -213,6 +213,20 @@ def learn(config: PPOConfig, *, step: int = 1, dp_size: int = 1, invalid: set[in
 # Order of the calls
 
 
+def test_calls_that_do_not_need_each_other_are_sent_before_one_is_waited_for() -> None:
+    """On separate pools they then run at the same time.  waited: (call, number of calls sent until then)."""
+    run = learn(config_of("gae", mini=1, kl_loss=True))
+    actor, critic = run.learner.actor, run.learner.critic
+    assert isinstance(actor, FakeGroup) and isinstance(critic, FakeGroup)
+    num_passes, num_all = 4, 6  # with the reward
+    assert actor.waited == [
+        ("actor.compute_log_prob", num_passes),
+        ("actor.compute_ref_log_prob", num_passes),
+        ("actor.update_actor", num_all),
+    ]
+    assert critic.waited == [("critic.compute_values", num_passes), ("critic.update_critic", num_all)]
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

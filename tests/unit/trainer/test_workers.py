@@ -1,0 +1,40 @@
+"""Launching: every role has deadlines, and pools build their models side by side."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+from rlhub.config.trainer import DeadlineConfig
+from rlhub.single_controller import Worker
+from rlhub.single_controller.decorator import registered_methods
+from rlhub.trainer.workers import DEADLINES, in_turn
+from rlhub.workers.actor import ActorWorker
+from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
+from rlhub.workers.critic import CriticWorker
+from rlhub.workers.judge import JudgeWorker
+from rlhub.workers.preference import DPOWorker, RewardTrainingWorker
+from rlhub.workers.reference import ReferenceWorker
+from rlhub.workers.reward_model import RewardModelWorker
+from rlhub.workers.rollout import RolloutWorker
+from rlhub.workers.sft import SFTWorker
+
+WORKERS: list[type[Worker]] = [
+    ActorWorker, ActorRolloutRefWorker, RolloutWorker, ReferenceWorker, CriticWorker, RewardModelWorker, JudgeWorker,
+    SFTWorker, DPOWorker, RewardTrainingWorker,
+]  # fmt: skip
+
+
+def test_every_method_of_every_worker_has_a_deadline() -> None:
+    methods = {method for worker in WORKERS for method in registered_methods(worker)}
+    assert methods - set(DEADLINES) == set()
+    assert set(DEADLINES.values()) <= {field.name for field in fields(DeadlineConfig)}
+
+
+def test_one_role_of_each_pool_at_a_time() -> None:
+    groups: dict[str, Any] = {
+        role: SimpleNamespace(role=role) for role in ("actor", "critic", "rollout", "reward_model", "judge")
+    }
+    turns = in_turn(groups, {"rollout": "generation", "reward_model": "scoring", "judge": "scoring"})
+    assert [[group.role for group in turn] for turn in turns] == [["actor", "rollout", "reward_model"], ["critic", "judge"]]
