@@ -137,7 +137,8 @@ class MegatronAdamW:
     def zero_grad(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self.megatron.zero_grad()
+        for slot in self.slots:
+            slot.main.grad = None
 
     @torch.no_grad()
     def publish(self) -> None:
