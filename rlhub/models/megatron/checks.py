@@ -96,10 +96,11 @@ def _layout_problems(values: Mapping[str, Any], megatron: MegatronConfig, world_
             f"expert_model_parallel_size={experts} does not divide the {world_size // ranks} data-parallel ranks "
             f"({world_size} ranks / {ranks}); change one of them"
         )
-    if context > 1 and find_spec("transformer_engine") is None:
+    if context > 1:
+        lack = "rlhub does not drive them yet" if find_spec("transformer_engine") else "it is not installed"
         yield (
-            f"context_model_parallel_size={context} needs TransformerEngine, which is not installed; "
-            "install transformer-engine or set it to 1"
+            f"context_model_parallel_size={context} needs attention kernels of TransformerEngine, and {lack}; set it to 1 "
+            "(tensor_model_parallel_size shares attention by heads)"
         )
     if stages is not None and pipeline == 1:
         yield f"virtual_pipeline_model_parallel_size={stages} needs pipeline_model_parallel_size above 1; unset it"

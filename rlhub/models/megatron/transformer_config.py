@@ -106,6 +106,9 @@ def _layout(megatron: MegatronConfig) -> dict[str, Any]:
         "sequence_parallel": uses_sequence_parallel(megatron),
         "variable_seq_lengths": megatron.pipeline_model_parallel_size > 1,  # packed micro-batches differ in their tokens
         "moe_token_dispatcher_type": "alltoall",  # which variable lengths ask for, experts or not
+        # Of two ranks that hold several pieces each is the other's next and previous: messages forward and back go apart.
+        "overlap_p2p_comm": num_virtual_stages(megatron) is not None,
+        "batch_p2p_comm": num_virtual_stages(megatron) is None,
     }
 
 

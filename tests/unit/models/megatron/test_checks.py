@@ -67,7 +67,7 @@ def test_what_can_be_built_has_no_problem(values: dict, megatron: dict) -> None:
             "4 layers cannot be dealt evenly to 2 pipeline ranks x 4 pieces",
         ),
         (DENSE, {"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size above 1; unset it"),
-        (DENSE, {"context_model_parallel_size": 2}, "context_model_parallel_size=2 needs TransformerEngine"),
+        (DENSE, {"context_model_parallel_size": 2}, "context_model_parallel_size=2 needs attention kernels of TransformerEngine"),
         (DENSE, {"expert_model_parallel_size": 2}, "a qwen2 model has no experts; set it to 1"),
         (SPARSE, {"expert_model_parallel_size": 8}, "does not divide the model's 4 experts"),
         (
@@ -97,9 +97,11 @@ def test_what_cannot_be_built_is_said(values: dict, megatron: dict, expected: st
     assert any(expected in text for text in problems(values, **megatron)), problems(values, **megatron)
 
 
-def test_context_parallel_needs_only_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda _: object())
-    assert problems(DENSE, context_model_parallel_size=2) == []
+@pytest.mark.parametrize(("installed", "lack"), [(None, "it is not installed"), (object(), "rlhub does not drive them yet")])
+def test_context_parallel_is_refused(installed: object, lack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without kernels that exchange keys, ranks would attend to their own tokens alone."""
+    monkeypatch.setattr(checks, "find_spec", lambda _: installed)
+    assert lack in problems(DENSE, context_model_parallel_size=2)[0]
 
 
 def test_adapters_are_refused() -> None:
