@@ -2,7 +2,8 @@
 
 `requires` of an advantage estimator: "values" (a critic must predict them), "groups" (several samples per prompt),
 "old_log_probs" and "sum_pi_squared" (a forward pass of its own before the update), "baseline_rewards" (a greedy response per
-prompt), "reward_components" (the scorer's own numbers by name).  Of a policy loss: "old_log_probs" (as above),
+prompt), "reward_components" (the scorer's own numbers by name), "components_only" (and nothing of the token-level rewards).
+Of a policy loss: "old_log_probs" (as above),
 "rollout_log_probs" (of the policy that sampled) and "weights" (the loss has no ratio pi / pi_old of its own, so that only
 importance weights can correct samples of another policy).  Its companion "select" chooses tokens once per mini-batch, before
 it is cut.  Of a KL estimator: "value_only", where the gradient of its value is not that of the KL, so that it suits the reward.
@@ -28,7 +29,7 @@ for _name, _requires, _class in (
     ("opo", {"groups"}, None),
     ("gpg", {"groups"}, None),
     ("optimal_token_baseline", {"groups", "old_log_probs", "sum_pi_squared"}, "OptimalTokenBaselineKnobs"),
-    ("gdpo", {"groups", "reward_components"}, "GDPOKnobs"),
+    ("gdpo", {"groups", "reward_components", "components_only"}, "GDPOKnobs"),
     ("cpgd", {"groups"}, "CPGDKnobs"),
 ):
     _module = f"{_HERE}.advantages.{_name}"

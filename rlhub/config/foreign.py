@@ -27,6 +27,9 @@ ALIASES = {
 }
 """Other spelling -> ours; everything below the key moves along."""
 
+OFF = frozenset(f"algorithm.rollout_correction.{name}" for name in ("rollout_is", "rollout_rs"))
+"""Settings of ours that null turns off, and that other command lines turn off by false."""
+
 ANY = object()
 """As an accepted value: whatever it says, it cannot matter while its feature's switch is off."""
 
@@ -125,6 +128,8 @@ def resolve_aliases(values: Mapping[str, Any], problems: list[str]) -> dict[str,
     resolved: dict[str, Any] = {}
     for key, value in values.items():
         ours = _ours(key)
+        if value is False and ours in OFF:
+            value = None
         if ours in resolved and resolved[ours] != value:
             problems.append(f"{key}={value!r} and {ours}={resolved[ours]!r} are the same setting with different values")
         resolved[ours] = value

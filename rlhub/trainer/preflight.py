@@ -43,6 +43,7 @@ from rlhub.registry import Registry
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
 from rlhub.tracking.registry import TRACKERS
+from rlhub.trainer.ppo.requirements import check_group_metric
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
         *check_names(config),
         *check_data(config.data),
         *check_custom_reward(config.custom_reward_function),
+        *check_group_metric(config),
         *check_models(config),
         *check_engines(config),
         *check_scoring_models(config),
@@ -130,6 +132,7 @@ def warnings(config: PPOConfig, set_keys: AbstractSet[str]) -> list[str]:
     rules: list[effects.Dead] = [
         ("values" not in requires, ("critic.", "trainer.critic_warmup"), f"{estimator} has no critic"),
         _twice_weighted(config, loss),
+        *_components_only(config, estimator, requires),
     ]
     for section, registry, name, chosen in (
         ("algorithm", ADVANTAGE_ESTIMATORS, config.algorithm.adv_estimator, estimator),
@@ -140,6 +143,20 @@ def warnings(config: PPOConfig, set_keys: AbstractSet[str]) -> list[str]:
             unread = tuple(f"{section}.{knob}" for knob in mentioned if knob not in _knob_names(registry, name))
             rules.append((True, unread, f"{chosen} does not read it"))
     return effects.without_effect(config, set_keys, rules)
+
+
+def _components_only(config: PPOConfig, estimator: str, requires: AbstractSet[str]) -> list[effects.Dead]:
+    """What changes the tokens' rewards, where the estimator compares the scorer's own numbers instead."""
+    holds, why = "components_only" in requires, f"{estimator} reads the reward function's own numbers alone"
+    kl = ("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.")
+    return [
+        (
+            holds and config.algorithm.use_kl_in_reward,
+            kl,
+            f"{why}; {_ACTOR}.use_kl_loss=true has a KL",
+        ),
+        (holds, ("algorithm.whiten_rewards",), why),
+    ]
 
 
 def _twice_weighted(config: PPOConfig, loss: str) -> effects.Dead:

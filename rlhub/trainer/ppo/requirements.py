@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from rlhub.config.ppo import PPOConfig
+from rlhub.registry import suggest
+
+NAMES_OF_THE_REWARD = ("seq_reward", "seq_final_reward", "reward", "score")
+"""What algorithm.filter_groups.metric may call the reward itself."""
+OWN_NUMBERS = ("acc", "overlong", "overlong_reward", "function", "model", "judge")
+"""What else of a sample is counted without a reward function of the user's own; some of it by some settings only."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,3 +72,17 @@ def requirements(config: PPOConfig) -> Requirements:
         rollout_log_probs="rollout_log_probs" in needs or (correction.in_update and not correction.bypass_mode),
         selection="select" in loss.companions,
     )
+
+
+def check_group_metric(config: PPOConfig) -> list[str]:
+    """The problem with the number by which groups are to be compared, where it can be known before the first scoring: what the
+    user's own reward function, or a plugin, returns cannot."""
+    groups = config.algorithm.filter_groups
+    known = (*NAMES_OF_THE_REWARD, *OWN_NUMBERS)
+    if not groups.enable or groups.metric in known or config.custom_reward_function.path or config.trainer.plugins:
+        return []
+    return [
+        f"algorithm.filter_groups.metric={groups.metric}: the scorers that come with rlhub give no such number"
+        f"{suggest(groups.metric, known)}; known: seq_reward (the reward itself), acc. A number of your own is an entry of the "
+        "dict that your reward function returns (custom_reward_function.path)"
+    ]

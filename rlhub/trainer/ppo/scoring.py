@@ -13,14 +13,12 @@ from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.registry import suggest
 from rlhub.rewards import RewardManager, RewardResult
-from rlhub.trainer.ppo.requirements import requirements
+from rlhub.trainer.ppo.requirements import NAMES_OF_THE_REWARD, requirements
 from rlhub.trainer.ppo.validation import correctness
 from rlhub.utils.timing import PhaseTimer
 
 COMPONENT = "reward/"
 """Prefix of the columns that hold the scorer's own numbers."""
-NAMES_OF_THE_REWARD = ("seq_reward", "seq_final_reward", "reward", "score")
-"""What algorithm.filter_groups.metric may call the reward itself."""
 SIGNAL = "group_metric"
 """Column (rows,) float64: the number in which the samples of a group are compared."""
 

@@ -142,3 +142,10 @@ def test_what_is_active_and_what_happens_in_the_update() -> None:
     for text in ("rollout_is=token", "rollout_rs=token_k2", "m2po_threshold=0.04"):
         assert correction(text).active and not correction(text).in_update
     assert correction("bypass_mode=true").in_update and correction("proximal=a3po").in_update
+
+
+def test_false_turns_weights_and_rejection_off_as_null_does() -> None:
+    """The spelling of earlier command lines."""
+    assert correction("rollout_is=false rollout_rs=False") == correction("rollout_is=null rollout_rs=null")
+    assert any("rollout_is" in problem for problem in load("rollout_is=true").problems)
+    assert load("bypass_mode=false").problems == []

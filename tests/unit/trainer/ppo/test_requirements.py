@@ -10,7 +10,7 @@ from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS
 from rlhub.config.ppo import PPOConfig
 from rlhub.errors import RegistryError
 from rlhub.registry import Row
-from rlhub.trainer.ppo.requirements import num_mini_batches, requirements
+from rlhub.trainer.ppo.requirements import check_group_metric, num_mini_batches, requirements
 
 
 def config_of(
@@ -62,3 +62,23 @@ def test_an_unknown_estimator_is_an_error() -> None:
 
 def test_number_of_mini_batches() -> None:
     assert [num_mini_batches(config_of(prompts=12, mini=mini)) for mini in (12, 6, 4, 1)] == [1, 2, 3, 12]
+
+
+def test_a_group_metric_that_no_scorer_gives_is_found_before_start() -> None:
+    config = config_of()
+    groups = config.algorithm.filter_groups
+    groups.metric = "acuracy"
+    assert check_group_metric(config) == []  # nobody compares
+    groups.enable = True
+    (problem,) = check_group_metric(config)
+    assert problem.startswith("algorithm.filter_groups.metric=acuracy: ") and "custom_reward_function.path" in problem
+    for metric in ("seq_reward", "score", "acc", "overlong"):
+        groups.metric = metric
+        assert check_group_metric(config) == []
+    groups.metric = "bonus"
+    for section, name, value in ((config.custom_reward_function, "path", "score.py"), (config.trainer, "plugins", ["mine"])):
+        assert check_group_metric(config), "the control"
+        before = getattr(section, name)
+        setattr(section, name, value)
+        assert check_group_metric(config) == [], "may be the user's own number"
+        setattr(section, name, before)
