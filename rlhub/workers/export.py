@@ -143,7 +143,7 @@ class StoredModel:
             done += tensor.numel()
             if done / total >= told + PROGRESS_STEP or number == len(self.names):
                 told = done / total
-                logger.info("%3.0f %%: %d of %d weights", 100 * told, number, len(self.names))
+                logger.info("%3d %%: %d of %d weights", int(100 * told), number, len(self.names))
 
     def _weight(self, name: str) -> Tensor:
         weight = self.reader.whole(WEIGHTS + name)

@@ -22,7 +22,7 @@ SOURCES = ("fsdp on 2", "megatron on 1", "tp2", "tp2 pp2", "ep2 dp2")
 
 @pytest.fixture(scope="module")
 def ranks():
-    group = Ranks(4)
+    group = Ranks(4, "tests.integration.checkpoint_checks")
     yield group
     group.close()
 
