@@ -21,7 +21,7 @@ from rlhub.sharding_manager.transports.base import RankRound, Transport
 from rlhub.utils.fingerprint import digests
 from rlhub.utils.regions import num_elements, sizes, split
 
-COPY_ELEMENTS = 1 << 18
+COPY_ELEMENTS = 1 << 19
 """Copies inside a process go in blocks of about this size, so that the fingerprint finds the block in the cache."""
 
 
@@ -93,10 +93,14 @@ class Execution:
 
     def __init__(self, plan: RankPlan, transport: Transport | None, links: Links | None, *, check: bool) -> None:
         self._plan, self._transport, self._links, self._check = plan, transport, links, check
+        self._source: Held | None = None
+        self._destination: Held | None = None
 
     @torch.no_grad()
     def run(self, source: Held, destination: Held) -> Outcome:
         """Move everything and compare.  Every process of the links calls it; blocks."""
+        source = self._source = source.or_known(self._source)
+        destination = self._destination = destination.or_known(self._destination)
         wanted = self._copy(source, destination)
         sent: dict[int, list[int]] = {}
         if self._transport is not None:

@@ -27,6 +27,7 @@ from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.errors import RlhubError, WeightMismatchError
 from rlhub.sharding_manager import execution
 from rlhub.sharding_manager.execution import Execution
+from rlhub.sharding_manager.files import WeightReader, WeightWriter
 from rlhub.sharding_manager.manager import ShardingManager
 from rlhub.sharding_manager.pools import WeightReceiver, WeightSender
 from rlhub.sharding_manager.schedule import Message
@@ -216,6 +217,47 @@ def receive(path: str, port: int, rank: int, world: int, versions: list[int], so
             out["errors"].append(error)
     half.close()
     return out | {"version": engine.version, "refuses": refuses(engine), "layout": len(half.layout())}
+
+
+# By file
+
+
+def write_versions(path: str, folder: str, versions: list[int]) -> list[int]:
+    """Versions in the folder, and beside each the full weights; how many bytes this rank wrote of each."""
+    train = trainer(path)
+    writer = WeightWriter(train, Path(folder), bucket_bytes=BUCKET, timeout_s=30)
+    sizes = []
+    for version in versions:
+        full = step(train)
+        if dist.get_rank() == 0:
+            torch.save(full, Path(folder) / f"{version}.pt")
+        sizes.append(writer.write(version).bytes)
+    return sizes
+
+
+def read_versions(path: str, folder: str, versions: list[int], dtype: str) -> dict[str, Any]:
+    """What the reader's engine holds after each version, and what it says to versions that never come or are damaged."""
+    engine = rollout(path, dtype)
+    reader = WeightReader(engine, Path(folder), bucket_bytes=BUCKET, timeout_s=1)
+    wrong = []
+    for version in versions:
+        reader.read(version)
+        wrong += wrong_names(engine, torch.load(Path(folder) / f"{version}.pt"))
+    serving = not refuses(engine)
+    late = error_of(lambda: reader.read(99))
+    return {"wrong": wrong, "version": engine.version, "serving": serving, "newest": reader.newest(), "late": late}
+
+
+def read_damaged(path: str, folder: str, version: int) -> tuple[tuple[str, str], bool]:
+    """After a good version, one with a flipped bit; whether the engine then refuses."""
+    engine = rollout(path)
+    reader = WeightReader(engine, Path(folder), bucket_bytes=BUCKET, timeout_s=1)
+    reader.read(version)
+    file = next((Path(folder) / f"version-{version}").glob("rank-1-*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    return error_of(lambda: reader.read(version)), refuses(engine)
 
 
 def send_and_die(path: str, port: int, world: int, sockets: bool) -> None:

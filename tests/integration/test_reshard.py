@@ -31,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
     configs = {
         "dense": Qwen2Config(**sizes, tie_word_embeddings=True),
-        "moe": Qwen3MoeConfig(**sizes, head_dim=6, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=10),
+        "moe": Qwen3MoeConfig(**sizes, head_dim=6, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=16),
     }
     paths = {}
     for name, config in configs.items():
@@ -136,3 +136,21 @@ def test_a_killed_sender_is_named_and_half_an_update_never_serves(
     assert kind == "WorkerDiedError" and "[weight sender rank 1" in message
     assert seen["refuses"] and seen["version"] == 1
     assert not list(Path("/dev/shm").glob("rlhub-*"))
+
+
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_separate_jobs_through_a_folder(
+    trainers: Ranks, engines: list[Ranks], models: dict[str, str], tmp_path: Path, model: str
+) -> None:
+    folder, versions = str(tmp_path), [4, 5, 6]
+    first = trainers.call(checks.write_versions, models[model], folder, versions[:2])
+    for group, dtype in zip(engines, ("float32", "bfloat16"), strict=True):
+        (seen,) = group.call(checks.read_versions, models[model], folder, versions[:2], dtype)
+        assert (seen["wrong"], seen["version"], seen["serving"], seen["newest"]) == ([], 5, True, 5)
+        assert seen["late"][0] == "DeadlineError" and "version 99" in seen["late"][1]
+    one, other = first
+    assert one[0] > 0 and other[0] > 0, "both ranks write their part"
+    trainers.call(checks.write_versions, models[model], folder, versions[2:])
+    assert sorted(path.name for path in tmp_path.glob("version-*")) == ["version-5", "version-6"]
+    ((kind, message), refused) = engines[0].call(checks.read_damaged, models[model], folder, 6)[0]
+    assert kind == "WeightMismatchError" and "checksum" in message and refused

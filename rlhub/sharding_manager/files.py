@@ -1,0 +1,302 @@
+"""Weights between separate jobs through a folder that both reach: no process group between them, any number of readers.
+
+Each rank of a trainer has a WeightWriter and writes its own parts of a version, every element of the model by one rank; each
+rank of a rollout engine, in whatever job and layout, has a WeightReader and maps only the blocks that it needs.
+
+    <folder>/version-<n>/rank-<r>-<i>.safetensors   blocks of weights, at most a bucket in a file
+    <folder>/version-<n>/rank-<r>.json              for each block: file, key, name, full shape, region, dtype, checksum
+    <folder>/version-<n>/manifest.json              how many ranks wrote
+
+A version is written under another name and renamed when all ranks are done, so a reader sees a whole version or none.  Nothing
+is flushed to the disk: after a power failure the trainer writes its weights anew.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
+from rlhub.engines.training.base import TrainEngine
+from rlhub.errors import DeadlineError, ReshardError, WeightMismatchError
+from rlhub.sharding_manager.held import Held
+from rlhub.sharding_manager.layout_exchange import Member, decode_info, encode_info, exchange_members, this_node
+from rlhub.sharding_manager.links import Links
+from rlhub.sharding_manager.plan import make_plan
+from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.stream import CheckedStream, raise_first
+from rlhub.utils.atomic import TEMPORARY_SUFFIX, write_json
+from rlhub.utils.fingerprint import combine, digests
+from rlhub.utils.pieces import Piece, PieceInfo, whole_piece
+from rlhub.utils.regions import Region, intersection, num_elements, relative, split, take, whole
+
+BLOCK_ELEMENTS = 1 << 20
+"""A block has one checksum, so a reader that needs a part of it reads all of it: small against what a rank needs."""
+KEPT_VERSIONS = 2  # a reader may still be at the one before
+POLL_S = 0.05
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Block:
+    """A block in a file.  path: of the file; key: of the tensor in it; checksum: of its bytes."""
+
+    info: PieceInfo
+    path: Path
+    key: str
+    checksum: int
+
+
+class WeightWriter:
+    """Beside a training engine; all its ranks call `write` together.  bucket_bytes: extra memory, and the size of a file."""
+
+    def __init__(self, train: TrainEngine, folder: Path, *, bucket_bytes: int, timeout_s: float = 1800.0) -> None:
+        self._train, self._folder, self._bucket_bytes = train, folder, bucket_bytes
+        self._links = Links.of_job(train.device, timeout_s)
+        self._rank = self._links.rank if self._links else 0
+        self._mine: list[PieceInfo] | None = None
+
+    def write(self, version: int) -> SyncReport:
+        """Leave the trainer's present weights in the folder as policy `version`."""
+        start = time.perf_counter()
+        self._train.onload()
+        aside = self._folder / f"version-{version}{TEMPORARY_SUFFIX}"
+        aside.mkdir(parents=True, exist_ok=True)
+        rows = [row for number, pieces in enumerate(self._files()) for row in self._write_file(aside, number, pieces)]
+        write_json(aside / f"rank-{self._rank}.json", {"blocks": rows})
+        self._train.offload()
+        self._all_done()
+        if self._rank == 0:
+            write_json(aside / "manifest.json", {"version": version, "ranks": self._links.size if self._links else 1})
+            final = _version_folder(self._folder, version)
+            shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed from before it
+            aside.rename(final)
+            for old in _versions(self._folder)[:-KEPT_VERSIONS]:
+                shutil.rmtree(_version_folder(self._folder, old))
+        self._all_done()
+        infos = [decode_info(row["piece"]) for row in rows]
+        return SyncReport(
+            seconds=time.perf_counter() - start,
+            bytes=sum(info.num_bytes for info in infos),
+            num_weights=len({info.name for info in infos}),
+            version=version,
+            fingerprint=combine((f"{info.name}{info.region}", row["checksum"]) for info, row in zip(infos, rows, strict=True)),
+        )
+
+    def _all_done(self) -> None:
+        if self._links is not None:
+            self._links.minimum(0)
+
+    def _files(self) -> Iterator[list[Piece]]:
+        """The blocks that this rank writes, a file's worth at a time."""
+        waiting: list[Piece] = []
+        for piece in self._pieces():
+            if waiting and sum(p.tensor.nbytes for p in waiting) + piece.tensor.nbytes > self._bucket_bytes:
+                yield waiting
+                waiting = []
+            waiting.append(piece)
+        if waiting:
+            yield waiting
+
+    def _pieces(self) -> Iterator[Piece]:
+        local = self._train.local_weights()
+        if local is None:  # weights that exist only as a stream: one rank writes, the others walk along
+            for bucket in self._train.named_weights(bucket_bytes=self._bucket_bytes):
+                for name, tensor in bucket if self._rank == 0 else ():
+                    for region in split(whole(tensor.shape), BLOCK_ELEMENTS):
+                        yield Piece(
+                            name=name, tensor=take(tensor, region).cpu().clone(), shape=tuple(tensor.shape), region=region
+                        )
+            return
+        held = Held(local)
+        if self._mine is None:
+            self._mine = self._share(held)
+        for info in self._mine:
+            yield Piece(
+                name=info.name, tensor=held.contiguous(info.name, info.region).cpu(), shape=info.shape, region=info.region
+            )
+
+    def _share(self, held: Held) -> list[PieceInfo]:
+        """This rank's part of the model, in blocks: a plan to one destination that needs everything deals it out."""
+        member = Member(side="sender", node=this_node(), device=self._train.device.type, sources=held.infos(), destinations=[])
+        members = exchange_members(self._links, member)
+        known = {info.name: info for member in members for info in member.sources}
+        everything = [PieceInfo(name=i.name, shape=i.shape, region=whole(i.shape), dtype=i.dtype) for i in known.values()]
+        ranks = range(len(members))
+        plan = make_plan([m.sources for m in members], [everything], source_processes=ranks, destination_processes=[len(members)])
+        return [
+            PieceInfo(name=transfer.name, shape=known[transfer.name].shape, region=region, dtype=transfer.dtype)
+            for transfer in plan.sends(self._rank)
+            for region in split(transfer.region, BLOCK_ELEMENTS)
+        ]
+
+    def _write_file(self, aside: Path, number: int, pieces: list[Piece]) -> list[dict[str, Any]]:
+        """The manifest's rows."""
+        name = f"rank-{self._rank}-{number}.safetensors"
+        save_file({str(key): piece.tensor.contiguous() for key, piece in enumerate(pieces)}, aside / name)
+        checksums = digests(piece.tensor.contiguous() for piece in pieces)
+        return [
+            {"file": name, "key": str(key), "piece": encode_info(piece.info), "checksum": checksum}
+            for key, (piece, checksum) in enumerate(zip(pieces, checksums, strict=True))
+        ]
+
+
+class WeightReader:
+    """Beside one rank's rollout engine.  Ranks of a tensor-parallel group read for themselves; nothing is collective."""
+
+    def __init__(
+        self, rollout: RolloutEngine, folder: Path, *, bucket_bytes: int, check: bool = True, timeout_s: float = 1800.0
+    ) -> None:
+        self._rollout, self._folder, self._bucket_bytes = rollout, folder, bucket_bytes
+        self._check, self._timeout_s = check, timeout_s
+        self._proven = False
+
+    def newest(self) -> int | None:
+        """The latest whole version in the folder."""
+        return max(_versions(self._folder), default=None)
+
+    def read(self, version: int) -> SyncReport:
+        """Wait for `version` and take it.  The first goes through the engine's own loader, as in `stream`.
+
+        Raises DeadlineError when it does not come in time, ReshardError when it is not this model's, WeightMismatchError for a
+        block whose checksum is wrong or a weight that did not arrive; after these the engine refuses to generate.
+        """
+        start = time.perf_counter()
+        blocks = _read_manifest(self._await(version))
+        self._rollout.wake_up(weights_only=True)
+        report = self._place(blocks, version) if self._proven else self._load(blocks, version)
+        self._proven = True
+        self._rollout.wake_up()
+        report.seconds = time.perf_counter() - start
+        return report
+
+    def _await(self, version: int) -> Path:
+        folder, deadline = _version_folder(self._folder, version), time.monotonic() + self._timeout_s
+        while not (folder / "manifest.json").exists():
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"version {version} of the weights in {self._folder}",
+                    self._timeout_s,
+                    "is the trainer running, and writing there?",
+                )
+            time.sleep(POLL_S)
+        return folder
+
+    def _load(self, blocks: dict[str, list[_Block]], version: int) -> SyncReport:
+        stream = CheckedStream(self._rollout, check=self._check)
+        self._rollout.update_weights(stream.passing(self._buckets(blocks)), version)
+        if self._check:
+            with self._rollout.overwriting(version):
+                stream.compare(lambda number: number)
+        return SyncReport(
+            seconds=0.0,
+            bytes=stream.bytes,
+            num_weights=len(stream.names),
+            version=version,
+            fingerprint=combine(stream.fingerprints.items()),
+        )
+
+    def _buckets(self, blocks: dict[str, list[_Block]]) -> Iterator[WeightBucket]:
+        bucket: WeightBucket = []
+        for name, parts in blocks.items():
+            full = torch.empty(parts[0].info.shape, dtype=parts[0].info.dtype)
+            _fill(whole_piece(name, full), parts)
+            bucket.append((name, full))
+            if sum(tensor.nbytes for _, tensor in bucket) >= self._bucket_bytes:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket
+
+    @torch.no_grad()
+    def _place(self, blocks: dict[str, list[_Block]], version: int) -> SyncReport:
+        """Straight from the mapped files into the live weights."""
+        with self._rollout.overwriting(version):
+            pieces = list(self._rollout.live_weights())
+            missing = [piece.name for piece in pieces if piece.name not in blocks]
+            surplus = sorted(set(blocks) - {piece.name for piece in pieces})
+            if missing or surplus:
+                name = (missing + surplus)[0]
+                raise ReshardError(f"the weights in {self._folder} and the rollout engine differ in {name}", weight=name)
+            parts = [(piece, *part) for piece in pieces for part in _fill(piece, blocks[piece.name])]
+            held = digests(take(piece.tensor, region).cpu().contiguous() for piece, region, _ in parts) if self._check else []
+            differing = [piece.name for (piece, _, sent), value in zip(parts, held, strict=self._check) if sent != value]
+            raise_first(list(blocks), differing, lambda number: number)
+        return SyncReport(
+            seconds=0.0,
+            bytes=sum(torch.Size(piece.shape).numel() * piece.tensor.element_size() for piece in pieces),
+            num_weights=len(blocks),
+            version=version,
+            fingerprint=combine((f"{piece.name}{region}", sent) for piece, region, sent in parts),
+        )
+
+
+def _fill(piece: Piece, blocks: list[_Block]) -> list[tuple[Region, int]]:
+    """Write the piece from the blocks that have parts of it; (part in the piece's coordinates, fingerprint of what was
+    written there)."""
+    if blocks[0].info.shape != piece.shape:
+        raise ReshardError(
+            f"{piece.name} has the full shape {blocks[0].info.shape} in the folder and {piece.shape} in the rollout engine: "
+            "both must run the same model",
+            weight=piece.name,
+        )
+    parts, covered = [], 0
+    for block in blocks:
+        common = intersection(block.info.region, piece.region)
+        if common is None:
+            continue
+        covered += num_elements(common)
+        values = take(_read_block(block), relative(common, block.info.region)).to(piece.tensor.dtype).contiguous()
+        place = relative(common, piece.region)
+        take(piece.tensor, place).copy_(values)
+        parts.append((place, digests([values])[0]))
+    if covered != num_elements(piece.region):
+        raise ReshardError(
+            f"{num_elements(piece.region) - covered} elements of {piece.name} {piece.region} are in no file of "
+            f"{blocks[0].path.parent}: the version is not whole",
+            weight=piece.name,
+        )
+    return parts
+
+
+def _read_block(block: _Block) -> Tensor:
+    """Mapped, not read whole; its checksum is compared."""
+    with safe_open(block.path, framework="pt") as opened:
+        values: Tensor = opened.get_tensor(block.key)
+    if digests([values]) != [block.checksum]:
+        raise WeightMismatchError(
+            f"{block.path} has another checksum for {block.info.name} {block.info.region} than its manifest says: the file is "
+            "damaged; write the version anew",
+            weight=block.info.name,
+        )
+    return values
+
+
+def _read_manifest(folder: Path) -> dict[str, list[_Block]]:
+    """Blocks by name, those of all ranks."""
+    blocks: dict[str, list[_Block]] = {}
+    for rank in range(int(json.loads((folder / "manifest.json").read_text())["ranks"])):
+        for row in json.loads((folder / f"rank-{rank}.json").read_text())["blocks"]:
+            info = decode_info(row["piece"])
+            block = _Block(info=info, path=folder / row["file"], key=row["key"], checksum=int(row["checksum"]))
+            blocks.setdefault(info.name, []).append(block)
+    return blocks
+
+
+def _version_folder(folder: Path, version: int) -> Path:
+    return folder / f"version-{version}"
+
+
+def _versions(folder: Path) -> list[int]:
+    """Whole versions, oldest first."""
+    numbers = (path.parent.name.removeprefix("version-") for path in folder.glob("version-*/manifest.json"))
+    return sorted(int(number) for number in numbers if number.isdigit())
