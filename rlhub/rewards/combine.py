@@ -39,17 +39,18 @@ class PartScores:
 
 @dataclass(slots=True, kw_only=True)
 class Part:
-    """A scorer besides the function.  score: blocking, called once a batch, gives each row a score or a failure."""
+    """A scorer besides the function.  start: called once a batch, sends what can be sent and returns at once; what it returns
+    waits, and gives each row a score or a failure."""
 
     name: str
     weight: float
-    score: Callable[[DataProto], PartScores]
+    start: Callable[[DataProto], Callable[[], PartScores]]
 
 
 @dataclass(slots=True, kw_only=True)
 class CombinedManager:
     """A RewardManager.  function: None scores with the parts alone.  A failed row of any part follows `on_error`: the run
-    stops, the row is masked, or that part counts 0."""
+    stops, the row is masked, or that part counts 0.  Parts are started before the function runs: it has processes of its own."""
 
     function: RewardManager | None
     function_weight: float
@@ -59,10 +60,11 @@ class CombinedManager:
     max_error_rate: float
 
     def __call__(self, batch: DataProto) -> RewardResult:
+        started = [(part, part.start(batch)) for part in self.parts]
         result = self._start(batch)
         lengths = response_lengths(batch)
-        for part in self.parts:
-            self._add(result, part, batch, lengths)
+        for part, finish in started:
+            self._add(result, part, finish(), batch, lengths)
         result.scores[~result.valid] = 0
         result.token_level_scores[~result.valid] = 0
         return result
@@ -93,8 +95,7 @@ class CombinedManager:
             metrics=result.metrics | numeric_means(own),
         )
 
-    def _add(self, result: RewardResult, part: Part, batch: DataProto, lengths: Tensor) -> None:
-        found = part.score(batch)
+    def _add(self, result: RewardResult, part: Part, found: PartScores, batch: DataProto, lengths: Tensor) -> None:
         counted = self._check(part.name, found.outcomes, batch, lengths)
         scored = np.array([outcome.error is None for outcome in found.outcomes], dtype=bool)
         raw = np.array([outcome.score for outcome in found.outcomes], dtype=np.float64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,9 @@ class RewardParts:
         scoring = self.config.reward_model
         parts = []
         if scoring.enable:
-            parts.append(Part(name=MODEL, weight=scoring.weight, score=ModelScorer(groups[REWARD_MODEL_ROLE], self.rendering)))
+            parts.append(Part(name=MODEL, weight=scoring.weight, start=ModelScorer(groups[REWARD_MODEL_ROLE], self.rendering)))
         if scoring.judge.model.path:
-            parts.append(Part(name=JUDGE, weight=scoring.judge.weight, score=self._judge(groups[JUDGE_ROLE])))
+            parts.append(Part(name=JUDGE, weight=scoring.judge.weight, start=self._judge(groups[JUDGE_ROLE])))
         if not parts and scoring.function_weight == 1.0 and self.function is not None:
             return self.function
         return CombinedManager(
@@ -143,15 +143,16 @@ def _check_vocabulary(shape: ModelShape | None, tokenizer: Any, model: str) -> N
 
 
 class ModelScorer:
-    """The reward model's part: one pass over the batch."""
+    """The reward model's part: one pass over the batch, which runs while the driver scores with the function."""
 
     def __init__(self, group: WorkerGroup, rendering: Rendering | None) -> None:
         self.group, self.rendering = group, rendering
 
-    def __call__(self, batch: DataProto) -> PartScores:
+    def __call__(self, batch: DataProto) -> Callable[[], PartScores]:
         rows = self.rendering(batch) if self.rendering is not None else batch
         asked = rows.select(batch_keys=["input_ids", "attention_mask"], non_tensor_batch_keys=[], meta_info_keys=[])
-        return PartScores(outcomes=outcomes_of(self.group.compute_rm_score(asked).batch["rm_scores"]))
+        scored = self.group.compute_rm_score.submit(asked)
+        return lambda: PartScores(outcomes=outcomes_of(scored.get().batch["rm_scores"]))
 
 
 class JudgeScorer:
@@ -160,8 +161,8 @@ class JudgeScorer:
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
 
-    def __call__(self, batch: DataProto) -> PartScores:
-        return asyncio.run(self.judge(batch))
+    def __call__(self, batch: DataProto) -> Callable[[], PartScores]:
+        return lambda: asyncio.run(self.judge(batch))
 
 
 class JudgeGenerator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from rlhub.errors import RewardError
+from rlhub.protocol import DataProto
 from rlhub.rewards import RewardFailure, RewardOutcome
 from rlhub.rewards.combine import CombinedManager, Part, PartScores, accuracy, outcomes_of
 from rlhub.rewards.naive import NaiveManager
@@ -27,7 +29,8 @@ def outcome(score: float | None) -> RewardOutcome:
 
 
 def part(name: str, weight: float, scores: list[float | None], **metrics: float) -> Part:
-    return Part(name=name, weight=weight, score=lambda batch: PartScores(outcomes=list(map(outcome, scores)), metrics=metrics))
+    found = PartScores(outcomes=list(map(outcome, scores)), metrics=metrics)
+    return Part(name=name, weight=weight, start=lambda batch: lambda: found)
 
 
 def manager(*others: Part, weight: float = 1.0, table: dict[str, Any] | None = None, **settings: Any) -> CombinedManager:
@@ -106,3 +109,18 @@ def test_a_reward_models_scores_must_be_finite_numbers() -> None:
     found = outcomes_of(torch.tensor([1.5, float("nan"), float("inf"), -2.0]))
     assert [one.error is None for one in found] == [True, False, False, True]
     assert (found[0].score, found[3].score) == (1.5, -2.0) and "nan" in found[1].error.message  # type: ignore[union-attr]
+
+
+def test_parts_are_started_before_the_function_and_waited_for_after_it() -> None:
+    order: list[str] = []
+
+    def start(batch: DataProto) -> Callable[[], PartScores]:
+        order.append("started")
+        return lambda: (order.append("waited"), PartScores(outcomes=[outcome(1.0)]))[1]
+
+    combined = manager(Part(name="model", weight=1.0, start=start), table={"ab": 1.0})
+    assert combined.function is not None
+    function = combined.function
+    combined.function = lambda batch: (order.append("function"), function(batch))[1]  # type: ignore[assignment]
+    combined(make_batch(["ab"]))
+    assert order == ["started", "function", "waited"]

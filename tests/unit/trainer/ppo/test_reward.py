@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,9 +125,12 @@ def test_token_ids_beyond_the_embeddings_are_refused(folders: dict[str, Path], t
 class Group:
     """A worker group that scores by the first token and answers with two samples a prompt."""
 
-    def compute_rm_score(self, batch: DataProto) -> DataProto:
+    def __init__(self) -> None:
+        self.compute_rm_score = SimpleNamespace(submit=self._scored)
+
+    def _scored(self, batch: DataProto) -> SimpleNamespace:
         assert sorted(batch.batch.keys()) == ["attention_mask", "input_ids"] and not batch.non_tensor_batch
-        return DataProto.from_dict({"rm_scores": batch.batch["input_ids"][:, 0].float()})
+        return SimpleNamespace(get=lambda: DataProto.from_dict({"rm_scores": batch.batch["input_ids"][:, 0].float()}))
 
     def generate_judgements(self, batch: DataProto) -> DataProto:
         first = batch.batch["prompts"][:, -1]
@@ -138,7 +142,7 @@ def test_scorers_hand_over_only_what_is_read() -> None:
     batch = batch_of(["ab", "c"])
     batch.batch["input_ids"] = torch.tensor([[4, 5], [6, 7]])
     batch.batch["attention_mask"] = batch.batch["attention_mask"][:, :2]
-    found = ModelScorer(Group(), None)(batch)  # type: ignore[arg-type]
+    found = ModelScorer(Group(), None)(batch)()  # type: ignore[arg-type]
     assert [one.score for one in found.outcomes] == [4.0, 6.0]
 
 
