@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +211,42 @@ def test_a_killed_worker_ends_the_run(mains: Mains, task: Task, tmp_path: Path) 
     assert result.code not in (0, -signal.SIGKILL)
     assert f"error: [actor_rollout_ref rank 1 on 127.0.0.1] process {worker.pid} died" in result.output
     assert running.leftovers() == []
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+
+
+SHARD, INDEX = "shards-rank00000-00000.safetensors", "shards-rank00000.json"
+DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "lost shard": (SHARD, Path.unlink, "No such file or directory"),
+    "lost index": (INDEX, Path.unlink, "No such file or directory"),
+    "cut shard": (SHARD, lambda path: path.write_bytes(path.read_bytes()[:-100]) and None, "bytes, its manifest says"),
+    "flipped bit": (SHARD, flip_a_bit, "has another checksum than its manifest says: its content changed"),
+}
+
+
+def test_a_damaged_checkpoint_is_named_and_not_resumed(mains: Mains, task: Task, tmp_path: Path) -> None:
+    """Asked for by name it is an error; found on resuming it is skipped with a warning, and the one before it is taken."""
+    folder = tmp_path / "run"
+    arguments = task.arguments(folder, "trainer.save_freq=1")
+    assert mains.run([*arguments, "trainer.total_training_steps=2"]).code == 0
+    newest = folder / "global_step_2"
+    named = [*arguments, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={newest}"]
+    for file, damage, told in DAMAGE.values():
+        path = newest / "actor" / file
+        content = path.read_bytes()
+        damage(path)
+        refused = mains.run(named)
+        assert refused.code == 1, refused.output
+        assert f"{newest} is damaged: actor/{file}" in refused.output and told in refused.output, refused.output
+        assert "Traceback" not in refused.output
+        path.write_bytes(content)
+    flip_a_bit(newest / "actor" / SHARD)
+    resumed = mains.run([*arguments, "trainer.total_training_steps=3"])
+    assert resumed.code == 0, resumed.output
+    assert f"checkpoint skipped: {newest} is damaged: actor/{SHARD} has another checksum" in resumed.output
+    assert "continuing at step 2 of 3" in resumed.output
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 3]
