@@ -19,7 +19,7 @@ def choose_transport(links: Links | None, members: Sequence[Member], memory_byte
     if links is None:
         return None
     if len({member.node for member in members}) == 1 and {member.device for member in members} == {"cpu"}:
-        transport = SharedMemoryTransport.create(links, memory_bytes)
+        transport = SharedMemoryTransport.create(links, memory_bytes, sends=bool(members[links.rank].sources))
         if transport is not None:
             return transport
     return CollectiveTransport(links, memory_bytes)

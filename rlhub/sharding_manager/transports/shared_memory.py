@@ -34,16 +34,19 @@ class SharedMemoryTransport(Transport):
         self._links, self._segments, self.round_bytes = links, segments, round_bytes
 
     @classmethod
-    def create(cls, links: Links, memory_bytes: int) -> SharedMemoryTransport | None:
-        """Every rank calls it.  memory_bytes: the most a segment may take.  None, on all ranks, where one of them cannot
-        have the memory (containers often give 64 MiB) or cannot open another's."""
+    def create(cls, links: Links, memory_bytes: int, *, sends: bool) -> SharedMemoryTransport | None:
+        """Every rank calls it.
+
+        sends: whether this rank has anything to send, and so needs a segment of at most `memory_bytes`.  None, on all ranks,
+        where one of them cannot have the memory (containers often give 64 MiB) or cannot open another's.
+        """
         round_bytes = min(memory_bytes // HALVES, ROUND_BYTES)
-        size = HALVES * (round_bytes + ALIGNMENT * links.size)
+        size = HALVES * (round_bytes + ALIGNMENT * links.size) if sends else HALVES
         path = SHARED / f"rlhub-{os.getpid()}-{secrets.token_hex(8)}"
-        own = _open(path, size, create=True)
+        own = _open(path, create_bytes=size)
         try:
             names = [Path(os.fsdecode(name)) for name in links.all_gather_bytes(os.fsencode(path))]
-            opened = [own if name == path else _open(name, size) for name in names]
+            opened = [own if name == path else _open(name) for name in names]
             segments = [segment for segment in opened if segment is not None]
             everywhere = links.minimum(len(segments)) == links.size  # also: all have opened mine
         finally:
@@ -92,14 +95,14 @@ def _wait(pending: Sequence[Pending]) -> None:
         one.wait()
 
 
-def _open(path: Path, size: int, *, create: bool = False) -> Tensor | None:
+def _open(path: Path, *, create_bytes: int = 0) -> Tensor | None:
     """The file as bytes that all who open it share; None where the machine refuses."""
     try:
-        descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+        descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create_bytes else 0), 0o600)
         try:
-            if create:
-                os.posix_fallocate(descriptor, 0, size)
-            mapped = mmap.mmap(descriptor, size)
+            if create_bytes:
+                os.posix_fallocate(descriptor, 0, create_bytes)
+            mapped = mmap.mmap(descriptor, 0)  # all of it
         finally:
             os.close(descriptor)
     except OSError:
