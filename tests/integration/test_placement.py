@@ -193,7 +193,7 @@ def test_a_run_goes_on_under_another_placement(together: Job) -> None:
 
 def test_evaluation_with_the_rollout_apart(together: Job) -> None:
     """Of the untrained policy: what step 0 of the training run reported."""
-    config = together.config("evaluated", *ROLLOUT_APART[:1], ROLLOUT_APART[1])
+    config = together.config("evaluated", *ROLLOUT_APART)
     with ExitStack() as stack:
         run = stack.enter_context(Run(config.trainer, to_dict(config), 0))
         report = build_evaluation(config, run, stack)()
