@@ -1,7 +1,10 @@
-"""What the ranks of test_megatron_model.py do.  torch.distributed is initialised once; model parallelism for each layout."""
+"""What the ranks of test_megatron_model.py do.  Each layout has groups of its own."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import os
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,15 +24,29 @@ from rlhub.models.megatron.names import parts
 from rlhub.models.packed_attention import plan_attention
 from rlhub.utils.regions import take
 
+LAYOUTS = itertools.count()
 VOCABULARY = 67  # a multiple of no number of ranks
 LENGTHS = (7, 3, 11, 6)  # 27 tokens: two sequence-parallel ranks need one more
 
 
+@functools.cache
+def rendezvous() -> dist.Store:
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
+    )
+
+
 @contextmanager
 def layout(megatron: dict):
-    """Model parallelism over the ranks as configured."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    """Model parallelism over the ranks as configured.  All groups end with it: each has a thread that wakes up 100 times a
+    second, so those of a dozen layouts would slow the machine down."""
+    number = next(LAYOUTS)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"layout{number}", rendezvous()),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
     config = MegatronConfig(**megatron)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -42,6 +59,7 @@ def layout(megatron: dict):
         yield config
     finally:
         parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def build(path: str, config: MegatronConfig, kind: str = "policy", **changes: Any) -> BuiltMegatron:
