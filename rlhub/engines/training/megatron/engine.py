@@ -32,7 +32,7 @@ from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_units, even
 from rlhub.engines.training.packing import model_inputs, row_inputs
 from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
-from rlhub.models.megatron.build import MegatronPlan, build_megatron
+from rlhub.models.megatron.build import MegatronLM, MegatronPlan, build_megatron
 from rlhub.models.megatron.names import ParamParts, parts
 from rlhub.utils.pieces import Piece
 from rlhub.utils.regions import take
@@ -167,6 +167,7 @@ class MegatronEngine(TrainEngine):
 
     def _outputs(self, batch: MicroBatch, chunk: nn.Module, hidden: Tensor, wanted: frozenset[str]) -> ForwardOutputs:
         model = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+        assert isinstance(model, MegatronLM)
         if self.kind == "policy":
             values = policy_outputs(
                 hidden,

@@ -86,15 +86,14 @@ class MegatronAdamW:
         self.set_num_steps(0)
 
     def set_num_steps(self, num_steps: int) -> None:
-        """Torch counts the steps of each tensor, fused optimizers those of a group."""
+        """Torch counts the steps of each tensor, TransformerEngine and Apex those of a group."""
         self.num_steps = num_steps
         for optimizer in self.inner:
             plain = isinstance(optimizer.optimizer, torch.optim.AdamW)
             for group in optimizer.param_groups:
-                if not plain:
-                    group["step"] = num_steps
+                group |= {"fused": True} if plain else {"step": num_steps}  # one kernel for all tensors, as the FSDP engine's
                 for main in group["params"] if plain else ():
-                    optimizer.optimizer.state[main]["step"] = torch.tensor(float(num_steps))
+                    optimizer.optimizer.state[main]["step"] = torch.tensor(float(num_steps), device=main.device)
 
     @property
     def schedule_step(self) -> int:
