@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3MoeConfig
 
 from rlhub.config.model import ModelConfig
 from rlhub.config.rollout import RolloutConfig
@@ -38,7 +38,7 @@ from rlhub.sharding_manager.execution import Execution
 from rlhub.sharding_manager.manager import ShardingManager
 from tests.support import rollout_contract as contract
 from tests.support.plain_train_engine import PlainTrainEngine
-from tests.support.tiny_models import Family, greedy_reference, save_tiny_model, sequence_log_probs, tiny_model
+from tests.support.tiny_models import HEAD_WIDTH, Family, greedy_reference, save_tiny_model, sequence_log_probs, tiny_model
 
 MAX_MODEL_LEN = 96
 BUCKET = 4096
@@ -100,6 +100,12 @@ def process_state() -> dict[str, Any]:
         "affinity": sorted(os.sched_getaffinity(0)),
         "environment": {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
     }
+
+
+def mixture_of_experts(path: Path) -> RolloutEngine:
+    """For a model of that kind; its weights need not be there."""
+    Qwen3MoeConfig(num_experts=4, head_dim=HEAD_WIDTH).save_pretrained(path)
+    return build(path, "vllm", 1, 0)
 
 
 def greedy(engine: RolloutEngine) -> list[list[int]]:
@@ -225,6 +231,7 @@ def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, 
     contract.check_weight_stream(engine, list(weights.items()))
     if case.tp == 1:
         contract.check_agenerate(engine)
+        out["experts"] = error_of(lambda: mixture_of_experts(path.parent / f"experts-{rank}").initialize())
     else:
         out["agenerate"] = error_of(lambda: next(iter(engine.agenerate(contract.requests()[0], SamplingParams()).__await__())))
     last = rank == world_size - 1

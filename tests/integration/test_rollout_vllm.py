@@ -101,3 +101,10 @@ def test_single_requests_are_refused_under_tensor_parallelism(job: list[dict[str
     for name, case in cases(job):
         assert ("agenerate" in case) == name.endswith("tp2")
         assert "tensor-parallel" in case.get("agenerate", "tensor-parallel")
+
+
+def test_a_mixture_of_experts_is_refused_on_cpu(job: list[dict[str, Any]]) -> None:
+    """vLLM would compute with a packed copy of the experts that no update reaches."""
+    for name, case in cases(job):
+        assert ("experts" in case) == name.endswith("tp1")
+        assert "rollout.name=hf" in case.get("experts", "rollout.name=hf")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhub.utils.fingerprint import checksum, combine, fingerprint
+from rlhub.utils.fingerprint import checksum, combine, digests, fingerprint
 
 
 def on_device(tensor: Tensor) -> int:
@@ -60,3 +60,13 @@ def test_scalars_and_empty_tensors_have_one() -> None:
 def test_combine_reads_names_and_values_in_any_order() -> None:
     assert combine([("a", 1), ("b", 2)]) == combine([("b", 2), ("a", 1)])
     assert len({combine([("a", 1), ("b", 2)]), combine([("a", 2), ("b", 1)]), combine([("a", 1)]), combine([])}) == 4
+
+
+def test_digests_fit_a_signed_word_and_change_with_any_element() -> None:
+    tensors = [torch.arange(size, dtype=torch.float32) for size in (0, 1, 1000)]
+    before = digests(tensors)
+    assert before == digests(tensor.clone() for tensor in tensors)
+    assert torch.tensor(before).dtype == torch.int64 and len(set(before)) == 3
+    tensors[2][999] = torch.nextafter(tensors[2][999], torch.tensor(torch.inf))
+    after = digests(tensors)
+    assert after[:2] == before[:2] and after[2] != before[2]

@@ -40,6 +40,7 @@ def build_llm(setup: RolloutSetup, dtype: torch.dtype, *, in_process_group: bool
             kv_cache_memory_bytes=cpu_cache_bytes(setup, dtype),
         )
         _check_head_width(setup)
+        _refuse_experts(setup)
         _keep_weights_unpacked()
     with _named_shared_memory():
         llm = LLM(**arguments)
@@ -79,6 +80,16 @@ def _check_head_width(setup: RolloutSetup) -> None:
     if width not in known:
         raise EngineError(
             f"vLLM on CPU has attention for heads of {', '.join(map(str, known))} elements; the model's have {width}: "
+            "use rollout.name=hf"
+        )
+
+
+def _refuse_experts(setup: RolloutSetup) -> None:
+    """vLLM's CPU kernels take the experts' weights in a layout of their own, made once when the model is loaded."""
+    values = text_config(setup).to_dict()
+    if values.get("num_experts") or values.get("num_local_experts"):
+        raise EngineError(
+            f"vLLM on CPU repacks the experts of {setup.model.path} when it loads them, so they could not be updated: "
             "use rollout.name=hf"
         )
 
