@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhub.checkpoint.shard_reader import ShardReader
 from rlhub.config.model import ModelConfig
+from rlhub.config.sft import SFTConfig
 from rlhub.config.training import FSDPConfig
 from rlhub.engines.training.base import Rows, TrainEngine
 from rlhub.engines.training.process_group import ensure_process_group
@@ -74,10 +75,10 @@ def verify_export(
 
 
 def _engine(model: ModelConfig, kind: ModelKind, dtype: torch.dtype) -> TrainEngine:
-    """Without optimizer; the weights it starts from are all replaced by the checkpoint's."""
+    """The default engine, without optimizer; the weights it starts from are all replaced by the checkpoint's."""
     ensure_process_group(CPU)
     section = FSDPConfig(model_dtype="fp64" if dtype == torch.float64 else "fp32")
-    engine = TRAIN_ENGINES.get("fsdp2")(model, section, None, kind=kind, device=CPU)
+    engine = TRAIN_ENGINES.get(SFTConfig().strategy)(model, section, None, kind=kind, device=CPU)
     engine.initialize()
     return engine
 

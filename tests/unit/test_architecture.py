@@ -290,7 +290,7 @@ def test_preflight_loads_only_what_reads_files() -> None:
     assert loaded_by("import rlhub.trainer.preflight") <= {"pyarrow"}
 
 
-@pytest.mark.parametrize("main", ["main_ppo", "main_sft", "main_dpo", "main_rm", "main_eval"])
+@pytest.mark.parametrize("main", ["main_ppo", "main_sft", "main_dpo", "main_rm", "main_eval", "main_export"])
 def test_help_loads_nothing_heavy(main: str) -> None:
     run = f"sys.argv = ['{main}', '--help']\ntry: runpy.run_module('rlhub.trainer.{main}', run_name='__main__')"
     assert loaded_by(f"import runpy\n{run}\nexcept SystemExit as stop: assert not stop.code, stop.code") == set()
