@@ -342,7 +342,7 @@ def report(pair: Pair, results: dict[str, Result]) -> None:
         print(
             f"{pair.name if name == 'planned' else '':25}{name:11}{result.wall_s:8.3f}{size / result.wall_s / 1e9:8.2f}"
             f"{result.wall_s / planned.wall_s:9.2f}x{result.cpu_s:9.3f}{result.cpu_s / planned.cpu_s:9.2f}x"
-            f"{result.extra_bytes / MIB:9.0f}",
+            f"{result.extra_bytes / MIB:11.0f}",
             flush=True,
         )
 
@@ -357,7 +357,7 @@ def main() -> None:
     model = decoder(arguments.millions)
     size = f"{num_parameters(model) / 1e6:.0f} M parameters in {len(shapes(model))} weights, float32"
     print(f"{size}; buckets of {arguments.bucket_mb} MiB; -> in the same processes, | in others")
-    print(f"{'':36}{'wall s':>8}{'GB/s':>8}{'of ours':>10}{'CPU s':>9}{'of ours':>10}{'extra MiB':>9}")
+    print(f"{'':36}{'wall s':>8}{'GB/s':>8}{'of ours':>10}{'CPU s':>9}{'of ours':>10}{'extra MiB':>11}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
