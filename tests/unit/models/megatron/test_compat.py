@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from collections.abc import Iterator
@@ -81,3 +82,11 @@ def test_forked_generator_leaves_the_process_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(*draws)
     assert torch.equal(draws[0], torch.rand(2, generator=torch.Generator().manual_seed(3)))
+
+
+@pytest.mark.parametrize("name", [*compat.UNUSED, "torch.utils.tensorboard"])
+def test_what_megatron_may_not_import_is_there_for_others(name: str) -> None:
+    from megatron.core import timers
+
+    assert timers.wandb is None
+    assert importlib.import_module(name)
