@@ -74,6 +74,8 @@ def build_model(
         raise ConfigError(
             f"{type(built).__name__} has no linear head named {SCALAR_HEAD!r}, so it is no {kind} model; use a decoder-only one"
         )
+    # Padding never reaches the model, but a policy may write the padding token: its row has a gradient like any other's.
+    built.get_input_embeddings().padding_idx = None
     if model.enable_gradient_checkpointing:
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return built.train()
