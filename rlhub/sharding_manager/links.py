@@ -72,7 +72,9 @@ class Links:
             gloo = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
             if device.type == "cuda":
-                nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, timeout)
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
                 group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
         except (RuntimeError, ValueError) as error:  # torch's store and backend errors are RuntimeErrors
             raise DeadlineError(name, timeout_s, f"not all {size} processes joined: {error}") from error
