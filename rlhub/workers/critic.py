@@ -6,6 +6,7 @@ from rlhub.config.critic import CriticConfig
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_value_engine
 from rlhub.engines.training.updates import ValueUpdater
+from rlhub.models.hf import ModelKind
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.engine_worker import EngineWorker
@@ -17,9 +18,12 @@ CRITIC = make_nd_compute_dataproto_dispatch_fn(mesh_name="critic")
 class CriticWorker(EngineWorker):
     """All methods run on every rank."""
 
+    hf_kind: ModelKind = "value"
+
     def __init__(self, config: CriticConfig, runtime: WorkerRuntime, *, loss_agg_mode: str) -> None:
         self.config, self.runtime, self.loss_agg_mode = config, runtime, loss_agg_mode
         self.device = runtime.torch_device(self.local_rank)
+        self.hf_model = config.model
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
