@@ -7,7 +7,8 @@ models (Ouyang et al. 2022, arXiv 2203.02155, equation 1) with the margin of Lla
 equation 2).
 
 Log-probs of answers are SUMS over their tokens, as in the papers.  (Elsewhere IPO's are means over the tokens, which is
-another objective: its target 1 / (2 beta) is then nats a token.)
+another objective: its target 1 / (2 beta) is then nats a token.  Nor is the conservative form the robust form of Chowdhury et
+al. 2024, arXiv 2403.00409, which subtracts the flipped term and divides by 1 - 2 eps.)
 """
 
 from __future__ import annotations

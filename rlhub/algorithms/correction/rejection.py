@@ -4,7 +4,8 @@
 Rule = what is measured of each token, and how a row's tokens are put together.  With l = log pi - log mu clamped to +-20:
 k1 = l, held to the band log lower <= l <= log upper, that is lower <= pi / mu <= upper; k2 = l^2 / 2 and k3 = exp(l) - 1 - l,
 held below upper.  `token`: each token by itself; `seq_sum`, `seq_mean`, `seq_max`: the row's sum, mean, largest, for all of it.
-Bounds are inclusive.
+Bounds are inclusive.  No rule looks at advantages (the off-policy mask of DeepSeek-V3.2 is the lower bound of seq_mean_k1, on
+rows of negative advantage alone).
 
 A band bounds pi / mu, as the paper and the documentation of other implementations say.  (verl 0.9.1 compares -l with the
 band, so that it bounds mu / pi; for a single number and for bands that are their own reciprocal, both are the same.)

@@ -12,7 +12,8 @@ from rlhub.algorithms.policy_losses.ratio import finished, log_ratio
 
 @dataclass(slots=True, kw_only=True)
 class CISPOKnobs:
-    """clip_high: the weight is at most 1 + clip_high; larger is less biased and noisier (ratios up to 5 are in use).
+    """clip_high: the weight is at most 1 + clip_high (elsewhere the bound itself is given); larger is less biased and noisier
+    (ratios up to 5 are in use).
     clip_low: it is at least 1 - clip_low; None, as in the paper: no lower bound.  (Implementations that read PPO's clip_ratio
     here bound it below at 0.8, which makes tokens that became unlikely count too much.)"""
 

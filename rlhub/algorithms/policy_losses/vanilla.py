@@ -19,7 +19,8 @@ from rlhub.algorithms.policy_losses.ratio import bounds, clipped_surrogate, fini
 @dataclass(slots=True, kw_only=True)
 class VanillaKnobs:
     """clip_ratio: eps of both bounds unless clip_ratio_low / clip_ratio_high set one of their own.
-    clip_ratio_c: bound c > 1 of the dual clip on tokens of negative advantage."""
+    clip_ratio_c: bound c > 1 of the dual clip on tokens of negative advantage; always on (elsewhere off until asked for), and a
+    large number is as good as off."""
 
     clip_ratio: float = 0.2
     clip_ratio_low: float | None = None
