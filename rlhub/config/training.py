@@ -58,7 +58,8 @@ class MegatronConfig:
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
     """Pieces of layers a pipeline rank holds, dealt in turn (interleaved schedule): a smaller bubble for more communication."""
     context_model_parallel_size: PositiveInt = 1
-    """Ranks that share each sequence; above 1 is refused: it needs TransformerEngine's attention, which is not driven yet."""
+    """Ranks that share the tokens of each micro-batch, for long rows; divides each tensor-parallel rank's heads and key-value
+    heads, which attention exchanges tokens for."""
     expert_model_parallel_size: PositiveInt = 1
     """Ranks that share the experts of a mixture-of-experts model; divides the experts and the data-parallel ranks."""
     sequence_parallel: bool | None = None

@@ -30,8 +30,8 @@ SIZES = {
     "hidden_size": 24,
     "intermediate_size": 36,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "head_dim": 6,
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
@@ -41,6 +41,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "experts": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, norm_topk_prob=True),
 }
 TP2 = {"tensor_model_parallel_size": 2}
+CP2 = {"context_model_parallel_size": 2}
 RECOMPUTE = {"enable_gradient_checkpointing": True}
 Line = tuple[str, str, int, dict[str, Any]]
 LINES: list[Line] = [
@@ -56,13 +57,18 @@ LINES: list[Line] = [
     ("megatron DP2", "dense", 2, {"layout": {"use_distributed_optimizer": False}}),
     ("megatron TP2 x PP2", "dense", 4, {"layout": checks.DENSE["tp2xpp2"][1]}),
     ("megatron TP2 x DP2, distributed optimizer", "dense", 4, {"layout": TP2}),
+    ("megatron CP2", "dense", 2, {"layout": CP2}),
+    ("megatron CP2 x TP2, sequence parallel", "dense", 4, {"layout": CP2 | TP2}),
+    ("megatron CP2 x PP2", "dense", 4, {"layout": checks.DENSE["cp2xpp2"][1]}),
     ("fsdp2, mixture of experts, 2 ranks", "experts", 2, {"backend": "fsdp"}),
     ("megatron, mixture of experts, TP1", "experts", 1, {}),
     ("megatron, mixture of experts, EP2", "experts", 2, {"layout": checks.EXPERTS["ep2"][1]}),
     ("megatron, mixture of experts, EP2 x TP2", "experts", 4, {"layout": checks.EXPERTS["ep2xtp2"][1]}),
+    ("megatron, mixture of experts, EP2 x CP2", "experts", 4, {"layout": checks.EXPERTS["ep2"][1] | CP2}),
     ("control: loss x 1.001, TP2", "dense", 2, {"layout": TP2, "damage": "loss"}),
     ("control: one weight's sign flipped, TP2", "dense", 2, {"layout": TP2, "damage": "weight"}),
     ("control: gradients of q and k norms not summed, TP2", "dense", 2, {"layout": TP2, "damage": "norms"}),
+    ("control: context-parallel ranks exchange nothing, CP2", "dense", 2, {"layout": CP2, "damage": "exchange"}),
 ]
 
 

@@ -29,6 +29,8 @@ from rlhub.engines.training.megatron.engine import MegatronEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.errors import ConfigError
 from rlhub.models.experts import unfused_tensors
+from rlhub.models.megatron.modules import PackedAttention, PackedRows
+from rlhub.models.packed_attention import attend_packed, plan_attention
 from rlhub.utils.pieces import Piece
 from rlhub.utils.regions import take
 from tests.integration.fsdp_checks import (
@@ -147,6 +149,10 @@ DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "vpp": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     "dp2": (2, {}),
     "tp2xpp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "cp2": (2, {"context_model_parallel_size": 2}),
+    "cp2xpp2": (4, {"context_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "cp2xtp2": (4, {"context_model_parallel_size": 2, "tensor_model_parallel_size": 2}),
+    "cp2xdp2_whole": (4, {"context_model_parallel_size": 2, "use_distributed_optimizer": False}),
     "tp2xdp2_whole": (4, {"tensor_model_parallel_size": 2, "use_distributed_optimizer": False}),
 }
 """Name -> (ranks, MegatronConfig fields)."""
@@ -165,11 +171,30 @@ def unsummed_head_norms() -> Iterator[None]:
         yield
 
 
+def attend_alone(
+    self: PackedAttention, query: Tensor, key: Tensor, value: Tensor, _: None, packed_seq_params: PackedRows, **options: Any
+) -> Tensor:
+    """The control: a context-parallel rank's tokens see those of the same row and rank only."""
+    assert packed_seq_params.plan is not None
+    count, first = len(query), parallel_state.get_context_parallel_rank() * len(query)
+    lengths = packed_seq_params.plan.boundaries.clamp(first, first + count).diff().tolist()
+    lengths = [length for length in (*lengths, count - sum(lengths)) if length]  # padding is a row
+    tokens = (tensor[:, 0] for tensor in (query, key, value))
+    return attend_packed(*tokens, plan_attention(lengths, CPU), scaling=self.scale).flatten(1)[:, None]
+
+
+DAMAGE: dict[str | None, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "norms": unsummed_head_norms,
+    "exchange": functools.partial(mock.patch.object, PackedAttention, "forward", attend_alone),
+}
+
+
 @on_first_ranks
 def agreement(path: str, kind: str, case: dict[str, Any]) -> dict[str, Any]:
     """One step of an engine beside one of a plain loop, from the same weights and rows; distances are relative L2.
 
-    case: backend, layout, model, micro, uneven; damage "loss", "weight" or "norms": a broken product that must be seen.
+    case: backend, layout, model, micro, uneven; damage "loss", "weight", "norms" or "exchange": a broken product that must
+    be seen.
     """
     built = make_engine(
         path,
@@ -194,7 +219,7 @@ def agreement(path: str, kind: str, case: dict[str, Any]) -> dict[str, Any]:
         model.get_parameter("model.norm.weight").data[0] *= -1
     expected = plain_gradient(model, rows, kind)
     loss = _scaled(loss_for(kind, rows), 1.001 if case.get("damage") == "loss" else 1.0)
-    with unsummed_head_norms() if case.get("damage") == "norms" else contextlib.nullcontext():
+    with DAMAGE.get(case.get("damage"), contextlib.nullcontext)():
         for _ in range(2):  # gradients start from zero each time
             sums = built.forward_backward(mine, loss, outputs=OUTPUTS[kind])
     found = gradients(built) if isinstance(built, MegatronEngine) else fsdp_gradients(built)

@@ -18,6 +18,7 @@ from tests.integration.fsdp_ranks import Ranks
 TOLERANCE = 1e-5  # relative L2, float32
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_model_parallel_size": 2}
 WHOLE = {"use_distributed_optimizer": False}
 
 
@@ -55,9 +56,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "max_position_embeddings": 64,
     }
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+    more_heads = sizes | {"num_attention_heads": 8, "num_key_value_heads": 4}  # two ways of cutting them at once
     configs = {
         "qwen2": Qwen2Config(**sizes, tie_word_embeddings=True),
-        "qwen3": Qwen3Config(**sizes, head_dim=6, tie_word_embeddings=False),
+        "qwen3": Qwen3Config(**more_heads, head_dim=6, tie_word_embeddings=False),
         "experts": Qwen3MoeConfig(**sizes, **experts, head_dim=6, tie_word_embeddings=False),
     }
     paths = {}
@@ -111,6 +113,14 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "idle_copy_in_a_pipeline": ("qwen2", "policy", 4, {"uneven": True, "layout": PP2, "micro": {"rows": 1}}),
     "idle_copy_of_experts": ("experts", "policy", 2, {"uneven": True, "layout": {"expert_model_parallel_size": 2}}),
     "all_rows": ("qwen2", "policy", 2, {"micro": {}, "layout": PP2}),
+    "value_in_contexts": ("qwen2", "value", 2, {"layout": CP2, "model": {"enable_gradient_checkpointing": True}}),
+    "reward_in_contexts": (
+        "classifier",
+        "reward",
+        2,
+        {"layout": CP2, "micro": {"rows": 1}},
+    ),  # ranks without a source or token
+    "experts_in_contexts": ("experts", "policy", 4, {"layout": CP2 | {"expert_model_parallel_size": 2}}),
     "recompute": ("qwen3", "policy", 4, {"model": {"enable_gradient_checkpointing": True}, "layout": TP2 | PP2}),
 }
 
@@ -126,6 +136,12 @@ def test_the_comparison_sees_damage(group: Group, models: dict[str, str], damage
     """The controls: a loss scaled by 1.001, one flipped weight, query and key norms whose gradients are not summed."""
     for result in group.call(checks.agreement, 2, models["qwen3"], "policy", {"layout": TP2, "damage": damage}):
         assert result["gradient"] > seen
+
+
+def test_the_comparison_sees_ranks_that_exchange_nothing(group: Group, models: dict[str, str]) -> None:
+    """The control of context parallelism: rows cross the border between the ranks' tokens."""
+    for result in group.call(checks.agreement, 2, models["qwen3"], "policy", {"layout": CP2, "damage": "exchange"}):
+        assert result["gradient"] > 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -207,8 +223,13 @@ def test_weight_stream_holds_two_buckets(group: Group, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [((4, TP2 | PP2, "megatron"), (4, TP2 | WHOLE, "megatron")), ((2, {}, "fsdp"), (2, {}, "megatron"))],
-    ids=["tp2xpp2-tp2xdp2_whole", "fsdp2-dp2"],
+    [
+        ((4, TP2 | PP2, "megatron"), (4, TP2 | WHOLE, "megatron")),
+        ((2, {}, "fsdp"), (2, {}, "megatron")),
+        ((4, CP2 | PP2, "megatron"), (2, {}, "megatron")),
+        ((2, CP2 | WHOLE, "megatron"), (4, CP2, "megatron")),
+    ],
+    ids=["tp2xpp2-tp2xdp2_whole", "fsdp2-dp2", "cp2xpp2-dp2", "cp2_whole-cp2xdp2"],
 )
 def test_state_resumes_under_another_layout(
     group: Group, models: dict[str, str], tmp_path: Path, source: tuple[int, Any, str], target: tuple[int, Any, str]

@@ -18,7 +18,6 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from rlhub.config.model import ModelConfig
@@ -27,6 +26,7 @@ from rlhub.errors import ConfigError
 from rlhub.models.hf import ModelKind, load_config
 from rlhub.models.kinds import reward_problem
 from rlhub.models.megatron.checks import megatron_problems, num_virtual_stages
+from rlhub.models.megatron.context import cut, own_tokens
 from rlhub.models.megatron.loading import load_weights
 from rlhub.models.megatron.modules import PackedRows, layer_specs
 from rlhub.models.megatron.transformer_config import make_transformer_config, rotary_frequencies
@@ -98,13 +98,12 @@ class MegatronLM(GPTModel):
     def forward(self, input_ids: Tensor, position_ids: Tensor, packing: AttentionPlan) -> Tensor:  # type: ignore[override]
         """input_ids, position_ids (1, tokens); packing: where the rows lie in them.
 
-        Returns hidden states: (tokens, hidden) from the last piece, all tokens on every tensor-parallel rank, to be
-        multiplied with the head's rows of this rank; before it (tokens, 1, hidden), this rank's share under sequence
+        Returns hidden states: (tokens, hidden) from the last piece, of all `own_tokens` on every tensor-parallel rank, to
+        be multiplied with the head's rows of this rank; before it (tokens, 1, hidden), this rank's share under sequence
         parallelism, for the next piece.
         """
-        share = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        surplus = (0, -packing.num_tokens % share)
-        ids, positions = pad(input_ids, surplus), pad(position_ids, surplus)
+        own = self.own_tokens(packing)
+        ids, positions = cut(input_ids, own), cut(position_ids, own)
         angles = positions[0, :, None].float() * self.rotary_frequencies
         hidden = self.decoder(
             hidden_states=self.embedding(input_ids=ids, position_ids=positions) if self.pre_process else None,
@@ -112,10 +111,14 @@ class MegatronLM(GPTModel):
             rotary_pos_emb=torch.cat((angles, angles), -1)[:, None, None],
             packed_seq_params=PackedRows(plan=packing),
         )
-        return self._complete(hidden)[: packing.num_tokens, 0] if self.post_process else hidden
+        return self._complete(hidden)[: max(packing.num_tokens - own.start, 0), 0] if self.post_process else hidden
+
+    def own_tokens(self, packing: AttentionPlan) -> slice:
+        """Those of the packed tokens that this context-parallel rank has; the slice may end after them."""
+        return own_tokens(packing.num_tokens, self.config)
 
     def _complete(self, hidden: Tensor) -> Tensor:
-        """All tokens on every tensor-parallel rank.  Back, gradients are added over the ranks where each multiplies with
+        """All own tokens on every tensor-parallel rank.  Back, gradients are added over the ranks where each multiplies with
         rows of its own, and taken as they are where all have the same scalar head."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not self.scalar)

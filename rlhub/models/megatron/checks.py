@@ -6,7 +6,6 @@ Loads neither torch nor megatron nor transformers, so the driver can ask before 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from rlhub.config.training import MegatronConfig
@@ -96,12 +95,6 @@ def _layout_problems(values: Mapping[str, Any], megatron: MegatronConfig, world_
             f"expert_model_parallel_size={experts} does not divide the {world_size // ranks} data-parallel ranks "
             f"({world_size} ranks / {ranks}); change one of them"
         )
-    if context > 1:
-        lack = "rlhub does not drive them yet" if find_spec("transformer_engine") else "it is not installed"
-        yield (
-            f"context_model_parallel_size={context} needs attention kernels of TransformerEngine, and {lack}; set it to 1 "
-            "(tensor_model_parallel_size shares attention by heads)"
-        )
     if stages is not None and pipeline == 1:
         yield f"virtual_pipeline_model_parallel_size={stages} needs pipeline_model_parallel_size above 1; unset it"
     layers = int(values["num_hidden_layers"])
@@ -110,20 +103,25 @@ def _layout_problems(values: Mapping[str, Any], megatron: MegatronConfig, world_
             f"{layers} layers cannot be dealt evenly to {pipeline} pipeline ranks x {stages or 1} pieces: "
             f"choose sizes whose product divides {layers}"
         )
-    yield from _head_problems(values, tensor)
+    yield from _head_problems(values, tensor, context)
     if values["model_type"] in MOE_TYPES:
         yield from _expert_problems(values, megatron)
     elif experts > 1:
         yield f"expert_model_parallel_size={experts}, but a {values['model_type']} model has no experts; set it to 1"
 
 
-def _head_problems(values: Mapping[str, Any], tensor: int) -> Iterator[str]:
+def _head_problems(values: Mapping[str, Any], tensor: int, context: int) -> Iterator[str]:
     heads = int(values["num_attention_heads"])
     groups = int(values.get("num_key_value_heads") or heads)
     sizes = {"attention heads": heads, "key-value heads": groups, "intermediate columns": int(values["intermediate_size"])}
     for what, size in sizes.items():
         if size % tensor:
             yield f"tensor_model_parallel_size={tensor} does not divide the model's {size} {what}; choose a divisor of {size}"
+        elif what != "intermediate columns" and (size // tensor) % context:
+            yield (
+                f"context_model_parallel_size={context}: its ranks exchange tokens for heads, and each of the {tensor} "
+                f"tensor-parallel ranks has {size // tensor} of the model's {size} {what}; choose a divisor of {size // tensor}"
+            )
 
 
 def _expert_problems(values: Mapping[str, Any], megatron: MegatronConfig) -> Iterator[str]:

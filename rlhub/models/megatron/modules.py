@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm
 
 from rlhub.errors import EngineError
+from rlhub.models.megatron.context import heads_for_tokens, tokens_for_heads
 from rlhub.models.packed_attention import AttentionPlan, attend_packed
 
 
@@ -64,7 +65,10 @@ class Router(TopKRouter):
 
 
 class PackedAttention(MegatronModule):
-    """Megatron's core attention: causal, each packed row over itself, on this rank's heads."""
+    """Megatron's core attention: causal, each packed row over itself, on this rank's heads.
+
+    Context-parallel ranks have a slice of the tokens each.  Here they exchange them for a share of those heads.
+    """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
@@ -81,14 +85,17 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """query (tokens, 1, heads, width); key, value with their own number of heads; returns (tokens, 1, heads * width).
 
-        Tokens after the plan's pad the sequence-parallel ranks to equal shares: they attend to nothing and give zeros.
+        Tokens after the plan's pad the ranks to equal shares: they attend to nothing and give zeros.
         """
         if not isinstance(packed_seq_params, PackedRows) or packed_seq_params.plan is None:
             raise EngineError("this attention needs the plan of its packed rows; call the model's own forward")
-        plan = packed_seq_params.plan
-        tokens = [tensor[: plan.num_tokens, 0] for tensor in (query, key, value)]
-        out = attend_packed(*tokens, plan, scaling=self.scale)
-        return pad(out.flatten(1), (0, 0, 0, query.shape[0] - plan.num_tokens))[:, None]
+        plan, several = packed_seq_params.plan, self.config.context_parallel_size > 1
+        tokens = [tensor[:, 0] for tensor in (query, key, value)]
+        if several:
+            tokens = tokens_for_heads(*tokens)
+        out = attend_packed(*(tensor[: plan.num_tokens] for tensor in tokens), plan, scaling=self.scale)
+        out = pad(out, (0, 0, 0, 0, 0, tokens[0].shape[0] - plan.num_tokens))
+        return (heads_for_tokens(out) if several else out).flatten(1)[:, None]
 
 
 def layer_specs(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:

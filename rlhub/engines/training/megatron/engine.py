@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rlhub.config.model import ModelConfig
 from rlhub.config.training import MegatronConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
-from rlhub.engines.training.megatron.heads import policy_outputs, scalar_output
+from rlhub.engines.training.megatron.heads import own_outputs, policy_outputs, scalar_output
 from rlhub.engines.training.megatron.optimizer import MOMENTS, MegatronAdamW
 from rlhub.engines.training.megatron.parallel import ParallelState, ensure_model_parallel
 from rlhub.engines.training.megatron.residence import HostCopies
@@ -167,19 +167,24 @@ class MegatronEngine(TrainEngine):
 
     def _outputs(self, batch: MicroBatch, chunk: nn.Module, hidden: Tensor, wanted: frozenset[str]) -> ForwardOutputs:
         model = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
-        assert isinstance(model, MegatronLM)
+        assert isinstance(model, MegatronLM) and batch.inputs.plan is not None
+        group = self.parallel.context_group
+        own = own_outputs(batch.inputs, model.own_tokens(batch.inputs.plan)) if group.size() > 1 else None
+        inputs = batch.inputs if own is None else own.inputs
         if self.kind == "policy":
             values = policy_outputs(
                 hidden,
                 model.head_weight,
-                batch.inputs,
+                inputs,
                 vocab_size=self.vocab_size,
                 group=self.parallel.tensor_group,
                 temperature=self.temperature,
                 wanted=wanted,
             )
         else:
-            values = dict.fromkeys(wanted, scalar_output(hidden, model.head_weight, batch.inputs))
+            values = dict.fromkeys(wanted, scalar_output(hidden, model.head_weight, inputs))
+        if own is not None:
+            values = {name: own.gathered(values[name], group) for name in sorted(values)}
         return ForwardOutputs(**{name: batch.inputs.spread(value) for name, value in values.items()})
 
     def _global_sums(self, losses: list[Tensor], sums: dict[str, list[Tensor]]) -> dict[str, float]:

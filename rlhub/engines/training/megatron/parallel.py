@@ -37,13 +37,15 @@ class Sizes:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ParallelState:
-    """Where this rank stands.  model_group: the ranks of this rank's model copy; last_stage: the global rank among them that
-    speaks for the end of the model; collects: whether this rank stands for its copy."""
+    """Where this rank stands.  model_group: the ranks that hold all of the model's weights together; last_stage: the global
+    rank among them that speaks for the end of the model.  Several such groups share rows where context_group, of equal weights,
+    has several ranks.  collects: whether this rank stands for all that share its rows."""
 
     data_rank: int
     data_size: int
     data_group: dist.ProcessGroup
     tensor_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
     model_group: dist.ProcessGroup
     model_size: int
     pipeline_size: int
@@ -111,17 +113,18 @@ def _make_groups(sizes: Sizes) -> None:
 def _where_am_i(sizes: Sizes) -> ParallelState:
     model_group = parallel_state.get_model_parallel_group()
     ranks = dist.get_process_group_ranks(model_group)
-    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    inner = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
     return ParallelState(
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         data_group=parallel_state.get_data_parallel_group(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        context_group=parallel_state.get_context_parallel_group(),
         model_group=model_group,
         model_size=len(ranks),
         pipeline_size=sizes.pipeline,
         stages=sizes.stages,
         last_stage=ranks[-sizes.tensor],
         is_last_stage=parallel_state.is_pipeline_last_stage(),
-        collects=tensor_rank == 0 and parallel_state.is_pipeline_first_stage(),
+        collects=inner == (0, 0) and parallel_state.is_pipeline_first_stage(),
     )

@@ -74,9 +74,10 @@ def _is_model_replica(param: nn.Parameter) -> bool:
 
 
 def _data_rank(param: nn.Parameter) -> int:
-    """Which copy of the parameter this rank has; experts are cut over data-parallel ranks."""
+    """Which copy of the parameter this rank has: context-parallel ranks have copies, too; experts are cut over data-parallel
+    ranks."""
     if getattr(param, "allreduce", True):
-        return int(parallel_state.get_data_parallel_rank())
+        return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
     return int(parallel_state.get_expert_data_parallel_rank())
 
 

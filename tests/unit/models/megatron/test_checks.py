@@ -46,6 +46,8 @@ def problems(values: dict, world_size: int = 8, *, lora_rank: int = 0, **megatro
         (DENSE | {"attention_bias": True}, {}),  # which Qwen2 has on query, key and value anyway
         (DENSE | {"layer_types": ["full_attention"] * 4, "use_sliding_window": True}, {}),
         (SPARSE, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4}),
+        (DENSE, {"context_model_parallel_size": 4, "pipeline_model_parallel_size": 2}),
+        (SPARSE, {"context_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
     ],
 )
 def test_what_can_be_built_has_no_problem(values: dict, megatron: dict) -> None:
@@ -67,7 +69,16 @@ def test_what_can_be_built_has_no_problem(values: dict, megatron: dict) -> None:
             "4 layers cannot be dealt evenly to 2 pipeline ranks x 4 pieces",
         ),
         (DENSE, {"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size above 1; unset it"),
-        (DENSE, {"context_model_parallel_size": 2}, "context_model_parallel_size=2 needs attention kernels of TransformerEngine"),
+        (
+            DENSE,
+            {"context_model_parallel_size": 8},
+            "has 4 of the model's 4 key-value heads; choose a divisor of 4",
+        ),
+        (
+            DENSE | {"num_attention_heads": 12},
+            {"context_model_parallel_size": 4, "tensor_model_parallel_size": 2},
+            "each of the 2 tensor-parallel ranks has 6 of the model's 12 attention heads; choose a divisor of 6",
+        ),
         (DENSE, {"expert_model_parallel_size": 2}, "a qwen2 model has no experts; set it to 1"),
         (SPARSE, {"expert_model_parallel_size": 8}, "does not divide the model's 4 experts"),
         (
@@ -95,13 +106,6 @@ def test_what_can_be_built_has_no_problem(values: dict, megatron: dict) -> None:
 )
 def test_what_cannot_be_built_is_said(values: dict, megatron: dict, expected: str) -> None:
     assert any(expected in text for text in problems(values, **megatron)), problems(values, **megatron)
-
-
-@pytest.mark.parametrize(("installed", "lack"), [(None, "it is not installed"), (object(), "rlhub does not drive them yet")])
-def test_context_parallel_is_refused(installed: object, lack: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without kernels that exchange keys, ranks would attend to their own tokens alone."""
-    monkeypatch.setattr(checks, "find_spec", lambda _: installed)
-    assert lack in problems(DENSE, context_model_parallel_size=2)[0]
 
 
 def test_adapters_are_refused() -> None:
