@@ -48,6 +48,7 @@ MEANINGS: dict[tuple[str, str], str] = {
     ("config/load.py", "megatron"): "the section's name",
     ("models/megatron/checks.py", "megatron"): "the section's name",
     **{("config/training.py", name): "which section belongs to the engine" for name in ("fsdp", "fsdp2", "megatron")},
+    ("models/megatron/compat.py", "wandb"): "a Python package that megatron imports",
     ("single_controller/ray/runtime_env.py", "wandb"): "the folder that package writes to",
     ("tracking/console.py", "kl"): "a column's heading",
 }

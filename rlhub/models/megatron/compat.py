@@ -35,8 +35,8 @@ NOT_OURS = (
 )
 """What megatron's calls warn of, once a process and place, and no user without CUDA can change."""
 
-UNUSED = ("wandb", "tensorboard")
-"""What megatron imports for timers of its own: a quarter of the time that its import takes."""
+UNUSED = ("wandb", "torch.utils.tensorboard")
+"""Trackers that megatron imports for timers of its own: a quarter of the time that its import takes."""
 
 
 @contextlib.contextmanager

@@ -214,5 +214,5 @@ def test_the_variable_length_kernel_is_called_with_the_rows_bounds(kv_heads: int
     plan = attention.plan_attention(lengths, CPU)
     expected, _ = attention.packed_attention(torch.nn.Module(), *tensors, None, scaling=0.4, packing=plan)
     tokens = [tensor[0].transpose(0, 1) for tensor in tensors]
-    found = attention._variable_length(tokens, plan, 0.4)
-    torch.testing.assert_close(found, expected)
+    found = attention._variable_length(*tokens, plan, 0.4)
+    torch.testing.assert_close(found[None], expected)
