@@ -146,18 +146,17 @@ def test_a_failing_reward_stops_the_run(
 FLIPPING_PLUGIN = """
 import sys
 import torch
-from rlhub.engines.rollout.hf.engine import HFEngine
+from rlhub.sharding_manager.execution import Execution
 
-update_weights = HFEngine.update_weights
+exchange = Execution._exchange
 
-def flipping(self, buckets, version):
-    update_weights(self, buckets, version)
-    if version == 1:
-        name, weight, _ = list(self.live_weights())[5]
-        weight.detach().view(torch.int32).view(-1)[7] ^= 1  # the lowest bit
-        sys.stderr.write(f"flipped a bit of {name}.\\n")
+def flipping(self, sent):  # when everything has been written, before it is read back
+    name, (piece, *_) = list(self._destination._pieces.items())[5]
+    piece.tensor.view(torch.int32).view(-1)[7] ^= 1  # the lowest bit
+    sys.stderr.write(f"flipped a bit of {name}.\\n")
+    return exchange(self, sent)
 
-HFEngine.update_weights = flipping
+Execution._exchange = flipping
 """
 
 
