@@ -18,6 +18,7 @@ from rlhub.engines.training.fsdp.optimizer import MOMENTS, ShardedAdamW
 from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, local_pieces, make_layout, num_bytes, reshard
 from rlhub.engines.training.fsdp.state import fill, live_pieces
 from rlhub.engines.training.fsdp.weights import Entry, WeightStream
+from rlhub.engines.training.kinds import check_outputs, columns_read
 from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_units, even_cut, extend_cut, rows_of, take_rows
 from rlhub.engines.training.packing import ModelInputs, model_inputs, row_inputs
 from rlhub.errors import EngineError
@@ -27,11 +28,6 @@ from rlhub.utils.pieces import Piece
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-OUTPUTS: dict[ModelKind, frozenset[str]] = {
-    "policy": frozenset({"log_probs", "entropy", "sum_pi_squared"}),
-    "value": frozenset({"values"}),
-    "reward": frozenset({"scores"}),
-}
 UNSHARDED_GRAD_BYTES = 2 << 30
 """Gradients up to this size wait unsharded for the last micro-batch (one reduction a step); larger ones are reduced after
 each, which costs communication but keeps memory at a shard."""
@@ -95,7 +91,7 @@ class FSDPEngine(TrainEngine):
         if self.optimizer is None:
             raise EngineError("this engine was built without an optimizer: it can infer, not train")
         self._prepare()
-        wanted = self._check_outputs(outputs)
+        wanted = check_outputs(self.kind, outputs)
         self.root.train()
         self._zero_grad()
         losses: list[Tensor] = []
@@ -124,8 +120,8 @@ class FSDPEngine(TrainEngine):
 
     def infer(self, rows: Rows, *, outputs: Iterable[str], adapters: bool = True) -> dict[str, Tensor]:
         self._prepare()
-        wanted = self._check_outputs(outputs)
-        needed = {name: rows[name] for name in self._columns}
+        wanted = check_outputs(self.kind, outputs)
+        needed = {name: rows[name] for name in columns_read(self.kind)}
         shape = needed["response_mask"].shape if "response_mask" in needed else needed["attention_mask"].shape[:1]
         results = {name: torch.zeros(shape, dtype=self._output_dtype) for name in wanted}
         self.root.eval()
@@ -157,18 +153,6 @@ class FSDPEngine(TrainEngine):
             count = int(self.reduce(torch.tensor([count]), op="max").item())
         bins = even_cut(extend_cut(bins, count), lengths, config, rows_per_unit)
         return [rows_of(units, rows_per_unit) for units in bins]
-
-    def _check_outputs(self, outputs: Iterable[str]) -> frozenset[str]:
-        wanted = frozenset(outputs)
-        if not wanted or not wanted <= OUTPUTS[self.kind]:
-            raise EngineError(f"a {self.kind} engine computes {sorted(OUTPUTS[self.kind])}, not {sorted(wanted)}")
-        return wanted
-
-    @property
-    def _columns(self) -> tuple[str, ...]:
-        """What a forward pass reads."""
-        ids = ("input_ids", "attention_mask")
-        return ids if self.kind == "reward" else (*ids, "response_mask")
 
     @property
     def _output_dtype(self) -> torch.dtype:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rlhub.config.model import ModelConfig
 from rlhub.config.training import MegatronConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
+from rlhub.engines.training.kinds import check_outputs, columns_read
 from rlhub.engines.training.megatron.heads import own_outputs, policy_outputs, scalar_output
 from rlhub.engines.training.megatron.optimizer import MOMENTS, MegatronAdamW
 from rlhub.engines.training.megatron.parallel import ParallelState, ensure_model_parallel
@@ -39,11 +40,6 @@ from rlhub.utils.regions import take
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-OUTPUTS: dict[ModelKind, frozenset[str]] = {
-    "policy": frozenset({"log_probs", "entropy", "sum_pi_squared"}),
-    "value": frozenset({"values"}),
-    "reward": frozenset({"scores"}),
-}
 
 
 class MegatronEngine(TrainEngine):
@@ -128,7 +124,7 @@ class MegatronEngine(TrainEngine):
         if self.optimizer is None:
             raise EngineError("this engine was built without an optimizer: it can infer, not train")
         self._prepare()
-        wanted = self._check_outputs(outputs)
+        wanted = check_outputs(self.kind, outputs)
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
         sums: dict[str, list[Tensor]] = {}
@@ -204,8 +200,8 @@ class MegatronEngine(TrainEngine):
 
     def infer(self, rows: Rows, *, outputs: Iterable[str], adapters: bool = True) -> dict[str, Tensor]:
         self._prepare()
-        names = sorted(self._check_outputs(outputs))
-        needed = {name: rows[name] for name in self._columns}
+        names = sorted(check_outputs(self.kind, outputs))
+        needed = {name: rows[name] for name in columns_read(self.kind)}
         shape = needed["response_mask"].shape if "response_mask" in needed else needed["attention_mask"].shape[:1]
         results = torch.zeros((len(names), *shape))
 
@@ -234,18 +230,6 @@ class MegatronEngine(TrainEngine):
         count = passes_needed(count, self.parallel.pipeline_size, self.parallel.stages is not None)
         bins = even_cut(extend_cut(bins, count), lengths, config, rows_per_unit)
         return [rows_of(units, rows_per_unit) for units in bins]
-
-    def _check_outputs(self, outputs: Iterable[str]) -> frozenset[str]:
-        wanted = frozenset(outputs)
-        if not wanted or not wanted <= OUTPUTS[self.kind]:
-            raise EngineError(f"a {self.kind} engine computes {sorted(OUTPUTS[self.kind])}, not {sorted(wanted)}")
-        return wanted
-
-    @property
-    def _columns(self) -> tuple[str, ...]:
-        """What a forward pass reads."""
-        ids = ("input_ids", "attention_mask")
-        return ids if self.kind == "reward" else (*ids, "response_mask")
 
     # Steps
 

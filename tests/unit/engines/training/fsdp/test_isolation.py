@@ -17,7 +17,8 @@ from rlhub.config.model import ModelConfig
 from rlhub.config.training import FSDPConfig, OptimConfig
 from rlhub.engines.training import packing
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
-from rlhub.engines.training.fsdp.engine import OUTPUTS, FSDPEngine
+from rlhub.engines.training.fsdp.engine import FSDPEngine
+from rlhub.engines.training.kinds import OUTPUTS
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.models import packed_attention as attention
 from tests.unit.models.conftest import save_model
