@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from rlhub.config.schema import Bounds, NonNegativeFloat, PositiveFloat, PositiveInt, PositiveUnitFloat
+from rlhub.config.schema import Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveUnitFloat
 
 TopK = Annotated[int, Bounds(ge=-1)]
 
@@ -25,11 +25,41 @@ class ValSamplingConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class MultiTurnConfig:
+    enable: bool = False
+    """Episodes of several turns with tools (workflow tool_agent), unless agent.default_agent_loop names another."""
+    max_assistant_turns: PositiveInt | None = None
+    """Most generations in an episode; null: until the response is full."""
+    max_user_turns: PositiveInt | None = None
+    """Most answers of tools or environments in an episode; null: no limit of their own."""
+    tool_config_path: str | None = None
+    """YAML file that lists the tools by registered name or module:function, with their settings."""
+    format: str = "hermes"
+    """How tool calls stand in the model's text: hermes (<tool_call> tags) or json (a bare JSON object)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AgentConfig:
+    default_agent_loop: str = "single_turn"
+    """Workflow of rows without an agent_name: a registered name, or path/to/file.py:ClassName."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """The workflow's own settings."""
+    num_workers: NonNegativeInt = 0
+    """Processes that run the episodes' own code; 0: the driver's event loop, enough where episodes mostly wait."""
+    max_concurrent: PositiveInt | None = None
+    """Most prompts in work at once; null: (max_staleness + 1) * train_batch_size."""
+    episode_timeout_s: PositiveFloat | None = None
+    """Seconds after which an episode is given up and counted as timed out; null: deadline_s.generate."""
+    max_failed_batches: PositiveInt = 10
+    """Stop the run, with the last error, after so many batches' worth of failed episodes in a row."""
+
+
+@dataclass(slots=True, kw_only=True)
 class RolloutConfig:
     name: str = "auto"
     """Generation engine: auto (vllm where it is installed, else hf), vllm, hf."""
-    mode: Literal["sync"] = "sync"
-    """sync: whole batches, in the trainer's own worker processes."""
+    mode: Literal["sync", "async"] = "sync"
+    """sync: whole batches, in turns with training; async: a service in processes of its own, where episodes run as workflows."""
     n: PositiveInt = 1
     """Samples per prompt; group estimators (grpo, rloo) need 2 or more."""
     temperature: PositiveFloat = 1.0
@@ -64,6 +94,14 @@ class RolloutConfig:
     """Generate max_response_length tokens regardless of end-of-sequence; for benchmarks."""
     update_weights_bucket_mb: PositiveInt = 256
     """MiB of weights moved to the engine at a time; extra memory is at most two buckets."""
+    recompute_kv_cache: bool = True
+    """async: after a weight update compute the KV cache of running requests anew; False keeps it: faster, less exact."""
+    weights_folder: str | None = None
+    """async: folder through which weights are published; null: memory of this machine, on several machines the run folder."""
+    replica_restarts: NonNegativeInt = 3
+    """async: how often a replica that died is started again before the run stops."""
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
     """Rows in a forward pass for old log-probs; null: the actor's micro-batch."""

@@ -76,6 +76,16 @@ class TrainerConfig:
     """Metric (for example val/pass@1) whose best step's checkpoint is kept besides the newest; null: none."""
     critic_warmup: NonNegativeInt = 0
     """Steps in which only the critic learns."""
+    max_staleness: NonNegativeInt = 0
+    """rollout.mode=async: how many policy versions a sample may be behind when it is trained; 0 waits for each version."""
+    pipeline_depth: NonNegativeInt | None = None
+    """Batches that generation may run ahead of training; null: max_staleness. Less keeps samples fresher than the bound."""
+    stale_policy: Literal["drop", "mask", "correct"] = "drop"
+    """What becomes of samples beyond max_staleness: drop the group, mask its old tokens, or train with the correction."""
+    replay_from: str | None = None
+    """Folder of recorded batches (trainer.record_batches) to train on again, without rollout engines."""
+    record_batches: bool = False
+    """Keep every training batch below the run folder, for replay."""
     balance_batch: bool = True
     """Give each rank about the same number of tokens."""
     log_val_generations: NonNegativeInt = 0

@@ -37,11 +37,15 @@ class SamplingParams:
 
 @dataclass(slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt and the seed of its noise; equal (prompt, params, seed, weights) give equal completions on one engine."""
+    """One prompt and the seed of its noise; equal (prompt, params, seed, weights) give equal completions on one engine.
+
+    session: requests of one conversation, which a service sends to the same replica; "" for none.
+    """
 
     prompt_ids: Sequence[int]
     seed: int
     request_id: str = ""
+    session: str = ""
 
 
 @dataclass(slots=True, kw_only=True)

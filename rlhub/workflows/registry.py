@@ -1,0 +1,17 @@
+"""Which workflows exist.  Importing this module loads none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rlhub.registry import Registry
+
+if TYPE_CHECKING:
+    from rlhub.workflows.base import RolloutWorkflow, WorkflowParts
+
+WorkflowFactory = Callable[["WorkflowParts"], "RolloutWorkflow"]
+
+WORKFLOWS: Registry[WorkflowFactory] = Registry("workflow")
+"""`knobs`: the dataclass of the workflow's own settings (actor_rollout_ref.rollout.agent.kwargs)."""
+WORKFLOWS.add_lazy("single_turn", "rlhub.workflows.single_turn:SingleTurn")

@@ -1,0 +1,54 @@
+"""Trajectory: what one episode leaves for training, as tokens.
+
+Token in, token out: tokens that the policy wrote are those that the engine sampled, never text tokenized again; what tools,
+environments and templates add stands between them with response_mask 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+NOT_SAMPLED = -1  # the version of a token that no policy wrote
+
+
+@dataclass(slots=True, kw_only=True)
+class Trajectory:
+    """prompt_ids: what the first generation was conditioned on.  response_ids: everything after it, in order.
+
+    response_mask, rollout_log_probs, versions: one entry for each response token.  The mask is 1 on tokens that the policy
+    wrote, with the log-prob of the distribution sampled from and the version that sampled it; elsewhere 0, 0.0, NOT_SAMPLED.
+    rewards: one entry a response token, set by the workflow; None: the run's configured reward scores the response.
+    metrics: numbers of this episode (turns, tool calls, ...), averaged over the batch.
+    text: what people read in sample tables; the decoded response where it is empty.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    rollout_log_probs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason = "stop"
+    rewards: list[float] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    text: str = ""
+
+    def check(self) -> None:
+        """ValueError if the columns do not fit together."""
+        length = len(self.response_ids)
+        for name in ("response_mask", "rollout_log_probs", "versions", "rewards"):
+            column = getattr(self, name)
+            if column is not None and len(column) != length:
+                raise ValueError(f"{name} has {len(column)} entries for {length} response tokens")
+        if not any(self.response_mask):
+            raise ValueError("the policy wrote none of the response tokens: there is nothing to train on")
+
+    @property
+    def first_version(self) -> int:
+        """Of the first token that the policy wrote: what staleness is counted from."""
+        return self.versions[self.response_mask.index(1)]
+
+    def set_reward(self, reward: float) -> None:
+        """The whole episode's reward, on its last token."""
+        self.rewards = [0.0] * (len(self.response_ids) - 1) + [reward]
