@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from rlhub.config import engines, placement, rollout_correction
+from rlhub.config import asynchronous, engines, placement, rollout_correction
 from rlhub.config.actor import ActorConfig
 from rlhub.config.critic import CriticConfig
 from rlhub.config.dpo import DPOConfig
@@ -66,6 +66,7 @@ def _(config: PPOConfig) -> list[str]:
         *rollout_correction.problems(config.algorithm.rollout_correction),
         *_check_rewards(config),
         *placement.problems(config),
+        *asynchronous.problems(config),
     ]  # fmt: skip
 
 
@@ -114,6 +115,11 @@ def check_requirements(config: PPOConfig, requires: AbstractSet[str]) -> list[st
             f"{rollout_correction.KEY}.bypass_mode=true saves the forward pass from which {estimator} takes the policy's squared "
             "probabilities; set it to false"
         )
+    if "baseline_rewards" in requires and asynchronous.is_async(config):
+        found.append(
+            f"{estimator} scores a greedy response of the newest policy beside each prompt's samples, which "
+            f"{_ROLLOUT}.mode=async does not generate; set {_ROLLOUT}.mode=sync or choose another estimator"
+        )
     return found + placement.unneeded(config, requires)
 
 
@@ -132,7 +138,8 @@ def notes(config: PPOConfig) -> list[str]:
                 f"{key}: {prompts} prompts x n={n} = {prompts * n} samples = {ranks} ranks x {prompts * n // ranks} + {rest}; "
                 f"{rest} ranks take one more, the others wait for them"
             )
-    return found + rollout_correction.notes(config.algorithm.rollout_correction)
+    proximal = [] if asynchronous.may_be_stale(config) else rollout_correction.notes(config.algorithm.rollout_correction)
+    return [*found, *proximal, *asynchronous.notes(config)]
 
 
 def _check_batches(config: PPOConfig) -> list[str]:

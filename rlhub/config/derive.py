@@ -49,9 +49,21 @@ def _(config: PPOConfig) -> None:
     _critic_from_actor(critic, actor)
     if rollout.max_model_len is None:
         rollout.max_model_len = config.data.max_prompt_length + config.data.max_response_length
+    _episodes(config)
     _reward_model_from_actor(config)
     if config.reward_model.num_workers is None:
         config.reward_model.num_workers = min(MAX_REWARD_WORKERS, os.cpu_count() or 1)
+
+
+def _episodes(config: PPOConfig) -> None:
+    """How far generation runs ahead, and for how long an episode may run."""
+    trainer, agent = config.trainer, config.actor_rollout_ref.rollout.agent
+    if trainer.pipeline_depth is None:
+        trainer.pipeline_depth = trainer.max_staleness
+    if agent.max_concurrent is None:
+        agent.max_concurrent = (trainer.max_staleness + 1) * config.data.train_batch_size
+    if agent.episode_timeout_s is None:
+        agent.episode_timeout_s = trainer.deadline_s.generate
 
 
 @derive.register(SFTConfig)

@@ -50,7 +50,6 @@ class Foreign:
         return any(item is ANY or (type(item) is type(value) and item == value) for item in self.accepted)
 
 
-_SYNC = "this version trains synchronously"
 _MEGATRON: dict[str, tuple[tuple[Any, ...], str]] = {
     "expert_tensor_parallel_size": (
         (None,),
@@ -70,7 +69,6 @@ _MEGATRON: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Keys of a megatron section elsewhere -> values that change nothing here, and why others cannot be."""
 _ULYSSES = "this version has no sequence parallelism"
-_MULTI_TURN = "this version generates single turns"
 _PER_GPU = "sizes over all ranks are not supported; use the key ending in _per_gpu"
 _A = "actor_rollout_ref.actor."
 _R = "actor_rollout_ref.rollout."
@@ -86,9 +84,6 @@ def _own_pool(role: str) -> str:
 
 # The first row that covers a key decides: single keys stand before the group they are in.
 FOREIGN = (
-    _row("trainer.max_staleness", (0,), _SYNC),
-    _row("trainer.pipeline_depth", (0, None), _SYNC),
-    _row("trainer.stale_policy", (ANY,), _SYNC),
     *(_row(f"{section}{key}", *row) for section in _MEGATRON_SECTIONS for key, row in _MEGATRON.items()),
     *(
         _row(f"{part}optim.min_lr", (0.0, 0, None), "the lowest rate is optim.min_lr_ratio, a share of optim.lr")
@@ -98,11 +93,16 @@ FOREIGN = (
     *(_row(f"{part}ulysses_sequence_parallel_size", (1, None), _ULYSSES) for part in (_A, "actor_rollout_ref.ref.", "critic.")),
     _row("algorithm.rollout_correction.loss_type", ("ppo_clip",), f"the loss is {_A}policy_loss.loss_mode in every mode"),
     _row(f"{_R}calculate_log_probs", (True,), "the log-probs of the sampled tokens are always recorded"),
-    _row(f"{_R}multi_turn.enable", (False,), _MULTI_TURN),
-    _row(f"{_R}multi_turn.tool_config_path", (None,), _MULTI_TURN),
-    _row(f"{_R}multi_turn.", (ANY,), _MULTI_TURN),
-    _row(f"{_R}agent.default_agent_loop", ("single_turn_agent", None), _MULTI_TURN),
-    _row(f"{_R}agent.", (ANY,), _MULTI_TURN),
+    _row(f"{_R}multi_turn.interaction_config_path", (None,), f"an environment is a workflow, {_R}agent.default_agent_loop"),
+    _row(f"{_R}multi_turn.use_inference_chat_template", (False,), "the tokens trained on are those that were sampled"),
+    _row(
+        f"{_R}multi_turn.tokenization_sanity_check_mode", (ANY,), ""
+    ),  # no text is tokenized again, so there is nothing to check
+    _row(f"{_R}agent.agent_loop_config_path", (None,), f"name the workflow's class: {_R}agent.default_agent_loop=file.py:Class"),
+    _row(
+        f"{_R}agent.agent_loop_manager_class", (None,), f"name the workflow's class: {_R}agent.default_agent_loop=file.py:Class"
+    ),
+    _row(f"{_R}agent.custom_async_server.", (None,), f"the engine is {_R}name"),
     _row("reward_model.micro_batch_size", (None,), _PER_GPU),
     _row("reward_model.ulysses_sequence_parallel_size", (1, None), _ULYSSES),
     _row("reward_model.model.external_lib", (None,), "modules to import are named by trainer.plugins"),

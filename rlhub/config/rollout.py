@@ -40,8 +40,9 @@ class MultiTurnConfig:
 
 @dataclass(slots=True, kw_only=True)
 class AgentConfig:
-    default_agent_loop: str = "single_turn"
-    """Workflow of rows without an agent_name: a registered name, or path/to/file.py:ClassName."""
+    default_agent_loop: str | None = None
+    """Workflow of rows without an agent_name: a registered name, or path/to/file.py:ClassName; null: single_turn, with
+    multi_turn.enable tool_agent."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """The workflow's own settings."""
     num_workers: NonNegativeInt = 0

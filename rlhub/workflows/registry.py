@@ -15,3 +15,7 @@ WorkflowFactory = Callable[["WorkflowParts"], "RolloutWorkflow"]
 WORKFLOWS: Registry[WorkflowFactory] = Registry("workflow")
 """`knobs`: the dataclass of the workflow's own settings (actor_rollout_ref.rollout.agent.kwargs)."""
 WORKFLOWS.add_lazy("single_turn", "rlhub.workflows.single_turn:SingleTurn")
+WORKFLOWS.add_lazy("single_turn_agent", "rlhub.workflows.single_turn:SingleTurn")  # its name in others' data and commands
+
+DEFAULT, DEFAULT_MULTI_TURN = "single_turn", "tool_agent"
+"""Where neither the row nor the configuration names one: without and with rollout.multi_turn.enable."""

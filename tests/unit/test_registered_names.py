@@ -20,6 +20,7 @@ from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.registry import Registry
 from rlhub.rewards.registry import REWARD_MANAGERS, SCORERS
 from rlhub.tracking.registry import TRACKERS
+from rlhub.workflows.registry import WORKFLOWS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlhub"
@@ -30,6 +31,7 @@ TABLES = frozenset(
         "engines/training/registry.py",
         "rewards/registry.py",
         "tracking/registry.py",
+        "workflows/registry.py",
     }
 )
 """The registries' own tables."""
@@ -41,6 +43,7 @@ OTHERS: dict[str, Registry[Any]] = {
     "REWARD_MANAGERS": REWARD_MANAGERS,
     "SCORERS": SCORERS,
     "TRACKERS": TRACKERS,
+    "WORKFLOWS": WORKFLOWS,
 }
 
 MEANINGS: dict[tuple[str, str], str] = {

@@ -113,7 +113,14 @@ def test_an_unknown_key_gets_the_nearest_full_key(key: str, meant: str | None) -
 
 def test_all_problems_come_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        ppo("data.train_fils=x", "trainer.nnodes=abc", "nonsense", "data.seed=1,2", "trainer.max_staleness=2", "hydra.run.dir=x")
+        ppo(
+            "data.train_fils=x",
+            "trainer.nnodes=abc",
+            "nonsense",
+            "data.seed=1,2",
+            "actor_rollout_ref.actor.use_torch_compile=True",
+            "hydra.run.dir=x",
+        )
     assert len(caught.value.problems) == 6
     assert "6 problems" in str(caught.value)
 
@@ -136,8 +143,7 @@ def test_an_unreadable_override_says_what_to_write() -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "trainer.max_staleness=0",
-        "trainer.stale_policy=drop",
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path=null",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1",
         "actor_rollout_ref.actor.megatron.use_mbridge=True",
         "critic.megatron.use_dist_checkpointing=False",
@@ -147,9 +153,8 @@ def test_an_unreadable_override_says_what_to_write() -> None:
         "algorithm.rollout_correction.rollout_is=null",
         "algorithm.rollout_correction.loss_type=ppo_clip",
         "actor_rollout_ref.rollout.calculate_log_probs=True",
-        "actor_rollout_ref.rollout.multi_turn.enable=false",
-        "actor_rollout_ref.rollout.multi_turn.format=hermes",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent",
+        "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode=strict",
+        "actor_rollout_ref.rollout.multi_turn.interaction_config_path=null",
         "reward_model.model.path=null",
         "actor_rollout_ref.hybrid_engine=True",
     ],
@@ -161,7 +166,6 @@ def test_a_foreign_key_at_the_value_that_changes_nothing_is_silent(override: str
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("trainer.max_staleness=1", "synchronously (only 0 is accepted)"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "sequence parallelism"),
         ("actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1", "tensor_model_parallel_size"),
         ("actor_rollout_ref.ref.megatron.dist_checkpointing_path=x", "model.path"),
@@ -172,8 +176,8 @@ def test_a_foreign_key_at_the_value_that_changes_nothing_is_silent(override: str
         ("actor_rollout_ref.ref.strategy=megatron", "actor_rollout_ref.actor.strategy"),
         ("algorithm.rollout_correction.loss_type=pg", "policy_loss.loss_mode"),
         ("actor_rollout_ref.rollout.calculate_log_probs=False", "always recorded"),
-        ("actor_rollout_ref.rollout.multi_turn.enable=True", "single turns"),
-        ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "single turns"),
+        ("actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=True", "were sampled"),
+        ("actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml", "file.py:Class"),
         ("reward_model.micro_batch_size=8", "_per_gpu"),
         ("reward_model.ulysses_sequence_parallel_size=2", "sequence parallelism"),
         ("reward_model.model.external_lib=verl", "trainer.plugins"),
@@ -260,7 +264,7 @@ def test_a_missing_file_is_a_config_error(folder: str | None, name: str) -> None
 
 
 def test_set_keys_are_what_the_user_said() -> None:
-    assert collect(PPOConfig, "ppo", ["data.seed=1", "+trainer.max_staleness=0"]).set_keys == {"data.seed"}
+    assert collect(PPOConfig, "ppo", ["data.seed=1", "+actor_rollout_ref.hybrid_engine=True"]).set_keys == {"data.seed"}
 
 
 def test_sft_and_validate() -> None:

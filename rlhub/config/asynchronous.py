@@ -1,0 +1,97 @@
+"""Rules of asynchronous rollouts: what rollout.mode, the bound on staleness and the handling of old samples ask of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhub.config import rollout_correction
+from rlhub.config.ppo import PPOConfig
+
+SYNC = "sync"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SERVICE_KEYS = ("recompute_kv_cache", "weights_folder", "replica_restarts", "multi_turn.", "agent.")
+_TRAINER_KEYS = ("pipeline_depth", "stale_policy")
+
+
+def is_async(config: PPOConfig) -> bool:
+    """Whether episodes run on a rollout service, beside training."""
+    return config.actor_rollout_ref.rollout.mode != SYNC
+
+
+def may_be_stale(config: PPOConfig) -> bool:
+    """Whether a training batch may hold tokens of an older policy than the one about to be updated."""
+    return is_async(config) and config.trainer.max_staleness > 0
+
+
+def problems(config: PPOConfig) -> list[str]:
+    """What cannot start."""
+    return list(_asynchronous(config) if is_async(config) else _synchronous(config))
+
+
+def notes(config: PPOConfig) -> list[str]:
+    """Legal, and worth a line."""
+    return list(_surprises(config)) if may_be_stale(config) else []
+
+
+def unread(config: PPOConfig) -> tuple[str, ...]:
+    """Settings (or, ending in `.`, all below them) that only asynchronous rollouts read, where there are none."""
+    if is_async(config):
+        return ()
+    return (*(f"{_ROLLOUT}.{key}" for key in _SERVICE_KEYS), *(f"trainer.{key}" for key in _TRAINER_KEYS))
+
+
+def _synchronous(config: PPOConfig) -> Iterator[str]:
+    rollout, staleness = config.actor_rollout_ref.rollout, config.trainer.max_staleness
+    if staleness > 0:
+        yield (
+            f"trainer.max_staleness={staleness} with {_ROLLOUT}.mode={rollout.mode}: generation and training take turns, so "
+            f"no sample is ever old; set {_ROLLOUT}.mode=async, or trainer.max_staleness=0"
+        )
+    if rollout.multi_turn.enable:
+        yield (
+            f"{_ROLLOUT}.multi_turn.enable=true with {_ROLLOUT}.mode={rollout.mode}: whole batches have single turns; "
+            f"set {_ROLLOUT}.mode=async"
+        )
+    if rollout.agent.default_agent_loop:
+        yield (
+            f"{_ROLLOUT}.agent.default_agent_loop={rollout.agent.default_agent_loop} with {_ROLLOUT}.mode={rollout.mode}: "
+            f"workflows run on the rollout service; set {_ROLLOUT}.mode=async"
+        )
+
+
+def _asynchronous(config: PPOConfig) -> Iterator[str]:
+    trainer, rollout, correction = config.trainer, config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    corrects = correction.active or correction.in_update
+    if trainer.stale_policy == "correct" and not corrects:
+        yield (
+            f"trainer.stale_policy=correct, but nothing corrects: set {rollout_correction.KEY}.rollout_is=token (weights), "
+            ".rollout_rs (rejection), .proximal=a3po or .bypass_mode=true; or use trainer.stale_policy=drop or mask"
+        )
+    if rollout.agent.num_workers > 0 and trainer.backend == "local":
+        yield (
+            f"{_ROLLOUT}.agent.num_workers={rollout.agent.num_workers} with trainer.backend=local, which starts no processes; "
+            "set it to 0 or use trainer.backend=ray"
+        )
+    if trainer.backend == "local" and rollout.tensor_model_parallel_size > 1:
+        yield f"{_ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with trainer.backend=local: set 1"
+
+
+def _surprises(config: PPOConfig) -> Iterator[str]:
+    trainer, correction = config.trainer, config.algorithm.rollout_correction
+    depth = trainer.pipeline_depth
+    assert depth is not None, "derive first"
+    if depth > trainer.max_staleness:
+        yield (
+            f"trainer.pipeline_depth={depth} is more than trainer.max_staleness={trainer.max_staleness}: generation runs at most "
+            f"{trainer.max_staleness} batches ahead, or its samples would be too old"
+        )
+    if depth == 0:
+        yield (
+            f"trainer.pipeline_depth=0: generation waits for each update, so trainer.max_staleness={trainer.max_staleness} "
+            "is never reached; raise it to let generation run ahead"
+        )
+    if not (correction.active or correction.in_update):
+        yield (
+            f"trainer.max_staleness={trainer.max_staleness} without {rollout_correction.KEY}: samples up to that old are trained "
+            f"as if they were new; {rollout_correction.KEY}.rollout_is=token weights them by pi_old / mu"
+        )

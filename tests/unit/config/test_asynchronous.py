@@ -1,0 +1,81 @@
+"""Rules of asynchronous rollouts in the configuration."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhub.config import asynchronous, checks, effects
+from tests.unit.config.test_derive_and_checks import good
+
+ASYNC = {"actor_rollout_ref__rollout__mode": "async"}
+CORRECTED = {"algorithm__rollout_correction__rollout_is": "token"}
+
+
+def test_what_follows_from_the_bound() -> None:
+    config = good(**ASYNC, trainer__max_staleness=3, data__train_batch_size=8, actor_rollout_ref__actor__ppo_mini_batch_size=8)
+    agent = config.actor_rollout_ref.rollout.agent
+    assert (config.trainer.pipeline_depth, agent.max_concurrent) == (3, 32)
+    assert agent.episode_timeout_s == config.trainer.deadline_s.generate
+    assert checks.check(config) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"trainer__max_staleness": 2}, ("trainer.max_staleness=2", "mode=async")),
+        ({"actor_rollout_ref__rollout__multi_turn__enable": True}, ("multi_turn.enable=true", "mode=async")),
+        ({"actor_rollout_ref__rollout__agent__default_agent_loop": "mine.py:Mine"}, ("mine.py:Mine", "mode=async")),
+        (ASYNC | {"trainer__stale_policy": "correct"}, ("stale_policy=correct", "rollout_is=token", "drop or mask")),
+        (
+            ASYNC | {"actor_rollout_ref__rollout__agent__num_workers": 2, "trainer__backend": "local"},
+            ("num_workers=2", "backend=ray"),
+        ),
+    ],
+)
+def test_what_cannot_start(values: dict[str, object], parts: tuple[str, ...]) -> None:
+    (problem,) = checks.check(good(**values))
+    assert all(part in problem for part in parts), problem
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"algorithm__rollout_correction__rollout_is": "token"},
+        {"algorithm__rollout_correction__bypass_mode": True},
+        {"algorithm__rollout_correction__proximal": "a3po"},
+        {"algorithm__rollout_correction__m2po_threshold": 0.04},
+    ],
+)
+def test_correcting_old_samples_takes_any_correction(values: dict[str, object]) -> None:
+    assert checks.check(good(**ASYNC, trainer__stale_policy="correct", trainer__max_staleness=2, **values)) == []
+
+
+def test_a_greedy_baseline_is_refused() -> None:
+    (problem,) = checks.check_requirements(good(**ASYNC), {"baseline_rewards"})
+    assert "mode=sync" in problem
+    assert checks.check_requirements(good(), {"baseline_rewards"}) == []
+
+
+def test_notes() -> None:
+    assert asynchronous.notes(good(**ASYNC, trainer__max_staleness=0)) == []
+    assert asynchronous.notes(good(**ASYNC, trainer__max_staleness=2, **CORRECTED)) == []
+    (uncorrected,) = asynchronous.notes(good(**ASYNC, trainer__max_staleness=2))
+    assert "rollout_is=token" in uncorrected
+    (deep,) = asynchronous.notes(good(**ASYNC, trainer__max_staleness=2, trainer__pipeline_depth=3, **CORRECTED))
+    assert "pipeline_depth=3" in deep and "2 batches" in deep
+    (none,) = asynchronous.notes(good(**ASYNC, trainer__max_staleness=2, trainer__pipeline_depth=0, **CORRECTED))
+    assert "pipeline_depth=0" in none
+
+
+def test_interpolated_log_probs_are_what_stale_batches_are_for() -> None:
+    """The note that a synchronous run never clips is silent where samples may be old."""
+    a3po = {"algorithm__rollout_correction__proximal": "a3po", **CORRECTED}
+    assert any("no clip" in note for note in checks.notes(good(**a3po)))
+    assert not any("no clip" in note for note in checks.notes(good(**ASYNC, trainer__max_staleness=2, **a3po)))
+
+
+def test_settings_of_the_service_have_no_effect_without_it() -> None:
+    values = {"trainer__stale_policy": "mask", "actor_rollout_ref__rollout__replica_restarts": 1}
+    keys = {"trainer.stale_policy", "actor_rollout_ref.rollout.replica_restarts"}
+    assert len(effects.without_effect(good(**values), keys)) == 2
+    assert effects.without_effect(good(**ASYNC, **values), keys) == []
