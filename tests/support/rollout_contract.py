@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -146,3 +147,104 @@ def check_agenerate(engine: RolloutEngine) -> None:
 
     with pytest.raises(EngineError, match="empty prompt"):
         asyncio.run(refused())
+
+
+def check_interruptions(engine: RolloutEngine, weights: dict[str, Tensor], *, num_tokens: int = 40) -> None:
+    """Pause, resume, abort, cancel and weights that change under running requests; `num_tokens` must fit the engine."""
+    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+    engine.update_weights([list(weights.items())], 1)
+    whole = engine.generate(requests(), params)
+    for scenario in (_check_pause, _check_update_in_flight, _check_abort, _check_cancel):
+        asyncio.run(scenario(engine, weights, params, whole))
+        assert engine.load == 0
+    assert tokens(engine.generate(requests(), params)) == tokens(whole), "the batch of before"
+
+
+def _start(engine: RolloutEngine, params: SamplingParams) -> list[asyncio.Task[Completion]]:
+    named = [replace(request, request_id=f"r{i}") for i, request in enumerate(requests())]
+    return [asyncio.create_task(engine.agenerate(request, params)) for request in named]
+
+
+async def _paused_midway(engine: RolloutEngine, params: SamplingParams) -> list[asyncio.Task[Completion]]:
+    """Requests that are running, held up by a pause."""
+    tasks = _start(engine, params)
+    await asyncio.sleep(0.01)
+    await asyncio.to_thread(engine.pause)
+    assert engine.load == len(tasks), "the requests ended before the pause: they must be longer"
+    return tasks
+
+
+async def _check_pause(engine: RolloutEngine, _: dict[str, Tensor], params: SamplingParams, whole: list[Completion]) -> None:
+    """A pause holds requests up and changes nothing; the batch path is refused meanwhile; new requests wait."""
+    tasks = await _paused_midway(engine, params)
+    engine.pause()
+    late = asyncio.create_task(engine.agenerate(requests()[0], params))
+    await asyncio.sleep(0.02)
+    assert not any(task.done() for task in (*tasks, late))
+    with pytest.raises(EngineError, match="single requests"):
+        engine.generate(requests(), params)
+    engine.resume()
+    engine.resume()
+    assert tokens(await asyncio.gather(*tasks)) == tokens(whole)
+    assert (await late).token_ids == whole[0].token_ids
+
+
+async def _check_update_in_flight(
+    engine: RolloutEngine, weights: dict[str, Tensor], params: SamplingParams, whole: list[Completion]
+) -> None:
+    """Refused while steps go on; after a pause the same weights under another version give the same tokens."""
+    tasks = _start(engine, params)
+    await asyncio.sleep(0.005)
+    with pytest.raises(EngineError, match="pause"):
+        engine.update_weights([list(weights.items())], 2)
+    await asyncio.to_thread(engine.pause)
+    with pytest.raises(ConnectionError), engine.overwriting(2):
+        raise ConnectionError("lost")
+    with pytest.raises(EngineError, match="update_weights"):
+        engine.resume()
+    engine.update_weights([list(weights.items())], 2)
+    with engine.overwriting(3):
+        pass
+    engine.resume()
+    for completion, expected in zip(await asyncio.gather(*tasks), whole, strict=True):
+        assert completion.token_ids == expected.token_ids
+        assert len(completion.versions) == len(completion.log_probs) == len(completion.token_ids)
+        assert completion.versions == sorted(completion.versions)
+        assert set(completion.versions) <= {1, 3} and completion.versions[-1] == 3
+    engine.update_weights([list(weights.items())], 1)
+
+
+async def _check_abort(engine: RolloutEngine, _: dict[str, Tensor], params: SamplingParams, whole: list[Completion]) -> None:
+    """By name, also while paused; the others go on; the tokens so far continue under `start`."""
+    tasks = await _paused_midway(engine, params)
+    engine.abort(["r1", "nobody"])
+    part = await asyncio.wait_for(tasks[1], 5)
+    assert part.finish_reason == "abort"
+    assert part.token_ids == whole[1].token_ids[: len(part.token_ids)]
+    assert len(part.log_probs) == len(part.versions) == len(part.token_ids)
+    engine.resume()
+    rest = await asyncio.gather(tasks[0], *tasks[2:])
+    assert tokens(rest) == tokens([whole[0], *whole[2:]])
+    first = requests()[1]
+    resumed = replace(first, prompt_ids=[*first.prompt_ids, *part.token_ids], start=len(part.token_ids))
+    continued = await engine.agenerate(resumed, params)
+    assert len(part.token_ids) + len(continued.token_ids) == params.max_new_tokens
+    tasks = _start(engine, params)
+    await asyncio.sleep(0)
+    engine.abort()
+    assert {completion.finish_reason for completion in await asyncio.gather(*tasks)} == {"abort"}
+
+
+async def _check_cancel(engine: RolloutEngine, _: dict[str, Tensor], params: SamplingParams, whole: list[Completion]) -> None:
+    """A cancelled task's request leaves, running or still waiting; the others do not notice."""
+    tasks = await _paused_midway(engine, params)
+    late = asyncio.create_task(engine.agenerate(requests()[0], params))
+    await asyncio.sleep(0)
+    late.cancel()
+    engine.resume()
+    tasks[0].cancel()
+    rest = await asyncio.gather(*tasks[1:])
+    assert tokens(rest) == tokens(whole[1:])
+    assert tasks[0].cancelled() or tasks[0].cancelling()
+    while engine.load:
+        await asyncio.sleep(0.001)

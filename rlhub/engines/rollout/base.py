@@ -3,6 +3,10 @@
 Token in, token out: prompts and completions are token ids; no engine tokenizes.  Log-probs are those of the distribution
 sampled from, after temperature.  Engines that run tensor-parallel over several ranks are SPMD: every rank of a
 tensor-parallel group makes the same calls with the same arguments and gets the same results.
+
+Two ways to generate.  `generate` takes a batch and blocks.  `agenerate` takes one request; requests join and leave a
+continuous batch between two steps, and the weights may change under them: pause, write the weights, resume.  An engine does
+one of the two at a time.
 """
 
 from __future__ import annotations
@@ -39,19 +43,24 @@ class SamplingParams:
 class GenerationRequest:
     """One prompt and the seed of its noise; equal (prompt, params, seed, weights) give equal completions on one engine.
 
+    request_id: what `abort` knows it by; need not be unique.
     session: requests of one conversation, which a service sends to the same replica; "" for none.
+    start: how many tokens at the end of `prompt_ids` are the completion's own, from an earlier attempt.  The completion goes
+    on where that ended: its noise is that of token `start` on (vllm: other noise, but never that of tokens 0 to start - 1),
+    and it may have `max_new_tokens - start` more.  Only those more are returned.
     """
 
     prompt_ids: Sequence[int]
     seed: int
     request_id: str = ""
     session: str = ""
+    start: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
 class Completion:
     """token_ids includes the stopping token; log_probs and versions have one entry a token (log_probs empty if not asked
-    for); version v is the policy that sampled the token."""
+    for); version v is the policy that sampled the token.  finish_reason "abort": ended by `abort`, with the tokens so far."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -71,23 +80,54 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
-        """Completions in the order of the requests.  An empty list of requests gives an empty list."""
+        """Completions in the order of the requests.  An empty list of requests gives an empty list.
+
+        Raises EngineError while requests of `agenerate` wait or run.
+        """
 
     @abstractmethod
     async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
-        """One request on the event loop; concurrent requests are batched where the engine can."""
+        """One request of the continuous batch, from any event loop; cancelling the task ends the request.
+
+        While the engine is paused requests wait.  If a step fails, every waiting request gets the error, and so do later ones.
+        """
+
+    @property
+    @abstractmethod
+    def load(self) -> int:
+        """Requests of `agenerate` that wait or run."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Stop between two steps; returns when none is under way.  The requests wait with their tokens.  Idempotent."""
+
+    @abstractmethod
+    def resume(self, *, recompute: bool = True) -> None:
+        """Go on after `pause`.  Idempotent.  Raises EngineError, and stays paused, without a whole set of weights.
+
+        recompute: where the weights changed meanwhile, the keys and values of the running requests' tokens are computed anew
+        with the live ones, as if the whole sequence had been read by them.  False goes on with the old ones.
+        """
+
+    @abstractmethod
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End the requests of `agenerate` with these ids (None: all of them); their completions say "abort".  Returns at once;
+        unknown ids are passed over.  Works while paused."""
 
     @abstractmethod
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         """Replace all weights from a stream of full tensors with Hugging Face names (cast to the engine's dtype), reset the
-        prefix cache, then take `version`.  If the stream breaks the engine refuses to generate until a whole update."""
+        prefix cache, then take `version`.  If the stream breaks the engine refuses to generate until a whole update.
+
+        While requests of `agenerate` wait or run the engine must be paused: EngineError otherwise.
+        """
 
     @abstractmethod
     def overwriting(self, version: int) -> AbstractContextManager[None]:
         """Inside, the caller writes the whole of the live weights in place and the engine refuses to generate.
 
         A clean end resets the prefix cache and takes `version`; after an exception the engine refuses to generate until a
-        whole update.  The weights' memory must be awake.
+        whole update.  The weights' memory must be awake, and the engine paused if it has requests of `agenerate`.
         """
 
     @abstractmethod
@@ -102,7 +142,7 @@ class RolloutEngine(ABC):
     @abstractmethod
     def sleep(self) -> None:
         """Free the KV cache (and weights) where the platform can.  On every platform, weights must be updated before the
-        next generate.  Idempotent."""
+        next generate.  Idempotent.  Raises EngineError while requests of `agenerate` wait or run."""
 
     @abstractmethod
     def wake_up(self, *, weights_only: bool = False) -> None:
@@ -110,4 +150,4 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Release processes, memory and groups.  Idempotent."""
+        """Release processes, threads, memory and groups; waiting requests get an EngineError.  Idempotent."""

@@ -1,20 +1,25 @@
-"""A rollout engine without a model: completions follow from prompt and seed alone.  For tests of what uses an engine."""
+"""A rollout engine without a model: completions follow from prompt and seed alone.  For tests of what uses an engine.
+
+It has a real continuous batch all the same: one token a step for every request, each step as slow as it is told to be.
+"""
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket
-from rlhub.engines.rollout.batcher import RequestBatcher
+from rlhub.engines.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams, WeightBucket
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.requests import check_requests
+from rlhub.engines.rollout.stepped import SteppedEngine
+from rlhub.engines.rollout.stepping import Stepper, TokenEvent
 from rlhub.engines.rollout.weight_stream import apply_buckets
-from rlhub.errors import EngineError
 from rlhub.utils.pieces import Piece, whole_piece
 
 Script = Callable[[GenerationRequest, SamplingParams], list[int]]
@@ -35,47 +40,52 @@ def hashed_script(request: GenerationRequest, params: SamplingParams) -> list[in
     return tokens
 
 
-class FakeEngine(RolloutEngine):
+class FakeEngine(SteppedEngine):
     """Keeps whatever weights it is given: the first update says which names belong to the model."""
 
-    def __init__(self, setup: RolloutSetup, *, script: Script = hashed_script) -> None:
-        self.version = -1
-        self._setup = setup
+    def __init__(self, setup: RolloutSetup, *, script: Script = hashed_script, step_s: float = 0.0) -> None:
+        """script: what a request's completion is; step_s: seconds a step of the continuous batch takes."""
+        super().__init__(setup)
         self._script = script
         self._weights: dict[str, Tensor] = {}
         self._ready = setup.load_checkpoint
-        self._batcher = RequestBatcher(self.generate)
+        self._step_s = step_s
+
+    def _make_stepper(self) -> Stepper:
+        return FakeStepper(self._whole, self._step_s)
 
     def initialize(self) -> None:
         return
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
-        if not self._ready:
-            raise EngineError("the engine has no whole set of weights: update_weights comes before generate")
+        self._refuse_unready("generate")
         check_requests(requests, params, max_model_len=self._setup.max_model_len)
-        return [self._complete(request, params) for request in requests]
+        with self._generating():
+            return [self._complete(request, params) for request in requests]
 
     def _complete(self, request: GenerationRequest, params: SamplingParams) -> Completion:
-        tokens = self._script(request, params)[: params.max_new_tokens]
-        stopped = not params.ignore_eos and bool(tokens) and tokens[-1] in params.stop_token_ids
+        tokens = self._whole(request, params)
         return Completion(
             token_ids=tokens,
             log_probs=[FAKE_LOG_PROB] * len(tokens) if params.log_probs else [],
-            finish_reason="stop" if stopped else "length",
+            finish_reason=_reason(tokens, params),
             versions=[self.version] * len(tokens),
         )
 
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
-        return await self._batcher.submit(request, params)
+    def _whole(self, request: GenerationRequest, params: SamplingParams) -> list[int]:
+        """What the request is to get; one that goes on after `start` tokens gets the rest of what it would have had."""
+        prompt = list(request.prompt_ids)
+        beginning = replace(request, prompt_ids=prompt[: len(prompt) - request.start], start=0)
+        room = self._setup.max_model_len - len(prompt)
+        return self._script(beginning, params)[request.start : params.max_new_tokens][:room]
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        self._ready = False
-        if self._weights:
-            apply_buckets(buckets, self._weights, self._copy)
-        else:
-            for bucket in buckets:
-                self._weights.update({name: tensor.detach().clone() for name, tensor in bucket})
-        self._ready, self.version = True, version
+        with self.overwriting(version):
+            if self._weights:
+                apply_buckets(buckets, self._weights, self._copy)
+            else:
+                for bucket in buckets:
+                    self._weights.update({name: tensor.detach().clone() for name, tensor in bucket})
 
     def _copy(self, bucket: WeightBucket) -> None:
         for name, tensor in bucket:
@@ -83,9 +93,11 @@ class FakeEngine(RolloutEngine):
 
     @contextmanager
     def overwriting(self, version: int) -> Iterator[None]:
-        self._ready = False
-        yield
-        self._ready, self.version = True, version
+        with self._updating():
+            self._ready = False
+            yield
+            self._loop.weights_changed()
+            self._ready, self.version = True, version
 
     def live_weights(self) -> Iterator[Piece]:
         for name, tensor in self._weights.items():
@@ -95,10 +107,47 @@ class FakeEngine(RolloutEngine):
         return self._weights[name].dtype
 
     def sleep(self) -> None:
-        self._ready = False
+        with self._loop.exclusive("sleep"):
+            self._ready = False
 
     def wake_up(self, *, weights_only: bool = False) -> None:
         return
 
     def shutdown(self) -> None:
+        self._loop.close()
         self._ready = False
+
+
+class FakeStepper:
+    """A step gives every request the next token of its script."""
+
+    def __init__(self, whole: Script, step_s: float) -> None:
+        self._whole = whole
+        self._step_s = step_s
+        self._rest: dict[int, tuple[list[int], SamplingParams]] = {}  # tokens to come, the next one last
+
+    def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
+        self._rest[key] = (self._whole(request, params)[::-1], params)
+
+    def step(self) -> Sequence[TokenEvent]:
+        if self._step_s:
+            time.sleep(self._step_s)
+        events = []
+        for key, (rest, params) in list(self._rest.items()):
+            token = rest.pop()
+            events.append(TokenEvent(key, token, FAKE_LOG_PROB, None if rest else _reason([token], params)))
+            if not rest:
+                del self._rest[key]
+        return events
+
+    def remove(self, keys: Collection[int]) -> None:
+        for key in keys:
+            self._rest.pop(key, None)
+
+    def recompute(self) -> None:
+        """It has no keys and values."""
+
+
+def _reason(tokens: Sequence[int], params: SamplingParams) -> FinishReason:
+    stopped = not params.ignore_eos and bool(tokens) and tokens[-1] in params.stop_token_ids
+    return "stop" if stopped else "length"

@@ -26,3 +26,8 @@ def check_requests(requests: Sequence[GenerationRequest], params: SamplingParams
                 f"request {index} has a prompt of {length} tokens, which leaves no room in max_model_len {max_model_len}; "
                 "raise rollout.max_model_len or filter over-long prompts"
             )
+        if not 0 <= request.start < min(length + 1, params.max_new_tokens):
+            raise EngineError(
+                f"request {index} goes on after {request.start} tokens of its completion; that must be at most its "
+                f"{length} prompt tokens and less than max_new_tokens {params.max_new_tokens}"
+            )

@@ -87,6 +87,19 @@ class HFEngine(RolloutEngine):
     async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
         return await self._batcher.submit(request, params)
 
+    @property
+    def load(self) -> int:
+        return 0
+
+    def pause(self) -> None:
+        raise EngineError("this engine cannot pause yet")
+
+    def resume(self, *, recompute: bool = True) -> None:
+        raise EngineError("this engine cannot pause yet")
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        raise EngineError("this engine cannot abort yet")
+
     @torch.no_grad()
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._ready = False

@@ -100,6 +100,19 @@ class VLLMEngine(RolloutEngine):
             raise EngineError("single requests would be scheduled differently on each tensor-parallel rank; use generate")
         return await self._batcher.submit(request, params)
 
+    @property
+    def load(self) -> int:
+        return 0
+
+    def pause(self) -> None:
+        raise EngineError("this engine cannot pause yet")
+
+    def resume(self, *, recompute: bool = True) -> None:
+        raise EngineError("this engine cannot pause yet")
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        raise EngineError("this engine cannot abort yet")
+
     @torch.no_grad()
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         from rlhub.engines.rollout.vllm import build

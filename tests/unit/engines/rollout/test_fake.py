@@ -3,7 +3,8 @@ import torch
 from rlhub.config.model import ModelConfig
 from rlhub.config.rollout import RolloutConfig
 from rlhub.engines.rollout.base import RolloutEngine
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.fake import FakeEngine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from tests.support import rollout_contract as contract
 
 WEIGHTS = {f"layer.{i}.weight": torch.randn(3, 2) for i in range(4)}
@@ -30,6 +31,26 @@ def test_contract() -> None:
     contract.check_live_weights(fake_engine(), WEIGHTS)
     contract.check_overwriting(fake_engine(), WEIGHTS)
     contract.check_agenerate(fake_engine())
+
+
+def slow_engine(step_s: float = 0.002) -> FakeEngine:
+    return FakeEngine(
+        RolloutSetup(
+            config=RolloutConfig(),
+            model=ModelConfig(),
+            device=torch.device("cpu"),
+            seed=0,
+            max_prompt_length=40,
+            max_response_length=60,
+        ),
+        step_s=step_s,
+    )
+
+
+def test_requests_are_interrupted_between_two_steps() -> None:
+    engine = slow_engine()
+    contract.check_interruptions(engine, WEIGHTS)
+    engine.shutdown()
 
 
 def test_the_engine_keeps_its_own_copy_of_the_weights() -> None:

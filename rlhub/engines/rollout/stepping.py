@@ -1,0 +1,300 @@
+"""Continuous batching: a thread that steps an engine, and requests that join and leave between two steps.
+
+Engines differ only in their Stepper.  What is the same for all is here: callers on any event loop, cancellation, pausing
+for new weights, the version of each token, and what happens to the waiting requests when a step fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from rlhub.engines.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams
+from rlhub.errors import EngineError
+
+
+class TokenEvent(NamedTuple):
+    """One sampled token of the request `key`; finish: None if more follow.  Log-probs that were not asked for may be 0."""
+
+    key: int
+    token: int
+    log_prob: float
+    finish: FinishReason | None
+
+
+class Stepper(Protocol):
+    """An engine's state of a continuous batch.  Calls come from one thread at a time, never two at once."""
+
+    def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
+        """Take a checked request; it joins at the next step."""
+
+    def step(self) -> Sequence[TokenEvent]:
+        """One step of all requests there are, at least one; a step may yield no token (a long prompt being read in parts)."""
+
+    def remove(self, keys: Collection[int]) -> None:
+        """Forget these requests; those it does not know have ended already."""
+
+    def recompute(self) -> None:
+        """The weights changed: before the next step, compute the running requests' keys and values anew."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Live:
+    """A request whose caller waits."""
+
+    key: int
+    request: GenerationRequest
+    params: SamplingParams
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Completion]
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def completion(self, reason: FinishReason) -> Completion:
+        log_probs = self.log_probs if self.params.log_probs else []
+        return Completion(token_ids=self.tokens, log_probs=log_probs, finish_reason=reason, versions=self.versions)
+
+
+Answer = tuple[_Live, Completion | BaseException]
+
+
+class EngineLoop:
+    """One per engine.  The thread starts with the first request; `version` gives the live weights' policy version.
+
+    All fields are read and written under `_changed`; the stepper only by the thread, or by who holds `exclusive`.
+    """
+
+    def __init__(self, make_stepper: Callable[[], Stepper], version: Callable[[], int], *, name: str = "rollout") -> None:
+        self._make_stepper = make_stepper
+        self._version = version
+        self._name = name
+        self._changed = threading.Condition()
+        self._keys = itertools.count()
+        self._live: dict[int, _Live] = {}
+        self._arrived: list[_Live] = []
+        self._removed: set[int] = set()
+        self._paused = self._stepping = self._stale = self._recompute = self._closed = False
+        self._user: str | None = None  # who has the engine to himself
+        self._failure: BaseException | None = None
+        self._stepper: Stepper | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def load(self) -> int:
+        """Requests that wait or run."""
+        return len(self._live)
+
+    @property
+    def paused(self) -> bool:
+        """Whether steps are held up."""
+        return self._paused
+
+    async def generate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+        """Queue one checked request and wait for its completion; cancelling ends it."""
+        loop = asyncio.get_running_loop()
+        live = _Live(key=next(self._keys), request=request, params=params, loop=loop, future=loop.create_future())
+        with self._changed:
+            self._refuse()
+            self._live[live.key] = live
+            self._arrived.append(live)
+            self._start()
+            self._changed.notify_all()
+        try:
+            return await live.future
+        finally:
+            self._forget(live)
+
+    def _refuse_failed(self) -> None:
+        if self._failure is not None:
+            raise EngineError(f"the rollout engine failed in a step and must be built anew: {self._failure}") from self._failure
+
+    def _refuse(self) -> None:
+        self._refuse_failed()
+        if self._closed:
+            raise EngineError("the rollout engine was shut down")
+        if self._user is not None and not self._paused:
+            raise EngineError(f"the rollout engine is busy with {self._user}: pause() before it lets single requests wait")
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._stepper = self._make_stepper()
+            self._thread = threading.Thread(target=self._run, name=f"{self._name}-steps", daemon=True)
+            self._thread.start()
+
+    def _forget(self, live: _Live) -> None:
+        """After a cancellation; a request that ended is not there any more."""
+        with self._changed:
+            if self._live.pop(live.key, None) is not None:
+                self._removed.add(live.key)
+                self._changed.notify_all()
+
+    def pause(self) -> None:
+        """No step is under way when this returns.  Idempotent."""
+        with self._changed:
+            self._paused = True
+            self._changed.wait_for(lambda: not self._stepping)
+
+    def resume(self, *, recompute: bool = True) -> None:
+        """Step again; recompute: where `weights_changed` was called, tell the stepper."""
+        with self._changed:
+            if self._user is not None:
+                raise EngineError(f"the rollout engine cannot go on before the end of {self._user}")
+            self._recompute = recompute and self._stale
+            self._stale = self._stale and not recompute and bool(self._live)
+            self._paused = False
+            self._changed.notify_all()
+
+    def weights_changed(self) -> None:
+        """Keys and values of the requests there are now belong to other weights."""
+        with self._changed:
+            self._stale = bool(self._live)
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Answer these requests (None: all) with the tokens they have."""
+        with self._changed:
+            chosen = [live for live in self._live.values() if request_ids is None or live.request.request_id in request_ids]
+            for live in chosen:
+                del self._live[live.key]
+                self._removed.add(live.key)
+            self._changed.notify_all()
+        _deliver([(live, live.completion("abort")) for live in chosen])
+
+    @contextmanager
+    def exclusive(self, purpose: str, *, among_requests: bool = False) -> Iterator[None]:
+        """The caller has the engine to himself.  Raises EngineError while requests wait or run: always, or, with
+        `among_requests`, unless the engine is paused."""
+        with self._changed:
+            self._refuse_exclusive(purpose, among_requests)
+            self._user = purpose
+            self._changed.wait_for(lambda: not self._stepping)
+            self._apply_removals()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._user = None
+                self._changed.notify_all()
+
+    def _refuse_exclusive(self, purpose: str, among_requests: bool) -> None:
+        self._refuse_failed()
+        if self._user is not None:
+            raise EngineError(f"the rollout engine is busy with {self._user}, so {purpose} must wait")
+        if self._live and not (among_requests and self._paused):
+            remedy = "pause() first" if among_requests else "await or abort() them first"
+            raise EngineError(f"{purpose} while {len(self._live)} single requests wait or run: {remedy}")
+
+    def close(self) -> None:
+        """End the thread; waiting requests get an EngineError.  Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            answers = self._take_all(EngineError("the rollout engine was shut down while requests waited"))
+            thread = self._thread
+        _deliver(answers)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        """The thread: steps while there are requests, else sleeps."""
+        while self._prepare():
+            answers: list[Answer] = []
+            try:
+                answers = self._advance()
+            except BaseException as error:  # noqa: BLE001  a thread's boundary: its error belongs to the waiting callers
+                with self._changed:
+                    self._failure = error
+                    answers = self._take_all(error)
+            with self._changed:
+                self._stepping = False
+                self._changed.notify_all()
+            _deliver(answers)
+
+    def _prepare(self) -> bool:
+        """Wait until there is something to do and take it; False ends the thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._has_work())
+            self._stepping = not self._closed
+            return not self._closed
+
+    def _has_work(self) -> bool:
+        idle = self._paused or self._user is not None or self._failure is not None
+        return not idle and bool(self._live or self._removed)
+
+    def _advance(self) -> list[Answer]:
+        """Let requests join and leave, then one step; what has finished."""
+        assert self._stepper is not None
+        with self._changed:
+            recompute, self._recompute = self._recompute, False
+            self._apply_removals()
+            arrived, self._arrived = self._arrived, []
+            arrived = [live for live in arrived if live.key in self._live]
+            running = bool(self._live)
+        if recompute:
+            self._stepper.recompute()
+        for live in arrived:
+            self._stepper.add(live.key, live.request, live.params)
+        if not running:
+            return []
+        version = self._version()  # no update begins while a step is under way
+        events = self._stepper.step()
+        with self._changed:
+            return self._record(events, version)
+
+    def _apply_removals(self) -> None:
+        if self._removed and self._stepper is not None:
+            self._stepper.remove(self._removed)
+        self._removed = set()
+
+    def _record(self, events: Sequence[TokenEvent], version: int) -> list[Answer]:
+        finished: list[Answer] = []
+        for key, token, log_prob, reason in events:
+            live = self._live.get(key)
+            if live is None:  # left during the step
+                continue
+            live.tokens.append(token)
+            live.log_probs.append(log_prob)
+            live.versions.append(version)
+            if reason is not None:
+                del self._live[key]
+                finished.append((live, live.completion(reason)))
+        return finished
+
+    def _take_all(self, error: BaseException) -> list[Answer]:
+        """Every request there is, to be answered with `error`."""
+        answers: list[Answer] = [(live, error) for live in self._live.values()]
+        self._live, self._arrived = {}, []
+        return answers
+
+
+def _deliver(answers: Sequence[Answer]) -> None:
+    """Hand answers to their event loops, one call a loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Answer]] = {}
+    for answer in answers:
+        by_loop.setdefault(answer[0].loop, []).append(answer)
+    for loop, group in by_loop.items():
+        with suppress(RuntimeError):  # the loop is closed: its callers are gone
+            loop.call_soon_threadsafe(_settle, group)
+
+
+def _settle(answers: Sequence[Answer]) -> None:
+    for live, outcome in answers:
+        if live.future.done():  # cancelled meanwhile
+            continue
+        if isinstance(outcome, BaseException):
+            live.future.set_exception(_as_engine_error(outcome))
+        else:
+            live.future.set_result(outcome)
+
+
+def _as_engine_error(error: BaseException) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    wrapped = EngineError(f"a step of the rollout engine failed: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
