@@ -127,6 +127,10 @@ class RewardError(RlhubError, RuntimeError):
     """A reward function failed and the policy says to stop."""
 
 
+class WorkflowError(RlhubError, RuntimeError):
+    """Episodes cannot go on: they keep failing, or what runs them has ended.  The last failure is its cause."""
+
+
 class RunFolderError(RlhubError, RuntimeError):
     """A run folder is in use by another run, or cannot be written; the message names the folder and the remedy."""
 

@@ -74,7 +74,7 @@ class AsyncTaskRunner:
         self.name = name
         self._max_concurrent = max_concurrent
         self._max_queued = max_queued
-        self._on_outcome = on_outcome
+        self.on_outcome = on_outcome
         self._numbers = itertools.count()
         self._tasks: dict[str, _Entry] = {}
         self._queue: deque[_Entry] = deque()
@@ -362,11 +362,11 @@ class AsyncTaskRunner:
             self._wake()
 
     def _deliver(self, outcome: Outcome) -> None:
-        if self._on_outcome is None:
+        if self.on_outcome is None:
             self._results.put(outcome)
             return
         try:
-            self._on_outcome(outcome)
+            self.on_outcome(outcome)
         except Exception:
             logger.exception("on_outcome of %s failed for task %s", self.name, outcome.task_id)
 

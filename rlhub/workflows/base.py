@@ -32,6 +32,7 @@ class EpisodeData:
 
     prompt_ids: the prompt as tokens.  row: the prompt's other columns (raw_prompt, raw_chat, data_source, ground_truth,
     extra_info).  seed: of the episode's first generation; `turn_seed` gives the later ones'.
+    partial: what the first generation had written when the run was stopped; finish_reason "abort": it was not at its end.
     """
 
     prompt_ids: tuple[int, ...]
@@ -39,6 +40,7 @@ class EpisodeData:
     sample: int
     seed: int
     row: Mapping[str, Any] = field(default_factory=dict)
+    partial: Completion | None = None
 
     @property
     def session(self) -> str:

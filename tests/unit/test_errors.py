@@ -24,6 +24,7 @@ SPECIAL = [
     (errors.EngineError("asleep"), RuntimeError),
     (errors.CheckpointError("torn"), RuntimeError),
     (errors.RewardError("failed"), RuntimeError),
+    (errors.WorkflowError("keep failing"), RuntimeError),
 ]
 
 

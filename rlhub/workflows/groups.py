@@ -1,0 +1,76 @@
+"""Prompts and their groups of episodes: the unit of admission, staleness and training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rlhub.workflows.trajectory import Trajectory
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class PromptItem:
+    """A prompt of the training data.  ordinal: its running number in the run; row: its other columns."""
+
+    prompt_ids: tuple[int, ...]
+    ordinal: int
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """All samples of one prompt, finished.
+
+    valid: whether each sample has a valid score; numbers: the scorer's other numbers of each.  Whoever scores sets both.
+    """
+
+    item: PromptItem
+    trajectories: list[Trajectory]
+    valid: list[bool] = field(default_factory=list)
+    numbers: list[dict[str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.valid = self.valid or [True] * len(self.trajectories)
+        self.numbers = self.numbers or [{} for _ in self.trajectories]
+
+    @property
+    def ordinal(self) -> int:
+        return self.item.ordinal
+
+    @property
+    def first_version(self) -> int:
+        """Of the oldest token that would train: what the group's staleness is counted from."""
+        return min(trajectory.first_version for trajectory in self.trajectories if any(trajectory.response_mask))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the policy wrote."""
+        return sum(sum(trajectory.response_mask) for trajectory in self.trajectories)
+
+    def to_json(self) -> dict[str, Any]:
+        """Without the prompt, which comes from the data again."""
+        trajectories = [asdict(trajectory) for trajectory in self.trajectories]
+        return {"ordinal": self.ordinal, "trajectories": trajectories, "valid": self.valid, "numbers": self.numbers}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any], item: PromptItem) -> Group:
+        """The inverse of `to_json`, with the prompt of that ordinal."""
+        trajectories = [Trajectory(**trajectory) for trajectory in state["trajectories"]]
+        return cls(item=item, trajectories=trajectories, valid=list(state["valid"]), numbers=list(state["numbers"]))
+
+
+def mask_older(group: Group, oldest: int) -> int:
+    """Take tokens of versions before `oldest` out of training; how many there were.
+
+    A sample of which nothing is left does not train: it is not valid, and moves nobody's baseline.
+    """
+    masked = 0
+    for sample, trajectory in enumerate(group.trajectories):
+        mask = [
+            int(used and version >= oldest) for used, version in zip(trajectory.response_mask, trajectory.versions, strict=True)
+        ]
+        masked += sum(trajectory.response_mask) - sum(mask)
+        trajectory.response_mask = mask
+        group.valid[sample] &= any(mask)
+    return masked

@@ -1,0 +1,117 @@
+"""PromptLedger: what became of each prompt, so that none is trained twice and none is forgotten, whatever is killed when.
+
+issued -> running -> finished -> trained | rejected | dropped.  Ordinals are issued one after the other and never again; what
+has ended leaves the ledger, so its size is that of the work under way.  Everything below the frontier has ended: there a
+resumed run begins to read prompts again, passing over those that have ended too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from typing import Any
+
+
+class Phase(StrEnum):
+    """Where a prompt is; the last three are its ends."""
+
+    ISSUED = "issued"
+    RUNNING = "running"
+    FINISHED = "finished"
+    TRAINED = "trained"
+    REJECTED = "rejected"
+    DROPPED = "dropped"
+
+
+ENDS = (Phase.TRAINED, Phase.REJECTED, Phase.DROPPED)
+_NEXT = {
+    Phase.ISSUED: (Phase.RUNNING,),
+    Phase.RUNNING: (Phase.FINISHED, Phase.REJECTED),
+    Phase.FINISHED: (Phase.TRAINED, Phase.DROPPED),
+}
+
+OnEnd = Callable[[int, Phase, str], None]
+"""`on_end(ordinal, phase, reason)`: a prompt has come to one of its ends."""
+
+
+class PromptLedger:
+    """Not thread-safe.  Each move is checked: ValueError for one that would lose or repeat a prompt.
+
+    first: the first ordinal of the run.  on_end: told of each prompt's end; for audits.
+    """
+
+    def __init__(self, first: int = 0, on_end: OnEnd | None = None) -> None:
+        self.next_ordinal = first
+        self.counts = dict.fromkeys(ENDS, 0)
+        self.on_end = on_end
+        self._open: dict[int, Phase] = {}
+
+    @property
+    def frontier(self) -> int:
+        """The lowest ordinal that has not ended."""
+        return next(iter(self._open), self.next_ordinal)  # ordinals are issued in order, and dicts keep it
+
+    def phase(self, ordinal: int) -> Phase | None:
+        """None: it has ended, or was never issued (from next_ordinal on)."""
+        return self._open.get(ordinal)
+
+    def in_phase(self, *phases: Phase) -> list[int]:
+        """Ordinals in these phases, in order."""
+        return [ordinal for ordinal, phase in self._open.items() if phase in phases]
+
+    def issue(self, ordinal: int) -> None:
+        """A prompt was taken from the data."""
+        if ordinal != self.next_ordinal:
+            raise ValueError(f"prompts are issued in order: expected ordinal {self.next_ordinal}, got {ordinal}")
+        self._open[ordinal] = Phase.ISSUED
+        self.next_ordinal += 1
+
+    def run(self, ordinal: int) -> None:
+        self._move(ordinal, Phase.RUNNING)
+
+    def finish(self, ordinal: int) -> None:
+        """Its group is complete and may be trained."""
+        self._move(ordinal, Phase.FINISHED)
+
+    def train(self, ordinal: int) -> None:
+        self._end(ordinal, Phase.TRAINED, "")
+
+    def reject(self, ordinal: int, reason: str) -> None:
+        """Its group gave nothing to train."""
+        self._end(ordinal, Phase.REJECTED, reason)
+
+    def drop(self, ordinal: int, reason: str) -> None:
+        """Its group was too old when training came to it."""
+        self._end(ordinal, Phase.DROPPED, reason)
+
+    def _move(self, ordinal: int, phase: Phase) -> None:
+        now = self._open.get(ordinal)
+        if now is None or phase not in _NEXT[now]:
+            was = f"is {now}" if now else "has ended" if ordinal < self.next_ordinal else "was never issued"
+            raise ValueError(f"prompt {ordinal} cannot become {phase}: it {was}")
+        self._open[ordinal] = phase
+
+    def _end(self, ordinal: int, phase: Phase, reason: str) -> None:
+        self._move(ordinal, phase)
+        del self._open[ordinal]
+        self.counts[phase] += 1
+        if self.on_end is not None:
+            self.on_end(ordinal, phase, reason)
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able and whole: what is not listed below next_ordinal has ended."""
+        return {
+            "next_ordinal": self.next_ordinal,
+            "open": [[ordinal, phase.value] for ordinal, phase in self._open.items()],
+            "counts": {phase.value: count for phase, count in self.counts.items()},
+        }
+
+    def load_state(self, state: Mapping[str, Any], finished: Iterable[int]) -> None:
+        """Go on from `state`.  What was in work and is not among the `finished`, whose samples were kept, is issued again."""
+        kept = set(finished)
+        self.next_ordinal = int(state["next_ordinal"])
+        self.counts = {phase: int(state["counts"][phase.value]) for phase in ENDS}
+        self._open = {int(ordinal): Phase.FINISHED if ordinal in kept else Phase.ISSUED for ordinal, _ in sorted(state["open"])}
+        lost = kept.difference(self._open)
+        if lost:
+            raise ValueError(f"samples were kept of prompts that have ended, such as {min(lost)}: they would train twice")
