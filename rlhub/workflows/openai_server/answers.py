@@ -1,0 +1,175 @@
+"""Answers of the endpoint: completions as OpenAI's JSON, whole or as the chunks of a stream.
+
+`token_ids`, `prompt_token_ids` and `token_versions` are extensions that only a request with `return_token_ids` gets.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhub.engines.rollout.base import Completion
+from rlhub.tools.formats import ParsedReply
+from rlhub.utils.tool_calls import ToolCall
+from rlhub.workflows.openai_server.bodies import Message
+
+ID_BYTES = 12
+CHUNK_TOKENS = 4
+"""Tokens in a chunk of a streamed answer."""
+
+
+FindCalls = Callable[[str], ParsedReply]
+"""Finds the tool calls in an answer's text; `rlhub.tools.registry.TOOL_FORMATS` has some."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """One choice.  text: as the client reads it.  calls: OpenAI's tool_calls objects."""
+
+    prompt_ids: list[int]
+    completion: Completion
+    text: str
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if self.calls else self.completion.finish_reason
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As it is answered; clients send it back in their history."""
+        made: dict[str, Any] = {"role": "assistant", "content": self.text or ("" if not self.calls else None), "refusal": None}
+        return {**made, "tool_calls": self.calls} if self.calls else made
+
+    @property
+    def recorded(self) -> Message:
+        """The same as a message of a request's history."""
+        made: Message = {"role": "assistant", "content": self.text}
+        if self.calls:
+            made["tool_calls"] = [
+                {"function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}} for call in self.calls
+            ]
+        return made
+
+
+def call_object(call: ToolCall) -> dict[str, Any]:
+    """A tool call with an id of its own."""
+    arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+    return {
+        "id": f"call_{secrets.token_hex(ID_BYTES)}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
+
+
+@dataclass(slots=True, kw_only=True)
+class Writer:
+    """Writes the answers of one request.  chat: of which interface.  token: a token id as text."""
+
+    model: str
+    chat: bool
+    token: Callable[[int], str]
+    decode: Callable[[Sequence[int]], str]
+    log_probs: bool
+    token_ids: bool
+    usage_chunk: bool = False
+    request_id: str = field(default_factory=lambda: secrets.token_hex(ID_BYTES))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        body = {**self._head(chunk=False), "choices": choices, "usage": usage(answers)}
+        return {**body, "prompt_token_ids": answers[0].prompt_ids} if self.chat and self.token_ids else body
+
+    def chunks(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+        """The same in pieces; of several choices one after the other."""
+        head = self._head(chunk=True)
+        for index, answer in enumerate(answers):
+            for choice in self._pieces(index, answer):
+                yield {**head, "choices": [choice]}
+        if self.usage_chunk:
+            yield {**head, "choices": [], "usage": usage(answers)}
+
+    def _head(self, *, chunk: bool) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        prefix = "chatcmpl" if self.chat else "cmpl"
+        return {"id": f"{prefix}-{self.request_id}", "object": kind, "created": self.created, "model": self.model}
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        content = {"message": answer.message} if self.chat else {"text": answer.text}
+        written = answer.completion
+        return {
+            "index": index,
+            **content,
+            "logprobs": self._log_probs(written.token_ids, written.log_probs, 0),
+            "finish_reason": answer.finish_reason,
+            **self._extension(answer, slice(None), prompt=not self.chat),
+        }
+
+    def _pieces(self, index: int, answer: Answer) -> Iterator[dict[str, Any]]:
+        if self.chat:
+            yield self._piece(index, {"delta": {"role": "assistant", "content": ""}})
+        shown, written = 0, answer.completion
+        for part in _parts(len(written.token_ids)):
+            end = part.stop
+            last = end >= len(written.token_ids)
+            until = len(answer.text) if last else _stable(self.decode(written.token_ids[:end]), answer.text)
+            text, shown = answer.text[shown:until], max(shown, until)
+            yield self._piece(
+                index,
+                {"delta": {"content": text}} if self.chat else {"text": text},
+                logprobs=self._log_probs(written.token_ids[part], written.log_probs[part], shown - len(text)),
+                **self._extension(answer, part, prompt=part.start == 0),
+            )
+        calls = [{"index": number, **call} for number, call in enumerate(answer.calls)]
+        for call in calls:
+            yield self._piece(index, {"delta": {"tool_calls": [call]}})
+        yield self._piece(index, {"delta": {}} if self.chat else {"text": ""}, finish_reason=answer.finish_reason)
+
+    def _piece(self, index: int, content: dict[str, Any], **more: Any) -> dict[str, Any]:
+        return {"index": index, **content, "logprobs": None, "finish_reason": None, **more}
+
+    def _extension(self, answer: Answer, part: slice, *, prompt: bool) -> dict[str, Any]:
+        if not self.token_ids:
+            return {}
+        written = answer.completion
+        made: dict[str, Any] = {"token_ids": written.token_ids[part], "token_versions": written.versions[part]}
+        return {**made, "prompt_token_ids": answer.prompt_ids} if prompt else made
+
+    def _log_probs(self, ids: Sequence[int], log_probs: Sequence[float], offset: int) -> dict[str, Any] | None:
+        if not self.log_probs:
+            return None
+        tokens = [self.token(token) for token in ids]
+        if not self.chat:
+            offsets = [offset + sum(map(len, tokens[:index])) for index in range(len(tokens))]
+            return {"tokens": tokens, "token_logprobs": list(log_probs), "top_logprobs": None, "text_offset": offsets}
+        content = [
+            {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, value in zip(tokens, log_probs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+def usage(answers: Sequence[Answer]) -> dict[str, int]:
+    """Tokens of the request: the prompt counts once."""
+    prompt = len(answers[0].prompt_ids)
+    written = sum(len(answer.completion.token_ids) for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+
+def _parts(length: int) -> Iterator[slice]:
+    for start in range(0, length, CHUNK_TOKENS):
+        yield slice(start, min(start + CHUNK_TOKENS, length))
+
+
+def _stable(decoded: str, text: str) -> int:
+    """How much of `text` the tokens so far make certain: a character may be spread over several tokens."""
+    length = min(len(decoded), len(text))
+    while length and decoded[:length] != text[:length]:
+        length -= 1
+    return length

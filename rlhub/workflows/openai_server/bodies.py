@@ -1,0 +1,272 @@
+"""Request bodies of the endpoint, from JSON to dataclasses; whatever is wrong is an ApiError that names the field.
+
+Fields that change nothing about the answer (user, metadata, ...) are ignored, as servers of this interface do; a field that
+would change it and cannot be followed is refused rather than ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlhub.engines.rollout.base import SamplingParams
+from rlhub.workflows.openai_server.errors import ApiError, bad_field, unsupported
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_CHOICES = 128  # OpenAI's own bound on n
+MAX_STOPS = 16
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "best_of": (None, 1),
+    "functions": (None, []),
+    "audio": (None,),
+    "repetition_penalty": (None, 1),
+    "min_p": (None, 0),
+}
+"""Fields that no engine here follows -> the values with which they ask for nothing."""
+
+Message = dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Asked:
+    """What both interfaces share.
+
+    sampling: the server's defaults with the request's settings.  max_tokens: None where the request names no number.
+    seed: None: the session's or a random one.  stop: texts that end the answer and are not part of it.
+    token_ids: answer with token ids and versions too (`return_token_ids`, as vLLM has it).
+    differing: sampling settings that the client wanted otherwise than the server's.
+    """
+
+    sampling: SamplingParams
+    max_tokens: int | None = None
+    n: int = 1
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage_chunk: bool = False
+    log_probs: bool = False
+    token_ids: bool = False
+    differing: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatBody(Asked):
+    """messages: checked, contents as text.  tools: function schemas as given.  call_tools: whether calls are looked for."""
+
+    messages: list[Message] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    call_tools: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionBody(Asked):
+    """prompts: each text or token ids."""
+
+    prompts: list[str | list[int]] = field(default_factory=list)
+
+
+def read_chat(body: Any, defaults: SamplingParams) -> ChatBody:
+    """Of /v1/chat/completions."""
+    body = _checked(body)
+    if body.get("top_logprobs"):
+        raise unsupported("top_logprobs", "log-probs of the sampled tokens only are kept; set logprobs without top_logprobs")
+    tools = _tools(body.get("tools"))
+    return ChatBody(
+        **_shared(body, defaults),
+        log_probs=_flag(body, "logprobs"),
+        messages=_messages(body.get("messages")),
+        tools=tools,
+        call_tools=bool(tools) and _may_call(body.get("tool_choice")),
+    )
+
+
+def read_completion(body: Any, defaults: SamplingParams) -> CompletionBody:
+    """Of /v1/completions."""
+    body = _checked(body)
+    log_probs = body.get("logprobs")
+    if log_probs is not None and (isinstance(log_probs, bool) or log_probs not in (0, 1)):
+        raise unsupported("logprobs", f"got {log_probs!r}; log-probs of the sampled tokens only are kept, which is logprobs=0")
+    return CompletionBody(**_shared(body, defaults), log_probs=log_probs is not None, prompts=_prompts(body.get("prompt")))
+
+
+def _checked(body: Any) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise ApiError(f"the body must be a JSON object, got {type(body).__name__}")
+    for name, neutral in NEUTRAL.items():
+        if body.get(name) not in neutral:
+            raise unsupported(name, f"got {body[name]!r:.100}, but sampling here knows temperature, top_p and top_k only")
+    return body
+
+
+def _shared(body: dict[str, Any], defaults: SamplingParams) -> dict[str, Any]:
+    sampling, differing = _sampling(body, defaults)
+    stream = _flag(body, "stream")
+    limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise bad_field("stream_options", options, "an object")
+    return {
+        "sampling": sampling,
+        "differing": differing,
+        "max_tokens": _integer(body, limit, None, low=1),
+        "n": _integer(body, "n", 1, low=1, high=MAX_CHOICES),
+        "seed": _integer(body, "seed", None, low=-(1 << 63), high=(1 << 63) - 1),
+        "stop": _stops(body.get("stop")),
+        "stream": stream,
+        "usage_chunk": bool(options.get("include_usage")),
+        "token_ids": _flag(body, "return_token_ids"),
+    }
+
+
+def _sampling(body: dict[str, Any], defaults: SamplingParams) -> tuple[SamplingParams, tuple[str, ...]]:
+    wanted: dict[str, Any] = {
+        "temperature": _number(body, "temperature", defaults.temperature, 0.0, 100.0),
+        "top_p": _number(body, "top_p", defaults.top_p, 0.0, 1.0),
+        "top_k": _integer(body, "top_k", defaults.top_k, low=-1),
+        "ignore_eos": _flag(body, "ignore_eos", default=defaults.ignore_eos),
+    }
+    if wanted["top_p"] == 0:
+        raise bad_field("top_p", body["top_p"], "a number above 0 and at most 1")
+    wanted["top_k"] = wanted["top_k"] or -1
+    extra = body.get("stop_token_ids") or []
+    if not isinstance(extra, list) or not all(_is_integer(item) for item in extra):
+        raise bad_field("stop_token_ids", extra, "a list of token ids")
+    given = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k}
+    differing = tuple(name for name, value in given.items() if wanted[name] != value)
+    stops = tuple(dict.fromkeys((*defaults.stop_token_ids, *extra)))
+    return replace(defaults, **wanted, stop_token_ids=stops), differing
+
+
+def _number(body: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise bad_field(name, value, f"a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def _integer(body: dict[str, Any], name: str, default: Any, *, low: int, high: int | None = None) -> Any:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not _is_integer(value) or value < low or (high is not None and value > high):
+        raise bad_field(name, value, f"an integer of at least {low}" + (f" and at most {high}" if high is not None else ""))
+    return value
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _flag(body: dict[str, Any], name: str, *, default: bool = False) -> bool:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise bad_field(name, value, "true or false")
+    return value
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else (value or [])
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(item, str) and item for item in stops):
+        raise bad_field("stop", value, f"a text, or a list of at most {MAX_STOPS} texts, none of them empty")
+    return tuple(stops)
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(_is_integer(item) for item in value):
+            return [value]
+        if all(isinstance(item, str) for item in value):
+            return list(value)
+        if all(isinstance(item, list) and item and all(_is_integer(token) for token in item) for item in value):
+            return list(value)
+    raise bad_field("prompt", value, "a text, a list of token ids, or a list of either")
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise bad_field("tools", value, "a list of function tools")
+    for index, tool in enumerate(value):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad_field(f"tools[{index}]", tool, "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}")
+    return value
+
+
+def _may_call(choice: Any) -> bool:
+    if choice not in (None, "auto", "none"):
+        raise unsupported("tool_choice", f"got {choice!r:.100}; the model decides for itself: use 'auto' or 'none'")
+    return choice != "none"
+
+
+def _messages(value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise bad_field("messages", value, "a list of at least one message")
+    return [_message(f"messages[{index}]", item) for index, item in enumerate(value)]
+
+
+def _message(place: str, item: Any) -> Message:
+    if not isinstance(item, dict) or item.get("role") not in ROLES:
+        raise bad_field(f"{place}.role", item.get("role") if isinstance(item, dict) else item, f"one of {', '.join(ROLES)}")
+    message: Message = {"role": item["role"], "content": _content(f"{place}.content", item)}
+    if item.get("tool_calls"):
+        message["tool_calls"] = _calls(f"{place}.tool_calls", item["tool_calls"])
+    for name in ("name", "tool_call_id"):
+        if item.get(name) is not None:
+            message[name] = str(item[name])
+    return message
+
+
+def _content(place: str, item: dict[str, Any]) -> str:
+    content = item.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and item["role"] == "assistant":
+        return ""
+    if not isinstance(content, list):
+        raise bad_field(place, content, "a text or a list of text parts")
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise bad_field(f"{place}[{index}]", part, "{'type': 'text', 'text': ...}: the model reads text only")
+    return "".join(part["text"] for part in content)
+
+
+def _calls(place: str, value: Any) -> list[dict[str, Any]]:
+    calls = []
+    for index, call in enumerate(value if isinstance(value, list) else [value]):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad_field(f"{place}[{index}]", call, "{'id': ..., 'type': 'function', 'function': {...}}")
+        calls.append(
+            {
+                "id": str(call.get("id") or ""),
+                "type": "function",
+                "function": {"name": function["name"], "arguments": _arguments(function.get("arguments"))},
+            }
+        )
+    return calls
+
+
+def _arguments(value: Any) -> Any:
+    """As an object, which chat templates write as JSON; text that is none stays as it is."""
+    if not isinstance(value, str):
+        return value if value is not None else {}
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

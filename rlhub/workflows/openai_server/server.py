@@ -1,0 +1,335 @@
+"""The endpoint itself: HTTP on the event loop of the episodes, over whatever generates for them.
+
+    http://host:port/s/<session>/v1   what an agent's client is given as base_url, with the session's token as its api_key
+    http://host:port/v1               without a record, with the server's own key
+
+An agent written with OpenAI's client needs nothing else.  A session's key opens that session only.  The server listens on
+loopback unless it is given another host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from aiohttp import web
+
+from rlhub.engines.rollout.base import Completion, SamplingParams
+from rlhub.errors import EngineError
+from rlhub.workflows.base import EpisodeEngine
+from rlhub.workflows.openai_server.answers import Answer, FindCalls, Writer
+from rlhub.workflows.openai_server.bodies import Asked, ChatBody, CompletionBody, read_chat, read_completion
+from rlhub.workflows.openai_server.errors import ApiError, bad_field
+from rlhub.workflows.openai_server.rendering import Renderer
+from rlhub.workflows.openai_server.sampling import as_answer, ending_token, sample
+from rlhub.workflows.openai_server.sessions import Limits, Session, Turn, has_answers, history_of, tools_key
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+MAX_BODY_BYTES = 64 << 20
+RETRY_AFTER_S = 1.0
+HEARTBEAT_S = 10.0  # below the minute after which proxies commonly close a silent connection
+SEED_BITS = 31
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerOptions:
+    """model: the name that clients see.  max_model_len: bound of prompt plus answer outside of sessions.
+
+    key: of requests outside of sessions; None: there are none.  fixed_sampling: temperature, top_p and top_k are the server's,
+    whatever a client asks for: a trainer computes log-probs of that distribution.  max_concurrent: requests served at once;
+    more are answered 429.  find_calls: finds tool calls in answers; None: answers are text.
+    """
+
+    model: str
+    max_model_len: int
+    host: str = LOOPBACK
+    port: int = 0
+    key: str | None = None
+    fixed_sampling: bool = True
+    max_concurrent: int = 4096
+    find_calls: FindCalls | None = None
+    template_kwargs: dict[str, Any] | None = None
+
+
+class OpenAIServer:
+    """Lives on one event loop; `start` and `aclose` are called there."""
+
+    def __init__(self, engine: EpisodeEngine, tokenizer: Any, sampling: SamplingParams, options: ServerOptions) -> None:
+        self._engine, self._options = engine, options
+        self._sampling = replace(sampling, log_probs=True)
+        self._renderer = Renderer(tokenizer, options.template_kwargs)
+        self._sessions: dict[str, Session] = {}
+        self._active = 0
+        self._runner: web.AppRunner | None = None
+        self._origin = ""
+
+    # --- life ----------------------------------------------------------------------------------------------------------
+
+    def app(self) -> web.Application:
+        """Routes, without a socket."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+        app.router.add_get("/health", self._health)
+        for prefix in ("/v1", "/s/{session}/v1"):
+            app.router.add_get(f"{prefix}/models", self._models)
+            app.router.add_post(f"{prefix}/chat/completions", self._chat)
+            app.router.add_post(f"{prefix}/completions", self._completions)
+        return app
+
+    async def start(self) -> str:
+        """Listen; returns the server's address, http://host:port."""
+        # Cancelling the handler when its client goes away cancels the generation, which aborts the request in the engine.
+        self._runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._options.host, self._options.port).start()
+        host, port = self._runner.addresses[0][:2]
+        self._origin = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return self._origin
+
+    async def aclose(self) -> None:
+        """Stop listening and end what is being answered.  Idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    # --- sessions ------------------------------------------------------------------------------------------------------
+
+    def open_session(self, name: str, *, seed: int, limits: Limits) -> Session:
+        """A new session.  ValueError if one of this name is open."""
+        if name in self._sessions:
+            raise ValueError(f"the session {name!r} is open already")
+        self._sessions[name] = session = Session(name=name, seed=seed, limits=limits)
+        return session
+
+    def base_url(self, session: Session) -> str:
+        """What the session's client is given."""
+        return f"{self._origin}/s/{session.name}/v1"
+
+    def close_session(self, session: Session) -> None:
+        """No more requests; the record stays with the caller."""
+        self._sessions.pop(session.name, None)
+
+    # --- requests ------------------------------------------------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._admit(request)
+        model = {"id": self._options.model, "object": "model", "created": 0, "owned_by": "rlhub"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._admit(request)
+        body = read_chat(await _json(request), self._sampling)
+        with self._place(session):
+            return await self._respond(request, body, self._answer_chat(body, session), chat=True)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        session = self._admit(request)
+        body = read_completion(await _json(request), self._sampling)
+        with self._place(session):
+            return await self._respond(request, body, self._answer_prompts(body, session), chat=False)
+
+    def _admit(self, request: web.Request) -> Session | None:
+        """Whose request it is.  ApiError 401 for a wrong key; an unknown session answers the same."""
+        name = request.match_info.get("session")
+        session = self._sessions.get(name) if name is not None else None
+        right = session.token if session is not None else self._options.key if name is None else None
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode(), (right or secrets.token_hex()).encode())
+        if right is None or not same or scheme.lower() != "bearer":
+            raise ApiError("wrong API key, or no such session", status=401, code="invalid_api_key", kind="authentication_error")
+        return session
+
+    @contextmanager
+    def _place(self, session: Session | None) -> Iterator[None]:
+        """One of the places for requests.  ApiError 429 where there is none."""
+        if self._active >= self._options.max_concurrent:
+            raise ApiError(
+                f"{self._active} requests are being answered, as many as this server takes; try again",
+                status=429,
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._active += 1
+        if session is not None:
+            session.num_requests += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+
+    async def _answer_chat(self, body: ChatBody, session: Session | None) -> list[Answer]:
+        history, tools = history_of(body.messages), tools_key(body.tools)
+        parent = session.find(body.messages, body.tools) if session is not None else None
+        added: list[int] | None = None
+        if parent is not None:
+            last = ending_token(parent.completion, body.sampling.stop_token_ids)
+            added = self._renderer.added(body.messages[len(parent.history) :], body.tools, last)
+        if added is None:
+            parent, added = None, self._renderer.prompt(body.messages, body.tools)
+            if session is not None and has_answers(body.messages):
+                session.num_mismatches += 1
+        answers = await self._sample(body, session, parent, added, self._options.find_calls if body.call_tools else None)
+        if session is not None:
+            for answer in answers:
+                told = (*history, *history_of([answer.recorded]))
+                session.turns.append(Turn(parent=parent, added=added, completion=answer.completion, history=told, tools=tools))
+        return answers
+
+    async def _answer_prompts(self, body: CompletionBody, session: Session | None) -> list[Answer]:
+        answers: list[Answer] = []
+        for prompt in body.prompts:
+            ids = self._renderer.text_ids(prompt, special=True) if isinstance(prompt, str) else prompt
+            if not ids:
+                raise bad_field("prompt", prompt, "at least one token")
+            parent = session.find_ids(ids) if session is not None else None
+            added = ids[len(parent.ids) :] if parent is not None else ids
+            found = await self._sample(body, session, parent, added, None)
+            if session is not None:
+                session.turns += [Turn(parent=parent, added=added, completion=answer.completion) for answer in found]
+            answers += found
+        return answers
+
+    async def _sample(
+        self, body: Asked, session: Session | None, parent: Turn | None, added: list[int], find_calls: FindCalls | None
+    ) -> list[Answer]:
+        params = self._params(body, session, parent, added)
+        prompt_ids = [*parent.ids, *added] if parent is not None else added
+        seeds = self._seeds(body, session)
+        completions = await self._generate(prompt_ids, seeds, params, session)
+        return [
+            as_answer(
+                prompt_ids,
+                completion,
+                self._renderer,
+                stop=body.stop,
+                stop_token_ids=params.stop_token_ids,
+                find_calls=find_calls,
+            )
+            for completion in completions
+        ]
+
+    async def _generate(
+        self, prompt_ids: list[int], seeds: Sequence[int], params: SamplingParams, session: Session | None
+    ) -> list[Completion]:
+        try:
+            return await sample(self._engine, prompt_ids, seeds, params, session.name if session is not None else "")
+        except EngineError as error:
+            raise ApiError(f"the engine: {error}", status=500, kind="server_error") from error
+
+    def _seeds(self, body: Asked, session: Session | None) -> list[int]:
+        if body.seed is not None:
+            return [(body.seed + choice) % (1 << SEED_BITS) for choice in range(body.n)]
+        if session is not None:
+            return [session.next_seed(choice) for choice in range(body.n)]
+        return [secrets.randbits(SEED_BITS) for _ in range(body.n)]
+
+    def _params(self, body: Asked, session: Session | None, parent: Turn | None, added: list[int]) -> SamplingParams:
+        """Sampling of this request, with no more tokens than there is room for."""
+        params = body.sampling
+        if session is not None and self._options.fixed_sampling:
+            session.num_overruled += bool(body.differing)
+            params = replace(self._sampling, stop_token_ids=params.stop_token_ids)
+        room = self._room(session, parent, added)
+        if room < 1:
+            if session is not None:
+                session.full = True
+            raise ApiError(
+                "the conversation has no room left for an answer: it is at its limit of tokens",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        return replace(params, max_new_tokens=min(body.max_tokens or room, room))
+
+    def _room(self, session: Session | None, parent: Turn | None, added: list[int]) -> int:
+        if session is None:
+            return self._options.max_model_len - len(added)
+        if parent is None:
+            return session.limits.response if len(added) <= session.limits.prompt else 0
+        used = len(parent.ids) - len(parent.path[0].added) + len(added)
+        return session.limits.response - used
+
+    # --- responses -----------------------------------------------------------------------------------------------------
+
+    async def _respond(
+        self, request: web.Request, body: Asked, answering: Awaitable[list[Answer]], *, chat: bool
+    ) -> web.StreamResponse:
+        writer = Writer(
+            model=self._options.model,
+            chat=chat,
+            token=self._renderer.token,
+            decode=self._renderer.decode,
+            log_probs=body.log_probs,
+            token_ids=body.token_ids,
+            usage_chunk=body.usage_chunk,
+        )
+        if body.stream:
+            return await _stream(request, writer, answering)
+        return web.json_response(writer.whole(await answering))
+
+
+async def _stream(request: web.Request, writer: Writer, answering: Awaitable[list[Answer]]) -> web.StreamResponse:
+    """Server-sent events; comments while the answer is not there keep the connection open and notice a client that left."""
+    task = asyncio.ensure_future(answering)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    try:
+        await asyncio.wait([task], timeout=HEARTBEAT_S)
+        if task.done():
+            task.result()  # an error of its first moments is an answer with its own status
+        await response.prepare(request)
+        while not task.done():
+            await response.write(b": working\n\n")
+            await asyncio.wait([task], timeout=HEARTBEAT_S)
+        for event in _events(task, writer):
+            await response.write(b"data: " + event.encode() + b"\n\n")
+        await response.write_eof()
+        return response
+    finally:
+        task.cancel()
+
+
+def _events(task: asyncio.Future[list[Answer]], writer: Writer) -> Iterator[str]:
+    try:
+        answers = task.result()
+    except ApiError as error:
+        yield json.dumps(error.body)
+        return
+    yield from map(json.dumps, writer.chunks(answers))
+    yield "[DONE]"
+
+
+async def _json(request: web.Request) -> Any:
+    try:
+        return await request.json()
+    except ValueError as error:
+        raise ApiError(f"the body is not JSON: {error}") from error
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error in OpenAI's format."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        failed = error
+    except web.HTTPException as error:
+        failed = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        failed = ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error")
+    headers = {"Retry-After": f"{failed.retry_after_s:g}"} if failed.retry_after_s is not None else None
+    return web.json_response(failed.body, status=failed.status, headers=headers)

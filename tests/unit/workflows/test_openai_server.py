@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from rlhub.workflows.openai_server.sessions import Limits
+from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
+from tests.unit.data.templates import HEADERS, INSTRUCTIONS, THINKING
+from tests.unit.workflows.openai_endpoint import END, LIMITS, Endpoint, endpoint
+
+QUESTION = {"role": "user", "content": "2+2?"}
+pytestmark = pytest.mark.anyio
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>'
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def test_chat_is_recorded_token_for_token() -> None:
+    async with endpoint(["four" + END]) as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        answer = await at.client(session).chat.completions.create(model="any", messages=[QUESTION], logprobs=True)
+        assert answer.choices[0].message.content == "four"
+        assert answer.choices[0].finish_reason == "stop"
+        assert [part.token for part in answer.choices[0].logprobs.content] == [*"four", END]
+        assert [part.logprob for part in answer.choices[0].logprobs.content] == [-0.01, -0.02, -0.03, -0.04, -0.05]
+        assert answer.usage.completion_tokens == 5
+        assert at.engine.requests[0].seed == 5
+        assert at.engine.requests[0].session == "a"
+        made = session.trajectory()
+        assert made is not None
+        assert made.prompt_ids == list(at.engine.requests[0].prompt_ids)
+        assert made.response_ids == at.engine.ids("four" + END)
+        assert made.rollout_log_probs == [-0.01, -0.02, -0.03, -0.04, -0.05]
+        assert made.versions == [7] * 5
+
+
+async def talk(at: Endpoint, messages: list[Any], turns: int, **options: Any) -> Trajectory:
+    """An agent that always says "go on", and what it left."""
+    session = at.server.open_session("a", seed=5, limits=LIMITS)
+    client = at.client(session)
+    for turn in range(turns):
+        answer = await client.chat.completions.create(model="any", messages=messages, **options)
+        messages = [*messages, answer.choices[0].message]
+        if turn + 1 < turns:
+            messages.append({"role": "user", "content": f"go on {turn}"})
+    made = session.trajectory()
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("template", [None, HEADERS, THINKING, INSTRUCTIONS], ids=["chatml", "headers", "thinking", "inst"])
+async def test_later_turns_continue_the_recorded_tokens(template: str | None) -> None:
+    """Whatever a template does to earlier answers, what the policy saw is what is recorded."""
+    options = {} if template is None else {"template": template}
+    async with endpoint(["  one " + END, "two" + END, "three" + END], **options) as at:
+        made = await talk(at, [QUESTION], 3)
+        assert made.metrics["openai/segments"] == 1
+        assert made.metrics["openai/mismatches"] == 0
+        whole = made.prompt_ids + made.response_ids
+        last = list(at.engine.requests[-1].prompt_ids)
+        assert whole[: len(last)] == last
+        written = [token for token, mask in zip(made.response_ids, made.response_mask, strict=True) if mask]
+        assert written == at.engine.ids("  one " + END) + at.engine.ids("two" + END) + at.engine.ids("three" + END)
+        assert {v for v, mask in zip(made.versions, made.response_mask, strict=True) if not mask} == {NOT_SAMPLED}
+
+
+async def test_a_whole_conversation_reads_as_the_template_would_write_it() -> None:
+    async with endpoint(["one" + END, "two" + END]) as at:
+        made = await talk(at, [QUESTION], 2)
+        told = [QUESTION, {"role": "assistant", "content": "one"}, {"role": "user", "content": "go on 0"}]
+        text = at.engine.tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
+        assert at.engine.tokenizer.decode(made.prompt_ids + made.response_ids) == text + "two" + END
+
+
+async def test_an_answer_that_was_cut_off_is_closed_by_the_template() -> None:
+    async with endpoint(["one and more" + END, "two" + END]) as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        client = at.client(session)
+        first = await client.chat.completions.create(model="any", messages=[QUESTION], max_tokens=3)
+        assert first.choices[0].finish_reason == "length"
+        more = [QUESTION, first.choices[0].message, {"role": "user", "content": "?"}]
+        await client.chat.completions.create(model="any", messages=more)
+        assert f"one{END}\n<|im_start|>user\n?{END}" in at.engine.tokenizer.decode(list(at.engine.requests[1].prompt_ids))
+
+
+async def test_a_changed_history_starts_a_segment_and_is_counted() -> None:
+    async with endpoint(["one" + END, "two" + END]) as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        client = at.client(session)
+        await client.chat.completions.create(model="any", messages=[QUESTION])
+        changed = [QUESTION, {"role": "assistant", "content": "one!"}, {"role": "user", "content": "go on"}]
+        await client.chat.completions.create(model="any", messages=changed)
+        made = session.trajectory()
+        assert made is not None
+        assert made.metrics["openai/segments"] == 2
+        assert made.metrics["openai/mismatches"] == 1
+        assert made.metrics["openai/untrained_tokens"] == 4
+        assert made.response_ids == at.engine.ids("two" + END)
+        assert "one!" in at.engine.tokenizer.decode(made.prompt_ids)
+        longest = session.trajectory("longest")
+        assert longest is not None
+        assert longest.response_ids == at.engine.ids("one" + END)
+
+
+async def test_streams_give_the_same_as_whole_answers() -> None:
+    async with endpoint(["gr\u00fc\u00df dich, Welt \U0001f600!" + END]) as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        stream = await at.client(session).chat.completions.create(
+            model="any", messages=[QUESTION], stream=True, logprobs=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == "gr\u00fc\u00df dich, Welt \U0001f600!"
+        assert len(chunks) > 4
+        assert chunks[-2].choices[0].finish_reason == "stop"
+        assert chunks[-1].usage.completion_tokens == len(at.engine.ids(text + END))
+        told = [
+            part for chunk in chunks if chunk.choices and chunk.choices[0].logprobs for part in chunk.choices[0].logprobs.content
+        ]
+        assert len(told) == len(at.engine.ids(text + END))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tool_calls_are_parsed_and_their_results_masked(stream: bool) -> None:
+    async with endpoint([CALL + END, "four" + END]) as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        client = at.client(session)
+        if stream:
+            async with client.chat.completions.stream(model="any", messages=[QUESTION], tools=[TOOL]) as events:
+                first = await events.get_final_completion()
+        else:
+            first = await client.chat.completions.create(model="any", messages=[QUESTION], tools=[TOOL])
+        message = first.choices[0].message
+        assert first.choices[0].finish_reason == "tool_calls"
+        assert message.content == "Let me see."
+        assert message.tool_calls[0].function.name == "add"
+        assert json.loads(message.tool_calls[0].function.arguments) == {"a": 2, "b": 2}
+        assistant = {"role": "assistant", "content": message.content, "tool_calls": [message.tool_calls[0].model_dump()]}
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "4"}
+        second = await client.chat.completions.create(model="any", messages=[QUESTION, assistant, result], tools=[TOOL])
+        assert second.choices[0].message.content == "four"
+        made = session.trajectory()
+        assert made is not None
+        assert made.metrics["openai/segments"] == 1
+        unwritten = [token for token, mask in zip(made.response_ids, made.response_mask, strict=True) if not mask]
+        assert "<tool_response>\n4\n</tool_response>" in at.engine.tokenizer.decode(unwritten)
+        assert at.engine.tokenizer.decode(made.response_ids).startswith(CALL + END)
+
+
+async def test_choices_have_seeds_of_their_own_and_either_can_be_continued() -> None:
+    async with endpoint(["one" + END, "two" + END, "three" + END]) as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        client = at.client(session)
+        answer = await client.chat.completions.create(model="any", messages=[QUESTION], n=2)
+        assert len({request.seed for request in at.engine.requests}) == 2
+        more = [QUESTION, answer.choices[0].message, {"role": "user", "content": "go on"}]
+        await client.chat.completions.create(model="any", messages=more)
+        made = session.trajectory()
+        assert made is not None
+        assert made.metrics["openai/segments"] == 2
+        assert made.metrics["openai/mismatches"] == 0
+        assert made.response_ids[:4] == at.engine.ids("one" + END)
+
+
+async def test_a_stop_text_cuts_tokens_and_text() -> None:
+    async with endpoint(["one. two. three" + END]) as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        answer = await at.client(session).chat.completions.create(model="any", messages=[QUESTION], stop=["two", "three"])
+        assert answer.choices[0].message.content == "one. "
+        assert answer.choices[0].finish_reason == "stop"
+        made = session.trajectory()
+        assert made is not None
+        assert made.response_ids == at.engine.ids("one. two")
+
+
+async def test_completions_by_text_and_by_token_ids() -> None:
+    async with endpoint(["one" + END]) as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        client = at.client(session)
+        answer = await client.completions.create(model="any", prompt="count: ", logprobs=0)
+        assert answer.choices[0].text == "one"
+        assert answer.choices[0].logprobs.token_logprobs == [-0.01, -0.02, -0.03, -0.04]
+        asked = at.engine.ids("count: ")
+        extra = {"return_token_ids": True}
+        answer = await client.completions.create(model="any", prompt=[*asked, 9], extra_body=extra)
+        assert answer.choices[0].model_extra["token_ids"] == at.engine.ids("one" + END)
+        assert answer.choices[0].model_extra["token_versions"] == [7] * 4
+        assert answer.choices[0].model_extra["prompt_token_ids"] == [*asked, 9]
+        go_on = [*asked, *at.engine.ids("one" + END), *at.engine.ids(", ")]
+        await client.completions.create(model="any", prompt=go_on)
+        made = session.trajectory()
+        assert made is not None
+        assert made.prompt_ids == asked
+        assert sum(made.response_mask) == 8
+
+
+async def test_sessions_are_isolated_and_keys_are_checked() -> None:
+    async with endpoint() as at:
+        one = at.server.open_session("one", seed=1, limits=LIMITS)
+        two = at.server.open_session("two", seed=2, limits=LIMITS)
+        with pytest.raises(ValueError, match="open already"):
+            at.server.open_session("two", seed=2, limits=LIMITS)
+        await at.client(one).chat.completions.create(model="any", messages=[QUESTION])
+        assert (len(one.turns), len(two.turns)) == (1, 0)
+        for base, key in (
+            (at.server.base_url(two), one.token),
+            (at.server.base_url(one), "master"),
+            (f"{at.origin}/v1", one.token),
+            (f"{at.origin}/s/none/v1", one.token),
+        ):
+            client = at.raw_client(base, key)
+            with pytest.raises(openai.AuthenticationError):
+                await client.chat.completions.create(model="any", messages=[QUESTION])
+        assert len(at.engine.requests) == 1
+        open_client = at.raw_client(f"{at.origin}/v1", "master")
+        assert [model.id async for model in open_client.models.list()] == ["policy"]
+        at.server.close_session(one)
+        with pytest.raises(openai.AuthenticationError):
+            await at.client(one).chat.completions.create(model="any", messages=[QUESTION])
+
+
+async def test_over_capacity_is_refused_with_a_time_to_come_back() -> None:
+    async with endpoint(delay_s=0.2, max_concurrent=1) as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        client = at.client(session)
+        first = asyncio.create_task(client.chat.completions.create(model="any", messages=[QUESTION]))
+        while not at.engine.requests:
+            await asyncio.sleep(0.01)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.chat.completions.create(model="any", messages=[QUESTION])
+        assert float(caught.value.response.headers["Retry-After"]) > 0
+        await first
+        await client.chat.completions.create(model="any", messages=[QUESTION])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_the_generation(stream: bool) -> None:
+    async with endpoint(delay_s=30.0) as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        client = at.client(session)
+        task = asyncio.create_task(client.chat.completions.create(model="any", messages=[QUESTION], n=2, stream=stream))
+        while len(at.engine.requests) < 2:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        async with asyncio.timeout(5):
+            while at.engine.cancelled < 2:
+                await asyncio.sleep(0.01)
+        assert session.turns == []
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("messages", {"messages": []}),
+        ("messages[0].role", {"messages": [{"role": "wizard", "content": "x"}]}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": 3}]}),
+        ("messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
+        ("temperature", {"temperature": -1}),
+        ("top_p", {"top_p": 0}),
+        ("n", {"n": 0}),
+        ("max_tokens", {"max_tokens": "many"}),
+        ("top_logprobs", {"logprobs": True, "top_logprobs": 5}),
+        ("presence_penalty", {"presence_penalty": 1}),
+        ("tool_choice", {"tools": [TOOL], "tool_choice": "required"}),
+        ("tools[0]", {"tools": [{"type": "function"}]}),
+        ("stop", {"stop": [""]}),
+    ],
+)
+async def test_a_bad_request_names_its_field(field: str, options: dict[str, Any]) -> None:
+    async with endpoint() as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await at.client(session).chat.completions.create(**{"model": "any", "messages": [QUESTION], **options})
+        assert caught.value.param == field
+        assert field in caught.value.message
+        assert at.engine.requests == []
+
+
+async def test_no_more_tokens_than_the_session_has_room_for() -> None:
+    async with endpoint(["one two" + END, "three" + END]) as at:
+        session = at.server.open_session("a", seed=5, limits=Limits(prompt=100, response=10))
+        client = at.client(session)
+        first = await client.chat.completions.create(model="any", messages=[QUESTION], max_tokens=9)
+        more = [QUESTION, first.choices[0].message, {"role": "user", "content": "go on"}]
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="any", messages=more)
+        assert caught.value.code == "context_length_exceeded"
+        assert session.full
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "x" * 100}])
+
+
+async def test_the_trained_distribution_is_sampled_whatever_a_client_wants() -> None:
+    async with endpoint() as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        await at.client(session).chat.completions.create(model="any", messages=[QUESTION], temperature=0.1)
+        assert at.engine.params[0].temperature == 1.0
+        assert session.num_overruled == 1
+        free = at.raw_client(f"{at.origin}/v1", "master")
+        await free.chat.completions.create(model="any", messages=[QUESTION], temperature=0.1, seed=3)
+        assert at.engine.params[1].temperature == 0.1
+        assert at.engine.requests[1].seed == 3
