@@ -45,6 +45,11 @@ class BufferLayer(DynamicLayer):
         self.values = _resized(self.values[:, :, columns].index_select(0, rows), length, capacity)
         self.length = length
 
+    def widen(self, columns: int) -> None:
+        """Insert columns of zeros before the first."""
+        self.keys, self.values = (_shifted(buffer, self.length, columns) for buffer in (self.keys, self.values))
+        self.length += columns
+
     def get_seq_length(self) -> int:
         return self.length
 
@@ -54,6 +59,15 @@ def _resized(buffer: Tensor, length: int, capacity: int) -> Tensor:
     rows, heads, _, width = buffer.shape
     out = buffer.new_empty(rows, heads, capacity, width)
     out[:, :, :length] = buffer[:, :, :length]
+    return out
+
+
+def _shifted(buffer: Tensor, length: int, columns: int) -> Tensor:
+    """A buffer with zeros in the first `columns` and then the first `length` of `buffer`."""
+    rows, heads, capacity, width = buffer.shape
+    out = buffer.new_empty(rows, heads, capacity + columns, width)
+    out[:, :, :columns] = 0
+    out[:, :, columns : columns + length] = buffer[:, :, :length]
     return out
 
 
@@ -85,6 +99,12 @@ def keep_rows(cache: Cache, rows: Tensor, first_column: int) -> None:
     """Compact every layer; see `BufferLayer.keep`."""
     for layer in cache.layers:
         layer.keep(rows, first_column)
+
+
+def widen(cache: Cache, columns: int) -> None:
+    """Make room on the left in every layer; see `BufferLayer.widen`."""
+    for layer in cache.layers:
+        layer.widen(columns)
 
 
 def new_prompt_cache(num_layers: int) -> Cache:

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
-from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows, minus_infinity, new_prompt_cache
+from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows
 from rlhub.engines.rollout.hf.noise import uniforms
+from rlhub.engines.rollout.hf.prompts import key_mask, prefill_chunks, read_prompts
 from rlhub.engines.rollout.hf.sampling import sample_tokens
 from rlhub.engines.rollout.hf.step import DecodeStep
 
@@ -64,13 +65,14 @@ class _Noise:
 
     def __init__(self, requests: Sequence[GenerationRequest], device: torch.device) -> None:
         self._seeds = np.array([request.seed for request in requests], dtype=np.int64)
+        self._starts = np.array([request.start for request in requests], dtype=np.int64)
         self._device = device
         self._block = torch.empty(0)
 
     def at(self, step: int, ids: Tensor) -> Tensor:
         """(rows,) uniforms of token `step` of the requests `ids`."""
         if step % NOISE_BLOCK == 0:
-            self._block = torch.from_numpy(uniforms(self._seeds, step, NOISE_BLOCK)).to(self._device)
+            self._block = torch.from_numpy(uniforms(self._seeds, self._starts + step, NOISE_BLOCK)).to(self._device)
         return self._block[ids, step % NOISE_BLOCK]
 
 
@@ -117,12 +119,13 @@ def _prefill(
     source = torch.tensor([place[tuple(request.prompt_ids)] for request in requests])
     lengths = torch.tensor([len(request.prompt_ids) for request in requests])
     width = int(lengths.max())
-    allowed = (limits.max_model_len - lengths).clamp(max=params.max_new_tokens)
+    wanted = torch.tensor([params.max_new_tokens - request.start for request in requests])
+    allowed = torch.minimum(limits.max_model_len - lengths, wanted)
     capacity = width + min(int(allowed.max()), FIRST_CAPACITY)
     cache: Cache | None = None
     parts: list[Tensor] = []
-    for first, stop in _prefill_chunks([len(prompt) for prompt in prompts], limits.max_prefill_tokens):
-        logits, prefilled = _read_prompts(model, prompts[first:stop])
+    for first, stop in prefill_chunks([len(prompt) for prompt in prompts], limits.max_prefill_tokens):
+        logits, prefilled = read_prompts(model, prompts[first:stop])
         parts.append(logits)
         cache = allocate(prefilled, len(requests), width, capacity) if cache is None else cache
         rows = ((source >= first) & (source < stop)).nonzero()[:, 0]
@@ -135,53 +138,12 @@ def _prefill(
         length=width,
         ids=torch.arange(len(requests), device=device),
         pads=pads,
-        mask=_key_mask(pads, width + int(allowed.max()), model.dtype),
+        mask=key_mask(pads, width + int(allowed.max()), model.dtype),
         positions=lengths.to(device),
         limits=allowed.to(device),
         alive=torch.ones(len(requests), dtype=torch.bool, device=device),
     )
     return batch, torch.cat(parts)[source.to(device)]
-
-
-def _prefill_chunks(lengths: list[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Ranges of the ascending `lengths` whose padded size is at most `max_tokens` (at least one prompt each)."""
-    chunks, first = [], 0
-    for i in range(1, len(lengths) + 1):
-        if i == len(lengths) or (i + 1 - first) * lengths[i] > max_tokens:
-            chunks.append((first, i))
-            first = i
-    return chunks
-
-
-def _read_prompts(model: PreTrainedModel, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Cache]:
-    """Forward over left-padded prompts; returns logits of the last position (prompts, vocabulary) and the filled cache."""
-    width = len(prompts[-1])
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-    pads = torch.tensor([width - len(prompt) for prompt in prompts])
-    columns = torch.arange(width)
-    visible = (columns[None, :] <= columns[:, None])[None] & (columns[None, None, :] >= pads[:, None, None])
-    mask = torch.zeros(visible.shape, dtype=model.dtype).masked_fill_(~visible, minus_infinity(model.dtype))
-    cache = new_prompt_cache(len(model.get_decoder().layers))
-    out = model(
-        input_ids=ids.to(model.device),
-        attention_mask=mask[:, None].to(model.device),
-        position_ids=(columns[None, :] - pads[:, None]).clamp(min=0).to(model.device),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return out.logits[:, -1], cache
-
-
-def _key_mask(pads: Tensor, columns: int, dtype: torch.dtype) -> Tensor | None:
-    """(rows, 1, 1, columns) additive mask that hides each row's padding; None when there is none."""
-    if int(pads.max()) == 0:
-        return None
-    hidden = torch.arange(columns, device=pads.device)[None, :] < pads[:, None]
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=pads.device).masked_fill_(hidden, minus_infinity(dtype))
-    return mask[:, None, None]
 
 
 def _record(output: _Output, batch: _Batch, step: int, tokens: Tensor, log_probs: Tensor, stop_ids: Tensor) -> None:
@@ -204,7 +166,7 @@ def _compact(batch: _Batch, tokens: Tensor) -> Tensor:
     batch.alive = batch.alive[rows]
     batch.pads = batch.pads[rows] - first_column
     if batch.mask is not None:
-        batch.mask = _key_mask(batch.pads, batch.mask.shape[-1] - first_column, batch.mask.dtype)
+        batch.mask = key_mask(batch.pads, batch.mask.shape[-1] - first_column, batch.mask.dtype)
     return tokens[rows]
 
 
@@ -212,7 +174,7 @@ def _step(step_forward: DecodeStep, batch: _Batch, tokens: Tensor) -> Tensor:
     """Feed one token a row; returns logits (rows, vocabulary)."""
     batch.length += 1
     logits = step_forward(tokens, batch.positions, batch.cache, None if batch.mask is None else batch.mask[..., : batch.length])
-    batch.positions = batch.positions + 1
+    batch.positions = batch.positions + batch.alive  # rows that ended stay: there are no positions beyond max_model_len
     return logits
 
 

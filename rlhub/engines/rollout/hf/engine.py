@@ -11,15 +11,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket
-from rlhub.engines.rollout.batcher import RequestBatcher
+from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams, WeightBucket
 from rlhub.engines.rollout.dtypes import resolve_dtype
 from rlhub.engines.rollout.hf.attention import GROUPED_ATTENTION
 from rlhub.engines.rollout.hf.decode import DecodeLimits, decode
 from rlhub.engines.rollout.hf.lean import LeanStep, why_not_lean
 from rlhub.engines.rollout.hf.step import DecodeStep, ModelStep
+from rlhub.engines.rollout.hf.stepper import HFStepper
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.requests import check_requests
+from rlhub.engines.rollout.stepped import SteppedEngine
+from rlhub.engines.rollout.stepping import Stepper
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.models.experts import unfused_tensors
@@ -28,7 +30,7 @@ from rlhub.utils.pieces import Piece, whole_piece
 logger = logging.getLogger(__name__)
 
 
-class HFEngine(RolloutEngine):
+class HFEngine(SteppedEngine):
     """One copy of the model a rank; no tensor parallelism.  `sleep` frees nothing: the cache lives only during generate."""
 
     def __init__(self, setup: RolloutSetup) -> None:
@@ -37,14 +39,11 @@ class HFEngine(RolloutEngine):
                 f"the hf rollout engine has no tensor parallelism, but rollout.tensor_model_parallel_size is "
                 f"{setup.config.tensor_model_parallel_size}; set it to 1 or use rollout.name=vllm"
             )
-        self.version = -1
-        self._setup = setup
+        super().__init__(setup)
         self._dtype = resolve_dtype(setup.config.dtype, setup.device)
         self._model: PreTrainedModel | None = None
         self._step: DecodeStep | None = None
         self._weights: dict[str, Tensor] = {}
-        self._ready = False
-        self._batcher = RequestBatcher(self.generate)
 
     def initialize(self) -> None:
         with torch.random.fork_rng(devices=[self._setup.device] if self._setup.device.type == "cuda" else []):
@@ -69,42 +68,37 @@ class HFEngine(RolloutEngine):
         return model.to(setup.device).requires_grad_(False).eval()
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
-        if self._model is None or self._step is None or not self._ready:
-            raise EngineError("the engine has no whole set of weights: initialize and update_weights come before generate")
-        setup = self._setup
-        check_requests(requests, params, max_model_len=setup.max_model_len)
-        limits = DecodeLimits(max_model_len=setup.max_model_len, max_prefill_tokens=setup.config.max_num_batched_tokens)
+        self._refuse_unready("generate")
+        check_requests(requests, params, max_model_len=self._setup.max_model_len)
+        with self._generating():
+            return self._generate(requests, params)
+
+    def _generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
+        """Batches of requests of similar length, equal prompts together."""
+        assert self._model is not None and self._step is not None
+        limits, max_rows = self._limits(), self._setup.config.max_num_seqs
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), list(requests[i].prompt_ids)))
         completions: dict[int, Completion] = {}
-        for first in range(0, len(order), setup.config.max_num_seqs):
-            indices = order[first : first + setup.config.max_num_seqs]
+        for first in range(0, len(order), max_rows):
+            indices = order[first : first + max_rows]
             batch = decode(self._model, self._step, [requests[i] for i in indices], params, limits)
             for index, completion in zip(indices, batch, strict=True):
                 completion.versions = [self.version] * len(completion.token_ids)
                 completions[index] = completion
         return [completions[i] for i in range(len(requests))]
 
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
-        return await self._batcher.submit(request, params)
+    def _make_stepper(self) -> Stepper:
+        assert self._model is not None and self._step is not None, "single requests are refused before"
+        return HFStepper(self._model, self._step, self._limits(), self._setup.config.max_num_seqs)
 
-    @property
-    def load(self) -> int:
-        return 0
-
-    def pause(self) -> None:
-        raise EngineError("this engine cannot pause yet")
-
-    def resume(self, *, recompute: bool = True) -> None:
-        raise EngineError("this engine cannot pause yet")
-
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        raise EngineError("this engine cannot abort yet")
+    def _limits(self) -> DecodeLimits:
+        config = self._setup.config
+        return DecodeLimits(max_model_len=self._setup.max_model_len, max_prefill_tokens=config.max_num_batched_tokens)
 
     @torch.no_grad()
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        self._ready = False
-        apply_buckets(buckets, self._weights, self._copy)
-        self._ready, self.version = True, version
+        with self.overwriting(version):
+            apply_buckets(buckets, self._weights, self._copy)
 
     def _copy(self, bucket: WeightBucket) -> None:
         for name, tensor in bucket:
@@ -115,9 +109,11 @@ class HFEngine(RolloutEngine):
 
     @contextmanager
     def overwriting(self, version: int) -> Iterator[None]:
-        self._ready = False
-        yield
-        self._ready, self.version = True, version
+        with self._updating():
+            self._ready = False
+            yield
+            self._loop.weights_changed()
+            self._ready, self.version = True, version
 
     def live_weights(self) -> Iterator[Piece]:
         for name, tensor in self._weights.items():
@@ -127,12 +123,14 @@ class HFEngine(RolloutEngine):
         return self._weights[name].dtype
 
     def sleep(self) -> None:
-        self._ready = False
+        with self._loop.exclusive("sleep"):
+            self._ready = False
 
     def wake_up(self, *, weights_only: bool = False) -> None:
         return
 
     def shutdown(self) -> None:
+        self._loop.close()
         self._model, self._step, self._weights, self._ready = None, None, {}, False
 
 

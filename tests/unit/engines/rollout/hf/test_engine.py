@@ -54,6 +54,7 @@ def test_contract(engine: RolloutEngine, model: PreTrainedModel) -> None:
     contract.check_live_weights(engine, dict(model.named_parameters()))
     contract.check_overwriting(engine, dict(model.named_parameters()))
     contract.check_agenerate(engine)
+    contract.check_interruptions(engine, dict(model.named_parameters()), num_tokens=40)
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen2", False), ("qwen3", True), ("llama", False)])

@@ -1,0 +1,276 @@
+"""The continuous batch of the hf engine: rows join and leave between two steps, and share one left-padded cache.
+
+A row that ends leaves its place in the cache to the next that joins; the cache is copied only where places run out, where
+too many are empty, or where its first columns are padding for every row.  Joining is reading the row's tokens, whether a
+prompt or, after new weights, everything so far.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from rlhub.engines.rollout.base import FinishReason, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows, widen
+from rlhub.engines.rollout.hf.decode import FIRST_CAPACITY, KEEP_FRACTION, DecodeLimits
+from rlhub.engines.rollout.hf.noise import uniforms
+from rlhub.engines.rollout.hf.prompts import key_mask, prefill_chunks, read_prompts
+from rlhub.engines.rollout.hf.sampling import sample_tokens
+from rlhub.engines.rollout.hf.step import DecodeStep
+from rlhub.engines.rollout.stepping import TokenEvent
+
+SPARE_SHARE = 8  # a cache that is copied for more rows gets places for 1/8 more, for those that join soon
+MASK_COLUMNS = 128  # columns the mask reaches beyond the cache's when it is made
+PADDING_INTERVAL = 64  # steps between two looks for columns that are padding for every row
+NOISE_BLOCK = 32  # tokens whose noise is drawn at once; drawn anew when a row joins
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Row:
+    """A request: ids are the prompt's and the sampled tokens, of which the last one is not in the cache yet; count: tokens of
+    the completion so far, those of an earlier attempt included; limit: how many there may be."""
+
+    key: int
+    ids: list[int]
+    seed: int
+    params: SamplingParams
+    stops: frozenset[int]
+    count: int
+    limit: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Places:
+    """The rows' places in the cache, empty ones (None) included.  Per place: pads, the padding before the row; positions of
+    the next token; advance, 1 where there is a row; tokens, the last one sampled.  mask: see `key_mask`."""
+
+    cache: Cache
+    rows: list[_Row | None]
+    pads: Tensor
+    positions: Tensor
+    advance: Tensor
+    tokens: Tensor
+    mask: Tensor | None
+
+    @property
+    def length(self) -> int:
+        """Filled columns of the cache."""
+        length: int = self.cache.layers[0].get_seq_length()
+        return length
+
+    def taken(self) -> list[int]:
+        return [place for place, row in enumerate(self.rows) if row is not None]
+
+    def free(self) -> list[int]:
+        return [place for place, row in enumerate(self.rows) if row is None]
+
+    def arrange(self, sources: list[int], rows: list[_Row | None]) -> Tensor:
+        """Copy the places `sources`, which hold `rows` from now on; returns `sources` as a tensor.
+
+        Columns that are padding for every row are dropped.
+        """
+        index = torch.tensor(sources, device=self.pads.device)
+        first_column = int(self.pads[index].min())
+        keep_rows(self.cache, index, first_column)
+        self.pads, self.positions = self.pads[index] - first_column, self.positions[index]
+        self.advance, self.tokens = self.advance[index], self.tokens[index]
+        self.rows = rows
+        self.advance[[place for place, row in enumerate(rows) if row is None]] = 0
+        self.remask()
+        return index
+
+    def remask(self) -> None:
+        """Make the mask anew, with room for more columns."""
+        self.mask = key_mask(self.pads, self.length + MASK_COLUMNS, self.cache.layers[0].keys.dtype)
+
+    def leave(self, place: int) -> None:
+        """The row of this place has ended."""
+        self.rows[place] = None
+        self.advance[place] = 0
+
+
+class HFStepper:
+    """`Stepper` over a Hugging Face model: `model` reads prompts, `step_forward` the tokens after them."""
+
+    def __init__(self, model: PreTrainedModel, step_forward: DecodeStep, limits: DecodeLimits, max_rows: int) -> None:
+        self._model = model
+        self._step_forward = step_forward
+        self._limits = limits
+        self._max_rows = max_rows
+        self._waiting: deque[_Row] = deque()
+        self._places: _Places | None = None
+        self._noise = torch.empty(0, 0)
+        self._noise_column = 0  # of the next token; at the block's end it is drawn anew
+
+    def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
+        length = len(request.prompt_ids)
+        limit = min(params.max_new_tokens, request.start + self._limits.max_model_len - length)
+        stops = frozenset(() if params.ignore_eos else params.stop_token_ids)
+        self._waiting.append(
+            _Row(
+                key=key,
+                ids=list(request.prompt_ids),
+                seed=request.seed,
+                params=params,
+                stops=stops,
+                count=request.start,
+                limit=limit,
+            )
+        )
+
+    @torch.inference_mode()
+    def remove(self, keys: Collection[int]) -> None:
+        self._waiting = deque(row for row in self._waiting if row.key not in keys)
+        if self._places is not None:
+            for place, row in enumerate(self._places.rows):
+                if row is not None and row.key in keys:
+                    self._places.leave(place)
+
+    def recompute(self) -> None:
+        """All rows join again, with everything they have."""
+        if self._places is not None:
+            self._waiting.extendleft(row for row in reversed(self._places.rows) if row is not None)
+            self._places = None
+
+    @torch.inference_mode()
+    def step(self) -> Sequence[TokenEvent]:
+        num_running = len(self._places.taken()) if self._places is not None else 0
+        joining = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._max_rows - num_running))]
+        logits = None
+        if self._places is not None and num_running:
+            self._shrink(self._places, num_running, len(joining))
+            logits = self._forward(self._places)
+        if joining:
+            logits = self._join(joining, logits)
+        assert self._places is not None and logits is not None
+        tokens, log_probs = self._sample(logits, self._places)
+        self._places.tokens = tokens
+        return self._record(self._places, tokens.tolist(), log_probs.tolist())
+
+    def _forward(self, places: _Places) -> Tensor:
+        """Feed every place's last token; returns logits (places, vocabulary)."""
+        columns = places.length + 1
+        if places.mask is not None and places.mask.shape[-1] < columns:
+            places.remask()
+        mask = None if places.mask is None else places.mask[..., :columns]
+        logits = self._step_forward(places.tokens, places.positions, places.cache, mask)
+        places.positions = places.positions + places.advance
+        return logits
+
+    def _shrink(self, places: _Places, num_running: int, num_joining: int) -> None:
+        """Drop empty places, or columns that no row needs, once they are a quarter of the cache."""
+        taken = places.taken()
+        look = places.length % PADDING_INTERVAL == 0  # finding out waits for the device
+        padding = int(places.pads[taken].min()) if look else 0
+        if num_running + num_joining < KEEP_FRACTION * len(places.rows) or padding > (1 - KEEP_FRACTION) * places.length:
+            places.arrange(taken, [places.rows[place] for place in taken])
+            self._noise_column = NOISE_BLOCK
+
+    def _join(self, joining: list[_Row], logits: Tensor | None) -> Tensor:
+        """Read the rows and give them places.  logits: of the places there were; returns those of all places."""
+        prompts = sorted({tuple(row.ids) for row in joining}, key=len)
+        chunks = prefill_chunks([len(prompt) for prompt in prompts], self._limits.max_prefill_tokens)
+        read = [read_prompts(self._model, prompts[first:stop]) for first, stop in chunks]
+        if logits is None:
+            self._places = self._new_places(len(joining), len(prompts[-1]), read[0][1])
+            logits = read[0][0].new_empty(len(joining), read[0][0].shape[1])
+        assert self._places is not None
+        places = self._places
+        logits = self._make_room(places, len(joining), len(prompts[-1]), logits)
+        number = {prompt: i for i, prompt in enumerate(prompts)}
+        free = places.free()[: len(joining)]
+        source = torch.tensor([number[tuple(row.ids)] for row in joining])
+        index = torch.tensor(free)
+        for (first, stop), (_, prefilled) in zip(chunks, read, strict=True):
+            inside = (source >= first) & (source < stop)
+            fill_rows(places.cache, prefilled, index[inside].to(logits.device), (source[inside] - first).to(logits.device))
+        self._seat(places, free, joining)
+        logits[index.to(logits.device)] = torch.cat([part for part, _ in read])[source.to(logits.device)]
+        return logits
+
+    def _new_places(self, count: int, width: int, prefilled: Cache) -> _Places:
+        zeros = torch.zeros(count, dtype=torch.long, device=self._model.device)
+        return _Places(
+            cache=allocate(prefilled, count, width, width + FIRST_CAPACITY),
+            rows=[None] * count,
+            pads=zeros,
+            positions=zeros.clone(),
+            advance=zeros.clone(),
+            tokens=zeros.clone(),
+            mask=None,
+        )
+
+    def _make_room(self, places: _Places, count: int, width: int, logits: Tensor) -> Tensor:
+        """At least `count` empty places of at least `width` columns; returns the logits of all places."""
+        if len(places.free()) < count:
+            taken = places.taken()
+            spare = min(max(count, len(taken) // SPARE_SHARE), self._max_rows - len(taken))
+            sources = taken + [taken[0]] * spare  # what an empty place holds does not matter
+            logits = logits[places.arrange(sources, [*(places.rows[place] for place in taken), *[None] * spare])]
+        if width > places.length:
+            more = width - places.length
+            widen(places.cache, more)
+            places.pads = places.pads + more
+        return logits
+
+    def _seat(self, places: _Places, free: list[int], joining: list[_Row]) -> None:
+        index = torch.tensor(free, device=places.pads.device)
+        lengths = torch.tensor([len(row.ids) for row in joining], device=places.pads.device)
+        places.pads[index] = places.length - lengths
+        places.positions[index] = lengths
+        places.advance[index] = 1
+        for place, row in zip(free, joining, strict=True):
+            places.rows[place] = row
+        places.remask()
+        self._noise_column = NOISE_BLOCK
+
+    def _sample(self, logits: Tensor, places: _Places) -> tuple[Tensor, Tensor]:
+        """One token a place and its log-prob, by each row's own parameters; those of empty places mean nothing."""
+        noise = self._next_noise(places)
+        kinds: list[SamplingParams] = []
+        for row in places.rows:
+            if row is not None and row.params not in kinds:
+                kinds.append(row.params)
+        if len(kinds) == 1:
+            return sample_tokens(logits, noise, kinds[0])
+        tokens, log_probs = torch.zeros_like(places.tokens), torch.zeros_like(noise)
+        for kind in kinds:
+            chosen = [place for place, row in enumerate(places.rows) if row is not None and row.params == kind]
+            index = torch.tensor(chosen, device=logits.device)
+            tokens[index], log_probs[index] = sample_tokens(logits[index], noise[index], kind)
+        return tokens, log_probs
+
+    def _next_noise(self, places: _Places) -> Tensor:
+        """(places,) uniforms of each row's next token."""
+        if self._noise_column >= self._noise.shape[1]:
+            seeds = np.array([0 if row is None else row.seed for row in places.rows], dtype=np.int64)
+            counts = np.array([0 if row is None else row.count for row in places.rows], dtype=np.int64)
+            self._noise = torch.from_numpy(uniforms(seeds, counts, NOISE_BLOCK)).to(places.tokens.device)
+            self._noise_column = 0
+        self._noise_column += 1
+        return self._noise[:, self._noise_column - 1]
+
+    def _record(self, places: _Places, tokens: list[int], log_probs: list[float]) -> list[TokenEvent]:
+        """Take in the step's tokens; rows that end with them leave."""
+        events = []
+        for place, row in enumerate(places.rows):
+            if row is None:
+                continue
+            token = tokens[place]
+            row.ids.append(token)
+            row.count += 1
+            reason: FinishReason | None = None
+            if token in row.stops or row.count >= row.limit:
+                reason = "stop" if token in row.stops else "length"
+                places.leave(place)
+            events.append(TokenEvent(row.key, token, log_probs[place], reason))
+        if not any(places.rows):
+            self._places = None
+        return events
