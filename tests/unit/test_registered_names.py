@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +17,18 @@ from rlhub.engines.rollout.registry import ROLLOUT_ENGINES
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.registry import Registry
 from rlhub.rewards.registry import REWARD_MANAGERS, SCORERS
+from rlhub.tools.registry import TOOL_FORMATS, TOOLS
 from rlhub.tracking.registry import TRACKERS
 from rlhub.workflows.registry import WORKFLOWS
+from tests.support.source_trees import nodes, trees
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "rlhub"
 TABLES = frozenset(
     {
         "algorithms/registry.py",
         "engines/rollout/registry.py",
         "engines/training/registry.py",
         "rewards/registry.py",
+        "tools/registry.py",
         "tracking/registry.py",
         "workflows/registry.py",
     }
@@ -42,6 +41,8 @@ OTHERS: dict[str, Registry[Any]] = {
     "TRAIN_ENGINES": TRAIN_ENGINES,
     "REWARD_MANAGERS": REWARD_MANAGERS,
     "SCORERS": SCORERS,
+    "TOOLS": TOOLS,
+    "TOOL_FORMATS": TOOL_FORMATS,
     "TRACKERS": TRACKERS,
     "WORKFLOWS": WORKFLOWS,
 }
@@ -54,37 +55,27 @@ MEANINGS: dict[tuple[str, str], str] = {
     ("models/megatron/compat.py", "wandb"): "a Python package that megatron imports",
     ("single_controller/ray/runtime_env.py", "wandb"): "the folder that package writes to",
     ("tracking/console.py", "kl"): "a column's heading",
+    ("utils/column_files.py", "json"): "a kind of column",
 }
 """(path, string) -> what else the string means there."""
 
 
-@cache
-def trees() -> dict[str, ast.Module]:
-    return {
-        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(), str(path)) for path in sorted(PACKAGE.rglob("*.py"))
-    }
-
-
-def docstrings(tree: ast.AST) -> set[int]:
+def docstrings(tree: ast.Module) -> set[int]:
     """Identities of string expressions that stand alone: docstrings, and those below a field or a constant."""
-    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    return {id(node.value) for node in nodes(tree, ast.Expr) if isinstance(node.value, ast.Constant)}
 
 
-def defaults(tree: ast.AST) -> set[int]:
+def defaults(tree: ast.Module) -> set[int]:
     """Identities of the constants in the default of a dataclass field, and in the Literal that lists its choices."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
-            found |= {id(part) for item in fields for part in ast.walk(item) if isinstance(part, ast.Constant)}
-    return found
+    fields = [item for node in nodes(tree, ast.ClassDef) for item in node.body if isinstance(item, ast.AnnAssign)]
+    return {id(part) for item in fields for part in ast.walk(item) if isinstance(part, ast.Constant)}
 
 
 def strings(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, text) of every string constant that is code."""
     ignored = docstrings(tree) | (defaults(tree) if path.startswith("config/") else set())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in ignored:
+    for node in nodes(tree, ast.Constant):
+        if isinstance(node.value, str) and id(node) not in ignored:
             yield node.lineno, node.value
 
 
@@ -99,10 +90,13 @@ def own_files(registry: Registry[Any], name: str) -> set[str]:
 def named(files: dict[str, ast.Module], registries: dict[str, Registry[Any]]) -> dict[tuple[str, str], str]:
     """(path, name) -> sentence, for each registered name in a file that should not know it."""
     found = {}
+    names = {name for registry in registries.values() for name in registry.names()}
     for path, tree in files.items():
         if path in TABLES:
             continue
         for line, text in strings(path, tree):
+            if text not in names:
+                continue
             kinds = [registry for registry in registries.values() if text in registry]
             strange = [registry for registry in kinds if not belongs(path, registry, text)]
             if strange and len(strange) == len(kinds):
