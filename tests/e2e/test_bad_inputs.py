@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from tests.e2e.conftest import Mains, Running, Task, prompt_rows, write_rows
+from tests.support.metrics import rows_of, rows_so_far
 
 EXIT_USAGE = 2
 MISSPELT = "actor_rollout_ref.rollout.temprature=1.0"
 SOON_S = 100.0
 """Less than the deadlines whose passing would also end these runs, more than a loaded machine needs to start Ray."""
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.fixture
@@ -77,7 +71,7 @@ def test_an_overlong_prompt_is_an_error_or_left_out(mains: Mains, task: Task, ba
     went_on = mains.run([*arguments, "data.filter_overlong_prompts=True", "trainer.backend=local"])
     assert went_on.code == 0, went_on.output
     assert "1 of 25 prompts are longer than 8 tokens and are left out" in went_on.output
-    assert [row["step"] for row in metrics(tmp_path / "run")] == [1]
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1]
 
 
 FAULTY_REWARD = """
@@ -114,7 +108,7 @@ def test_a_failing_reward_is_counted_and_passed_over(mains: Mains, faulty: list[
     running = mains.start([*faulty, f"reward_model.on_error={policy}", "reward_model.max_error_rate=0.5"])
     result = running.wait()
     assert result.code == 0, result.output
-    (row,) = metrics(tmp_path / "run")
+    (row,) = rows_of(tmp_path / "run")
     counts = {kind: row[f"reward/num_failed/{kind}"] for kind in ("raised", "timeout", "bad_value")}
     assert counts == {"raised": 2.0, "timeout": 2.0, "bad_value": 2.0}
     assert row["actor/masked_samples"] == (FAILURES if policy == "mask" else 0)
@@ -139,7 +133,7 @@ def test_a_failing_reward_stops_the_run(
     result = running.wait()
     assert result.code not in (0, -signal.SIGKILL)
     assert reason in result.output
-    assert metrics(tmp_path / "run") == []
+    assert rows_so_far(tmp_path / "run") == []
     assert running.leftovers() == []
 
 
@@ -168,7 +162,7 @@ def test_one_flipped_bit_in_the_rollout_engine_is_caught(mains: Mains, task: Tas
     name = result.output.partition("flipped a bit of ")[2].partition(".\n")[0]
     assert name
     assert f"the rollout engine does not hold the trainer's {name}:" in result.output
-    assert [row["step"] for row in metrics(tmp_path / "run")] == [1]  # no step is taken with the wrong weights
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1]  # no step is taken with the wrong weights
 
 
 def on_ray(task: Task, run_folder: Path, *more: str) -> list[str]:
@@ -200,7 +194,7 @@ def rank_process(running: Running, run_folder: Path, rank: int) -> psutil.Proces
 def test_a_killed_worker_ends_the_run(mains: Mains, task: Task, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     running = mains.start_fresh(on_ray(task, folder, "trainer.total_training_steps=100000"))
-    running.until(lambda: len(metrics(folder)) > 1, "the second step was logged")
+    running.until(lambda: len(rows_so_far(folder)) > 1, "the second step was logged")
     worker = rank_process(running, folder, 1)
     assert worker is not None
     killed = time.monotonic()
@@ -248,4 +242,4 @@ def test_a_damaged_checkpoint_is_named_and_not_resumed(mains: Mains, task: Task,
     assert resumed.code == 0, resumed.output
     assert f"checkpoint skipped: {newest} is damaged: actor/{SHARD} has another checksum" in resumed.output
     assert "continuing at step 2 of 3" in resumed.output
-    assert [row["step"] for row in metrics(folder)] == [1, 2, 3]
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3]

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import MAIN, Mains, Running, Task, write_rows
+from tests.support.metrics import rows_of, rows_so_far
+
+pytestmark = pytest.mark.xdist_group("kill_and_resume")  # they share the uninterrupted run
 
 SFT = "rlhub.trainer.main_sft"
 STEPS = 4
@@ -55,10 +58,7 @@ def without_timing(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def steps_logged(folder: Path) -> list[int]:
-    """Steps of the whole lines of metrics.jsonl."""
-    path = folder / "metrics.jsonl"
-    whole = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line)["step"] for line in whole]
+    return [row["step"] for row in rows_so_far(folder)]
 
 
 def outcome(folder: Path) -> Outcome:
@@ -66,7 +66,7 @@ def outcome(folder: Path) -> Outcome:
     state = json.loads((last / "trainer.json").read_text())
     files = [*last.rglob("*.safetensors"), *last.rglob("scalars.json"), *(folder / "generations").iterdir()]
     return Outcome(
-        metrics=[without_timing(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()],
+        metrics=[without_timing(row) for row in rows_of(folder)],
         files={str(path.relative_to(folder)): path.read_bytes() for path in files},
         state={**state, "metrics": without_timing(state["metrics"])},
     )

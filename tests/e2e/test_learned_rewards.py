@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from tests.e2e.conftest import Mains, Result, Task
 from tests.support.chat_model import save_chat_model
+from tests.support.metrics import rows_of
 from tests.support.reward_models import save_reward_model
 
 STEPS = 3
@@ -40,7 +40,7 @@ def run(mains: Mains, task: Task, folder: Path, *more: str) -> list[dict[str, An
     result = mains.run(task.arguments(folder, f"trainer.total_training_steps={STEPS}", *more))
     assert result.code == 0, result.output
     assert "Traceback" not in result.output, result.output
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(folder)
     assert all(math.isfinite(value) for row in rows for value in row.values() if not isinstance(value, str))
     return [row for row in rows if "actor/pg_loss" in row]
 
@@ -68,7 +68,7 @@ def test_a_function_and_a_reward_model_are_weighted(mains: Mains, task: Task, mo
         expected = 2 * row["reward/function"] + 0.5 * row["reward/model"]
         assert row["reward/mean"] == pytest.approx(expected, abs=1e-5)
         assert 0 <= row["reward/function"] <= 1 and "critic/vf_loss" in row
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "run")
     last = [row for row in rows if "val/reward/mean" in row][-1]
     assert 0 <= last["val/pass@1"] <= 1
     logs = [path.name for path in (tmp_path / "run/logs").iterdir()]
@@ -100,7 +100,7 @@ def test_evaluation_rewards_with_the_model_and_counts_by_the_function(
         ]
         result = mains.run([*arguments, *more], module="rlhub.trainer.main_eval")
         assert result.code == 0, result.output
-        (found[name],) = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        (found[name],) = rows_of(tmp_path / name)
     assert found["both"]["val/pass@1"] == found["alone"]["val/pass@1"]
     assert abs(found["both"]["val/reward/mean"] - found["alone"]["val/reward/mean"]) > 10
 

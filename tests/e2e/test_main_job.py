@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from rlhub.tracking.generations import read_generations
 from tests.e2e.conftest import Mains, Result, Task
 from tests.support.chat_model import CHAT_TEMPLATE, save_chat_model
+from tests.support.metrics import rows_of
 
 RAY_TIMEOUT_S = 500.0
 """Of one run with vLLM in two ranks: half a minute when nothing else runs."""
@@ -105,7 +106,7 @@ def finished(result: Result) -> Result:
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; every number in them is finite."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(folder)
     for row in rows:
         wrong = {name: value for name, value in row.items() if not isinstance(value, str) and not math.isfinite(value)}
         assert wrong == {}, (row["step"], wrong)

@@ -3,7 +3,6 @@ sizes, and the same numbers in every step."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Mains, Result, Task
+from tests.support.metrics import rows_of
 
 RAY_TIMEOUT_S = 500.0
 """Of one run: a quarter of a minute when nothing else runs."""
@@ -39,7 +39,7 @@ def finished(result: Result) -> None:
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what no two runs share; every number is finite."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(folder)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     for row in rows:
         assert all(math.isfinite(value) for value in row.values() if not isinstance(value, str)), row

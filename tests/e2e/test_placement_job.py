@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, Mains, Task
+from tests.support.metrics import rows_so_far
 from tests.support.reward_models import save_reward_model
 
 SMALL_CLUSTER = "trainer.ray_init.object_store_memory=300000000"
@@ -55,9 +55,8 @@ def test_a_killed_rollout_rank_ends_the_run(mains: Mains, task: Task, tmp_path: 
         folder, *ROLLOUT_APART, "trainer.backend=ray", SMALL_CLUSTER, "trainer.total_training_steps=100000"
     )
     running = mains.start(arguments)
-    log = folder / "metrics.jsonl"
-    running.until(lambda: log.exists() and len(log.read_text().splitlines()) >= 2, "two steps", RAY_TIMEOUT_S)
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    running.until(lambda: len(rows_so_far(folder)) >= 2, "two steps", RAY_TIMEOUT_S)
+    rows = rows_so_far(folder)
     assert all(abs(row["mismatch/kl"]) < 1e-5 for row in rows), "the engines have the weights of the step before"
     victim = rollout_rank(running.processes(), 1)
     begin = time.monotonic()

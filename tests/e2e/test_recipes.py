@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlhub.tracking.generations import read_generations
 from tests.e2e.conftest import Mains, Task
 from tests.support.chat_model import save_chat_model
+from tests.support.metrics import rows_of
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 TIMEOUT_S = 420.0
@@ -28,10 +27,6 @@ def run_recipe(mains: Mains, *command: str, **variables: str) -> subprocess.Comp
     return subprocess.run(
         command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, cwd=mains.folder, stdin=subprocess.DEVNULL
     )
-
-
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_minimal_grpo(mains: Mains, task: Task, tmp_path: Path) -> None:
@@ -63,7 +58,7 @@ def test_gsm8k(mains: Mains, tmp_path: Path) -> None:
     command = ["bash", str(RECIPES / "gsm8k" / "grpo.sh"), *settings]
     done = run_recipe(mains, *command, MODEL=str(model), DATA=str(tmp_path / "data"))
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = metrics_of(tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert "val/openai/gsm8k/pass@1" in rows[0] and "val/pass@1" in rows[3]
     for row in rows[1:]:
@@ -96,10 +91,10 @@ def test_arithmetic(mains: Mains, arithmetic: tuple[list[str], Path]) -> None:
     done = run_recipe(mains, *command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert str(out / "grpo" / "report.html") in done.stderr and (out / "grpo" / "report.html").is_file()
-    rows = metrics_of(out / "grpo")
+    rows = rows_of(out / "grpo")
     assert [row["step"] for row in rows] == [0, 1, 2] and "val/pass@1" in rows[0] and "val/pass@1" in rows[2]
     assert f"right {rows[0]['val/pass@1']:.3f}" in done.stderr
-    losses = [row["train/loss"] for row in metrics_of(out / "sft")]
+    losses = [row["train/loss"] for row in rows_of(out / "sft")]
     assert len(losses) == ARITHMETIC_SFT_STEPS and losses[-1] < 0.7 * losses[0]
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.safetensors")}
 
@@ -107,7 +102,7 @@ def test_arithmetic(mains: Mains, arithmetic: tuple[list[str], Path]) -> None:
     assert again.returncode == 0, again.stdout + again.stderr
     assert "this run already finished" in again.stderr
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.safetensors")} == before
-    assert metrics_of(out / "grpo") == rows
+    assert rows_of(out / "grpo") == rows
 
 
 def test_an_unknown_setting_stops_a_recipe(mains: Mains, task: Task, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import subprocess
@@ -15,6 +14,9 @@ import pytest
 from recipes.arithmetic.run import parse, sft_settings
 from tests.e2e.conftest import Mains
 from tests.e2e.test_recipes import IN_PROCESS, RECIPES, run_recipe
+from tests.support.metrics import rows_of
+
+pytestmark = pytest.mark.xdist_group("recipes_algorithms")  # they share data, model and warm start
 
 FAMILIES = ("dapo", "gspo", "cispo", "remax", "ppo")
 STEPS = 3
@@ -42,10 +44,6 @@ def common(out: Path) -> list[str]:
 def run(mains: Mains, out: Path, script: Path, *more: str) -> subprocess.CompletedProcess[str]:
     quick = (*IN_PROCESS, "trainer.test_freq=-1", "trainer.val_before_train=False")
     return run_recipe(mains, sys.executable, str(script), *common(out), *quick, *more)
-
-
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def check_dapo(rows: list[dict[str, Any]]) -> None:
@@ -88,7 +86,7 @@ def test_a_familys_recipe(mains: Mains, out: Path, family: str) -> None:
     done = run(mains, out, RECIPES / family / "run.py", f"--steps={steps}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "has no effect" not in done.stderr, "every setting of the recipe is read"
-    rows = metrics_of(out / family)
+    rows = rows_of(out / family)
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert all(row["actor/grad_norm"] > 0 for row in rows if "actor/grad_norm" in row)

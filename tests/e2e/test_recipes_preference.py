@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoModelForSequenceClassification
 
 from tests.e2e.conftest import Mains
 from tests.e2e.test_recipes import RECIPES, run_recipe
+from tests.support.metrics import rows_of
+
+pytestmark = pytest.mark.xdist_group("recipes_preference")  # they share data, model and pairs
 
 IN_PROCESS = ("--ranks=1", "--sft-steps=2", "--steps=2", "trainer.device=cpu", "trainer.backend=local")
-
-
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +31,10 @@ def out(mains: Mains, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_dpo(mains: Mains, out: Path) -> None:
     done = run_recipe(mains, sys.executable, str(RECIPES / "dpo" / "run.py"), f"--out={out}", *IN_PROCESS)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = metrics_of(out / "dpo")
+    rows = rows_of(out / "dpo")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[0]["val/accuracy"] == 0.5 and rows[-1]["val/loss"] < rows[0]["val/loss"]
-    before, after = (metrics_of(out / name)[0]["val/pass@1"] for name in ("before", "dpo_after"))
+    before, after = (rows_of(out / name)[0]["val/pass@1"] for name in ("before", "dpo_after"))
     assert f"right answers: {before:.3f} before, {after:.3f} after" in done.stderr
     assert str(out / "dpo" / "report.html") in done.stderr
 
@@ -50,7 +47,7 @@ def test_reward_model(mains: Mains, out: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     model = AutoModelForSequenceClassification.from_pretrained(out / "rm" / "global_step_2" / "model" / "huggingface")
     assert model.config.num_labels == 1
-    rows = metrics_of(out / "grpo_rm")
+    rows = rows_of(out / "grpo_rm")
     assert [row["step"] for row in rows] == [1, 2] and all(row["critic/score/max"] != row["critic/score/min"] for row in rows)
     assert all(score not in (0.0, 1.0) for row in rows for score in (row["critic/score/max"], row["critic/score/min"])), (
         "scores are the reward model's, not the rule's"

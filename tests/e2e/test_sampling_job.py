@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.conftest import Mains, Task
 from tests.e2e.test_kill_and_resume import STEPS, run_killed
+from tests.support.metrics import rows_of
 
 FIRST_WORD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -22,8 +23,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["step"] > 0]
+    return [row for row in rows_of(folder) if row["step"] > 0]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ in one process, apart on pools of their own, and resumed from one placement into
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -29,6 +28,7 @@ from rlhub.trainer.ppo.trainer import PPOTrainer
 from rlhub.trainer.preflight import check
 from rlhub.trainer.run import Run
 from tests.support.chat_model import save_chat_model
+from tests.support.metrics import rows_of
 from tests.support.reward_models import save_reward_model
 
 STEPS = 3
@@ -81,7 +81,7 @@ class Job:
         return prepare(PPOConfig, "ppo", overrides, preflight=check)
 
     def metrics(self, name: str) -> list[dict[str, Any]]:
-        rows = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+        rows = rows_of(self.folder / name)
         return [{key: value for key, value in row.items() if not key.startswith(VARYING)} for row in rows]
 
     def weights(self, name: str, model: str) -> dict[str, torch.Tensor]:

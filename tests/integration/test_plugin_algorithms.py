@@ -6,18 +6,17 @@ measure is in the metrics.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from tests.support.chat_model import save_chat_model
+from tests.support.metrics import rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300.0
@@ -106,15 +105,11 @@ def train(project: Path, run_folder: Path, *more: str) -> subprocess.CompletedPr
     )
 
 
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_two_ranks_learn_with_a_plugins_estimator_and_loss(project: Path, tmp_path: Path) -> None:
     knobs = (f"algorithm.adv_kwargs.scale={SCALE}", f"actor_rollout_ref.actor.policy_loss.kwargs.share={SHARE}")
     done = train(project, tmp_path / "run", *knobs)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = metrics_of(tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert row["centred/scale"] == SCALE

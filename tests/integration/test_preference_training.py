@@ -22,6 +22,7 @@ from rlhub.errors import ConfigError
 from rlhub.trainer import main_dpo, main_rm
 from rlhub.trainer.preflight import check
 from scripts.bench.tiny_model import build
+from tests.support.metrics import rows_of
 
 VOCABULARY, BETA = 64, 0.1
 MAINS: dict[str, tuple[type, Callable[[Any], int]]] = {"dpo": (DPOConfig, main_dpo.main), "rm": (RMConfig, main_rm.main)}
@@ -72,7 +73,7 @@ def run(kind: str, model: Path, folder: Path, *settings: str, relabel: str = "",
     ]
     config_class, main = MAINS[kind]
     assert main(cli.prepare(config_class, kind, overrides, preflight=check)) == 0
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return rows_of(folder / "run")
 
 
 def saved(folder: Path, step: int) -> Path:

@@ -24,6 +24,7 @@ import pytest
 
 from rlhub.single_controller.ray.runtime_env import build_runtime_env
 from tests.support.chat_model import save_chat_model
+from tests.support.metrics import rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1"
@@ -198,7 +199,7 @@ def test_a_job_trains_with_the_source_that_was_shipped(head: Head, project: Path
     done = head.submit(runtime_env, *trainer_command(data, tmp_path / "run"))
     assert done.returncode == 0 and "succeeded" in done.stdout, done.stdout + done.stderr
     assert [job["status"] for job in head.jobs() if job["type"] == "SUBMISSION"] == ["SUCCEEDED"]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["actor/grad_norm"] > 0.0 and abs(row["mismatch/kl"]) < 1e-5 for row in rows)
     assert (tmp_path / "run" / "global_step_2").is_dir()
