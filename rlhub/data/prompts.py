@@ -22,12 +22,17 @@ from rlhub.utils.columns import object_array
 logger = logging.getLogger(__name__)
 
 
+AGENT_NAME = "agent_name"
+"""Column of the files that names a row's own workflow."""
+
+
 class PromptDataset:
     """All usable prompts of the files, tokenized.
 
-    A row has `config.prompt_key` (text or chat messages), `data_source`, and optionally `reward_model` (`ground_truth` in it)
-    and `extra_info`.  Prompts longer than `config.max_prompt_length` tokens are dropped (`filter_overlong_prompts`), cut
-    (`truncation`) or an error.  Every problem is a DataError that names file, row and column, raised here and not mid-run.
+    A row has `config.prompt_key` (text or chat messages), `data_source`, and optionally `reward_model` (`ground_truth` in it),
+    `extra_info` and `agent_name`, the workflow that runs its episodes.  Prompts longer than `config.max_prompt_length` tokens
+    are dropped (`filter_overlong_prompts`), cut (`truncation`) or an error.  Every problem is a DataError that names file, row
+    and column, raised here and not mid-run.
     """
 
     def __init__(self, config: DataConfig, files: str | Sequence[str], tokenizer: Tokenizer) -> None:
@@ -44,6 +49,8 @@ class PromptDataset:
             "raw_prompt": [texts[index] for index in kept],
             "raw_chat": [rows[index].get(config.prompt_key) for index in kept],
         }
+        if any(AGENT_NAME in row.values for row in rows):
+            self._columns[AGENT_NAME] = [_agent_name(rows[index]) for index in kept]
         self.num_filtered = len(rows) - len(kept)
         self.fingerprint = fingerprint_of(self.prompt_ids, self._columns["data_source"], self._columns["ground_truth"])
 
@@ -52,7 +59,8 @@ class PromptDataset:
 
     def batch(self, indices: np.ndarray) -> DataProto:
         """Those rows: `prompts` and `attention_mask` (rows, longest) int64, left padded; object columns `data_source`,
-        `ground_truth`, `extra_info`, `raw_prompt` (the text the tokens came from), `raw_chat` (the prompt as the file has it)."""
+        `ground_truth`, `extra_info`, `raw_prompt` (the text the tokens came from), `raw_chat` (the prompt as the file has it);
+        `agent_name` where the files have it."""
         tokens = [self.prompt_ids[index] for index in indices]
         tensors = {
             "prompts": torch.from_numpy(left_padded(tokens, self.pad_id)),
@@ -117,6 +125,13 @@ def _ground_truth(row: Row) -> Any:
     if not isinstance(spec, Mapping) or spec.get("ground_truth") is None:
         raise row.problem("reward_model", f"must be an object with 'ground_truth', got {spec!r:.80}")
     return spec["ground_truth"]
+
+
+def _agent_name(row: Row) -> str | None:
+    value = row.values.get(AGENT_NAME)
+    if value is not None and not isinstance(value, str):
+        raise row.problem(AGENT_NAME, f"must be the name of a workflow, got {value!r:.80}")
+    return value
 
 
 def _extra_info(row: Row) -> dict[str, Any]:

@@ -14,13 +14,37 @@ from rlhub.algorithms.mismatch import extreme_metrics, mismatch_metrics, mismatc
 from rlhub.config.rollout_correction import RolloutCorrectionConfig
 from rlhub.protocol import DataProto
 
+OLDEST_BUCKET = 8
+"""Tokens so many versions old, or more, are counted together."""
+
 
 def measure_mismatch(batch: DataProto) -> dict[str, float]:
     """mismatch/*: rollout against trainer log-probs (without a forward pass of their own the update measures them)."""
     columns = batch.batch
     measured = columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
-    sums = {name: float(value) for name, value in mismatch_sums(*measured).items()}
-    return mismatch_metrics(sums) | extreme_metrics(weight_extremes(*measured))
+    return mismatch_of(*measured) | extreme_metrics(weight_extremes(*measured)) | mismatch_by_staleness(batch)
+
+
+def mismatch_of(old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """mismatch/* without the extremes, over the tokens of the mask."""
+    return mismatch_metrics({name: float(value) for name, value in mismatch_sums(old_log_probs, rollout_log_probs, mask).items()})
+
+
+def mismatch_by_staleness(batch: DataProto) -> dict[str, float]:
+    """mismatch/kl/staleness_<s>: of the tokens that many versions old, the last bucket with all that are older; nothing of a
+    batch that is from the newest version alone."""
+    add_staleness(batch)
+    columns = batch.batch
+    if "staleness" not in columns.keys():
+        return {}
+    staleness = columns["staleness"].clamp(max=OLDEST_BUCKET)
+    found = {}
+    for age in range(OLDEST_BUCKET + 1):
+        mask = columns["response_mask"] * (staleness == age)
+        if bool(mask.any()):
+            kl = mismatch_of(columns["old_log_probs"], columns["rollout_log_probs"], mask)["mismatch/kl"]
+            found[f"mismatch/kl/staleness_{age}"] = kl
+    return found
 
 
 def bypass(batch: DataProto) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from rlhub.config.asynchronous import may_be_stale
 from rlhub.config.ppo import PPOConfig
 from rlhub.registry import suggest
 
@@ -50,8 +51,10 @@ def requirements(config: PPOConfig) -> Requirements:
 
     The old log-probs' own pass is skipped when the update's first forward pass is that very policy: one optimizer step per
     batch, one epoch, no KL in the reward, no estimator or loss that reads them and no rollout correction, which compares them
-    with the rollout's.  It is also skipped where the rollout's log-probs stand in for them (bypass), and where the loss's
-    proximal policy is made from others, unless the driver itself reads them.
+    with the rollout's.  A batch that may hold tokens of older policies always has it: the policy that the loss clips against
+    is the current one before the update, never the one that sampled (decoupled PPO, Fu et al. 2025, arXiv 2505.24298).  The
+    pass is also skipped where the rollout's log-probs stand in for them (bypass), and where the loss's proximal policy is made
+    from others, unless the driver itself reads them.
     """
     loss = POLICY_LOSSES.row(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     needs = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires | loss.requires
@@ -59,7 +62,7 @@ def requirements(config: PPOConfig) -> Requirements:
     correction = config.algorithm.rollout_correction
     several_steps = num_mini_batches(config) > 1 or actor.ppo_epochs > 1
     on_driver = in_reward or not needs.isdisjoint({"old_log_probs", "sum_pi_squared"})
-    in_loss = not correction.in_update and (several_steps or correction.active)
+    in_loss = not correction.in_update and (several_steps or correction.active or may_be_stale(config))
     return Requirements(
         values="values" in needs,
         reference=actor.use_kl_loss or in_reward,

@@ -17,14 +17,19 @@ sample is generated twice, and a resumed run draws what the uninterrupted one wo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlhub.checkpoint.files import FileEntry
 from rlhub.config.ppo import PPOConfig
+from rlhub.data.prompts import PromptLoader
+from rlhub.errors import CheckpointError
 from rlhub.protocol import DataProto
 from rlhub.trainer.ppo.requirements import requirements
 from rlhub.trainer.ppo.rollouts import Generator
@@ -32,6 +37,8 @@ from rlhub.trainer.ppo.scoring import SIGNAL, Scorer
 
 logger = logging.getLogger(__name__)
 
+STREAMED = "rollouts"
+"""Key of a checkpoint's state that is written by rollout.mode=async."""
 COUNTS = "reward/num_"
 """Metrics that add up over generations; other numbers of the scorer are averaged."""
 PROMPT_AND_RESPONSE = ("input_ids", "attention_mask")
@@ -42,17 +49,51 @@ class Sampler:
     """`sample(prompts)` gives one scored batch of data.train_batch_size prompts; `metrics` holds that call's measurements."""
 
     config: PPOConfig
+    loader: PromptLoader
     generator: Generator
     scorer: Scorer
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     _drawn: list[dict[str, float]] = field(init=False, default_factory=list)
 
-    def sample(self, prompts: Iterator[DataProto]) -> DataProto:
+    def start(self) -> None:
+        """Nothing runs between two batches."""
+
+    def sample(self, prompts: Iterator[DataProto], step: int) -> DataProto:
         """Take as many batches of prompts as are needed; rows of a prompt are neighbours and share a `uid`."""
         self.metrics, self._drawn = {}, []
         batch = self._collect(prompts) if self.config.algorithm.filter_groups.enable else self._draw(next(prompts))
         self.metrics |= merged(self._drawn)
         return batch
+
+    @property
+    def policy_version(self) -> int:
+        return self.generator.policy_version
+
+    def publish(self, version: int) -> None:
+        """The next generation begins with the new weights, where the step changed any."""
+        if version > self.config.trainer.critic_warmup:
+            self.generator.policy_version = version
+
+    def save(self, folder: Path) -> list[FileEntry]:
+        """Everything is in `state`."""
+        return []
+
+    def state(self) -> dict[str, Any]:
+        """The loader stands where the next batch begins."""
+        return {"loader": self.loader.state(), "policy_version": self.policy_version}
+
+    def load_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        """CheckpointError for what only a stream of episodes can go on with."""
+        if STREAMED in state:
+            raise CheckpointError(
+                "the checkpoint was made with actor_rollout_ref.rollout.mode=async and holds prompts in work, which mode=sync "
+                "cannot go on with; resume with mode=async (trainer.max_staleness=0 takes turns too), or start anew"
+            )
+        self.loader.load_state(state["loader"])
+        self.generator.policy_version = state["policy_version"]
+
+    def close(self) -> None:
+        """Nothing runs between two batches."""
 
     def _draw(self, prompts: DataProto) -> DataProto:
         """One generation, scored."""

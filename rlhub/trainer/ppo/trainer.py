@@ -1,6 +1,6 @@
-"""PPOTrainer: the synchronous fit loop around `Learner.learn`.
+"""PPOTrainer: the fit loop around `Learner.learn`, the same for every schedule: what differs is where batches come from.
 
-resume -> (validate) -> for each step: sample, learn, [validate], [save], log
+resume -> (validate) -> for each step: sample, learn, publish, [validate], [save], log
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from rlhub.checkpoint.files import FileEntry
 from rlhub.config.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.protocol import DataProto
+from rlhub.trainer.ppo.batch_source import BatchSource
 from rlhub.trainer.ppo.groups import Groups
 from rlhub.trainer.ppo.learner import Learner
-from rlhub.trainer.ppo.rollouts import Generator
-from rlhub.trainer.ppo.sampling import Sampler
 from rlhub.trainer.ppo.validation import Validator
 from rlhub.trainer.run import Run
 
@@ -29,8 +28,7 @@ class PPOTrainer:
     config: PPOConfig
     run: Run
     loader: PromptLoader
-    generator: Generator
-    sampler: Sampler
+    batches: BatchSource
     learner: Learner
     validator: Validator | None
     groups: Groups
@@ -39,6 +37,7 @@ class PPOTrainer:
     def fit(self) -> int:
         """Train to `total_steps`, from the newest checkpoint if the run has one."""
         step = self.restore()
+        self.batches.start()
         if step == 0:
             self.before_training()
         prompts = self.loader.endless()
@@ -63,13 +62,12 @@ class PPOTrainer:
 
     def train_step(self, step: int, prompts: Iterator[DataProto]) -> dict[str, float]:
         """One training batch, from as many prompts as sampling takes."""
-        batch = self.sampler.sample(prompts)
-        metrics = self.sampler.metrics | self.learner.learn(batch, step)
-        if step > self.config.trainer.critic_warmup:
-            self.generator.policy_version = step
+        batch = self.batches.sample(prompts, step)
+        metrics = self.batches.metrics | self.learner.learn(batch, step)
+        self.batches.publish(step)
         return metrics | {
             "training/epoch": float(self.loader.epoch),
-            "training/policy_version": float(self.generator.policy_version),
+            "training/policy_version": float(self.batches.policy_version),
         }
 
     def validate(self, step: int) -> dict[str, float]:
@@ -81,15 +79,11 @@ class PPOTrainer:
 
     def save(self, folder: Path) -> list[FileEntry]:
         """Every rank of every model that is trained writes its part below `folder`."""
-        return self.groups.save(folder)
+        return [*self.groups.save(folder), *self.batches.save(folder)]
 
     def state(self) -> dict[str, Any]:
         """What the driver must remember besides the workers' weights."""
-        return {
-            "loader": self.loader.state(),
-            "kl_coef": self.learner.kl_controller.value,
-            "policy_version": self.generator.policy_version,
-        }
+        return {"kl_coef": self.learner.kl_controller.value} | self.batches.state()
 
     def restore(self) -> int:
         """Load the checkpoint the run resumes from; returns its step, 0 for a fresh start."""
@@ -97,7 +91,6 @@ class PPOTrainer:
         if checkpoint is None:
             return 0
         self.groups.load(checkpoint.path)
-        self.loader.load_state(checkpoint.state["loader"])
+        self.batches.load_state(checkpoint.state, checkpoint.path)
         self.learner.kl_controller.value = checkpoint.state["kl_coef"]
-        self.generator.policy_version = checkpoint.state["policy_version"]
         return checkpoint.step

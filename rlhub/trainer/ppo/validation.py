@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from rlhub.config.rollout import RolloutConfig
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager
 from rlhub.tracking.tracker import GenerationRow
-from rlhub.trainer.ppo.rollouts import Generator
 from rlhub.utils.timing import PhaseTimer
 
 CORRECT_ABOVE = 0.5  # of the score, where the scorer returns no "acc" of its own
@@ -52,13 +52,23 @@ def correctness(result_extra: dict[str, np.ndarray], scores: np.ndarray) -> np.n
     return values > CORRECT_ABOVE
 
 
+class ValidationSamples(Protocol):
+    """What generates for validation."""
+
+    config: RolloutConfig
+
+    def validation(self, prompts: DataProto) -> DataProto:
+        """val_kwargs' samples per prompt, neighbours in prompt order, with the current policy."""
+        ...
+
+
 class Validator:
     """Runs the whole validation set through generation and reward."""
 
     def __init__(
         self,
         batches: Iterable[DataProto],
-        generator: Generator,
+        generator: ValidationSamples,
         reward: RewardManager,
         tokenizer: Any,
         timers: PhaseTimer,

@@ -98,7 +98,7 @@ def config_of(*, enable: bool = True, metric: str = "seq_reward", bound: int = 5
 
 
 def sampler_of(config: PPOConfig, reward: ScriptedReward) -> Sampler:
-    return Sampler(config, FakeGenerator(), build_scorer(config, reward, PhaseTimer()))  # type: ignore[arg-type]
+    return Sampler(config, None, FakeGenerator(), build_scorer(config, reward, PhaseTimer()))  # type: ignore[arg-type]
 
 
 def batches() -> Iterator[DataProto]:
@@ -123,7 +123,7 @@ def ordinals(batch: DataProto) -> list[int]:
 
 def test_without_the_filter_a_batch_is_one_generation_scored() -> None:
     sampler = sampler_of(config_of(enable=False), scores(SAME, SAME, MIXED))
-    batch = sampler.sample(batches())
+    batch = sampler.sample(batches(), 1)
     assert ordinals(batch) == [0, 1, 2]
     assert batch.batch["scores"].tolist() == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
     assert sampler.metrics == {"reward/num_failed": 0.0, "reward/failed_share": 0.0}
@@ -132,7 +132,7 @@ def test_without_the_filter_a_batch_is_one_generation_scored() -> None:
 
 def check_collected(sampler: Sampler) -> None:
     """Three of the six prompts drawn have signal; order of drawing."""
-    assert ordinals(sampler.sample(batches())) == [1, 3, 5]
+    assert ordinals(sampler.sample(batches(), 1)) == [1, 3, 5]
     assert sampler.generator.asked == [("sampled", [0, 1, 2]), ("sampled", [3, 4, 5])]  # type: ignore[attr-defined]
 
 
@@ -161,14 +161,14 @@ def test_keeping_every_group_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_too_much_is_dropped_and_counted() -> None:
     sampler = sampler_of(config_of(), scores(SAME, MIXED, MIXED, SAME, MIXED, MIXED))
-    assert ordinals(sampler.sample(batches())) == [1, 2, 4]
+    assert ordinals(sampler.sample(batches(), 1)) == [1, 2, 4]
     assert sampler.metrics["sampling/num_dropped"] == 1.0 and sampler.metrics["sampling/share_filtered"] == pytest.approx(1 / 3)
 
 
 def test_at_the_bound_the_batch_is_filled_up_in_order_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     sampler = sampler_of(config_of(bound=2), scores(SAME, SAME, SAME, SAME, MIXED, SAME))
     with caplog.at_level(logging.WARNING):
-        batch = sampler.sample(batches())
+        batch = sampler.sample(batches(), 1)
     assert ordinals(batch) == [0, 1, 4]
     assert sampler.metrics["sampling/num_filled"] == 2.0 and sampler.metrics["sampling/num_gen_batches"] == 2.0
     assert "after 2 generations" in caplog.text and "1 of 3 prompts" in caplog.text and "2 without signal" in caplog.text
@@ -176,7 +176,7 @@ def test_at_the_bound_the_batch_is_filled_up_in_order_with_a_warning(caplog: pyt
 
 def test_a_batch_without_any_signal_keeps_its_size() -> None:
     sampler = sampler_of(config_of(bound=2), scores(*[SAME] * 6))
-    assert ordinals(sampler.sample(batches())) == [0, 1, 2]
+    assert ordinals(sampler.sample(batches(), 1)) == [0, 1, 2]
     assert sampler.metrics["sampling/num_filled"] == 3.0 and sampler.metrics["sampling/share_filtered"] == 1.0
 
 
@@ -184,7 +184,7 @@ def test_a_sample_without_a_score_is_not_compared() -> None:
     reward = scores(MIXED, MIXED, MIXED, MIXED, MIXED, MIXED)
     reward.invalid = {(0, 1), (2, 0), (2, 1)}
     sampler = sampler_of(config_of(), reward)
-    assert ordinals(sampler.sample(batches())) == [1, 3, 4]
+    assert ordinals(sampler.sample(batches(), 1)) == [1, 3, 4]
     assert sampler.metrics["reward/num_failed"] == 3.0 and sampler.metrics["reward/failed_share"] == pytest.approx(0.25)
 
 
@@ -200,11 +200,11 @@ def test_a_resumed_run_draws_what_comes_next() -> None:
     """Two steps from one stream of prompts equal the same two with the stream cut between them."""
     reward = scores(SAME, MIXED, SAME, MIXED, SAME, MIXED, MIXED, SAME, SAME, SAME, SAME, MIXED, MIXED, SAME, SAME)
     stream, sampler = batches(), sampler_of(config_of(), reward)
-    whole = [ordinals(sampler.sample(stream)) for _ in range(2)]
+    whole = [ordinals(sampler.sample(stream, 1)) for _ in range(2)]
     drawn = sum(len(asked) for _, asked in sampler.generator.asked) // WANTED  # type: ignore[attr-defined]
     assert whole == [[1, 3, 5], [6, 11, 12]] and drawn == 5
     rest = (prompts_of(number) for number in range(2, 5))
-    assert ordinals(sampler_of(config_of(), reward).sample(rest)) == whole[1]
+    assert ordinals(sampler_of(config_of(), reward).sample(rest, 1)) == whole[1]
 
 
 # What is compared
@@ -219,14 +219,14 @@ def accuracy(rows: list[tuple[int, int]]) -> dict[str, np.ndarray]:
 def test_the_metric_names_a_number_of_the_scorer() -> None:
     reward = scores(*[SAME] * 6)
     reward.extra = accuracy
-    assert ordinals(sampler_of(config_of(metric="acc"), reward).sample(batches())) == [1, 3, 5]
+    assert ordinals(sampler_of(config_of(metric="acc"), reward).sample(batches(), 1)) == [1, 3, 5]
 
 
 def test_acc_falls_back_on_what_validation_counts_as_right() -> None:
     """0.9 and 0.6 are both right, 0.9 and 0.4 are not."""
     reward = scores((0.9, 0.6), (0.9, 0.4), (0.4, 0.9), (0.9, 0.2))
     reward.scores |= {4: SAME, 5: SAME}
-    assert ordinals(sampler_of(config_of(metric="acc"), reward).sample(batches())) == [1, 2, 3]
+    assert ordinals(sampler_of(config_of(metric="acc"), reward).sample(batches(), 1)) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["seq_reward", "seq_final_reward", "score", "reward"])
@@ -238,7 +238,7 @@ def test_an_unknown_metric_names_those_there_are() -> None:
     reward = scores(*[SAME] * 6)
     reward.extra = lambda rows: {"format": np.ones(len(rows))} | accuracy(rows)
     with pytest.raises(RewardError, match=r"metric=formt: .*did you mean 'format'.*known: seq_reward.*, acc, format") as caught:
-        sampler_of(config_of(metric="formt"), reward).sample(batches())
+        sampler_of(config_of(metric="formt"), reward).sample(batches(), 1)
     assert "note" not in str(caught.value)
 
 
@@ -280,7 +280,7 @@ def test_padding_prompts_on_the_right_is_caught(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_groups_of_different_generations_have_ids_of_their_own() -> None:
-    batch = sampler_of(config_of(), six()).sample(batches())
+    batch = sampler_of(config_of(), six()).sample(batches(), 1)
     assert batch.batch["uid"].tolist() == [0, 0, 1, 1, 2, 2]
     assert batch.non_tensor_batch["raw_prompt"].tolist() == ["p1", "p1", "p3", "p3", "p5", "p5"]
 
@@ -304,7 +304,7 @@ def needs_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("needs_baseline")
 def test_each_sample_stands_beside_its_prompts_greedy_reward() -> None:
     sampler = sampler_of(config_of(enable=False), ScriptedReward({0: MIXED, 1: SAME, 2: MIXED}, {0: 0.25, 1: 0.5, 2: 1.0}))
-    batch = sampler.sample(batches())
+    batch = sampler.sample(batches(), 1)
     assert batch.batch["baseline_rewards"].tolist() == [0.25, 0.25, 0.5, 0.5, 1.0, 1.0]
     assert batch.batch["scores"].tolist() == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
     assert sampler.metrics["reward/greedy_mean"] == pytest.approx(1.75 / 3)
@@ -316,7 +316,7 @@ def test_without_a_greedy_score_a_prompt_does_not_train() -> None:
     reward = ScriptedReward({0: MIXED, 1: MIXED, 2: MIXED}, {0: 0.25, 1: 0.5, 2: 1.0})
     reward.invalid = {(1, 50), (2, 0)}
     sampler = sampler_of(config_of(enable=False), reward)
-    batch = sampler.sample(batches())
+    batch = sampler.sample(batches(), 1)
     assert batch.batch["valid"].tolist() == [True, True, False, False, False, True]
     assert sampler.metrics["reward/greedy_mean"] == pytest.approx(1.25 / 2) and sampler.metrics["reward/num_failed"] == 2.0
 
@@ -325,11 +325,11 @@ def test_without_a_greedy_score_a_prompt_does_not_train() -> None:
 def test_baselines_stay_with_their_prompts_when_groups_are_filtered() -> None:
     reward = six()
     reward.greedy = {ordinal: ordinal / 8 for ordinal in range(6)}
-    batch = sampler_of(config_of(), reward).sample(batches())
+    batch = sampler_of(config_of(), reward).sample(batches(), 1)
     assert batch.batch["baseline_rewards"].tolist() == [1 / 8, 1 / 8, 3 / 8, 3 / 8, 5 / 8, 5 / 8]
 
 
 def test_no_greedy_response_is_generated_for_nobody() -> None:
     sampler = sampler_of(config_of(enable=False), six())
-    assert "baseline_rewards" not in sampler.sample(batches()).batch.keys()
+    assert "baseline_rewards" not in sampler.sample(batches(), 1).batch.keys()
     assert [kind for kind, _ in sampler.generator.asked] == ["sampled"]  # type: ignore[attr-defined]

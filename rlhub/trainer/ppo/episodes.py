@@ -1,0 +1,138 @@
+"""Which workflow runs a prompt's episodes, and what happens to a finished group: scoring, and the filter of dynamic sampling."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhub.config.ppo import PPOConfig
+from rlhub.config.rollout import RolloutConfig, ValSamplingConfig
+from rlhub.data.prompts import AGENT_NAME
+from rlhub.engines.rollout.base import SamplingParams
+from rlhub.models.vocabulary import Vocabulary
+from rlhub.protocol import DataProto
+from rlhub.rewards.naive import OUTCOMES
+from rlhub.trainer.ppo.sampling import groups_with_signal
+from rlhub.trainer.ppo.scoring import Scorer
+from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes
+from rlhub.utils.columns import object_array
+from rlhub.workflows.base import RolloutWorkflow, Score, WorkflowParts
+from rlhub.workflows.batches import to_batch
+from rlhub.workflows.groups import Group
+from rlhub.workflows.load import build_workflow
+from rlhub.workflows.registry import DEFAULT, DEFAULT_MULTI_TURN
+
+logger = logging.getLogger(__name__)
+
+
+def training_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingParams:
+    """Of the episodes that are trained on."""
+    rollout = config.actor_rollout_ref.rollout
+    own = ValSamplingConfig(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, do_sample=True)
+    return sampling_params(config, vocabulary, own, log_probs=True)
+
+
+def sampling_params(config: PPOConfig, vocabulary: Vocabulary, sampling: ValSamplingConfig, *, log_probs: bool) -> SamplingParams:
+    """As whole-batch generation passes them to the engine."""
+    return SamplingParams(
+        temperature=sampling.temperature if sampling.do_sample else 0.0,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_new_tokens=config.data.max_response_length,
+        stop_token_ids=vocabulary.stop_token_ids,
+        ignore_eos=config.actor_rollout_ref.rollout.ignore_eos,
+        log_probs=log_probs,
+    )
+
+
+def default_workflow(rollout: RolloutConfig) -> str:
+    """Of rows that name none."""
+    return rollout.agent.default_agent_loop or (DEFAULT_MULTI_TURN if rollout.multi_turn.enable else DEFAULT)
+
+
+def workflow_kwargs(rollout: RolloutConfig) -> dict[str, Any]:
+    """A workflow's own settings: agent.kwargs, which win, and what the user set in multi_turn."""
+    shared = {item.name: getattr(rollout.multi_turn, item.name) for item in dataclasses.fields(rollout.multi_turn)}
+    shared.pop("enable")
+    return {name: value for name, value in shared.items() if value is not None} | rollout.agent.kwargs
+
+
+@dataclass(slots=True)
+class Workflows:
+    """One workflow of each name, built when the first row asks for it.  Used on the event loop that runs the episodes."""
+
+    config: PPOConfig
+    tokenizer: Any
+    sampling: SamplingParams
+    score: Score
+    _built: dict[str, RolloutWorkflow] = field(default_factory=dict)
+
+    def of(self, row: Mapping[str, Any]) -> RolloutWorkflow:
+        """The workflow of this prompt."""
+        name = row.get(AGENT_NAME) or default_workflow(self.config.actor_rollout_ref.rollout)
+        if name not in self._built:
+            self._built[name] = build_workflow(name, self._parts())
+        return self._built[name]
+
+    def _parts(self) -> WorkflowParts:
+        return WorkflowParts(
+            tokenizer=self.tokenizer,
+            sampling=self.sampling,
+            max_prompt_length=self.config.data.max_prompt_length,
+            max_response_length=self.config.data.max_response_length,
+            score=self.score,
+            kwargs=workflow_kwargs(self.config.actor_rollout_ref.rollout),
+        )
+
+    async def aclose(self) -> None:
+        """Release what they hold, when no episode runs any more."""
+        await asyncio.gather(*(workflow.aclose() for workflow in self._built.values()))
+        self._built.clear()
+
+
+@dataclass(slots=True)
+class GroupScoring:
+    """The executor's hook: scores a group's samples as soon as all of them are there.  None scores nothing ahead."""
+
+    ahead: AheadScorer | None
+    outcomes: KeptOutcomes
+
+    async def __call__(self, group: Group) -> None:
+        if self.ahead is not None and any(trajectory.rewards is None for trajectory in group.trajectories):
+            self.outcomes.put(group.ordinal, await self.ahead.outcomes(group))
+
+
+@dataclass(slots=True)
+class SignalFilter:
+    """The executor's filter for dynamic sampling (see sampling.py): whether a group's samples differ.
+
+    scorer: of one group, from what its samples were scored ahead; failures pass as samples without a score.
+    most: groups without signal in a row that are turned down; the next ones train, as whole batches are filled up.
+    """
+
+    scorer: Scorer
+    outcomes: KeptOutcomes
+    pad_id: int
+    most: int
+    _without: int = 0
+
+    def __call__(self, group: Group) -> bool:
+        batch: DataProto = to_batch([group], pad_id=self.pad_id)
+        batch.non_tensor_batch[OUTCOMES] = object_array(list(self.outcomes.take(group)))
+        self.scorer(batch)
+        if bool(groups_with_signal(batch, len(group.trajectories))[0]):
+            self._without = 0
+            return True
+        self._without += 1
+        if self._without == self.most + 1:
+            logger.warning(
+                "dynamic sampling: %d groups in a row had no signal (algorithm.filter_groups.max_num_gen_batches); those that "
+                "follow fill the batch. The problems may be too easy or too hard for the policy: raise the bound or "
+                "actor_rollout_ref.rollout.n, or change the data",
+                self.most,
+            )
+        return self._without > self.most

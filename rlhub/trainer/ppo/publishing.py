@@ -1,0 +1,75 @@
+"""Publication of weights while generation goes on: written once by the training ranks, read by each replica on its own.
+
+The trainer waits only for its own ranks to write.  Replicas read in the background; what they take is part of the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from rlhub.utils.timing import PhaseTimer
+
+logger = logging.getLogger(__name__)
+
+
+class Publication(Protocol):
+    """What publishes: the rollout service."""
+
+    def publish(self, folder: str, version: int) -> object:
+        """Every living replica generates with the version in `folder` from now on.  Blocking."""
+        ...
+
+
+class Publisher:
+    """write: the training ranks leave their weights in the folder as this version.  announce: told of each version that all
+    living replicas have.  One publication at a time."""
+
+    def __init__(
+        self,
+        service: Publication,
+        folder: str,
+        *,
+        write: Callable[[str, int], object],
+        announce: Callable[[int], None],
+        timers: PhaseTimer,
+    ) -> None:
+        self.service, self.folder = service, folder
+        self._write, self._announce, self._timers = write, announce, timers
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._under_way: Future[None] | None = None
+        self.seconds = 0.0  # of the last publication, from the written version to the last replica
+
+    def publish(self, version: int) -> None:
+        """Returns when the weights are written; the one before must have arrived, since its files may go now."""
+        self.wait()
+        with self._timers.measure("write_weights"):
+            self._write(self.folder, version)
+        self._under_way = self._thread.submit(self._deliver, version)
+
+    def _deliver(self, version: int) -> None:
+        started = time.perf_counter()
+        self.service.publish(self.folder, version)
+        self.seconds = time.perf_counter() - started
+        self._announce(version)
+
+    def check(self) -> None:
+        """Raise what a finished publication failed with; does not wait."""
+        if self._under_way is not None and self._under_way.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until all living replicas have the version that was published last.  Raises what it failed with."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last publication."""
+        return {"rollout/publish_s": self.seconds}
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,148 @@
+"""StreamSampler: training batches out of episodes that run all the time.
+
+    prompts -> WorkflowExecutor: episodes on the rollout service -> scored groups -> a batch, as soon as there are enough
+    weights -> folder -> replicas, while episodes go on
+
+The same for every bound on staleness.  At 0 the executor starts the next step's prompts when the step's weights have arrived,
+which makes batches and weights those of whole-batch generation; a larger bound only lets it start them earlier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhub.checkpoint.files import FileEntry
+from rlhub.config.ppo import PPOConfig
+from rlhub.data.prompts import PromptLoader
+from rlhub.errors import WorkflowError
+from rlhub.models.vocabulary import Vocabulary
+from rlhub.protocol import DataProto
+from rlhub.rewards.naive import OUTCOMES
+from rlhub.trainer.ppo.positions import Positions
+from rlhub.trainer.ppo.publishing import Publisher
+from rlhub.trainer.ppo.sampling import STREAMED
+from rlhub.trainer.ppo.scoring import Scorer
+from rlhub.trainer.ppo.scoring_ahead import KeptOutcomes
+from rlhub.utils.columns import object_array
+from rlhub.utils.timing import PhaseTimer
+from rlhub.workflows.batches import episode_metrics, to_batch
+from rlhub.workflows.executor import WorkflowExecutor
+from rlhub.workflows.groups import Group
+
+
+@dataclass(slots=True, kw_only=True)
+class StreamSampler:
+    """See BatchSource.  outcomes: where the executor's hook puts what each group was scored.  end_service: called once, last."""
+
+    config: PPOConfig
+    loader: PromptLoader
+    executor: WorkflowExecutor
+    publisher: Publisher
+    outcomes: KeptOutcomes
+    scorer: Scorer
+    vocabulary: Vocabulary
+    timers: PhaseTimer
+    end_service: Callable[[], None]
+    metrics: dict[str, float] = field(init=False, default_factory=dict)
+    policy_version: int = field(init=False, default=0)
+    positions: Positions = field(init=False)
+    _drawing: bool = field(init=False, default=False)
+    _sampled_at: float = field(init=False, default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.positions = Positions(self.loader)
+
+    def start(self) -> None:
+        """Give the replicas their first weights, and wait for them: nothing could generate before."""
+        self.publisher.publish(self.policy_version)
+        self.publisher.wait()
+
+    def sample(self, prompts: Iterator[DataProto], step: int) -> DataProto:
+        """The finished groups with the lowest ordinals, in the order of their ordinals, scored."""
+        if not self._drawing:
+            self._drawing = True
+            self.executor.start(self.positions.items(prompts))
+        self.publisher.check()
+        with self.timers.measure("wait_for_episodes"):
+            groups = self._groups(step)
+        batch = self._batch(groups)
+        self.metrics = self._measure() | episode_metrics(groups) | self.scorer(batch)
+        batch.batch["valid"] = batch.batch["valid"] & torch.tensor([valid for group in groups for valid in group.valid])
+        return batch
+
+    def _groups(self, step: int) -> list[Group]:
+        wanted = self.config.data.train_batch_size
+        groups = self.executor.next_groups(wanted, self.config.trainer.deadline_s.generate, step=step)
+        if len(groups) < wanted:
+            raise WorkflowError(f"step {step} needs {wanted} groups of episodes; only {len(groups)} came, and no prompt is left")
+        return groups
+
+    def _batch(self, groups: Sequence[Group]) -> DataProto:
+        batch = to_batch(groups, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size)
+        outcomes = [outcome for group in groups for outcome in self.outcomes.take(group)]
+        batch.non_tensor_batch[OUTCOMES] = object_array(outcomes)
+        batch.meta_info["policy_version"] = self.policy_version
+        return batch
+
+    def _measure(self) -> dict[str, float]:
+        """Counters since the last batch, and the share of this time in which training had nothing to train on."""
+        now = time.perf_counter()
+        passed, self._sampled_at = now - self._sampled_at, now
+        metrics = self.executor.metrics()
+        return metrics | {
+            "trainer/idle_share": min(metrics["rollout/wait_s"] / max(passed, 1e-9), 1.0),
+            **self.publisher.metrics(),
+        }
+
+    def publish(self, version: int) -> None:
+        """Write the weights and go on; replicas take them one by one, between two tokens."""
+        self.policy_version = version
+        self.executor.trained(version)
+        frontier = self.executor.first_ordinal
+        self.positions.forget(frontier)
+        self.outcomes.forget(frontier)
+        self.publisher.publish(version)
+
+    def save(self, folder: Path) -> list[FileEntry]:
+        return []
+
+    def state(self) -> dict[str, Any]:
+        """The prompts from the first that has not ended, what has ended after it, and finished samples."""
+        self.publisher.wait()
+        executor = self.executor.state()
+        return {
+            "loader": self.positions.state(self.executor.first_ordinal),
+            "policy_version": self.policy_version,
+            STREAMED: {"executor": executor, "outcomes": self.outcomes.state(executor["finished"])},
+        }
+
+    def load_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        self.policy_version = state["policy_version"]
+        if STREAMED in state:
+            self.outcomes.load_state(state[STREAMED]["outcomes"])
+            self.executor.load_state(state[STREAMED]["executor"])
+        else:
+            self.executor.load_state(after_whole_batches(state))
+        self.loader.load_state(state["loader"])
+
+    def close(self) -> None:
+        """End the episodes first: replicas that vanish under them would be replaced."""
+        self.executor.close()
+        self.publisher.close()
+        self.end_service()
+
+
+def after_whole_batches(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The executor's state after steps with rollout.mode=sync: every prompt that was drawn has ended."""
+    first = int(state["loader"]["consumed"])
+    return {
+        "ledger": {"next_ordinal": first, "open": [], "counts": {"trained": first, "rejected": 0, "dropped": 0}},
+        "staleness": {"version": state["policy_version"]},
+        "finished": [],
+    }
