@@ -3,6 +3,7 @@
 After the single-controller idea of HybridFlow (Sheng et al., arXiv:2409.19256).  Nothing here imports Ray; `ray/` does.
 """
 
+from rlhub.single_controller.async_actor import AsyncActor, AsyncActorOptions, astart_async_actor, start_async_actor
 from rlhub.single_controller.calls import CallFuture, wait_all
 from rlhub.single_controller.colocate import create_colocated_worker_cls
 from rlhub.single_controller.decorator import (
@@ -23,6 +24,8 @@ from rlhub.single_controller.worker import ClassWithInitArgs, Worker, WorkerCont
 from rlhub.single_controller.worker_group import WorkerGroup
 
 __all__ = [
+    "AsyncActor",
+    "AsyncActorOptions",
     "Call",
     "CallFuture",
     "CallObserver",
@@ -37,12 +40,14 @@ __all__ = [
     "WorkerContext",
     "WorkerGroup",
     "WorkerInfo",
+    "astart_async_actor",
     "create_colocated_worker_cls",
     "get_dispatch_mode",
     "launch",
     "make_nd_compute_dataproto_dispatch_fn",
     "register",
     "register_dispatch_mode",
+    "start_async_actor",
     "update_dispatch_mode",
     "wait_all",
 ]

@@ -65,6 +65,15 @@ class LoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout=deadline_s)
 
+    def stop_soon(self) -> None:
+        """`stop` without waiting, from any thread."""
+        if not self.stopped:
+            self.call(self._stop_itself)
+
+    def _stop_itself(self) -> None:
+        ending = self.loop.create_task(_cancel_others(1.0))
+        ending.add_done_callback(lambda _: self.loop.stop())
+
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:

@@ -5,48 +5,14 @@ The actor is synchronous with one thread, so methods run in the process's main t
 
 from __future__ import annotations
 
-import faulthandler
-import importlib
-import logging
-import os
-import signal
-import socket
-import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import ray
 
 from rlhub.errors import DispatchError
 from rlhub.protocol import DataProto
-from rlhub.single_controller.invoke import RoleHost, failures_of
-from rlhub.single_controller.ray.nodes import own_address
-from rlhub.single_controller.worker import VISIBLE_DEVICES, ClassWithInitArgs, WorkerContext
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class HostIdentity:
-    """What the driver must know of a fresh process to place it.  free_port: free on its node a moment ago."""
-
-    node_id: str
-    node_ip: str
-    pid: int
-    gpu_ids: tuple[str, ...]
-    free_port: int
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class HostSetup:
-    """How a process becomes a rank.  log_file: "" keeps Ray's own log files.  log_level: of the worker's root logger."""
-
-    context: WorkerContext
-    env: dict[str, str]
-    python_path: tuple[str, ...]
-    log_file: str
-    log_level: int
-    plugins: tuple[str, ...]
+from rlhub.single_controller.invoke import RoleHost
+from rlhub.single_controller.ray.process import HostIdentity, HostSetup, own_identity, prepare_process
+from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -69,29 +35,11 @@ class WorkerHost:
 
     def identity(self) -> HostIdentity:
         """Where this process is."""
-        runtime = ray.get_runtime_context()
-        address = own_address()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = int(probe.getsockname()[1])
-        return HostIdentity(
-            node_id=runtime.get_node_id(),
-            node_ip=address,
-            pid=os.getpid(),
-            gpu_ids=tuple(runtime.get_accelerator_ids().get("GPU", ())),
-            free_port=port,
-        )
+        return own_identity()
 
     def prepare(self, setup: HostSetup) -> None:
         """Take the rank's environment, log file and import path, and import the plugins."""
-        with failures_of(setup.context, "prepare"):
-            os.environ.update(setup.env)
-            if setup.log_file:
-                _redirect_output(setup.log_file)
-            _configure_logging(setup)
-            sys.path.extend(entry for entry in setup.python_path if entry not in sys.path)
-            for module in setup.plugins:
-                importlib.import_module(module)
+        prepare_process(setup)
 
     def add_role(self, spec: ClassWithInitArgs, context: WorkerContext) -> None:
         """Construct a role's worker."""
@@ -121,41 +69,3 @@ class WorkerHost:
     def close(self) -> None:
         """Orderly end: let every worker release what it holds."""
         self._roles.close()
-
-
-def visible_devices(identities: Mapping[int, HostIdentity], local_ranks: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES for the ranks of one node entry: all their GPUs in local-rank order, so that LOCAL_RANK is the
-    device number (what torchrun does, and what engines with several ranks per node expect)."""
-    return ",".join(gpu for other in local_ranks for gpu in identities[other].gpu_ids)
-
-
-def host_environment(context: WorkerContext, devices: str) -> dict[str, str]:
-    """Variables that define the rank for torch.distributed and the engines."""
-    env = {**context.env(), VISIBLE_DEVICES: devices}
-    if context.master_addr.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # gloo picks its interface by the host name, which need not resolve to loopback.
-        env["GLOO_SOCKET_IFNAME"] = "lo"
-    return env
-
-
-def _redirect_output(log_file: str) -> None:
-    """Send the process's stdout and stderr, native code's too, to a file."""
-    path = Path(log_file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-
-
-def _configure_logging(setup: HostSetup) -> None:
-    context = setup.context
-    line = f"%(asctime)s %(levelname)s [rank {context.rank} {context.node}] %(name)s: %(message)s"
-    logging.basicConfig(stream=sys.stderr, level=setup.log_level, format=line, force=True)
-    faulthandler.enable(file=sys.stderr)
-    # The driver asks for the stacks when a deadline has passed.
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)

@@ -13,13 +13,14 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhub.single_controller.observer import WorkerInfo
-from rlhub.single_controller.ray.host import HostIdentity, HostSetup, WorkerHost, host_environment, visible_devices
+from rlhub.single_controller.ray.host import WorkerHost
 from rlhub.single_controller.ray.pending import Gather
 from rlhub.single_controller.ray.pool import RayResourcePool
-from rlhub.single_controller.ray.reaper import MARKER, end_marked
+from rlhub.single_controller.ray.process import HostIdentity, HostSetup, host_environment, start_environment, visible_devices
+from rlhub.single_controller.ray.reaper import end_on_nodes
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext, check_worker_env
 
 logger = logging.getLogger(__name__)
@@ -114,16 +115,14 @@ class RayHosts:
             ray.kill(actor, no_restart=True)
         self.actors = []
         if self._marker:
-            self._reap(max(1.0, deadline - time.monotonic()))
+            end_on_nodes(self._marker, {slot.node_id for slot in self.pool.slots()}, max(1.0, deadline - time.monotonic()))
 
     # -- starting ----------------------------------------------------------------------------------------------------------
 
     def _create(self, rank: int) -> Any:
         slot = self.pool.slots()[rank]
         naming = {"name": f"{self.options.name}-{rank}", "lifetime": "detached"} if self.options.detached else {}
-        # Ranks on CPU share the cores, so each gets one thread; on GPU nodes the user's or Ray's setting stands.
-        threads = {"OMP_NUM_THREADS": "1"} if self.options.device == "cpu" else {}
-        environment = {**threads, **self.options.worker_env, MARKER: self._marker}
+        environment = start_environment(self.options.device, self.options.worker_env, self._marker)
         return (
             ray.remote(WorkerHost)
             .options(
@@ -198,19 +197,6 @@ class RayHosts:
                 logger.warning("a worker failed while closing: %s", str(error).strip().splitlines()[-1])
         if late:
             logger.warning("%d of %d workers did not close within %.0f s and are ended", len(late), len(references), seconds)
-
-    def _reap(self, seconds: float) -> None:
-        """Make sure, on every node of the run, that nothing of it is left."""
-        here = ray.get_runtime_context().get_node_id()
-        others = {slot.node_id for slot in self.pool.slots()} - {here}
-        sweep = ray.remote(num_cpus=0, max_retries=0)(end_marked)
-        references = [
-            sweep.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(self._marker, seconds)
-            for node_id in others
-        ]
-        end_marked(self._marker, seconds)
-        if references:
-            ray.wait(references, num_returns=len(references), timeout=seconds)
 
 
 def _with_role(context: WorkerContext, role: str) -> WorkerContext:

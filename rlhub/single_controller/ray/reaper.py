@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 
 import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -48,3 +51,16 @@ def end_marked(marker: str, deadline_s: float) -> list[int]:
     if left:
         logger.warning("processes of this run that could not be ended: %s", [process.pid for process in left])
     return [process.pid for process in left]
+
+
+def end_on_nodes(marker: str, node_ids: Collection[str], deadline_s: float) -> None:
+    """Make sure that nothing of it is left, here and on these nodes of the cluster."""
+    here = ray.get_runtime_context().get_node_id()
+    sweep = ray.remote(num_cpus=0, max_retries=0)(end_marked)
+    references = [
+        sweep.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(marker, deadline_s)
+        for node_id in sorted(set(node_ids) - {here})
+    ]
+    end_marked(marker, deadline_s)
+    if references:
+        ray.wait(references, num_returns=len(references), timeout=deadline_s)

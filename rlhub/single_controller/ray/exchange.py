@@ -1,0 +1,147 @@
+"""Many small calls of one Ray actor, carried by few large ones.
+
+A call of a Ray actor costs about a millisecond of processor time on both sides together, whatever it carries.  So what an event
+loop sends within one turn travels together (`deliver`), and one long-lived call waits for results and brings back all that
+are there (`collect`): its object reference is awaited, and when the process dies it fails, and with it all calls under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ray import cloudpickle
+from ray.exceptions import RayError
+
+from rlhub.errors import DeadlineError
+from rlhub.single_controller.invoke import RemoteError
+
+CANCEL = b""
+"""Instead of a request: end the call of that number."""
+
+
+@dataclass(slots=True, frozen=True)
+class Message:
+    """A request (the pickled method, arguments and keywords) or CANCEL, by the number of its call."""
+
+    number: int
+    payload: bytes
+
+
+@dataclass(slots=True, frozen=True)
+class Reply:
+    """How a call ended: its pickled result, or its pickled RemoteError."""
+
+    number: int
+    failed: bool
+    payload: bytes
+
+
+@dataclass(slots=True)
+class _Call:
+    method: str
+    future: asyncio.Future[Any]
+
+
+def pack(value: Any) -> bytes:
+    """Pickle it, what the main script defines by value."""
+    return bytes(cloudpickle.dumps(value))  # type: ignore[no-untyped-call]
+
+
+class Channel:
+    """The calls that one event loop has under way in one actor; to be used on that loop only.
+
+    explain: the error to raise for what Ray raised, by method name.
+    """
+
+    def __init__(self, actor: Any, name: str, key: str, explain: Callable[[BaseException, str], BaseException]) -> None:
+        self._actor = actor
+        self._name = name
+        self._key = key
+        self._explain = explain
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count()
+        self._calls: dict[int, _Call] = {}
+        self._outbox: list[Message] = []
+        self._collector: asyncio.Task[None] | None = None
+
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], deadline_s: float | None) -> Any:
+        """Send and await one call."""
+        payload = pack((method, args, kwargs))
+        number = next(self._numbers)
+        call = self._calls[number] = _Call(method, self._loop.create_future())
+        self._send(Message(number, payload))
+        timer = self._loop.call_later(deadline_s, self._expire, number, deadline_s) if deadline_s is not None else None
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._send(Message(number, CANCEL))
+            raise
+        finally:
+            self._calls.pop(number, None)
+            if timer is not None:
+                timer.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """End all calls under way because of what Ray raised."""
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            if not call.future.done():
+                call.future.set_exception(self._explain(error, call.method))
+
+    def _expire(self, number: int, deadline_s: float) -> None:
+        call = self._calls[number]
+        if not call.future.done():
+            call.future.set_exception(DeadlineError(f"{self._name}.{call.method}", deadline_s, "the method is cancelled"))
+            self._send(Message(number, CANCEL))
+
+    def _send(self, message: Message) -> None:
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(message)
+
+    def _flush(self) -> None:
+        messages, self._outbox = self._outbox, []
+        try:
+            self._actor.deliver.remote(self._key, messages)
+        except RayError as error:
+            self.fail(error)
+            return
+        if self._collector is None or self._collector.done():
+            self._collector = self._loop.create_task(self._collect())
+
+    async def _collect(self) -> None:
+        while self._calls:
+            try:
+                replies = await self._actor.collect.remote(self._key)
+            except RayError as error:
+                self.fail(error)
+                return
+            for reply in replies:
+                self._settle(reply)
+            await asyncio.sleep(0)  # those who were answered leave the table, or ask again
+
+    def _settle(self, reply: Reply) -> None:
+        call = self._calls.get(reply.number)
+        if call is None or call.future.done():
+            return
+        try:
+            value = cloudpickle.loads(reply.payload)
+        except Exception as error:  # noqa: BLE001 - the boundary of a process: whatever its classes raise belongs to this call
+            call.future.set_exception(self._explain(error, call.method))
+            return
+        if reply.failed:
+            call.future.set_exception(self._explain(value, call.method))
+        else:
+            call.future.set_result(value)
+
+
+def pack_reply(number: int, value: Any, failure: RemoteError | None, describe: Callable[[Exception], RemoteError]) -> Reply:
+    """describe: makes the failure of a result that cannot be pickled."""
+    try:
+        return Reply(number, failure is not None, pack(value if failure is None else failure))
+    except Exception as error:  # noqa: BLE001 - a user's object may raise anything while it is pickled
+        return Reply(number, True, pack(describe(error)))
