@@ -16,6 +16,10 @@ WORKFLOWS: Registry[WorkflowFactory] = Registry("workflow")
 """`knobs`: the dataclass of the workflow's own settings (actor_rollout_ref.rollout.agent.kwargs)."""
 WORKFLOWS.add_lazy("single_turn", "rlhub.workflows.single_turn:SingleTurn")
 WORKFLOWS.add_lazy("single_turn_agent", "rlhub.workflows.single_turn:SingleTurn")  # its name in others' data and commands
+WORKFLOWS.add_lazy("tool_agent", "rlhub.workflows.tool_agent:ToolAgent", knobs="rlhub.workflows.knobs:ToolKnobs")
+WORKFLOWS.add_lazy(
+    "openai_agent", "rlhub.workflows.openai_agent:OpenAIAgent", knobs="rlhub.workflows.openai_server.knobs:AgentKnobs"
+)
 
 DEFAULT, DEFAULT_MULTI_TURN = "single_turn", "tool_agent"
 """Where neither the row nor the configuration names one: without and with rollout.multi_turn.enable."""

@@ -1,0 +1,116 @@
+"""Toolbox: all tools of a run, shared by its episodes.  ToolSession: one episode's use of them.
+
+What a tool does wrong never ends an episode: an unknown name, wrong arguments, an error or a passed deadline become text
+that the model reads, and are counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhub.registry import suggest
+from rlhub.tools.base import Tool, ToolError, ToolSource
+from rlhub.tools.schemas import checked_arguments
+from rlhub.utils.tool_calls import ToolCall, ToolResult, ToolSchema, schema_name
+
+logger = logging.getLogger(__name__)
+
+
+class Toolbox:
+    """Belongs to one event loop.  `aopen` comes before `session`."""
+
+    def __init__(self, tools: Sequence[Tool | ToolSource], *, timeout_s: float) -> None:
+        """timeout_s: for one call, and for creating an instance."""
+        self.timeout_s = timeout_s
+        self._given = list(tools)
+        self._opening: asyncio.Task[None] | None = None
+        self._tools: dict[str, Tool] = {}
+
+    async def aopen(self) -> None:
+        """Start the sources; idempotent, and safe from many episodes at once.  ToolError if two tools have one name."""
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open())
+        await asyncio.shield(self._opening)
+
+    async def _open(self) -> None:
+        for given in self._given:
+            for tool in [given] if isinstance(given, Tool) else await given.aopen():
+                name = schema_name(tool.schema)
+                if name in self._tools:
+                    raise ToolError(f"two tools are called {name!r}; the model could not tell them apart")
+                self._tools[name] = tool
+
+    @property
+    def schemas(self) -> list[ToolSchema]:
+        return [tool.schema for tool in self._tools.values()]
+
+    def session(self, instance: str, row: Mapping[str, Any]) -> ToolSession:
+        """The use of the tools by the episode `instance` on the prompt `row`."""
+        return ToolSession(self._tools, instance, row, self.timeout_s)
+
+    async def aclose(self) -> None:
+        """Close everything that was given.  Idempotent."""
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+        given, self._given, self._tools = self._given, [], {}
+        for item in given:
+            await item.aclose()
+
+
+class ToolSession:
+    """An async context: instances are created at their first call and released at the end."""
+
+    def __init__(self, tools: Mapping[str, Tool], instance: str, row: Mapping[str, Any], timeout_s: float) -> None:
+        self._tools, self._instance, self._row, self._timeout_s = tools, instance, row, timeout_s
+        self._created: dict[str, asyncio.Lock] = {}
+        self._ready: set[str] = set()
+
+    async def __aenter__(self) -> ToolSession:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for name in self._ready:
+            await self._release(name)
+
+    @property
+    def schemas(self) -> list[ToolSchema]:
+        return [tool.schema for tool in self._tools.values()]
+
+    async def execute(self, call: ToolCall) -> ToolResult:
+        """The result, or what went wrong; raises nothing but cancellation."""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self._tools) or "none"
+            return _failure(f"there is no tool {call.name!r:.80}{suggest(call.name, self._tools) or ';'} known: {known}")
+        try:
+            arguments = checked_arguments(tool.schema, call.arguments)
+            async with asyncio.timeout(self._timeout_s):
+                await self._create(call.name, tool)
+                return await tool.execute(self._instance, arguments)
+        except ToolError as error:
+            return _failure(str(error))
+        except TimeoutError:
+            return _failure(f"{call.name} was not done after {self._timeout_s:g} s")
+        except Exception as error:  # boundary to code of the user's: its fault is the model's to read
+            logger.debug("tool %s raised", call.name, exc_info=True)
+            return _failure(f"{type(error).__name__}: {error}")
+
+    async def _create(self, name: str, tool: Tool) -> None:
+        async with self._created.setdefault(name, asyncio.Lock()):
+            if name not in self._ready:
+                await tool.create(self._instance, self._row)
+                self._ready.add(name)
+
+    async def _release(self, name: str) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._tools[name].release(self._instance)
+        except Exception:  # boundary to code of the user's: the episode itself is done
+            logger.warning("tool %s could not release the instance of episode %s", name, self._instance, exc_info=True)
+
+
+def _failure(message: str) -> ToolResult:
+    return ToolResult(text=f"Error: {message}", failed=True)

@@ -1,0 +1,51 @@
+"""What users name in settings by where it stands: `package.module:name`, or `path/to/file.py:name`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlhub.errors import LoadError
+
+
+def load_target(target: str) -> Any:
+    """The object; LoadError with the cause's traceback if there is none."""
+    where, _, name = target.rpartition(":")
+    if not where or not name:
+        raise LoadError(f"{target!r} is neither 'module:name' nor 'path/to/file.py:name'")
+    try:
+        value: Any = module_from_file(where) if where.endswith(".py") else importlib.import_module(where)
+        for part in name.split("."):
+            value = getattr(value, part)
+    except FileNotFoundError as error:
+        raise LoadError(str(error)) from error
+    except Exception as error:  # boundary to code of the user's: whatever its import raises
+        raise LoadError(f"cannot load {target}:\n{traceback.format_exc()}") from error
+    return value
+
+
+def module_from_file(path: str) -> ModuleType:
+    """The module that a file makes, loaded once a process.  Modules beside it can be imported from it."""
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise FileNotFoundError(f"no such file: {file}")
+    name = f"rlhub_user_{file.stem}_{abs(hash(str(file))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # at the end: a neighbour may be imported, but shadows nothing
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
