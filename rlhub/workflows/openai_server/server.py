@@ -102,11 +102,12 @@ class OpenAIServer:
 
     # --- sessions ------------------------------------------------------------------------------------------------------
 
-    def open_session(self, name: str, *, seed: int, limits: Limits) -> Session:
-        """A new session.  ValueError if one of this name is open."""
+    def open_session(self, name: str, *, seed: int, limits: Limits, engine: EpisodeEngine | None = None) -> Session:
+        """A new session.  engine: what generates for it; None: the server's.  ValueError if one of this name is open."""
         if name in self._sessions:
             raise ValueError(f"the session {name!r} is open already")
-        self._sessions[name] = session = Session(name=name, seed=seed, limits=limits)
+        session = Session(name=name, seed=seed, limits=limits, engine=engine or self._engine)
+        self._sessions[name] = session
         return session
 
     def base_url(self, session: Session) -> str:
@@ -174,8 +175,8 @@ class OpenAIServer:
         parent = session.find(body.messages, body.tools) if session is not None else None
         added: list[int] | None = None
         if parent is not None:
-            last = ending_token(parent.completion, body.sampling.stop_token_ids)
-            added = self._renderer.added(body.messages[len(parent.history) :], body.tools, last)
+            ended = ending_token(parent.completion, body.sampling.stop_token_ids) is not None
+            added = self._renderer.added(body.messages[len(parent.history) :], turn_ended=ended)
         if added is None:
             parent, added = None, self._renderer.prompt(body.messages, body.tools)
             if session is not None and has_answers(body.messages):
@@ -224,7 +225,9 @@ class OpenAIServer:
         self, prompt_ids: list[int], seeds: Sequence[int], params: SamplingParams, session: Session | None
     ) -> list[Completion]:
         try:
-            return await sample(self._engine, prompt_ids, seeds, params, session.name if session is not None else "")
+            if session is None:
+                return await sample(self._engine, prompt_ids, seeds, params, "")
+            return await sample(session.engine, prompt_ids, seeds, params, session.name)
         except EngineError as error:
             raise ApiError(f"the engine: {error}", status=500, kind="server_error") from error
 

@@ -15,8 +15,10 @@ from typing import Any, Literal
 
 from rlhub.engines.rollout.base import Completion
 from rlhub.utils.seeding import sample_seed
+from rlhub.workflows.base import EpisodeEngine
 from rlhub.workflows.openai_server.bodies import Message
 from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.workflows.turns import turn_seed
 
 Which = Literal["last", "longest"]
 TOKEN_BYTES = 32
@@ -59,7 +61,7 @@ class Turn:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Session:
-    """Record of one agent's run.  token: the key its requests carry.  seed: of its first answer.
+    """Record of one agent's run.  engine: generates for it.  token: the key its requests carry.  seed: of its first answer.
 
     num_mismatches: requests whose history has answers that were not recorded as they are told, so that a segment was broken
     off.  num_overruled: requests that wanted to sample otherwise than the run does.  full: a request was refused because its
@@ -69,6 +71,7 @@ class Session:
     name: str
     seed: int
     limits: Limits
+    engine: EpisodeEngine
     token: str = field(default_factory=lambda: secrets.token_urlsafe(TOKEN_BYTES))
     turns: list[Turn] = field(default_factory=list)
     num_requests: int = 0
@@ -78,8 +81,8 @@ class Session:
 
     def next_seed(self, choice: int = 0) -> int:
         """Of the request that comes now: by the order of requests, so that an agent's run can be repeated."""
-        first = self.num_requests <= 1 and choice == 0
-        return self.seed if first else sample_seed(self.seed, self.num_requests, choice)
+        first = turn_seed(self.seed, self.num_requests - 1)
+        return first if choice == 0 else sample_seed(first, choice, 0)
 
     def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Turn | None:
         """The turn that these messages continue; of several the one with the longest history, then the newest."""

@@ -71,6 +71,7 @@ async def test_later_turns_continue_the_recorded_tokens(template: str | None) ->
         whole = made.prompt_ids + made.response_ids
         last = list(at.engine.requests[-1].prompt_ids)
         assert whole[: len(last)] == last
+        assert END + END not in at.engine.tokenizer.decode(whole).replace(" ", "")
         written = [token for token, mask in zip(made.response_ids, made.response_mask, strict=True) if mask]
         assert written == at.engine.ids("  one " + END) + at.engine.ids("two" + END) + at.engine.ids("three" + END)
         assert {v for v, mask in zip(made.versions, made.response_mask, strict=True) if not mask} == {NOT_SAMPLED}

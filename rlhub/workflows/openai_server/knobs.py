@@ -1,0 +1,44 @@
+"""The openai_agent workflow's own settings (actor_rollout_ref.rollout.agent.kwargs); loads nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlhub.workflows.knobs import at_least
+
+
+@dataclass(slots=True, kw_only=True)
+class AgentKnobs:
+    """Which agent runs, and how it reaches the policy."""
+
+    agent: str = ""
+    """The agent: path/to/agent.py:run or package.module:run, a function; or path/to/script.py, a program. Required."""
+    args: list[str] = field(default_factory=list)
+    """Command-line arguments of a program."""
+    reward: Literal["score", "agent"] = "score"
+    """score: the run's reward function scores the last segment's text; agent: what the function returns, or the last line that
+    the program prints, is the reward."""
+    segment: Literal["last", "longest"] = "last"
+    """What trains of an agent that had several conversations: the one of its last request, or that with the most tokens."""
+    format: str = "hermes"
+    """How tool calls stand in the policy's text; a registered format."""
+    model: str = "policy"
+    """Name under which the policy is served; agents may ask for any."""
+    host: str = "127.0.0.1"
+    """Address the endpoint listens on. Another than loopback lets other machines in, with their session's key."""
+    port: int = 0
+    """Its port; 0: a free one."""
+    max_concurrent: int = 4096
+    """Most requests answered at once; more are told to come back (429)."""
+    threads: int = 64
+    """Threads for agents that are plain functions, not coroutines: so many run at once."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as enable_thinking."""
+
+    def __post_init__(self) -> None:
+        at_least(1, max_concurrent=self.max_concurrent, threads=self.threads)
+        at_least(0, port=self.port)
+        for name, known in (("reward", ("score", "agent")), ("segment", ("last", "longest"))):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={value!r}: must be one of {', '.join(known)}")
