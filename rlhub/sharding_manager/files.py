@@ -9,6 +9,9 @@ rank of a rollout engine, in whatever job and layout, has a WeightReader and map
 
 A version is written under another name and renamed when all ranks are done, so a reader sees a whole version or none.  Nothing
 is flushed to the disk: after a power failure the trainer writes its weights anew.
+
+Reading has two halves, so that an engine which serves requests need stop for the second only: `prepare` waits for the version,
+maps its files and compares their checksums; `place` copies.
 """
 
 from __future__ import annotations
@@ -17,18 +20,19 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.training.base import TrainEngine
-from rlhub.errors import DeadlineError, ReshardError, WeightMismatchError
+from rlhub.errors import DeadlineError, EngineError, ReshardError, WeightMismatchError
 from rlhub.sharding_manager.held import Held
 from rlhub.sharding_manager.layout_exchange import Member, decode_info, encode_info, exchange_members, this_node
 from rlhub.sharding_manager.links import Links
@@ -45,6 +49,9 @@ BLOCK_ELEMENTS = 1 << 20
 KEPT_VERSIONS = 2  # a reader may still be at the one before
 POLL_S = 0.05
 
+OpenFiles = dict[Path, Any]
+"""A file is mapped once, however many of its blocks are read."""
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _Block:
@@ -54,6 +61,29 @@ class _Block:
     path: Path
     key: str
     checksum: int
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Part:
+    """What a block gives to a live piece.  region: in the full tensor; values: mapped, in the file's dtype; sent: their
+    fingerprint in the piece's dtype."""
+
+    piece: PieceInfo
+    region: Region
+    values: Tensor
+    sent: int
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class MappedVersion:
+    """A version that a reader has found whole and undamaged.  It stays readable when the writer removes its files.
+
+    parts: for the live weights as they were described; None before the engine's first update, which goes by `blocks`.
+    """
+
+    version: int
+    blocks: dict[str, list[_Block]]
+    parts: list[_Part] | None
 
 
 class WeightWriter:
@@ -66,7 +96,10 @@ class WeightWriter:
         self._mine: list[PieceInfo] | None = None
 
     def write(self, version: int) -> SyncReport:
-        """Leave the trainer's present weights in the folder as policy `version`."""
+        """Leave the trainer's present weights in the folder as policy `version`.
+
+        The report's fingerprint is of the whole version on rank 0, elsewhere of this rank's blocks.
+        """
         start = time.perf_counter()
         self._train.onload()
         aside = self._folder / f"version-{version}{TEMPORARY_SUFFIX}"
@@ -75,22 +108,30 @@ class WeightWriter:
         write_json(aside / f"rank-{self._rank}.json", {"blocks": rows})
         self._train.offload()
         self._all_done()
-        if self._rank == 0:
-            write_json(aside / "manifest.json", {"version": version, "ranks": self._links.size if self._links else 1})
-            final = _version_folder(self._folder, version)
-            shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed from before it
-            aside.rename(final)
-            for old in _versions(self._folder)[:-KEPT_VERSIONS]:
-                shutil.rmtree(_version_folder(self._folder, old))
-        self._all_done()
         infos = [decode_info(row["piece"]) for row in rows]
+        checksums = {f"{info.name}{info.region}": row["checksum"] for info, row in zip(infos, rows, strict=True)}
+        if self._rank == 0:
+            checksums = self._publish(aside, version)
+        self._all_done()
         return SyncReport(
             seconds=time.perf_counter() - start,
             bytes=sum(info.num_bytes for info in infos),
             num_weights=len({info.name for info in infos}),
             version=version,
-            fingerprint=combine((f"{info.name}{info.region}", row["checksum"]) for info, row in zip(infos, rows, strict=True)),
+            fingerprint=combine(checksums.items()),
         )
+
+    def _publish(self, aside: Path, version: int) -> dict[str, int]:
+        """Make what all ranks wrote visible under its name; the checksums of all blocks."""
+        write_json(aside / "manifest.json", {"version": version, "ranks": self._links.size if self._links else 1})
+        blocks = [block for parts in _read_manifest(aside).values() for block in parts]
+        final = _version_folder(self._folder, version)
+        shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed from before it
+        aside.rename(final)
+        kept = [number for number in _versions(self._folder) if number <= version][-KEPT_VERSIONS:]
+        for other in set(_versions(self._folder)) - set(kept):
+            shutil.rmtree(_version_folder(self._folder, other))
+        return {f"{block.info.name}{block.info.region}": block.checksum for block in blocks}
 
     def _all_done(self) -> None:
         if self._links is not None:
@@ -165,23 +206,57 @@ class WeightReader:
         return max(_versions(self._folder), default=None)
 
     def read(self, version: int) -> SyncReport:
-        """Wait for `version` and take it.  The first goes through the engine's own loader, as in `stream`.
-
-        Raises DeadlineError when it does not come in time, ReshardError when it is not this model's, WeightMismatchError for a
-        block whose checksum is wrong or a weight that did not arrive; after these the engine refuses to generate.
-        """
+        """Wait for `version` and take it: both halves at once, for an engine without requests."""
         start = time.perf_counter()
-        blocks = _read_manifest(self._await(version))
         self._rollout.wake_up(weights_only=True)
-        report = self._place(blocks, version) if self._proven else self._load(blocks, version)
-        self._proven = True
-        self._rollout.wake_up()
+        report = self.place(self.prepare(version))
         report.seconds = time.perf_counter() - start
         return report
+
+    def prepare(self, version: int) -> MappedVersion:
+        """Wait for `version`, map its files and compare their checksums; the engine may generate meanwhile.
+
+        Raises DeadlineError when it does not come in time, EngineError when it has been removed, ReshardError when it is not
+        this model's and WeightMismatchError for a block whose checksum is wrong; the engine keeps the weights that it has.
+        """
+        folder = self._await(version)
+        with self._reading(version):
+            blocks = _read_manifest(folder)
+            parts = self._parts(blocks) if self._proven else None
+        return MappedVersion(version=version, blocks=blocks, parts=parts)
+
+    def place(self, mapped: MappedVersion) -> SyncReport:
+        """Copy a version into the live weights and compare them with it; the engine must not be in a step.
+
+        The first goes through the engine's own loader, as in `stream`.  After an error (WeightMismatchError for a weight that
+        did not arrive) the engine refuses to generate.  The report's fingerprint is that of the writer where both hold the
+        weights in the same dtype and this engine is not tensor-parallel.
+        """
+        start = time.perf_counter()
+        self._rollout.wake_up(weights_only=True)
+        parts = mapped.parts
+        if parts is None:
+            with self._reading(mapped.version):
+                num_bytes = self._load(mapped.blocks, mapped.version)
+                parts = self._parts(mapped.blocks)
+        else:
+            num_bytes = self._copy(parts, mapped.version)
+        self._proven = True
+        self._rollout.wake_up()
+        return SyncReport(
+            seconds=time.perf_counter() - start,
+            bytes=num_bytes,
+            num_weights=len(mapped.blocks),
+            version=mapped.version,
+            fingerprint=combine((f"{part.piece.name}{part.region}", part.sent) for part in parts) if self._check else "",
+        )
 
     def _await(self, version: int) -> Path:
         folder, deadline = _version_folder(self._folder, version), time.monotonic() + self._timeout_s
         while not (folder / "manifest.json").exists():
+            newest = self.newest()
+            if newest is not None and newest > version:
+                raise EngineError(f"version {version} of the weights is no longer in {self._folder}; the newest is {newest}")
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"version {version} of the weights in {self._folder}",
@@ -191,25 +266,31 @@ class WeightReader:
             time.sleep(POLL_S)
         return folder
 
-    def _load(self, blocks: dict[str, list[_Block]], version: int) -> SyncReport:
+    @contextmanager
+    def _reading(self, version: int) -> Iterator[None]:
+        """The writer keeps few versions, so a slow reader's may go away under it."""
+        try:
+            yield
+        except (FileNotFoundError, SafetensorError) as error:
+            why = f"was removed or is damaged ({error}); the newest is {self.newest()}"
+            raise EngineError(f"version {version} of the weights in {self._folder} {why}") from error
+
+    def _load(self, blocks: dict[str, list[_Block]], version: int) -> int:
+        """By full tensors through the engine's loader; how many bytes."""
         stream = CheckedStream(self._rollout, check=self._check)
         self._rollout.update_weights(stream.passing(self._buckets(blocks)), version)
         if self._check:
             with self._rollout.overwriting(version):
                 stream.compare(lambda number: number)
-        return SyncReport(
-            seconds=0.0,
-            bytes=stream.bytes,
-            num_weights=len(stream.names),
-            version=version,
-            fingerprint=combine(stream.fingerprints.items()),
-        )
+        return stream.bytes
 
     def _buckets(self, blocks: dict[str, list[_Block]]) -> Iterator[WeightBucket]:
         bucket: WeightBucket = []
+        files: OpenFiles = {}
         for name, parts in blocks.items():
             full = torch.empty(parts[0].info.shape, dtype=parts[0].info.dtype)
-            _fill(whole_piece(name, full), parts)
+            for part in _cut(whole_piece(name, full).info, parts, files):
+                take(full, part.region).copy_(part.values)
             bucket.append((name, full))
             if sum(tensor.nbytes for _, tensor in bucket) >= self._bucket_bytes:
                 yield bucket
@@ -217,32 +298,34 @@ class WeightReader:
         if bucket:
             yield bucket
 
+    def _parts(self, blocks: dict[str, list[_Block]]) -> list[_Part]:
+        """What goes where in the live weights."""
+        pieces = list(self._rollout.live_weights())
+        missing = [piece.name for piece in pieces if piece.name not in blocks]
+        surplus = sorted(set(blocks) - {piece.name for piece in pieces})
+        if missing or surplus:
+            name = (missing + surplus)[0]
+            raise ReshardError(f"the weights in {self._folder} and the rollout engine differ in {name}", weight=name)
+        files: OpenFiles = {}
+        return [part for piece in pieces for part in _cut(piece.info, blocks[piece.name], files)]
+
     @torch.no_grad()
-    def _place(self, blocks: dict[str, list[_Block]], version: int) -> SyncReport:
-        """Straight from the mapped files into the live weights."""
+    def _copy(self, parts: list[_Part], version: int) -> int:
+        """Straight from the mapped files into the live weights; how many bytes."""
         with self._rollout.overwriting(version):
-            pieces = list(self._rollout.live_weights())
-            missing = [piece.name for piece in pieces if piece.name not in blocks]
-            surplus = sorted(set(blocks) - {piece.name for piece in pieces})
-            if missing or surplus:
-                name = (missing + surplus)[0]
-                raise ReshardError(f"the weights in {self._folder} and the rollout engine differ in {name}", weight=name)
-            parts = [(piece, *part) for piece in pieces for part in _fill(piece, blocks[piece.name])]
-            held = digests(take(piece.tensor, region).cpu().contiguous() for piece, region, _ in parts) if self._check else []
-            differing = [piece.name for (piece, _, sent), value in zip(parts, held, strict=self._check) if sent != value]
-            raise_first(list(blocks), differing, lambda number: number)
-        return SyncReport(
-            seconds=0.0,
-            bytes=sum(torch.Size(piece.shape).numel() * piece.tensor.element_size() for piece in pieces),
-            num_weights=len(blocks),
-            version=version,
-            fingerprint=combine((f"{piece.name}{region}", sent) for piece, region, sent in parts),
-        )
+            live = {(piece.name, piece.region): piece.tensor for piece in self._rollout.live_weights()}
+            targets = [take(live[p.piece.name, p.piece.region], relative(p.region, p.piece.region)) for p in parts]
+            for target, part in zip(targets, parts, strict=True):
+                target.copy_(part.values)
+            if self._check:
+                held = digests(target.cpu().contiguous() for target in targets)
+                differing = [part.piece.name for part, value in zip(parts, held, strict=True) if part.sent != value]
+                raise_first([part.piece.name for part in parts], differing, lambda number: number)
+        return sum(target.nbytes for target in targets)
 
 
-def _fill(piece: Piece, blocks: list[_Block]) -> list[tuple[Region, int]]:
-    """Write the piece from the blocks that have parts of it; (part in the piece's coordinates, fingerprint of what was
-    written there)."""
+def _cut(piece: PieceInfo, blocks: list[_Block], files: OpenFiles) -> list[_Part]:
+    """The parts of the piece that the blocks have, mapped and checked.  files: those open already."""
     if blocks[0].info.shape != piece.shape:
         raise ReshardError(
             f"{piece.name} has the full shape {blocks[0].info.shape} in the folder and {piece.shape} in the rollout engine: "
@@ -255,10 +338,9 @@ def _fill(piece: Piece, blocks: list[_Block]) -> list[tuple[Region, int]]:
         if common is None:
             continue
         covered += num_elements(common)
-        values = take(_read_block(block), relative(common, block.info.region)).to(piece.tensor.dtype).contiguous()
-        place = relative(common, piece.region)
-        take(piece.tensor, place).copy_(values)
-        parts.append((place, digests([values])[0]))
+        values = take(_read_block(block, files), relative(common, block.info.region))
+        sent = digests([values.to(piece.dtype).contiguous()])[0]
+        parts.append(_Part(piece=piece, region=common, values=values, sent=sent))
     if covered != num_elements(piece.region):
         raise ReshardError(
             f"{num_elements(piece.region) - covered} elements of {piece.name} {piece.region} are in no file of "
@@ -268,10 +350,11 @@ def _fill(piece: Piece, blocks: list[_Block]) -> list[tuple[Region, int]]:
     return parts
 
 
-def _read_block(block: _Block) -> Tensor:
+def _read_block(block: _Block, files: OpenFiles) -> Tensor:
     """Mapped, not read whole; its checksum is compared."""
-    with safe_open(block.path, framework="pt") as opened:
-        values: Tensor = opened.get_tensor(block.key)
+    if block.path not in files:
+        files[block.path] = safe_open(block.path, framework="pt")
+    values: Tensor = files[block.path].get_tensor(block.key)
     if digests([values]) != [block.checksum]:
         raise WeightMismatchError(
             f"{block.path} has another checksum for {block.info.name} {block.info.region} than its manifest says: the file is "

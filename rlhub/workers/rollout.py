@@ -7,15 +7,13 @@ import torch.distributed as dist
 
 from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.training.process_group import ensure_process_group
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.sharding_manager.pools import WeightReceiver
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.rollout_batch import check_completions, generation_requests, pad_completions, training_columns
+from rlhub.workers.rollout_parts import load_vocabulary, make_engine, rollout_setup
 from rlhub.workers.runtime import WorkerRuntime
 from rlhub.workers.transfer import Meeting
 
@@ -32,19 +30,10 @@ class RolloutPart(Worker):
 
     def _init_rollout(self) -> None:
         """Build the rollout engine (collective); it has no weights yet.  The process group must exist."""
-        tokenizer = load_tokenizer(self.config.model.path, trust_remote_code=self.config.model.trust_remote_code)
-        self.vocabulary = read_vocabulary(self.config.model, tokenizer)
+        self.vocabulary = load_vocabulary(self.config)
         dp_rank, tp_rank = divmod(self.rank, self.config.rollout.tensor_model_parallel_size)
-        self.rollout = build_rollout_engine(
-            self.config.rollout,
-            self.config.model,
-            device=self.device,
-            seed=self.runtime.seed,
-            max_prompt_length=self.runtime.max_prompt_length,
-            max_response_length=self.runtime.max_response_length,
-            dp_rank=dp_rank,
-            tp_rank=tp_rank,
-        )
+        setup = rollout_setup(self.config, self.runtime, self.device, dp_rank=dp_rank, tp_rank=tp_rank)
+        self.rollout = make_engine(setup)
         self.rollout.initialize()
         self._register_dispatch_collect_info("rollout", dp_rank, tp_rank == 0)
 

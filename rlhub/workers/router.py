@@ -1,0 +1,223 @@
+"""Router: one engine in front of all replicas of the rollout service.  Episodes, servers and validation generate through it.
+
+A request goes to the replica with the least work under way, counted in tokens; requests of one session go where the session's
+first one went, for its prefix is cached there.  When a replica dies, its requests start again elsewhere: equal seeds give equal
+noise, so where the weights are the same the completion is too.  What the dead one had sampled is lost, and counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter, OrderedDict
+from dataclasses import replace
+from typing import Self
+
+from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.errors import DeadlineError, EngineError, WorkerDiedError, WorkerError
+from rlhub.workers.fleet import Fleet, FleetLimits, StartReplica
+from rlhub.workers.replica import Replica
+from rlhub.workers.rollout_server import UpdateReport
+
+logger = logging.getLogger(__name__)
+
+MAX_SESSIONS = 1 << 16
+"""Sessions remembered; of more, those not used for longest are routed anew."""
+
+
+class Router:
+    """See the module docstring.  It implements `EpisodeEngine` and lives on one event loop, on which all methods are called.
+
+    retries: how often a request is sent again after the replica that had it died.  generate_s: longest wait for a completion;
+    a replica that needs longer hangs and is ended.  max_sessions: how many sessions are remembered.
+    """
+
+    def __init__(
+        self,
+        start_replica: StartReplica,
+        limits: FleetLimits | None = None,
+        *,
+        retries: int = 3,
+        generate_s: float | None = None,
+        max_sessions: int = MAX_SESSIONS,
+    ) -> None:
+        self.fleet = Fleet(start_replica, limits or FleetLimits())
+        self.counts: Counter[str] = Counter()
+        self._retries, self._generate_s, self._max_sessions = retries, generate_s, max_sessions
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._numbers = itertools.count()
+        self._pinned: Replica | None = None
+
+    # -- requests ----------------------------------------------------------------------------------------------------------
+
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+        """One completion.  Waits while no replica serves; raises the service's `failure` where none will any more."""
+        return await self._persistently(request, params, None)
+
+    async def _persistently(self, request: GenerationRequest, params: SamplingParams, pin: Pin | None) -> Completion:
+        if not request.request_id:
+            request = replace(request, request_id=f"r{next(self._numbers)}")
+        self.counts["requests"] += 1
+        wasted_s = 0.0
+        for attempt in itertools.count():
+            chosen = await self._choose(request.session) if pin is None else pin.place()
+            started = time.monotonic()
+            try:
+                completion = await self._ask(chosen, request, params)
+            except (WorkerDiedError, DeadlineError) as error:
+                self.fleet.lost(chosen, error)
+                wasted_s += time.monotonic() - started
+                if attempt >= self._retries:
+                    raise
+                self.counts["retries"] += 1
+                continue
+            self._count(completion, wasted_s, time.monotonic() - started)
+            return completion
+        raise AssertionError("unreachable")
+
+    async def _ask(self, replica: Replica, request: GenerationRequest, params: SamplingParams) -> Completion:
+        cost = len(request.prompt_ids) + params.max_new_tokens
+        replica.begin(cost)
+        try:
+            completion: Completion = await replica.actor.call("agenerate", request, params, deadline_s=self._generate_s)
+        except (WorkerDiedError, DeadlineError):
+            raise
+        except WorkerError as error:
+            if await self.fleet.look_at(replica) is None:  # the engine failed, not this request alone
+                raise WorkerDiedError(str(error), role=error.role, rank=error.rank, node=error.node) from error
+            raise
+        finally:
+            replica.end(cost)
+        return completion
+
+    def _count(self, completion: Completion, wasted_s: float, seconds: float) -> None:
+        """lost_tokens is an estimate: what was sampled elsewhere before, at the pace of the attempt that came through."""
+        sampled = len(completion.token_ids)
+        self.counts["tokens"] += sampled
+        if wasted_s:
+            self.counts["lost_tokens"] += min(sampled, round(sampled * wasted_s / max(seconds, 1e-6)))
+
+    async def _choose(self, session: str) -> Replica:
+        while True:
+            self.fleet.raise_failure()
+            serving = {replica.name: replica for replica in self.fleet.serving()}
+            if serving:
+                return self._pick(serving, session)
+            await self.fleet.changed()
+
+    def _pick(self, serving: dict[str, Replica], session: str) -> Replica:
+        name = self._sessions.get(session, "") if session else ""
+        if name not in serving:
+            chosen = min(serving.values(), key=lambda replica: (replica.cost, replica.requests))
+            name = chosen.name
+        if session:
+            self._sessions[session] = name
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > self._max_sessions:
+                self._sessions.popitem(last=False)
+        return serving[name]
+
+    # -- replicas ----------------------------------------------------------------------------------------------------------
+
+    async def add(self, name: str) -> None:
+        """Start a replica; it serves as soon as it has the newest weights."""
+        await self.fleet.add(name)
+
+    async def remove(self, name: str) -> None:
+        """Take a replica out when its requests are done; new ones go elsewhere from now on."""
+        await self.fleet.remove(name)
+
+    async def restart(self, name: str) -> None:
+        """Replace a replica by a fresh one."""
+        await self.fleet.restart(name)
+
+    async def update(self, folder: str, version: int) -> list[tuple[str, UpdateReport]]:
+        """New weights for all; see Fleet.update."""
+        return await self.fleet.update(folder, version)
+
+    async def pause(self) -> None:
+        """Sample nothing; requests wait with their tokens."""
+        await self.fleet.pause()
+
+    async def resume(self) -> None:
+        await self.fleet.resume()
+
+    async def pin(self, version: int) -> Pin:
+        """A view that generates with `version`, whatever is published, until its release: for validation beside training.
+
+        One replica stays at the version and serves no other requests once newer weights are there; where there is only one,
+        updates wait for the release.  Raises EngineError when no replica has the version (pin it before the next is
+        published), or another version is pinned.
+        """
+        if self._pinned is not None and (not self._pinned.pins or self._pinned.state == "dead"):
+            self._pinned = None
+        if self._pinned is not None and self._pinned.version != version:
+            raise EngineError(f"version {self._pinned.version} is pinned; release it before version {version} is pinned")
+        self._pinned = self._pinned or self._holder(version)
+        self._pinned.pins += 1
+        return Pin(self, self._pinned, version)
+
+    def _holder(self, version: int) -> Replica:
+        self.fleet.raise_failure()
+        serving = [replica for replica in self.fleet.replicas.values() if replica.state == "serving"]
+        holders = [replica for replica in serving if replica.version == version and not replica.turn.locked()]
+        if not holders:
+            held = ", ".join(f"{replica.name} {replica.version}" for replica in serving) or "none serves"
+            raise EngineError(f"no replica has version {version} ({held}); pin a version before the next one is published")
+        return min(holders, key=lambda replica: (replica.cost, replica.requests))
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start, and the last update's times."""
+        pauses = [report.pause_s for _, report in self.fleet.updates]
+        replicas = self.fleet.replicas.values()
+        metrics = {f"rollout/{name}": float(self.counts[name]) for name in ("requests", "tokens", "retries", "lost_tokens")}
+        metrics |= {f"rollout/replica_{name}": float(self.fleet.counts[name]) for name in ("deaths", "restarts")}
+        metrics |= {
+            "rollout/num_replicas": float(len(replicas)),
+            "rollout/requests_under_way": float(sum(replica.requests for replica in replicas)),
+        }
+        if pauses:
+            metrics["rollout/pause_s"] = sum(pauses) / len(pauses)
+            metrics["rollout/pause_s_max"] = max(pauses)
+            metrics["rollout/update_s"] = max(report.read_s for _, report in self.fleet.updates)
+        return metrics
+
+    async def close(self) -> None:
+        """End all replicas; waiting requests fail."""
+        await self.fleet.close()
+
+
+class Pin:
+    """A view of the router that generates with one version.  An asynchronous context manager; implements `EpisodeEngine`."""
+
+    def __init__(self, router: Router, replica: Replica, version: int) -> None:
+        self.version = version
+        self._router, self._replica = router, replica
+        self._released = False
+
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+        """One completion, all of whose tokens the pinned version samples."""
+        return await self._router._persistently(request, params, self)
+
+    def place(self) -> Replica:
+        """The replica.  Where it died, another that still has the version; EngineError if none has."""
+        if self._released:
+            raise EngineError(f"the pin of version {self.version} was released; pin the version anew")
+        if self._replica.state == "dead":
+            self._replica = self._router._holder(self.version)
+            self._replica.pins += 1
+            self._router._pinned = self._replica
+        return self._replica
+
+    def release(self) -> None:
+        """Let the replica go on to the newest weights.  Idempotent."""
+        if not self._released:
+            self._released = True
+            self._router.fleet.unpin(self._replica)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.release()

@@ -1,0 +1,189 @@
+"""One replica: requests go on while weights are read, and stop for the copying alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.errors import ConfigError, EngineError, WeightMismatchError
+from rlhub.sharding_manager.files import WeightReader
+from rlhub.workers.rollout_server import RolloutServer
+from tests.support.rollout_service import RUNTIME, STEP_S, Weights, fake_config, request, sampling
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Weights:
+    return Weights(tmp_path)
+
+
+async def started(weights: Weights, *, slow: bool = False) -> RolloutServer:
+    server = RolloutServer(fake_config(slow=slow), RUNTIME)
+    await server.start()
+    weights.write(0)
+    await server.update_weights(weights.folder, 0)
+    return server
+
+
+def test_it_serves_the_weights_of_the_folder(weights: Weights) -> None:
+    async def scenario() -> None:
+        server = await started(weights)
+        sent = weights.write(1)
+        report = await server.update_weights(weights.folder, 1)
+        status = await server.status()
+        assert (report.version, status.version) == (1, 1)
+        assert report.fingerprint == status.fingerprint == sent
+        assert 0 < report.pause_s <= report.read_s
+        completion = await server.agenerate(request(), sampling())
+        assert len(completion.token_ids) == 8 and completion.versions == [1] * 8
+        status = await server.status()
+        assert (status.num_requests, status.num_tokens, status.load, status.failure) == (1, 8, 0, "")
+        await server.shutdown()
+        await server.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_requests_keep_their_tokens_over_an_update(weights: Weights) -> None:
+    async def scenario() -> None:
+        server = await started(weights, slow=True)
+        whole = await server.agenerate(request(), sampling(40))
+        weights.write(1)
+        running = asyncio.create_task(server.agenerate(request(), sampling(40)))
+        await asyncio.sleep(10 * STEP_S)
+        await server.update_weights(weights.folder, 1)
+        completion = await running
+        assert completion.token_ids == whole.token_ids
+        assert set(completion.versions) == {0, 1} and completion.versions == sorted(completion.versions)
+        await server.shutdown()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("half", ["prepare", "place"])
+def test_only_the_copying_holds_up_requests(weights: Weights, monkeypatch: pytest.MonkeyPatch, half: str) -> None:
+    """While files are checked, tokens flow; while they are copied, none is sampled.  The event loop answers in both."""
+    reached, go_on = threading.Event(), threading.Event()
+    original = getattr(WeightReader, half)
+
+    def slow(self: WeightReader, *args: Any) -> Any:
+        reached.set()
+        assert go_on.wait(5)
+        return original(self, *args)
+
+    async def scenario() -> None:
+        server = await started(weights)
+        weights.write(1)
+        monkeypatch.setattr(WeightReader, half, slow)
+        update = asyncio.create_task(server.update_weights(weights.folder, 1))
+        await asyncio.to_thread(reached.wait, 5)
+        running = asyncio.create_task(server.agenerate(request(), sampling()))
+        done, _ = await asyncio.wait([running], timeout=0.05)
+        assert bool(done) == (half == "prepare")
+        assert (await server.status()).load == (0 if done else 1)
+        go_on.set()
+        report = await update
+        assert (await running).versions == [0 if half == "prepare" else 1] * 8
+        assert (report.pause_s > report.read_s / 2) == (half == "place")
+        await server.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_be_read_leaves_the_replica_as_it_was(weights: Weights) -> None:
+    async def scenario() -> None:
+        server = await started(weights)
+        weights.write(1)
+        file = next((Path(weights.folder) / "version-1").glob("*.safetensors"))
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(WeightMismatchError, match="checksum"):
+            await server.update_weights(weights.folder, 1)
+        assert (await server.agenerate(request(), sampling())).versions == [0] * 8
+        for version in (2, 3):
+            weights.write(version)
+        with pytest.raises(EngineError, match="version 1 of the weights is no longer in .*; the newest is 3"):
+            await server.update_weights(weights.folder, 1)
+        await server.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_an_explicit_pause_outlasts_an_update(weights: Weights) -> None:
+    async def scenario() -> None:
+        server = await started(weights)
+        await server.pause()
+        running = asyncio.create_task(server.agenerate(request(), sampling()))
+        weights.write(1)
+        await server.update_weights(weights.folder, 1)
+        assert (await server.status()).paused and not (await asyncio.wait([running], timeout=0.02))[0]
+        await server.resume()
+        assert (await running).versions == [1] * 8
+        await server.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_abort_ends_requests_with_what_they_have(weights: Weights) -> None:
+    async def scenario() -> None:
+        server = await started(weights, slow=True)
+        running = asyncio.create_task(server.agenerate(request(), sampling(60)))
+        await asyncio.sleep(5 * STEP_S)
+        await server.abort()
+        completion = await running
+        assert completion.finish_reason == "abort" and 0 < len(completion.token_ids) < 60
+        await server.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_a_wrong_request_is_no_failure_of_the_engine(weights: Weights) -> None:
+    async def scenario() -> None:
+        server = await started(weights)
+        with pytest.raises(EngineError, match="max_new_tokens is 0"):
+            await server.agenerate(request(), sampling(0))
+        assert (await server.status()).failure == ""
+        server.engine.shutdown()
+        with pytest.raises(EngineError):
+            await server.agenerate(request(), sampling())
+        assert "EngineError" in (await server.status()).failure
+
+    asyncio.run(scenario())
+
+
+def test_tensor_parallel_replicas_are_refused() -> None:
+    config = ActorRolloutRefConfig()
+    config.rollout.tensor_model_parallel_size = 2
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size=2 with rollout.mode=async"):
+        RolloutServer(config, RUNTIME)
+
+
+def test_before_start_it_says_so() -> None:
+    async def scenario() -> None:
+        server = RolloutServer(fake_config(), RUNTIME)
+        assert (await server.status()).version == -1
+        with pytest.raises(EngineError, match="start comes first"):
+            await server.agenerate(request(), sampling())
+
+    asyncio.run(scenario())
+
+
+def test_weights_are_checked_while_tokens_flow(weights: Weights) -> None:
+    """The figures of a report: the pause is a part of the whole, by the clock."""
+
+    async def scenario() -> None:
+        server = await started(weights)
+        weights.write(1)
+        before = time.time()
+        report = await server.update_weights(weights.folder, 1)
+        assert before <= report.paused_at <= report.paused_at + report.pause_s <= time.time()
+        assert report.bytes == sum(p.nbytes for p in weights.engine.model.parameters())
+        await server.shutdown()
+
+    asyncio.run(scenario())
