@@ -3,6 +3,7 @@
 After the single-controller idea of HybridFlow (Sheng et al., arXiv:2409.19256).  Nothing here imports Ray; `ray/` does.
 """
 
+from rlhub.single_controller.actor_runner import ActorTaskRunner
 from rlhub.single_controller.async_actor import AsyncActor, AsyncActorOptions, astart_async_actor, start_async_actor
 from rlhub.single_controller.calls import CallFuture, wait_all
 from rlhub.single_controller.colocate import create_colocated_worker_cls
@@ -24,6 +25,7 @@ from rlhub.single_controller.worker import ClassWithInitArgs, Worker, WorkerCont
 from rlhub.single_controller.worker_group import WorkerGroup
 
 __all__ = [
+    "ActorTaskRunner",
     "AsyncActor",
     "AsyncActorOptions",
     "Call",

@@ -69,8 +69,9 @@ class AsyncActorHost:
             elif place in self._running:
                 self._running[place].cancel()
 
-    async def collect(self, key: str) -> list[Reply]:
-        """All replies that are there; waits for the first."""
+    async def collect(self, key: str, messages: list[Message]) -> list[Reply]:
+        """`deliver`, then all replies that are there; waits for the first."""
+        await self.deliver(key, messages)
         replies = self._replies.setdefault(key, _Replies())
         await replies.filled.wait()
         return replies.take()

