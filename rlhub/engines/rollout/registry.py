@@ -51,6 +51,7 @@ ROLLOUT_ENGINES: Registry[EngineFactory] = Registry("rollout engine")
 """`requires` names the Python packages an engine needs."""
 ROLLOUT_ENGINES.add_lazy("vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"})
 ROLLOUT_ENGINES.add_lazy("hf", "rlhub.engines.rollout.hf.engine:HFEngine")
+ROLLOUT_ENGINES.add_lazy("remote", "rlhub.engines.rollout.remote.engine:RemoteEngine")
 ROLLOUT_ENGINES.add_lazy("fake", "rlhub.engines.rollout.fake:FakeEngine")
 
 

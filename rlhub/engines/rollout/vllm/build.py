@@ -37,6 +37,8 @@ def build_llm(setup: RolloutSetup, dtype: torch.dtype, *, in_process_group: bool
         arguments.update(
             enforce_eager=True,  # compiling takes a minute and a half here and gains 9 %
             block_size=CPU_BLOCK_TOKENS,
+            # After a part of a prompt vLLM sets the seeded generator back, which CPU generators cannot do.
+            enable_chunked_prefill=False,
             kv_cache_memory_bytes=cpu_cache_bytes(setup, dtype),
         )
         _check_head_width(setup)
@@ -68,6 +70,7 @@ def _arguments(setup: RolloutSetup, dtype: torch.dtype) -> dict[str, Any]:
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enforce_eager": config.enforce_eager,
         "enable_sleep_mode": supports_sleep(setup),
+        "async_scheduling": False if setup.config.mode == "async" else None,  # else a step would always be under way
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: what the trainer compares with
         "skip_tokenizer_init": True,  # token in, token out
         "generation_config": "vllm",  # the model folder's sampling defaults must not change the requests
@@ -121,6 +124,18 @@ def _named_shared_memory() -> Iterator[None]:
 def driver_model(llm: LLM) -> nn.Module:
     """This rank's part of the model, live."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def forget_prefixes(llm: LLM) -> None:
+    """Let no later request find a prefix in the cache; running requests keep their blocks.
+
+    vLLM's own reset refuses while requests hold blocks, or takes the blocks away from them.
+    """
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    pool.cached_block_hash_to_block = type(pool.cached_block_hash_to_block)()
+    pool.cached_block_hashes_by_block.clear()
+    for block in pool.blocks:
+        block.reset_hash()
 
 
 def shut_down(llm: LLM, *, keep_process_group: bool) -> None:

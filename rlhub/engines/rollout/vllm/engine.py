@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket
-from rlhub.engines.rollout.batcher import RequestBatcher
+from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams, WeightBucket
 from rlhub.engines.rollout.dtypes import resolve_dtype
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.requests import check_requests
+from rlhub.engines.rollout.stepped import SteppedEngine
+from rlhub.engines.rollout.stepping import Stepper
 from rlhub.engines.rollout.vllm.environment import distributed_variables, guarded_process
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
@@ -25,27 +26,23 @@ from rlhub.utils.pieces import Piece
 
 if TYPE_CHECKING:
     from vllm import LLM
-    from vllm import SamplingParams as VLLMSamplingParams
     from vllm.outputs import CompletionOutput
 
 DISCARD_WEIGHTS = 2  # vLLM's sleep level that keeps neither cache nor weights: the next update brings them anew
 SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of what sleep frees, in the order in which they are woken
 
 
-class VLLMEngine(RolloutEngine):
+class VLLMEngine(SteppedEngine):
     """See the module docstring.  One vLLM engine a process: its parallel state is global to the process."""
 
     def __init__(self, setup: RolloutSetup) -> None:
-        self.version = -1
-        self._setup = setup
+        super().__init__(setup)
         self._dtype = resolve_dtype(setup.config.dtype, setup.device)
         self._llm: LLM | None = None
         self._in_process_group = False
         self._can_sleep = False
         self._asleep: list[str] = []  # which of SLEEPING_PARTS are
-        self._ready = False
         self._weight_dtypes: dict[str, torch.dtype] = {}
-        self._batcher = RequestBatcher(self.generate)
 
     def initialize(self) -> None:
         """Collective over all ranks of the job when torch.distributed is initialized."""
@@ -71,13 +68,16 @@ class VLLMEngine(RolloutEngine):
         self._ready = self._setup.load_checkpoint
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
-        if not self._ready or self._asleep:
-            raise EngineError("the engine has no whole set of weights: wake_up and update_weights come before generate")
+        self._refuse_unready("generate")
         check_requests(requests, params, max_model_len=self._setup.max_model_len)
-        if not requests:
-            return []
+        with self._generating():
+            return self._generate(requests, params) if requests else []
+
+    def _generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
+        from rlhub.engines.rollout.vllm.params import vllm_params
+
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
-        sampling = [_vllm_params(request, params) for request in requests]
+        sampling = [vllm_params(request, params) for request in requests]
         devices = [self._setup.device] if self._setup.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # vLLM draws from the global generator even where it uses the seeds'
             outputs = self._engine().generate(prompts, sampling, use_tqdm=False)
@@ -98,44 +98,44 @@ class VLLMEngine(RolloutEngine):
     async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
         if self._setup.config.tensor_model_parallel_size > 1:
             raise EngineError("single requests would be scheduled differently on each tensor-parallel rank; use generate")
-        return await self._batcher.submit(request, params)
+        return await super().agenerate(request, params)
 
-    @property
-    def load(self) -> int:
-        return 0
+    def _make_stepper(self) -> Stepper:
+        from rlhub.engines.rollout.vllm.stepper import VLLMStepper
 
-    def pause(self) -> None:
-        raise EngineError("this engine cannot pause yet")
+        return VLLMStepper(self._engine())
 
-    def resume(self, *, recompute: bool = True) -> None:
-        raise EngineError("this engine cannot pause yet")
-
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        raise EngineError("this engine cannot abort yet")
+    def _refuse_unready(self, action: str) -> None:
+        super()._refuse_unready(action)
+        if self._asleep:
+            raise EngineError(f"the engine's {' and '.join(self._asleep)} are asleep: wake_up comes before {action}")
 
     @torch.no_grad()
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         from rlhub.engines.rollout.vllm import build
 
-        self._ready = False
-        self.wake_up(weights_only=True)
-        model = build.driver_model(self._engine())
-        apply_buckets(buckets, self._weight_dtypes, lambda bucket: model.load_weights(iter(bucket)))
-        self._reset_prefix_cache()
-        self._ready, self.version = True, version
+        with self.overwriting(version):
+            model = build.driver_model(self._engine())
+            apply_buckets(buckets, self._weight_dtypes, lambda bucket: model.load_weights(iter(bucket)))
 
     def _reset_prefix_cache(self) -> None:
-        """Cached prefixes were computed with the old weights."""
-        if not self._engine().reset_prefix_cache():
+        """Cached prefixes were computed with the old weights.  Those that interrupted requests hold stay theirs alone."""
+        from rlhub.engines.rollout.vllm import build
+
+        if self._loop.load:
+            build.forget_prefixes(self._engine())
+        elif not self._engine().reset_prefix_cache():
             raise EngineError("vLLM did not reset its prefix cache: are requests still running?")
 
     @contextmanager
     def overwriting(self, version: int) -> Iterator[None]:
-        self._ready = False
-        self.wake_up(weights_only=True)
-        yield
-        self._reset_prefix_cache()
-        self._ready, self.version = True, version
+        with self._updating():
+            self._ready = False
+            self.wake_up(weights_only=True)
+            yield
+            self._reset_prefix_cache()
+            self._loop.weights_changed()
+            self._ready, self.version = True, version
 
     def live_weights(self) -> Iterator[Piece]:
         from rlhub.engines.rollout.vllm import build, weights
@@ -146,10 +146,11 @@ class VLLMEngine(RolloutEngine):
         return self._weight_dtypes[name]
 
     def sleep(self) -> None:
-        self._ready = False
-        if self._can_sleep and not self._asleep:
-            self._engine().sleep(level=DISCARD_WEIGHTS)
-            self._asleep = list(SLEEPING_PARTS)
+        with self._loop.exclusive("sleep"):
+            self._ready = False
+            if self._can_sleep and not self._asleep:
+                self._engine().sleep(level=DISCARD_WEIGHTS)
+                self._asleep = list(SLEEPING_PARTS)
 
     def wake_up(self, *, weights_only: bool = False) -> None:
         parts = [part for part in self._asleep if part == "weights" or not weights_only]
@@ -158,6 +159,7 @@ class VLLMEngine(RolloutEngine):
             self._asleep = [part for part in self._asleep if part not in parts]
 
     def shutdown(self) -> None:
+        self._loop.close()
         if self._llm is None:
             return
         from rlhub.engines.rollout.vllm import build
@@ -169,20 +171,3 @@ class VLLMEngine(RolloutEngine):
         if self._llm is None:
             raise EngineError("the vLLM engine is not initialized, or was shut down")
         return self._llm
-
-
-def _vllm_params(request: GenerationRequest, params: SamplingParams) -> VLLMSamplingParams:
-    from vllm import SamplingParams as VLLMSamplingParams
-
-    return VLLMSamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        max_tokens=params.max_new_tokens,
-        seed=request.seed,
-        stop_token_ids=[] if params.ignore_eos else list(params.stop_token_ids),
-        ignore_eos=True,  # the request's stop tokens are the only ones
-        logprobs=0 if params.log_probs else None,
-        flat_logprobs=params.log_probs,
-        detokenize=False,
-    )

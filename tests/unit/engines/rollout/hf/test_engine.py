@@ -22,9 +22,7 @@ def hf_engine(folder: Path, config: RolloutConfig | None = None, **options: obje
         ModelConfig(path=str(folder)),
         device=torch.device("cpu"),
         seed=0,
-        max_prompt_length=MAX_MODEL_LEN // 2,
-        max_response_length=MAX_MODEL_LEN // 2,
-        **options,  # type: ignore[arg-type]
+        **{"max_prompt_length": MAX_MODEL_LEN // 2, "max_response_length": MAX_MODEL_LEN // 2, **options},  # type: ignore[arg-type]
     )
     engine.initialize()
     return engine
