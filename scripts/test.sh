@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All tests a CPU machine can run, from nothing: environment, unit, integration, end to end.  Arguments go to pytest.
 #
-#   bash scripts/test.sh                 everything (about 35 minutes on two cores)
+#   bash scripts/test.sh                 everything (about 25 minutes on two cores)
 #   bash scripts/test.sh -k checkpoint   what matches
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,8 +17,13 @@ NUM_CORES="$(env -u OMP_NUM_THREADS nproc)" # which would answer with that varia
 for suite in unit integration e2e; do
   started=$SECONDS
   echo "=== tests/$suite"
-  parallel=() # the other suites start processes of their own on all cores
-  [ "$suite" = unit ] && parallel=(-n "$((NUM_CORES > 4 ? 4 : NUM_CORES))" --dist worksteal)
+  # The other suites start processes of their own, mostly one after the other; two at a time keep two cores busy.  A file's
+  # tests stay together where they share what was costly to make: all in integration, in e2e those marked xdist_group.
+  case "$suite" in
+    unit) parallel=(-n "$((NUM_CORES > 4 ? 4 : NUM_CORES))" --dist worksteal) ;;
+    integration) parallel=(-n "$((NUM_CORES > 2 ? 2 : NUM_CORES))" --dist loadfile) ;;
+    e2e) parallel=(-n "$((NUM_CORES > 2 ? 2 : NUM_CORES))" --dist loadgroup) ;;
+  esac
   .venv/bin/python -m pytest "tests/$suite" --durations=10 "${parallel[@]}" "$@"
   code=$?
   took="$((SECONDS - started)) s"

@@ -108,8 +108,8 @@ class Running:
 class Preloaded:
     """See preloaded.py."""
 
-    def __init__(self, env: dict[str, str]) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("preloaded.py"))]
+    def __init__(self, env: dict[str, str], interpreter: Path) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("preloaded.py")), str(interpreter)]
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, **request: Any) -> dict[str, Any]:
@@ -127,7 +127,8 @@ class Preloaded:
 
 
 class Mains:
-    """Starts mains: `start`/`run` from the preloaded process, `start_fresh`/`run_fresh` as from a shell."""
+    """Starts mains: `start`/`run` from the preloaded process, `start_fresh`/`run_fresh` as from a shell.  `interpreter` is
+    called like Python and runs scripts from the preloaded process, and what these start with their `sys.executable` too."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -152,9 +153,7 @@ class Mains:
         die: dict[str, Any] | None = None,
     ) -> Running:
         """watch, die: see preloaded.py."""
-        if self._preloaded is None:
-            self._preloaded = Preloaded(self.env)
-        preloaded, mark = self._preloaded, uuid.uuid4().hex
+        preloaded, mark = self._preload(), uuid.uuid4().hex
         log = self.folder / f"{mark}.log"
         pid = preloaded.ask(
             module=module,
@@ -188,6 +187,16 @@ class Mains:
                 start_new_session=True,
             )
         return self._kept(Running(pid=process.pid, mark=mark, log=log, poll=process.poll))
+
+    @property
+    def interpreter(self) -> str:
+        self._preload().ask(poll=None)  # it answers when the program is there
+        return str(self.folder / "python")
+
+    def _preload(self) -> Preloaded:
+        if self._preloaded is None:
+            self._preloaded = Preloaded(self.env, self.folder / "python")
+        return self._preloaded
 
     def run(self, arguments: Sequence[str], **options: Any) -> Result:
         return self.start(arguments, **options).wait()

@@ -78,7 +78,7 @@ def arithmetic(mains: Mains, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     out = tmp_path_factory.mktemp("arithmetic")
     shutil.rmtree(out)
     command = [
-        sys.executable, str(RECIPES / "arithmetic" / "run.py"), f"--out={out}", "--seed=3", "--ranks=1",
+        mains.interpreter, str(RECIPES / "arithmetic" / "run.py"), f"--out={out}", "--seed=3", "--ranks=1",
         f"--sft-steps={ARITHMETIC_SFT_STEPS}", "--steps=2", *IN_PROCESS, "trainer.test_freq=2",
 
     ]  # fmt: skip

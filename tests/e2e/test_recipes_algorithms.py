@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ def out(mains: Mains, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
     for script, name in (("generate.py", "data"), ("build_model.py", "model")):
         command = (str(RECIPES / "arithmetic" / script), "--seed=3", f"--out={folder / name}")
-        done = run_recipe(mains, sys.executable, *command)
+        done = run_recipe(mains, mains.interpreter, *command)
         assert done.returncode == 0, done.stdout + done.stderr
     settings = sft_settings(parse(common(folder)), folder / "sft")
     trained = mains.run([*settings, "trainer.device=cpu", "trainer.backend=local"], module="rlhub.trainer.main_sft")
@@ -43,7 +42,7 @@ def common(out: Path) -> list[str]:
 
 def run(mains: Mains, out: Path, script: Path, *more: str) -> subprocess.CompletedProcess[str]:
     quick = (*IN_PROCESS, "trainer.test_freq=-1", "trainer.val_before_train=False")
-    return run_recipe(mains, sys.executable, str(script), *common(out), *quick, *more)
+    return run_recipe(mains, mains.interpreter, str(script), *common(out), *quick, *more)
 
 
 def check_dapo(rows: list[dict[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,14 @@ IN_PROCESS = ("--ranks=1", "--sft-steps=2", "--steps=2", "trainer.device=cpu", "
 def out(mains: Mains, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both recipes share data, model and pairs; the model as it is built stands in for the warm start."""
     folder = tmp_path_factory.mktemp("preference")
-    build = [sys.executable, str(RECIPES / "arithmetic" / "build_model.py"), "--out", str(folder / "model")]
+    build = [mains.interpreter, str(RECIPES / "arithmetic" / "build_model.py"), "--out", str(folder / "model")]
     assert run_recipe(mains, *build).returncode == 0
     shutil.copytree(folder / "model", folder / "sft" / "global_step_2" / "model" / "huggingface")
     return folder
 
 
 def test_dpo(mains: Mains, out: Path) -> None:
-    done = run_recipe(mains, sys.executable, str(RECIPES / "dpo" / "run.py"), f"--out={out}", *IN_PROCESS)
+    done = run_recipe(mains, mains.interpreter, str(RECIPES / "dpo" / "run.py"), f"--out={out}", *IN_PROCESS)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(out / "dpo")
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -43,7 +42,7 @@ def test_reward_model(mains: Mains, out: Path) -> None:
     script = str(RECIPES / "reward_model" / "run.py")
     more = ("--rm-steps=2", "actor_rollout_ref.rollout.name=hf", "data.train_batch_size=8", "trainer.test_freq=-1")
     small = ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.val_before_train=False")
-    done = run_recipe(mains, sys.executable, script, f"--out={out}", *IN_PROCESS, *more, *small)
+    done = run_recipe(mains, mains.interpreter, script, f"--out={out}", *IN_PROCESS, *more, *small)
     assert done.returncode == 0, done.stdout + done.stderr
     model = AutoModelForSequenceClassification.from_pretrained(out / "rm" / "global_step_2" / "model" / "huggingface")
     assert model.config.num_labels == 1

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from rlhub.errors import LoadError
+from rlhub.utils import killable
 from rlhub.utils.killable import KillablePool, Outcome
 
 FUNCTION = """
@@ -107,13 +108,13 @@ def test_an_argument_that_cannot_be_sent_fails_alone(make: Callable[..., Killabl
 
 
 def test_a_call_that_holds_the_interpreter_lock_is_killed_at_its_deadline(make: Callable[..., KillablePool]) -> None:
-    pool = make(timeout_s=0.3)
+    pool = make(timeout_s=0.6)
     assert kinds(run(pool, 1, "hang", 2, "hang", 3)) == [None, "timeout", None, "timeout", None]
 
 
 def test_after_too_many_failures_the_rest_is_skipped(make: Callable[..., KillablePool]) -> None:
     """With the control: without a limit every call is done."""
-    pool = make(timeout_s=0.3)
+    pool = make(timeout_s=0.6)
     calls = [{"x": x} for x in (1, "hang", "hang", *[2] * 5)]
     assert kinds(pool.map(calls, max_failures=1)) == [None, "timeout", "timeout", *["skipped"] * 5]
     assert kinds(pool.map(calls)) == [None, "timeout", "timeout", *[None] * 5]
@@ -141,7 +142,10 @@ def test_a_child_that_died_between_calls_is_replaced(make: Callable[..., Killabl
     assert run(pool, "pid")[0].value != pid
 
 
-def test_slow_calls_spread_over_the_workers_and_trivial_ones_do_not(make: Callable[..., KillablePool]) -> None:
+def test_slow_calls_spread_over_the_workers_and_trivial_ones_do_not(
+    make: Callable[..., KillablePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(killable, "GROW_AFTER_S", 0.5)  # trivial calls may have to wait for a core
     pool = make(num_workers=2)
     pool.start()
     assert len({outcome.value for outcome in run(pool, *["pid"] * 64)}) == 1

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_exceptions_deadlines_and_a_death_with_hanging_peers(start: Start) -> No
     begin = time.monotonic()
     with pytest.raises(DeadlineError, match=r"actor.sleep_on: not done after 1 s; still running: rank 1 on") as late:
         actor.sleep_on(1, 6.0)
-    assert time.monotonic() - begin < 3 and late.value.seconds == 1.0
+    assert time.monotonic() - begin < 5 and late.value.seconds == 1.0
     assert wait_for(lambda: "sleep_on" in Path(actor.workers[1].log).read_text()), "the stacks are in the log"
 
     begin = time.monotonic()
@@ -85,7 +86,7 @@ def test_exceptions_deadlines_and_a_death_with_hanging_peers(start: Start) -> No
     assert all(gone(worker.pid) for worker in actor.workers)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -109,7 +110,7 @@ def test_an_idle_death_and_a_stopped_process(start: Start) -> None:
     plan = parse_fault_plan([{"kind": "stop", "call": "actor.replicate", "rank": 1, "at": 2}])
     run = start(observers=[FaultInjector(plan)], shutdown_deadline_s=20.0)
     actor = run.groups["actor"]
-    actor.set_deadlines({}, default=2.0)
+    actor.set_deadlines({}, default=5.0)
     assert len(actor.replicate(1)) == 2
     with pytest.raises(DeadlineError, match="actor.replicate.*rank 1"):
         actor.replicate(1)
@@ -122,9 +123,15 @@ def test_an_idle_death_and_a_stopped_process(start: Start) -> None:
 
 
 def host_processes() -> set[int]:
-    """Processes that host workers, by the title that Ray gives them."""
-    processes = psutil.process_iter(["cmdline"])
-    return {process.pid for process in processes if "WorkerHost" in " ".join(process.info["cmdline"] or [])}
+    """Processes that host workers, by the title that Ray gives them, of this test process's cluster: whatever a process starts
+    inherits its environment, and a test process beside it has another one."""
+    mine = {name: value for name, value in os.environ.items() if name.startswith("PYTEST_XDIST_")}
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        with suppress(psutil.Error):
+            if "WorkerHost" in " ".join(process.info["cmdline"] or []) and mine.items() <= process.environ().items():
+                found.add(process.pid)
+    return found
 
 
 def free_cpus() -> float:
@@ -147,10 +154,7 @@ def test_what_cannot_start_says_why_and_gives_its_places_back(
     with pytest.raises(WorkerError, match=message):
         launch(roles, ranks_per_node=2, plugins=plugins)
     assert wait_for(lambda: free_cpus() == 4.0)
-    new = [
-        pid for pid in set(psutil.pids()) - before if not gone(pid) and "WorkerHost" in " ".join(psutil.Process(pid).cmdline())
-    ]
-    assert new == []
+    assert [pid for pid in host_processes() - before if not gone(pid)] == []
 
 
 def test_a_start_that_hangs_has_a_deadline(ray_cluster: None) -> None:
@@ -171,7 +175,7 @@ def test_more_than_the_cluster_has_is_refused_with_numbers_and_knobs(ray_cluster
     begin = time.monotonic()
     with pytest.raises(ResourceError, match=r"asked for 99 worker processes .*4 of 4 CPUs free.*n_gpus_per_node.*num_cpus"):
         RayResourcePool([99]).slots()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
     with pytest.raises(ResourceError, match=r"not given within 2 s .*trainer.device=cpu"):
         RayResourcePool([1], use_gpu=True, deadline_s=2, wait_for_nodes=True).slots()
     held = RayResourcePool([4])
@@ -187,3 +191,4 @@ def test_marked_processes_are_only_the_runs_own(start: Start) -> None:
     marker = actor.environment()[0]["RLHUB_RUN_MARKER"]
     assert {process.pid for process in marked_processes(marker)} == {worker.pid for worker in actor.workers}
     assert marked_processes("someone else's") == []
+    assert {worker.pid for worker in actor.workers} <= host_processes(), "the control of what is said to have ended above"

@@ -97,7 +97,12 @@ def _join_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def _start_environment() -> dict[str, str]:
     """Variables that Ray's processes read at their start; a user's own setting wins."""
-    wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    wanted = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+        # Ray starts processes ahead, one per CPU, which ranks never use: each of these has an environment of its own.
+        "RAY_prestart_worker_first_driver": "0",
+    }
     wanted = {name: os.environ.get(name, value) for name, value in wanted.items()}
     for name in ("no_proxy", "NO_PROXY"):
         # A proxy in the way would swallow the calls between Ray's own processes on this machine.
