@@ -145,7 +145,7 @@ class EngineLoop:
         with self._changed:
             if self._user is not None:
                 raise EngineError(f"the rollout engine cannot go on before the end of {self._user}")
-            self._recompute = recompute and self._stale
+            self._recompute = self._recompute or (recompute and self._stale)
             self._stale = self._stale and not recompute and bool(self._live)
             self._paused = False
             self._changed.notify_all()
