@@ -12,30 +12,34 @@ lock.  Admission follows events (a group ends, the version changes); nothing is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
+from rlhub.engines.rollout.base import Completion
 from rlhub.errors import DeadlineError, WorkflowError
 from rlhub.utils.outcomes import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
 from rlhub.utils.seeding import sample_seed
 from rlhub.utils.task_runner import AsyncTaskRunner
 from rlhub.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
-from rlhub.workflows.groups import Group, PromptItem, mask_older
+from rlhub.workflows.delivery import Delivery, GroupRequest, StalePolicy
+from rlhub.workflows.groups import Group, PromptItem
 from rlhub.workflows.ledger import Phase, PromptLedger
+from rlhub.workflows.partials import Interrupt, TrackedEngine, completion_of, sample_state
 from rlhub.workflows.staleness import StalenessManager
 from rlhub.workflows.statistics import RolloutStatistics
 from rlhub.workflows.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-StalePolicy = Literal["drop", "mask", "correct"]
 CALL_DEADLINE_S = 60.0
 """For the event loop to answer; it only ever runs short pieces of work."""
+COLLECT_S = 10.0
+"""For the running generations to give what they have written."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,22 +59,23 @@ class ExecutorOptions:
 
 @dataclass(slots=True)
 class _Work:
-    """A group of which episodes run."""
+    """A group of which episodes run.  trajectories: of those that have ended; engines: what each episode has written."""
 
     item: PromptItem
     workflow: RolloutWorkflow
     trajectories: list[Trajectory | None]
-    missing: int
+    engines: list[TrackedEngine]
 
+    @property
+    def missing(self) -> list[int]:
+        """Samples that are not there yet."""
+        return [sample for sample, trajectory in enumerate(self.trajectories) if trajectory is None]
 
-@dataclass(slots=True)
-class _Request:
-    """Training waits for so many groups, to be trained at `step` (None: the one after the present version)."""
-
-    count: int
-    step: int | None
-    answer: Future[list[Group]] = field(default_factory=Future)
-    since: float = field(default_factory=time.monotonic)
+    def state(self) -> dict[str, Any]:
+        """JSON-able."""
+        pairs = zip(self.trajectories, self.engines, strict=True)
+        samples = [sample_state(trajectory, engine.written) for trajectory, engine in pairs]
+        return {"ordinal": self.item.ordinal, "samples": samples}
 
 
 class WorkflowExecutor:
@@ -78,6 +83,7 @@ class WorkflowExecutor:
 
     on_group: awaited once for each complete group, before the filter: scoring.  Its errors end the run (the reward has a policy
     for its failures), except Reject.  keep: the group filter; a group turned down is rejected and another prompt drawn.
+    interrupt: how running generations give what they have written to a checkpoint; None: they begin anew after a resume.
     """
 
     def __init__(
@@ -91,25 +97,23 @@ class WorkflowExecutor:
         options: ExecutorOptions,
         on_group: Callable[[Group], Awaitable[None]] | None = None,
         keep: Callable[[Group], bool] | None = None,
+        interrupt: Interrupt | None = None,
     ) -> None:
         self.runner, self.engine, self.workflow_for = runner, engine, workflow_for
         self.staleness, self.ledger, self.options = staleness, ledger, options
-        self.on_group, self.keep = on_group, keep
+        self.on_group, self.keep, self.interrupt = on_group, keep, interrupt
         self.statistics = RolloutStatistics()
+        self.delivery = Delivery(staleness, ledger, self.statistics, options.stale_policy)
         self._source: Iterator[PromptItem] = iter(())
         self._exhausted = self._paused = self._closed = False
         self._error: BaseException | None = None
         self._again: deque[PromptItem] = deque()
         self._restored: dict[int, Mapping[str, Any]] = {}
+        self._begun: dict[int, list[dict[str, Any]]] = {}
         self._work: dict[int, _Work] = {}
         self._episodes: dict[str, tuple[_Work, int]] = {}
         self._scoring: set[asyncio.Task[None]] = set()
-        self._ready: list[Group] = []
-        self._taken: dict[int, tuple[int, Group]] = {}
-        self._requests: deque[_Request] = deque()
-        self._masked: set[int] = set()
-        self._checked_step = 0
-        self._failed_in_a_row = 0
+        self._failed_in_a_row = self._num_failed = self._fruitless = 0
         runner.on_outcome = self._on_outcome
 
     # What training calls, from its own thread.
@@ -129,12 +133,12 @@ class WorkflowExecutor:
         Blocks until there are so many; fewer come only when the prompts have run out.  DeadlineError after `timeout` seconds:
         nothing is lost.  Raises the error that ended the run.
         """
-        request = _Request(count, step)
+        request = GroupRequest(count, step)
         self._call(self._ask, request)
         try:
             return request.answer.result(timeout)
         except TimeoutError:
-            if not request.answer.done() and self._call(self._withdraw, request):
+            if not request.answer.done() and self._call(self.delivery.withdraw, request):
                 hint = self._call(self._situation)
                 raise DeadlineError(f"{count} groups of episodes to train on", timeout or 0.0, hint) from None
             return request.answer.result()
@@ -160,15 +164,27 @@ class WorkflowExecutor:
         return self._call(self._metrics)
 
     def state(self) -> dict[str, Any]:
-        """JSON-able.  With finished groups that were not trained; what was taken for a step that is not over is among them."""
-        ledger, staleness, groups = self._call(self._snapshot)
-        return {"ledger": ledger, "staleness": staleness, "finished": [group.to_json() for group in groups]}
+        """JSON-able.  With finished groups that were not trained (what was taken for a step that is not over is among them) and
+        what is written of the others.  Generation goes on."""
+        if self.interrupt is not None:
+            collecting = asyncio.run_coroutine_threadsafe(self._collect(self.interrupt), self.runner.loop)
+            collecting.result(CALL_DEADLINE_S)
+        ledger, staleness, groups, begun = self._call(self._snapshot)
+        finished = [group.to_json() for group in groups]
+        return {"ledger": ledger, "staleness": staleness, "finished": finished, "begun": begun}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; before `start`."""
         self._restored = {group["ordinal"]: group for group in state["finished"]}
+        self._begun = {work["ordinal"]: work["samples"] for work in state["begun"]}
+        sizes = {len(group["trajectories"]) for group in state["finished"]} | {len(samples) for samples in self._begun.values()}
+        if sizes - {self.options.group_size}:
+            raise ValueError(
+                f"the run was stopped with {max(sizes)} samples a prompt and goes on with {self.options.group_size}: set "
+                "actor_rollout_ref.rollout.n back"
+            )
         self.ledger.load_state(state["ledger"], self._restored)
-        self.staleness.load_state(state["staleness"], finished=len(self._restored), running=0)
+        self.staleness.load_state(state["staleness"], finished=len(self._restored), running=len(self._begun))
 
     def close(self) -> None:
         """End all episodes.  The runner stays open: it belongs to whoever made it."""
@@ -194,7 +210,7 @@ class WorkflowExecutor:
         self._source = iter(source)
         for ordinal in range(self.ledger.frontier, self.ledger.next_ordinal):
             self._restore(self._seek(ordinal))
-        self._restored = {}
+        self._restored, self._begun = {}, {}
         self._react()
 
     def _seek(self, ordinal: int) -> PromptItem:
@@ -209,7 +225,9 @@ class WorkflowExecutor:
     def _restore(self, item: PromptItem) -> None:
         match self.ledger.phase(item.ordinal):
             case Phase.FINISHED:
-                self._ready.append(Group.from_json(self._restored[item.ordinal], item))
+                self.delivery.add(Group.from_json(self._restored[item.ordinal], item))
+            case Phase.ISSUED if item.ordinal in self._begun:
+                self._launch(item, self._begun[item.ordinal])
             case Phase.ISSUED:
                 self._again.append(item)
 
@@ -220,6 +238,7 @@ class WorkflowExecutor:
                 self._serve()
                 self._admit()
                 self._serve()  # the prompts may just have run out
+                self._check_progress()
             except Exception as error:  # noqa: BLE001  the loop's boundary: training gets the error
                 self._fail(error)
 
@@ -241,33 +260,38 @@ class WorkflowExecutor:
             self.ledger.issue(item.ordinal)
         return item
 
-    def _launch(self, item: PromptItem) -> None:
+    def _launch(self, item: PromptItem, begun: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Start the group's episodes; of a group that was `begun` before, those that are missing."""
         self.ledger.run(item.ordinal)
-        size = self.options.group_size
-        work = _Work(item, self.workflow_for(item.row), [None] * size, size)
+        work = _Work(item, self.workflow_for(item.row), [None] * self.options.group_size, [])
         self._work[item.ordinal] = work
-        for sample in range(size):
-            task_id = f"{item.ordinal}-{sample}"
-            self._episodes[task_id] = (work, sample)
-            self.runner.submit(self._episode, work, sample, task_id=task_id, deadline=self.options.episode_timeout_s)
+        for sample in range(self.options.group_size):
+            before = begun[sample] if begun else {"trajectory": None, "written": None}
+            data = self._data(item, sample, completion_of(before["written"]))
+            work.engines.append(TrackedEngine(self.engine, data))
+            if before["trajectory"] is not None:
+                work.trajectories[sample] = Trajectory(**before["trajectory"])
+            else:
+                self._submit(work, data)
+        if not work.missing:
+            self._complete(work)
 
-    async def _episode(self, work: _Work, sample: int) -> Trajectory | None:
-        item = work.item
-        data = EpisodeData(
-            prompt_ids=item.prompt_ids,
-            ordinal=item.ordinal,
-            sample=sample,
-            seed=sample_seed(self.options.seed, item.ordinal, sample),
-            row=item.row,
+    def _data(self, item: PromptItem, sample: int, partial: Completion | None) -> EpisodeData:
+        seed = sample_seed(self.options.seed, item.ordinal, sample)
+        return EpisodeData(
+            prompt_ids=item.prompt_ids, ordinal=item.ordinal, sample=sample, seed=seed, row=item.row, partial=partial
         )
-        trajectory = await work.workflow.arun_episode(self.engine, data)
-        if trajectory is not None:
-            trajectory.check()
-        return trajectory
+
+    def _submit(self, work: _Work, data: EpisodeData) -> None:
+        self._episodes[data.session] = (work, data.sample)
+        deadline = self.options.episode_timeout_s
+        self.runner.submit(episode, work.workflow, work.engines[-1], data, task_id=data.session, deadline=deadline)
 
     def _on_outcome(self, outcome: Outcome) -> None:
         """An episode has ended."""
         work, sample = self._episodes.pop(outcome.task_id)
+        if self._error is not None:
+            return
         if self._work.get(work.item.ordinal) is not work:  # its group has ended before
             if isinstance(outcome, Accepted):
                 self.statistics.wasted_tokens += sum(outcome.value.response_mask)
@@ -281,8 +305,7 @@ class WorkflowExecutor:
         match outcome:
             case Accepted(value=trajectory):
                 work.trajectories[sample] = trajectory
-                work.missing -= 1
-                if work.missing == 0:
+                if not work.missing:
                     self._complete(work)
             case Rejected(reason=reason):
                 self._reject(work, "rejected_groups", reason)
@@ -321,31 +344,53 @@ class WorkflowExecutor:
         self.ledger.finish(group.ordinal)
         self.staleness.on_accept()
         self.statistics.counts["accepted_groups"] += 1
-        if self._fresh(group, self._checked_step):
-            self._ready.append(group)
+        self._fruitless = 0
+        self.delivery.add(group)
         self._react()
 
     def _failed(self, work: _Work, error: BaseException) -> None:
         self._failed_in_a_row += 1
-        limit = self.options.max_failed_batches * self.staleness.batch
-        logger.warning("an episode of prompt %d failed: %r", work.item.ordinal, error)
-        if self._failed_in_a_row >= limit:
-            message = f"{self._failed_in_a_row} groups of episodes failed in a row, the last with {type(error).__name__}: {error}"
-            stop = WorkflowError(f"{message}. Correct the workflow, or raise rollout.agent.max_failed_batches")
+        number = self._failed_in_a_row
+        if number >= self._patience:
+            message = f"{number} groups of episodes failed in a row, the last with {type(error).__name__}: {error}"
+            stop = WorkflowError(f"{message}. Correct the workflow, or raise actor_rollout_ref.rollout.agent.max_failed_batches")
             stop.__cause__ = error
             return self._fail(stop)
+        self._num_failed += 1
+        if self._num_failed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: no flood
+            logger.warning(
+                "%d groups of episodes failed, the last of prompt %d", self._num_failed, work.item.ordinal, exc_info=error
+            )
         self._reject(work, "failed_groups", f"failed: {type(error).__name__}: {error}")
+
+    @property
+    def _patience(self) -> int:
+        """So many groups in a row may come to nothing."""
+        return self.options.max_failed_batches * self.staleness.batch
+
+    def _check_progress(self) -> None:
+        """Groups that are all too old when they come are not a matter of time: say so, instead of generating for ever."""
+        if self.delivery.dropped_in_a_row >= self._patience:
+            message = (
+                f"{self.delivery.dropped_in_a_row} groups in a row were more than {self.staleness.max_staleness} versions old "
+                f"when they came, at version {self.staleness.version}: the engine that generates does not get the new weights, "
+                "or episodes take longer than so many training steps; then raise trainer.max_staleness, or set "
+                "trainer.stale_policy=correct"
+            )
+            self._fail(WorkflowError(message))
 
     def _reject(self, work: _Work, count: str, reason: str) -> None:
         """The group gives nothing to train; what still runs of it is cancelled."""
         ordinal = work.item.ordinal
         del self._work[ordinal]
-        if work.missing:
-            for sample, trajectory in enumerate(work.trajectories):
-                if trajectory is None:
-                    self.runner.cancel(f"{ordinal}-{sample}")
+        for sample in work.missing:
+            self.runner.cancel(f"{ordinal}-{sample}")
         self.statistics.wasted_tokens += sum(sum(t.response_mask) for t in work.trajectories if t is not None)
         self.statistics.counts[count] += 1
+        self._fruitless += 1
+        times, rest = divmod(self._fruitless, self._patience)
+        if rest == 0 and times.bit_count() == 1:
+            logger.warning("%d groups in a row were rejected, the last for: %s", self._fruitless, reason)
         self.ledger.reject(ordinal, reason)
         self.staleness.on_reject()
         self._react()
@@ -354,86 +399,29 @@ class WorkflowExecutor:
         """The run cannot go on: whoever asks for groups gets the error."""
         if self._error is None:
             self._error = error
-        while self._requests:
-            self._requests.popleft().answer.set_exception(self._error)
-
-    # Consumption.
-
-    def _ask(self, request: _Request) -> None:
-        self._requests.append(request)
-        if self._error is not None:
-            self._fail(self._error)
-        elif self._closed:
-            self._fail(WorkflowError("the executor is closed"))
-        self._react()
-
-    def _withdraw(self, request: _Request) -> bool:
-        """Whether the request was still waiting."""
-        if request in self._requests:
-            self._requests.remove(request)
-            self.statistics.wait_s += time.monotonic() - request.since
-            return True
-        return False
+        self.delivery.fail(self._error)
 
     def _serve(self) -> None:
-        while self._requests:
-            request = self._requests[0]
-            step = self.staleness.version + 1 if request.step is None else request.step
-            self._age(step)
-            ended = self._exhausted and not self._work and not self._again
-            if len(self._ready) < request.count and not ended:
-                return
-            self._requests.popleft()
-            self.statistics.wait_s += time.monotonic() - request.since
-            request.answer.set_result(self._take(request.count, step))
+        self.delivery.serve(ended=self._exhausted and not self._work)
 
-    def _age(self, step: int) -> None:
-        """Apply the bound as of this step to what waits."""
-        if step > self._checked_step:
-            self._checked_step = step
-            self._ready = [group for group in self._ready if self._fresh(group, step)]
+    # What training asks, on the event loop.
 
-    def _fresh(self, group: Group, step: int) -> bool:
-        """Whether the group may train at this step, by the policy for what is older than the bound."""
-        policy = self.options.stale_policy
-        if policy == "correct" or not self.staleness.is_stale(group.first_version, step):
-            return True
-        if policy == "mask":
-            self.statistics.masked_tokens += mask_older(group, step - 1 - self.staleness.max_staleness)
-            self._masked.add(group.ordinal)
-            if group.num_tokens:
-                return True
-        self._drop(group, step)
-        return False
-
-    def _drop(self, group: Group, step: int) -> None:
-        self.ledger.drop(group.ordinal, f"too old at step {step}")
-        self.staleness.on_drop()
-        self._masked.discard(group.ordinal)
-        self.statistics.drop(group)
-
-    def _take(self, count: int, step: int) -> list[Group]:
-        self._ready.sort(key=lambda group: group.ordinal)
-        taken, self._ready = self._ready[:count], self._ready[count:]
-        for group in taken:
-            self._taken[group.ordinal] = (step, group)
-            beyond = group.ordinal in self._masked or self.staleness.is_stale(group.first_version, step)
-            self._masked.discard(group.ordinal)
-            self.statistics.take(group, step, beyond=beyond)
-        return taken
-
-    def _trained(self, step: int) -> None:
-        for ordinal in [ordinal for ordinal, (taken_for, _) in self._taken.items() if taken_for <= step]:
-            del self._taken[ordinal]
-            self.ledger.train(ordinal)
-
-    def _set_version(self, version: int) -> None:
-        self._trained(version)
-        self.staleness.set_version(version)
-        self._age(version + 1)
+    def _ask(self, request: GroupRequest) -> None:
+        self.delivery.ask(request)
+        if self._closed:
+            self._fail(WorkflowError("the executor is closed"))
+        elif self._error is not None:
+            self._fail(self._error)
         self._react()
 
-    # The rest.
+    def _trained(self, step: int) -> None:
+        self.delivery.trained(step)
+
+    def _set_version(self, version: int) -> None:
+        self.delivery.trained(version)
+        self.staleness.set_version(version)
+        self.delivery.age(version + 1)
+        self._react()
 
     def _pause(self) -> None:
         self._paused = True
@@ -444,18 +432,29 @@ class WorkflowExecutor:
 
     def _metrics(self) -> dict[str, float]:
         staleness = self.staleness
-        return self.statistics.metrics(running=staleness.running, ready=len(self._ready), capacity=staleness.capacity)
+        return self.statistics.metrics(running=staleness.running, ready=len(self.delivery.ready), capacity=staleness.capacity)
 
     def _situation(self) -> str:
         """For the message of a wait that took too long."""
         return (
-            f"{len(self._ready)} groups are ready, {self.staleness.running} in work, {self.staleness.capacity} more may be "
-            f"started at version {self.staleness.version}{'; paused' if self._paused else ''}"
+            f"{len(self.delivery.ready)} groups are ready, {self.staleness.running} in work, {self.staleness.capacity} more may "
+            f"be started at version {self.staleness.version}{'; paused' if self._paused else ''}"
         )
 
-    def _snapshot(self) -> tuple[dict[str, Any], dict[str, int], list[Group]]:
-        groups = [*self._ready, *(group for _, group in self._taken.values())]
-        return self.ledger.state(), self.staleness.state(), sorted(groups, key=lambda group: group.ordinal)
+    async def _collect(self, interrupt: Interrupt) -> None:
+        """Have every running generation note what it has written; one that does not in time begins anew after a resume."""
+        engines = [engine for work in self._work.values() for sample, engine in enumerate(work.engines) if sample in work.missing]
+        request_ids = [request_id for engine in engines for request_id in engine.request_ids()]
+        if request_ids:
+            await interrupt(request_ids)
+            settled = asyncio.gather(*(engine.settled() for engine in engines))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(settled, COLLECT_S)
+
+    def _snapshot(self) -> tuple[dict[str, Any], dict[str, int], list[Group], list[dict[str, Any]]]:
+        begun = [work.state() for work in self._work.values()]
+        begun = [state for state in begun if any(any(sample.values()) for sample in state["samples"])]
+        return self.ledger.state(), self.staleness.state(), self.delivery.untrained(), begun
 
     def _close(self) -> None:
         self._closed = True
@@ -464,5 +463,12 @@ class WorkflowExecutor:
             self.runner.cancel(task_id)
         for task in list(self._scoring):
             task.cancel()
-        while self._requests:
-            self._requests.popleft().answer.set_exception(WorkflowError("the executor is closed"))
+        self.delivery.fail(WorkflowError("the executor is closed"))
+
+
+async def episode(workflow: RolloutWorkflow, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+    """One episode, whose trajectory is fit to train on."""
+    trajectory = await workflow.arun_episode(engine, data)
+    if trajectory is not None:
+        trajectory.check()
+    return trajectory

@@ -7,6 +7,7 @@ from dataclasses import replace
 from rlhub.engines.rollout.base import Completion
 from rlhub.utils.outcomes import Reject
 from rlhub.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
+from rlhub.workflows.partials import join
 from rlhub.workflows.trajectory import Trajectory
 
 
@@ -35,13 +36,3 @@ class SingleTurn(RolloutWorkflow):
             return before
         request = replace(request, prompt_ids=[*data.prompt_ids, *before.token_ids], start=len(before.token_ids))
         return join(before, await engine.agenerate(request, self.parts.sampling))
-
-
-def join(before: Completion, after: Completion) -> Completion:
-    """One completion of two parts."""
-    return Completion(
-        token_ids=[*before.token_ids, *after.token_ids],
-        log_probs=[*before.log_probs, *after.log_probs],
-        finish_reason=after.finish_reason,
-        versions=[*before.versions, *after.versions],
-    )
