@@ -37,17 +37,22 @@ class Delivery:
         self, staleness: StalenessManager, ledger: PromptLedger, statistics: RolloutStatistics, policy: StalePolicy
     ) -> None:
         self.staleness, self.ledger, self.statistics, self.policy = staleness, ledger, statistics, policy
-        self.ready: list[Group] = []
+        self._waiting: list[tuple[int, Group]] = []  # with the version of each one's first token
         self._taken: dict[int, tuple[int, Group]] = {}
         self._requests: deque[GroupRequest] = deque()
-        self._masked: set[int] = set()
         self._step = 0
         self.dropped_in_a_row = 0
 
+    @property
+    def num_ready(self) -> int:
+        """Groups that wait for training."""
+        return len(self._waiting)
+
     def add(self, group: Group) -> None:
         """A group is finished."""
-        if self._fresh(group, self._step):
-            self.ready.append(group)
+        first_version = group.first_version
+        if self._fresh(first_version, group):
+            self._waiting.append((first_version, group))
 
     def ask(self, request: GroupRequest) -> None:
         self._requests.append(request)
@@ -66,7 +71,7 @@ class Delivery:
             request = self._requests[0]
             step = self.staleness.version + 1 if request.step is None else request.step
             self.age(step)
-            if len(self.ready) < request.count and not ended:
+            if len(self._waiting) < request.count and not ended:
                 return
             self._requests.popleft()
             self.statistics.wait_s += time.monotonic() - request.since
@@ -81,7 +86,7 @@ class Delivery:
         """Apply the bound as of this step to what waits."""
         if step > self._step:
             self._step = step
-            self.ready = [group for group in self.ready if self._fresh(group, step)]
+            self._waiting = [(version, group) for version, group in self._waiting if self._fresh(version, group)]
 
     def trained(self, step: int) -> None:
         """What was taken for this step, or before, is trained."""
@@ -91,36 +96,32 @@ class Delivery:
 
     def untrained(self) -> list[Group]:
         """Ready or taken for a step that is not over, in order."""
-        groups = [*self.ready, *(group for _, group in self._taken.values())]
+        groups = [*(group for _, group in self._waiting), *(group for _, group in self._taken.values())]
         return sorted(groups, key=lambda group: group.ordinal)
 
-    def _fresh(self, group: Group, step: int) -> bool:
-        """Whether the group may train at this step, by the policy for what is older than the bound."""
-        policy = self.policy
-        if policy == "correct" or not self.staleness.is_stale(group.first_version, step):
+    def _fresh(self, first_version: int, group: Group) -> bool:
+        """Whether the group may train at the present step, by the policy for what is older than the bound."""
+        if self.policy == "correct" or not self.staleness.is_stale(first_version, self._step):
             return True
-        if policy == "mask":
-            self.statistics.masked_tokens += mask_older(group, step - 1 - self.staleness.max_staleness)
-            self._masked.add(group.ordinal)
+        if self.policy == "mask":
+            self.statistics.masked_tokens += mask_older(group, self._step - 1 - self.staleness.max_staleness)
             if group.num_tokens:
                 return True
-        self._drop(group, step)
+        self._drop(group)
         return False
 
-    def _drop(self, group: Group, step: int) -> None:
-        self.ledger.drop(group.ordinal, f"too old at step {step}")
+    def _drop(self, group: Group) -> None:
+        self.ledger.drop(group.ordinal, f"too old at step {self._step}")
         self.staleness.on_drop()
-        self._masked.discard(group.ordinal)
         self.statistics.drop(group)
         self.dropped_in_a_row += 1
 
     def _take(self, count: int, step: int) -> list[Group]:
-        self.ready.sort(key=lambda group: group.ordinal)
-        taken, self.ready = self.ready[:count], self.ready[count:]
+        self._waiting.sort(key=lambda waiting: waiting[1].ordinal)
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
         self.dropped_in_a_row = 0
-        for group in taken:
+        for first_version, group in taken:
             self._taken[group.ordinal] = (step, group)
-            beyond = group.ordinal in self._masked or self.staleness.is_stale(group.first_version, step)
-            self._masked.discard(group.ordinal)
+            beyond = self.staleness.is_stale(first_version, step)  # that of a masked one is from before
             self.statistics.take(group, step, beyond=beyond)
-        return taken
+        return [group for _, group in taken]

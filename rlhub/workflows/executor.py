@@ -121,7 +121,7 @@ class WorkflowExecutor:
     @property
     def first_ordinal(self) -> int:
         """Where the prompts given to `start` must begin: everything before has ended."""
-        return self.ledger.frontier
+        return int(self._call(lambda: self.ledger.frontier))
 
     def start(self, source: Iterator[PromptItem]) -> None:
         """Begin to draw prompts, in the order of their ordinals from `first_ordinal` on.  They are drawn on the event loop."""
@@ -432,12 +432,12 @@ class WorkflowExecutor:
 
     def _metrics(self) -> dict[str, float]:
         staleness = self.staleness
-        return self.statistics.metrics(running=staleness.running, ready=len(self.delivery.ready), capacity=staleness.capacity)
+        return self.statistics.metrics(running=staleness.running, ready=self.delivery.num_ready, capacity=staleness.capacity)
 
     def _situation(self) -> str:
         """For the message of a wait that took too long."""
         return (
-            f"{len(self.delivery.ready)} groups are ready, {self.staleness.running} in work, {self.staleness.capacity} more may "
+            f"{self.delivery.num_ready} groups are ready, {self.staleness.running} in work, {self.staleness.capacity} more may "
             f"be started at version {self.staleness.version}{'; paused' if self._paused else ''}"
         )
 
