@@ -26,6 +26,8 @@ DEADLINES = {
     "open_transfer": "sync",
     "join_transfer": "sync",
     "sync_weights": "sync",
+    "write_weights": "sync",
+    "device_places": "sync",
     "save_checkpoint": "checkpoint",
     "load_checkpoint": "checkpoint",
 }

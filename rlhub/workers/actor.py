@@ -6,6 +6,7 @@ Thin shells: each method hands its rows to an engine and wraps what comes back.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.config.rollout_correction import RolloutCorrectionConfig
@@ -15,10 +16,12 @@ from rlhub.engines.training.registry import build_policy_engine, build_reference
 from rlhub.engines.training.updates import PolicyUpdater
 from rlhub.models.throughput import ThroughputMeter
 from rlhub.protocol import DataProto
+from rlhub.sharding_manager.files import WeightWriter
 from rlhub.sharding_manager.pools import WeightSender
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.engine_worker import EngineWorker
+from rlhub.workers.replica_places import DevicePlace, device_place
 from rlhub.workers.runtime import WorkerRuntime, memory_metrics
 from rlhub.workers.transfer import Meeting, open_meeting
 
@@ -44,6 +47,7 @@ class ActorPart(EngineWorker):
         self.train, self.needs_reference = train, needs_reference
         self.device = runtime.torch_device(self.local_rank)
         self.hf_model = config.model
+        self._writer: tuple[str, WeightWriter] | None = None  # and its folder
 
     def _init_actor(self) -> None:
         """Build the training engines (collective)."""
@@ -101,6 +105,21 @@ class ActorPart(EngineWorker):
         seconds = time.perf_counter() - started
         metrics |= self.throughput.metrics(batch.batch["attention_mask"], self.config.actor.ppo_epochs, seconds)
         return DataProto(meta_info={"metrics": metrics | memory_metrics("actor", self.device)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def write_weights(self, folder: str, version: int) -> SyncReport:
+        """Leave the policy's weights in the folder as `version` (collective); whoever generates with them goes on meanwhile."""
+        self._make_room()
+        if self._writer is None or self._writer[0] != folder:
+            bucket_bytes = self.config.rollout.update_weights_bucket_mb << 20
+            writer = WeightWriter(self.engine, Path(folder), bucket_bytes=bucket_bytes, timeout_s=self.runtime.deadline_s)
+            self._writer = folder, writer
+        return self._writer[1].write(version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def device_places(self) -> DevicePlace:
+        """Where this rank computes, for a replica of the rollout service beside it."""
+        return device_place(self.context)
 
 
 class ActorWorker(ActorPart):

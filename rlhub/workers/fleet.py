@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +53,10 @@ class FleetLimits:
 class Fleet:
     """See the module docstring.  All methods are called on the loop."""
 
-    def __init__(self, start_replica: StartReplica, limits: FleetLimits) -> None:
+    def __init__(self, start_replica: StartReplica, limits: FleetLimits, *, own_weights: bool = False) -> None:
+        """own_weights: replicas have read the model's files and serve until the first publication too."""
         self.limits = limits
+        self._own_weights = own_weights
         self.replicas: dict[str, Replica] = {}
         self.newest: Publication | None = None
         self.failure: RlhubError | None = None  # why nothing will ever serve again
@@ -95,7 +97,7 @@ class Fleet:
 
     async def add(self, name: str) -> None:
         """Start a replica; it serves when it has the newest weights.  Raises what its start raises."""
-        if name in self.replicas or name in self._coming:
+        if self.knows(name):
             raise EngineError(f"there is a replica {name!r} already; replicas: {', '.join(self.replicas)}")
         self._coming.add(name)
         try:
@@ -105,6 +107,10 @@ class Fleet:
         if not self._watching:
             self._watching = True
             self._background(self._watch())
+
+    def knows(self, name: str) -> bool:
+        """Whether there is such a replica, or one on its way."""
+        return name in self.replicas or name in self._coming
 
     async def remove(self, name: str) -> None:
         """Let a replica finish its requests, then end it.  What is not done in drain_s is generated elsewhere."""
@@ -181,7 +187,7 @@ class Fleet:
             self.counts["restarts"] += 1
             try:
                 await self._join(name)
-            except (RlhubError, OSError) as failure:
+            except Exception as failure:  # noqa: BLE001  a task's boundary: requests wait for what becomes of it
                 error = failure
                 logger.warning("rollout replica %s could not be started again: %s", name, _first_line(failure))
             else:
@@ -275,7 +281,7 @@ class Fleet:
         async with replica.turn:
             while self.newest is not None and replica.publication < self.newest.number and not replica.pins:
                 await self._take(replica, self.newest)
-            if replica.state == "fresh" and replica.publication >= 0:
+            if replica.state == "fresh" and (replica.publication >= 0 or self._own_weights):
                 replica.state = "serving"
         self._notify()
 
@@ -320,10 +326,14 @@ class Fleet:
         self._paused = False
         await self._on_all("resume")
 
-    async def _on_all(self, method: str) -> None:
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests, wherever they are."""
+        await self._on_all("abort", list(request_ids))
+
+    async def _on_all(self, method: str, *args: Any) -> None:
         async def one(replica: Replica) -> None:
             try:
-                await replica.actor.call(method, deadline_s=self.limits.update_s)
+                await replica.actor.call(method, *args, deadline_s=self.limits.update_s)
             except (WorkerError, DeadlineError) as error:
                 self.lost(replica, error)
 

@@ -19,9 +19,15 @@ def load_vocabulary(config: ActorRolloutRefConfig) -> Vocabulary:
 
 
 def rollout_setup(
-    config: ActorRolloutRefConfig, runtime: WorkerRuntime, device: torch.device, *, dp_rank: int = 0, tp_rank: int = 0
+    config: ActorRolloutRefConfig,
+    runtime: WorkerRuntime,
+    device: torch.device,
+    *,
+    dp_rank: int = 0,
+    tp_rank: int = 0,
+    load_checkpoint: bool = False,
 ) -> RolloutSetup:
-    """For an engine that gets its weights from the trainer."""
+    """For an engine that gets its weights from the trainer; load_checkpoint: it also starts with those of the model's files."""
     return RolloutSetup(
         config=config.rollout,
         model=config.model,
@@ -31,6 +37,7 @@ def rollout_setup(
         max_response_length=runtime.max_response_length,
         dp_rank=dp_rank,
         tp_rank=tp_rank,
+        load_checkpoint=load_checkpoint,
     )
 
 

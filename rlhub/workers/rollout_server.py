@@ -59,12 +59,15 @@ class ReplicaStatus:
 
 
 class RolloutServer(Worker):
-    """See the module docstring.  `start` comes first, then `update_weights`, then requests."""
+    """See the module docstring.  `start` comes first, then `update_weights`, then requests.
 
-    def __init__(self, config: ActorRolloutRefConfig, runtime: WorkerRuntime) -> None:
+    load_checkpoint: start with the weights of the model's files, so that requests can come before any update.
+    """
+
+    def __init__(self, config: ActorRolloutRefConfig, runtime: WorkerRuntime, *, load_checkpoint: bool = False) -> None:
         _refuse_tensor_parallelism(config)
         self.config, self.runtime = config, runtime
-        self._setup = rollout_setup(config, runtime, runtime.torch_device(0), dp_rank=self.rank)
+        self._setup = rollout_setup(config, runtime, runtime.torch_device(0), load_checkpoint=load_checkpoint)
         self._engine: RolloutEngine | None = None
         self._vocabulary: Vocabulary | None = None
         self._readers: dict[str, WeightReader] = {}
@@ -153,7 +156,7 @@ class RolloutServer(Worker):
         """Go on after `pause`."""
         async with self._turn:
             self._paused = False
-            if self.engine.version >= 0:  # else it goes on with its first weights
+            if self._setup.load_checkpoint or self.engine.version >= 0:  # else it goes on with its first weights
                 await asyncio.to_thread(self.engine.resume, recompute=self.config.rollout.recompute_kv_cache)
 
     async def abort(self, request_ids: list[str] | None = None) -> None:

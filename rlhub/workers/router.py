@@ -7,10 +7,13 @@ noise, so where the weights are the same the completion is too.  What the dead o
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Self
 
@@ -24,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1 << 16
 """Sessions remembered; of more, those not used for longest are routed anew."""
+CLOSE_S = 5.0
+"""For requests to be told that the service has ended."""
 
 
 class Router:
@@ -31,6 +36,7 @@ class Router:
 
     retries: how often a request is sent again after the replica that had it died.  generate_s: longest wait for a completion;
     a replica that needs longer hangs and is ended.  max_sessions: how many sessions are remembered.
+    own_weights: see Fleet.
     """
 
     def __init__(
@@ -41,19 +47,32 @@ class Router:
         retries: int = 3,
         generate_s: float | None = None,
         max_sessions: int = MAX_SESSIONS,
+        own_weights: bool = False,
     ) -> None:
-        self.fleet = Fleet(start_replica, limits or FleetLimits())
+        self.fleet = Fleet(start_replica, limits or FleetLimits(), own_weights=own_weights)
         self.counts: Counter[str] = Counter()
         self._retries, self._generate_s, self._max_sessions = retries, generate_s, max_sessions
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._numbers = itertools.count()
         self._pinned: Replica | None = None
+        self._under_way, self._idle = 0, asyncio.Event()
+        self._idle.set()
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
         """One completion.  Waits while no replica serves; raises the service's `failure` where none will any more."""
-        return await self._persistently(request, params, None)
+        return await self._tracked(request, params, None)
+
+    async def _tracked(self, request: GenerationRequest, params: SamplingParams, pin: Pin | None) -> Completion:
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            return await self._persistently(request, params, pin)
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
 
     async def _persistently(self, request: GenerationRequest, params: SamplingParams, pin: Pin | None) -> Completion:
         if not request.request_id:
@@ -143,6 +162,10 @@ class Router:
     async def resume(self) -> None:
         await self.fleet.resume()
 
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End the requests with these ids where they are: they come back as "abort", with the tokens that they have."""
+        await self.fleet.abort(request_ids)
+
     async def pin(self, version: int) -> Pin:
         """A view that generates with `version`, whatever is published, until its release: for validation beside training.
 
@@ -175,7 +198,7 @@ class Router:
         metrics |= {f"rollout/replica_{name}": float(self.fleet.counts[name]) for name in ("deaths", "restarts")}
         metrics |= {
             "rollout/num_replicas": float(len(replicas)),
-            "rollout/requests_under_way": float(sum(replica.requests for replica in replicas)),
+            "rollout/requests_under_way": float(self._under_way),
         }
         if pauses:
             metrics["rollout/pause_s"] = sum(pauses) / len(pauses)
@@ -184,8 +207,10 @@ class Router:
         return metrics
 
     async def close(self) -> None:
-        """End all replicas; waiting requests fail."""
+        """End all replicas; requests under way fail."""
         await self.fleet.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), CLOSE_S)
 
 
 class Pin:
@@ -198,7 +223,7 @@ class Pin:
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
         """One completion, all of whose tokens the pinned version samples."""
-        return await self._router._persistently(request, params, self)
+        return await self._router._tracked(request, params, self)
 
     def place(self) -> Replica:
         """The replica.  Where it died, another that still has the version; EngineError if none has."""

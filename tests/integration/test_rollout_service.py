@@ -1,0 +1,194 @@
+"""The rollout service in real processes: hf replicas in asyncio Ray actors take weights in flight, are killed, come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.errors import EngineError, WeightMismatchError
+from rlhub.sharding_manager.files import WeightWriter
+from rlhub.single_controller import ClassWithInitArgs, launch
+from rlhub.trainer.workers import DEADLINES
+from rlhub.workers.actor import ActorWorker
+from rlhub.workers.fleet import FleetLimits
+from rlhub.workers.rollout_server import ReplicaStatus, RolloutServer, UpdateReport
+from rlhub.workers.rollout_service import RolloutService, ServiceOptions
+from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.weights_folder import SHARED_MEMORY
+from tests.support.chat_model import save_chat_model
+from tests.support.plain_train_engine import PlainTrainEngine
+
+NEW_TOKENS = 150
+RUNTIME = WorkerRuntime(device="cpu", seed=0, max_prompt_length=32, max_response_length=NEW_TOKENS, deadline_s=60.0)
+SAMPLING = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+WAIT_S = 60.0
+
+
+class Job:
+    """A trainer in this process and its service."""
+
+    def __init__(self, folder: Path) -> None:
+        path = save_chat_model(folder / "model")
+        self.config = ActorRolloutRefConfig()
+        self.config.model.path = str(path)
+        self.config.rollout.name = "hf"
+        self.options = ServiceOptions(
+            counts=(2,), log_dir=str(folder / "logs"), run_folder=folder, limits=FleetLimits(restarts=2, update_s=60.0)
+        )
+        self.service = RolloutService(self.config, RUNTIME, self.options)
+        self.service.start()
+        self.trainer = PlainTrainEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+        self.writer = WeightWriter(self.trainer, self.service.folder, bucket_bytes=1 << 20)
+        self.version = -1
+        self.fingerprint = ""
+
+    def publish(self) -> dict[str, UpdateReport]:
+        """Changed weights to all replicas."""
+        self.version += 1
+        self.trainer.perturb(self.version)
+        self.fingerprint = self.writer.write(self.version).fingerprint
+        return dict(self.service.publish(str(self.service.folder), self.version))
+
+    def submit(self, seed: int, *, session: str = "") -> Future[Completion]:
+        request = GenerationRequest(prompt_ids=[5, 6, 7], seed=seed, session=session)
+        return asyncio.run_coroutine_threadsafe(self.service.router.agenerate(request, SAMPLING), self.service.loop)
+
+    def statuses(self) -> dict[str, ReplicaStatus]:
+        """Of all replicas, asked of themselves."""
+
+        async def ask() -> dict[str, ReplicaStatus]:
+            replicas = list(self.service.router.fleet.replicas.values())
+            return {replica.name: await replica.actor.call("status") for replica in replicas}
+
+        return asyncio.run_coroutine_threadsafe(ask(), self.service.loop).result(WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def job(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    job = Job(tmp_path_factory.mktemp("service"))
+    job.publish()
+    yield job
+    job.service.close()
+
+
+def until(condition: Callable[[], bool], seconds: float = WAIT_S) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.02)
+
+
+def results(futures: list[Future[Completion]]) -> list[Completion]:
+    return [future.result(WAIT_S) for future in futures]
+
+
+def test_weights_are_published_while_requests_run(job: Job) -> None:
+    before = job.version
+    futures = [job.submit(seed) for seed in range(6)]
+    until(lambda: all(status.load for status in job.statuses().values()))
+    reports = [job.publish() for _ in range(2)]
+    completions = results(futures)
+    for completion in completions:
+        assert len(completion.token_ids) == len(completion.versions) == len(completion.log_probs) == NEW_TOKENS
+        assert completion.versions == sorted(completion.versions)
+    assert max(len(set(completion.versions)) for completion in completions) >= 2, "updated in the middle of requests"
+    assert {version for completion in completions for version in completion.versions} <= {before, before + 1, before + 2}
+    for update in reports:
+        assert set(update) == {"rollout-0", "rollout-1"}
+        assert all(0 < report.pause_s < report.read_s for report in update.values())
+    assert {(status.version, status.fingerprint) for status in job.statuses().values()} == {(job.version, job.fingerprint)}
+    metrics = job.service.metrics()
+    assert 0 < metrics["rollout/pause_s"] <= metrics["rollout/pause_s_max"] < metrics["rollout/update_s"]
+
+
+def test_a_killed_replica_loses_no_request_and_comes_back_with_the_newest_weights(job: Job) -> None:
+    undisturbed = results([job.submit(seed) for seed in range(4)])
+    victim = job.statuses()["rollout-0"]
+    futures = [job.submit(seed) for seed in range(4)]
+    until(lambda: job.statuses()["rollout-0"].load > 0)
+    os.kill(victim.pid, signal.SIGKILL)
+    assert [done.token_ids for done in results(futures)] == [done.token_ids for done in undisturbed]
+    metrics = job.service.metrics()
+    assert metrics["rollout/retries"] >= 1 and metrics["rollout/lost_tokens"] >= 1
+    published = job.publish()  # while it starts again: nobody waits for it
+    assert "rollout-1" in published
+    until(lambda: job.service.metrics()["rollout/num_replicas"] == 2)
+    fresh = job.statuses()["rollout-0"]
+    assert fresh.pid != victim.pid and fresh.num_requests == 0
+    assert (fresh.version, fresh.fingerprint) == (job.version, job.fingerprint), "read before it served"
+    assert job.service.metrics()["rollout/replica_restarts"] == 1
+
+
+def test_sessions_stay_until_their_replica_is_removed(job: Job) -> None:
+    def served() -> dict[str, int]:
+        return {name: status.num_requests for name, status in job.statuses().items()}
+
+    def growth(session: str) -> list[str]:
+        start = served()
+        for seed in range(3):
+            job.submit(seed, session=session).result(WAIT_S)
+        return [name for name, count in served().items() if count > start.get(name, 0)]
+
+    (home,) = growth("conversation")
+    assert growth("conversation") == [home]
+    job.service.remove(home)
+    (other,) = growth("conversation")
+    assert other != home and job.service.metrics()["rollout/num_replicas"] == 1
+
+
+class Skips(RolloutServer):
+    """A joiner that claims the newest weights and holds older ones."""
+
+    async def update_weights(self, folder: str, version: int) -> UpdateReport:
+        return replace(await super().update_weights(folder, version - 1), version=version)
+
+
+def test_a_joiner_that_does_not_read_the_newest_weights_never_serves(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.publish()
+    with monkeypatch.context() as patch:
+        patch.setattr(job.service, "_spec", ClassWithInitArgs(Skips, job.config, RUNTIME))
+        with pytest.raises(WeightMismatchError, match=f"was to take version {job.version}"):
+            job.service.add()
+    assert len(job.statuses()) == 1, "the test before has removed one"
+    job.service.add()
+    assert sorted(job.statuses()) == ["rollout-0", "rollout-1"], "its place is free again"
+    assert {status.fingerprint for status in job.statuses().values()} == {job.fingerprint}
+
+
+def test_the_actor_writes_its_weights_for_the_service(job: Job) -> None:
+    assert DEADLINES["write_weights"] == "sync"
+    job.version += 1
+    with launch({"actor": ClassWithInitArgs(ActorWorker, job.config, RUNTIME, train=False)}, backend="local") as launched:
+        actor: Any = launched.groups["actor"]
+        actor.init_model()
+        (written,) = actor.write_weights(str(job.service.folder), job.version)
+        (place,) = actor.device_places()
+    assert place.device == ""
+    reports = dict(job.service.publish(str(job.service.folder), job.version))
+    assert {report.fingerprint for report in reports.values()} == {written.fingerprint} and len(reports) == 2
+
+
+def test_closing_leaves_no_process_and_no_weights(job: Job) -> None:
+    pids, folder = [status.pid for status in job.statuses().values()], job.service.folder
+    assert folder.is_relative_to(SHARED_MEMORY) and folder.exists()
+    waiting = job.submit(1)
+    job.service.close()
+    job.service.close()
+    with pytest.raises(EngineError):
+        waiting.result(WAIT_S)
+    until(lambda: not any(map(psutil.pid_exists, pids)))
+    assert not list(folder.parent.glob(f"{folder.name}*"))
