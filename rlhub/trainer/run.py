@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlhub.checkpoint.files import FileEntry
 from rlhub.checkpoint.store import Checkpoint, CheckpointStore
@@ -30,6 +32,31 @@ SaveFunction = Callable[[Path], list[FileEntry]]
 StateFunction = Callable[[], Mapping[str, Any]]
 
 
+class LateMetrics(Protocol):
+    """Metrics of a step that are still being measured while the next steps run."""
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        ...
+
+    def result(self) -> Metrics:
+        """Wait for them; called once, by the thread that trains."""
+        ...
+
+
+@dataclass(slots=True)
+class _Line:
+    """A step's line of metrics, which waits for what is late and for the lines before it."""
+
+    step: int
+    metrics: Metrics
+    late: LateMetrics | None
+
+    def complete(self) -> None:
+        if self.late is not None:
+            self.metrics, self.late = {**self.metrics, **self.late.result()}, None
+
+
 class Run:
     """Use as a context manager: `with Run(...) as run`.  calls: the CallObserver that times and shows worker calls."""
 
@@ -43,6 +70,7 @@ class Run:
         self.checkpoint: Checkpoint | None = None
         self.recorder: Recorder | None = None
         self._step_started = time.perf_counter()
+        self._lines: deque[_Line] = deque()
 
     def __enter__(self) -> Run:
         self.folder.open()
@@ -120,15 +148,37 @@ class Run:
         self.timers.drain()
         self._step_started = time.perf_counter()
 
-    def end_step(self, step: int, metrics: Metrics, *, save: SaveFunction, state: StateFunction, last: bool) -> None:
-        """Save if due (the last step is: a run leaves its model), then log."""
-        logged = {**metrics, **self._timings(metrics)}
+    def end_step(
+        self,
+        step: int,
+        metrics: Metrics,
+        *,
+        save: SaveFunction,
+        state: StateFunction,
+        last: bool,
+        late: LateMetrics | None = None,
+    ) -> None:
+        """Save if due (the last step is: a run leaves its model), then log.
+
+        late: the line, and those of the next steps, wait for it; so does the save, since a checkpoint holds the step's metrics.
+        """
+        line = _Line(step, {**metrics, **self._timings(metrics)}, late)
         if last or self.due(self.config.save_freq, step, last=last):
+            self._write_lines(wait=True)
+            line.complete()
             with self.timers.measure("save"):
-                self._save(step, logged, save, state)
-            logged |= self.timers.drain()
+                self._save(step, line.metrics, save, state)
+            line.metrics = {**line.metrics, **self.timers.drain()}
+        self._lines.append(line)
+        self._write_lines(wait=False)
+
+    def _write_lines(self, *, wait: bool) -> None:
+        """Log in order what is complete; with `wait` all of it."""
         assert self.recorder is not None
-        self.recorder.log(step, logged)
+        while self._lines and (wait or self._lines[0].late is None or self._lines[0].late.done()):
+            self._lines[0].complete()
+            line = self._lines.popleft()
+            self.recorder.log(line.step, line.metrics)
 
     def _timings(self, metrics: Metrics) -> dict[str, float]:
         """timing_s/... of the phases and of the whole step, and tokens per second over all ranks."""
@@ -162,6 +212,7 @@ class Run:
     def finish(self, status: Status, message: str = "") -> None:
         """Final report; trackers closed."""
         if self.recorder is not None:
+            self._lines.clear()  # of a run that failed: they come again after the checkpoint it resumes from
             self.recorder.finish(status, message)
             self.recorder = None
 

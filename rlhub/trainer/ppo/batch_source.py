@@ -42,7 +42,3 @@ class BatchSource(Protocol):
     def load_state(self, state: Mapping[str, Any], folder: Path) -> None:
         """Go on from `state` and what `save` wrote; before `start`."""
         ...
-
-    def close(self) -> None:
-        """End what it runs."""
-        ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -12,29 +13,33 @@ from rlhub.workflows.groups import PromptItem
 
 
 class Positions:
-    """Remembers the loader's state before each batch that still has prompts in work; one thread at a time draws."""
+    """Remembers the loader's state before each batch that still has prompts in work.  One thread draws, another asks."""
 
     def __init__(self, loader: PromptLoader) -> None:
         self.loader = loader
         self._before: deque[tuple[int, dict[str, Any]]] = deque()
+        self._lock = threading.Lock()
 
     def items(self, batches: Iterator[DataProto]) -> Iterator[PromptItem]:
         """The prompts of the batches, one by one."""
         while True:
-            state = self.loader.state()
-            batch = next(batches)
-            self._before.append((int(batch.batch["ordinal"][0]), state))
+            with self._lock:
+                state = self.loader.state()
+                batch = next(batches)
+                self._before.append((int(batch.batch["ordinal"][0]), state))
             yield from prompt_items(batch)
 
     def state(self, first: int) -> dict[str, Any]:
         """The loader's state from which the prompt with ordinal `first` comes next, or soon."""
-        states = [state for begin, state in list(self._before) if begin <= first]
-        return states[-1] if states else self.loader.state()
+        with self._lock:
+            states = [state for begin, state in self._before if begin <= first]
+            return states[-1] if states else self.loader.state()
 
     def forget(self, first: int) -> None:
         """No prompt before `first` will be asked for again."""
-        while len(self._before) > 1 and self._before[1][0] <= first:
-            self._before.popleft()
+        with self._lock:
+            while len(self._before) > 1 and self._before[1][0] <= first:
+                self._before.popleft()
 
 
 def prompt_items(batch: DataProto) -> Iterator[PromptItem]:

@@ -92,9 +92,6 @@ class Sampler:
         self.loader.load_state(state["loader"])
         self.generator.policy_version = state["policy_version"]
 
-    def close(self) -> None:
-        """Nothing runs between two batches."""
-
     def _draw(self, prompts: DataProto) -> DataProto:
         """One generation, scored."""
         batch = self.generator.training(prompts)

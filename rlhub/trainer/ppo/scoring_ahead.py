@@ -25,6 +25,11 @@ def function_manager(reward: RewardManager | None) -> NaiveManager | None:
     return reward if isinstance(reward, NaiveManager) else None
 
 
+async def no_turn_scores(row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
+    """`workflows.base.Score` where no function judges a row alone."""
+    raise RewardError("a workflow asks for the reward of a turn, but no reward function is on: set reward_model.function_weight")
+
+
 @dataclass(slots=True)
 class _Asked:
     requests: Sequence[RewardRequest]
@@ -35,6 +40,7 @@ class AheadScorer:
     """All methods on one event loop.  Requests that come while the pool is at work are scored together in its next turn."""
 
     def __init__(self, manager: NaiveManager) -> None:
+        self.manager = manager
         self._pool, self._tokenizer = manager.parts.pool, manager.parts.tokenizer
         self._waiting: list[_Asked] = []
         self._work: asyncio.Task[None] | None = None

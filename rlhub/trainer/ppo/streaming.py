@@ -10,7 +10,7 @@ which makes batches and weights those of whole-batch generation; a larger bound 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from rlhub.workflows.groups import Group
 
 @dataclass(slots=True, kw_only=True)
 class StreamSampler:
-    """See BatchSource.  outcomes: where the executor's hook puts what each group was scored.  end_service: called once, last."""
+    """See BatchSource.  outcomes: where the executor's hook puts what each group was scored."""
 
     config: PPOConfig
     loader: PromptLoader
@@ -48,7 +48,6 @@ class StreamSampler:
     scorer: Scorer
     vocabulary: Vocabulary
     timers: PhaseTimer
-    end_service: Callable[[], None]
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     policy_version: int = field(init=False, default=0)
     positions: Positions = field(init=False)
@@ -117,7 +116,7 @@ class StreamSampler:
         self.publisher.wait()
         executor = self.executor.state()
         return {
-            "loader": self.positions.state(self.executor.first_ordinal),
+            "loader": self.positions.state(frontier_of(executor["ledger"])),
             "policy_version": self.policy_version,
             STREAMED: {"executor": executor, "outcomes": self.outcomes.state(executor["finished"])},
         }
@@ -131,11 +130,10 @@ class StreamSampler:
             self.executor.load_state(after_whole_batches(state))
         self.loader.load_state(state["loader"])
 
-    def close(self) -> None:
-        """End the episodes first: replicas that vanish under them would be replaced."""
-        self.executor.close()
-        self.publisher.close()
-        self.end_service()
+
+def frontier_of(ledger: Mapping[str, Any]) -> int:
+    """The lowest ordinal that has not ended, in a ledger's state: the ledger itself has gone on since."""
+    return min((int(ordinal) for ordinal, _ in ledger["open"]), default=int(ledger["next_ordinal"]))
 
 
 def after_whole_batches(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,4 +143,5 @@ def after_whole_batches(state: Mapping[str, Any]) -> dict[str, Any]:
         "ledger": {"next_ordinal": first, "open": [], "counts": {"trained": first, "rejected": 0, "dropped": 0}},
         "staleness": {"version": state["policy_version"]},
         "finished": [],
+        "begun": [],
     }

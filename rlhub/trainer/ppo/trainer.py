@@ -6,6 +6,7 @@ resume -> (validate) -> for each step: sample, learn, publish, [validate], [save
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from rlhub.checkpoint.files import FileEntry
 from rlhub.config.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.protocol import DataProto
+from rlhub.tracking.tracker import Metrics
 from rlhub.trainer.ppo.batch_source import BatchSource
+from rlhub.trainer.ppo.beside import ValidationSchedule
 from rlhub.trainer.ppo.groups import Groups
 from rlhub.trainer.ppo.learner import Learner
-from rlhub.trainer.ppo.validation import Validator
+from rlhub.trainer.ppo.validation import ValidationReport
 from rlhub.trainer.run import Run
 
 
@@ -30,7 +33,7 @@ class PPOTrainer:
     loader: PromptLoader
     batches: BatchSource
     learner: Learner
-    validator: Validator | None
+    validation: ValidationSchedule | None
     groups: Groups
     total_steps: int
 
@@ -47,18 +50,17 @@ class PPOTrainer:
             self.run.begin_step(step)
             metrics = self.train_step(step, prompts)
             last = step == self.total_steps
-            if self.validator is not None and self.run.due(self.config.trainer.test_freq, step, last=last):
-                metrics |= self.validate(step)
+            late = self.validate(step) if self.run.due(self.config.trainer.test_freq, step, last=last) else None
             stopping = self.run.stop_requested  # asked once a step, so that the step after which the run stops is saved
-            self.run.end_step(step, metrics, save=self.save, state=self.state, last=last or stopping)
+            self.run.end_step(step, metrics, save=self.save, state=self.state, last=last or stopping, late=late)
         return step
 
     def before_training(self) -> None:
         """Step 0: what the untrained policy can do."""
         self.run.begin_step(0)
-        metrics = self.validate(0) if self.validator is not None and self.config.trainer.val_before_train else {}
-        if metrics:
-            self.run.log(0, metrics)
+        report = self.validate(0) if self.config.trainer.val_before_train else None
+        if report is not None:
+            self.run.log(0, report.result())
 
     def train_step(self, step: int, prompts: Iterator[DataProto]) -> dict[str, float]:
         """One training batch, from as many prompts as sampling takes."""
@@ -70,12 +72,11 @@ class PPOTrainer:
             "training/policy_version": float(self.batches.policy_version),
         }
 
-    def validate(self, step: int) -> dict[str, float]:
-        """Validation metrics of the current policy; its samples go to the run folder."""
-        assert self.validator is not None
-        report = self.validator()
-        self.run.log_generations(step, report.samples)
-        return report.metrics
+    def validate(self, step: int) -> LateReport | None:
+        """Validate the current policy, now or beside the next steps; None where there is nothing to validate on."""
+        if self.validation is None:
+            return None
+        return LateReport(step=step, run=self.run, future=self.validation.begin(self.batches.policy_version))
 
     def save(self, folder: Path) -> list[FileEntry]:
         """Every rank of every model that is trained writes its part below `folder`."""
@@ -94,3 +95,21 @@ class PPOTrainer:
         self.batches.load_state(checkpoint.state, checkpoint.path)
         self.learner.kl_controller.value = checkpoint.state["kl_coef"]
         return checkpoint.step
+
+
+@dataclass(slots=True, kw_only=True)
+class LateReport:
+    """A step's validation, which may still run; see run.LateMetrics."""
+
+    step: int
+    run: Run
+    future: Future[ValidationReport]
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def result(self) -> Metrics:
+        """Its metrics; the samples go to the run folder."""
+        report = self.future.result()
+        self.run.log_generations(self.step, report.samples)
+        return report.metrics

@@ -1,0 +1,148 @@
+"""From a resolved configuration to a stream of training batches: the rollout service, the executor, and what is between."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from typing import Any
+
+from rlhub.config.placement import is_separate
+from rlhub.config.ppo import PPOConfig
+from rlhub.data.prompts import PromptLoader
+from rlhub.models.vocabulary import Vocabulary, read_vocabulary
+from rlhub.rewards import RewardManager
+from rlhub.trainer.ppo.episode_samples import EpisodeSamples
+from rlhub.trainer.ppo.episodes import GroupScoring, SignalFilter, Workflows, sampling_params, training_sampling
+from rlhub.trainer.ppo.groups import ROLLOUT_ROLE, Groups
+from rlhub.trainer.ppo.publishing import Publisher
+from rlhub.trainer.ppo.scoring import Scorer, build_scorer
+from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes, function_manager, no_turn_scores
+from rlhub.trainer.ppo.streaming import StreamSampler
+from rlhub.trainer.run import Run
+from rlhub.utils.task_runner import AsyncTaskRunner
+from rlhub.workers.rollout_service import RolloutService, service_options
+from rlhub.workers.router import Router
+from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workflows.base import Score
+from rlhub.workflows.executor import ExecutorOptions, WorkflowExecutor
+from rlhub.workflows.ledger import PromptLedger
+from rlhub.workflows.staleness import StalenessManager
+
+
+def build_stream(
+    config: PPOConfig,
+    runtime: WorkerRuntime,
+    tokenizer: Any,
+    loader: PromptLoader,
+    groups: Groups,
+    scorer: Scorer,
+    run: Run,
+    stack: ExitStack,
+) -> tuple[StreamSampler, EpisodeSamples]:
+    """Start the rollout service and what feeds it; what must be ended is put on `stack`.  Also what generates for validation."""
+    vocabulary = read_vocabulary(config.actor_rollout_ref.model, tokenizer)
+    runner = AsyncTaskRunner(name="episodes")
+    stack.callback(runner.close)
+    service = start_service(config, runtime, groups, run, runner)
+    stack.callback(service.close)
+    scoring = build_scoring(scorer.reward)
+    score = no_turn_scores if scoring.ahead is None else scoring.ahead.score_text
+    workflows = Workflows(config, tokenizer, training_sampling(config, vocabulary), score)
+    stack.callback(lambda: on_loop(runner, workflows.aclose()))
+    executor = build_executor(config, runner, service.router, workflows, scoring, vocabulary, run)
+    stack.callback(executor.close)
+    publisher = Publisher(
+        service, str(service.folder), write=groups.actor.write_weights, announce=executor.set_version, timers=run.timers
+    )
+    stack.callback(publisher.close)
+    batches = StreamSampler(
+        config=config,
+        loader=loader,
+        executor=executor,
+        publisher=publisher,
+        outcomes=scoring.outcomes,
+        scorer=scorer,
+        vocabulary=vocabulary,
+        timers=run.timers,
+    )
+    return batches, build_samples(config, service.router, runner, tokenizer, vocabulary, score)
+
+
+def start_service(config: PPOConfig, runtime: WorkerRuntime, groups: Groups, run: Run, runner: AsyncTaskRunner) -> RolloutService:
+    """One replica a rank of the rollout's pool; without such a pool beside the actor's ranks."""
+    beside = () if is_separate(config.trainer, ROLLOUT_ROLE) else groups.actor.device_places()
+    options = service_options(config.actor_rollout_ref, config.trainer, run_folder=run.folder.path, beside=beside)
+    service = RolloutService(config.actor_rollout_ref, runtime, options, loop=runner.loop)
+    service.start()
+    return service
+
+
+def on_loop(runner: AsyncTaskRunner, work: Any) -> Any:
+    """Run a coroutine on the episodes' loop and wait for it."""
+    return asyncio.run_coroutine_threadsafe(work, runner.loop).result()
+
+
+def build_scoring(reward: RewardManager) -> GroupScoring:
+    """What scores groups as they finish, where a function judges each row alone."""
+    manager = function_manager(reward)
+    return GroupScoring(ahead=None if manager is None else AheadScorer(manager), outcomes=KeptOutcomes())
+
+
+def build_executor(
+    config: PPOConfig,
+    runner: AsyncTaskRunner,
+    router: Router,
+    workflows: Workflows,
+    scoring: GroupScoring,
+    vocabulary: Vocabulary,
+    run: Run,
+) -> WorkflowExecutor:
+    """The executor with the bounds of the configuration."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    staleness = StalenessManager(
+        batch=config.data.train_batch_size,
+        max_staleness=trainer.max_staleness,
+        pipeline_depth=trainer.pipeline_depth,
+        max_concurrent=rollout.agent.max_concurrent,
+    )
+    options = ExecutorOptions(
+        group_size=rollout.n,
+        seed=trainer.seed,
+        stale_policy=trainer.stale_policy,
+        episode_timeout_s=rollout.agent.episode_timeout_s,
+        max_failed_batches=rollout.agent.max_failed_batches,
+    )
+    return WorkflowExecutor(
+        runner=runner,
+        engine=router,
+        workflow_for=workflows.of,
+        staleness=staleness,
+        ledger=PromptLedger(),
+        options=options,
+        on_group=scoring,
+        keep=signal_filter(config, scoring, vocabulary, run),
+    )
+
+
+def signal_filter(config: PPOConfig, scoring: GroupScoring, vocabulary: Vocabulary, run: Run) -> SignalFilter | None:
+    """Of dynamic sampling, where it is on."""
+    groups = config.algorithm.filter_groups
+    if not groups.enable:
+        return None
+    assert scoring.ahead is not None, "checked before start"
+    return SignalFilter(
+        scorer=build_scorer(config, scoring.ahead.manager.lenient(), run.timers),
+        outcomes=scoring.outcomes,
+        pad_id=vocabulary.pad_id,
+        most=(groups.max_num_gen_batches - 1) * config.data.train_batch_size,
+    )
+
+
+def build_samples(
+    config: PPOConfig, router: Router, runner: AsyncTaskRunner, tokenizer: Any, vocabulary: Vocabulary, score: Score
+) -> EpisodeSamples:
+    """Validation's episodes: the same workflows with other sampling."""
+    rollout = config.actor_rollout_ref.rollout
+    sampling = sampling_params(config, vocabulary, rollout.val_kwargs, log_probs=True)
+    workflows = Workflows(config, tokenizer, sampling, score)
+    return EpisodeSamples(rollout, router, workflows, runner.loop, seed=config.trainer.seed, pad_id=vocabulary.pad_id)

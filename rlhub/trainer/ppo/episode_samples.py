@@ -1,0 +1,86 @@
+"""Validation through the rollout service: the same workflows, on one version of the policy, beside training.
+
+A replica is pinned to the version; what runs there counts in no bound on staleness.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rlhub.config.rollout import RolloutConfig
+from rlhub.protocol import DataProto
+from rlhub.trainer.ppo.episodes import Workflows
+from rlhub.trainer.ppo.positions import prompt_items
+from rlhub.utils.outcomes import Reject
+from rlhub.utils.seeding import sample_seed
+from rlhub.workers.router import Pin, Router
+from rlhub.workflows.base import EpisodeData, EpisodeEngine
+from rlhub.workflows.batches import to_batch
+from rlhub.workflows.groups import Group, PromptItem
+from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
+
+
+class EpisodeSamples:
+    """See validation.ValidationSamples.  `pin` comes first, `release` last; between them the version is that of the pin."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        router: Router,
+        workflows: Workflows,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        seed: int,
+        pad_id: int,
+    ) -> None:
+        self.config, self.router, self.workflows, self.loop = config, router, workflows, loop
+        self.seed, self.pad_id = seed, pad_id
+        self._pin: Pin | None = None
+
+    def pin(self, version: int) -> None:
+        """Keep a replica at this version, which must be the newest."""
+        self._pin = self._on_loop(self.router.pin(version))
+
+    def release(self) -> None:
+        """Let the replica go on."""
+        pin, self._pin = self._pin, None
+        if pin is not None:
+            self.loop.call_soon_threadsafe(pin.release)
+
+    def validation(self, prompts: DataProto) -> DataProto:
+        """val_kwargs' samples per prompt, neighbours in prompt order."""
+        assert self._pin is not None, "pin a version first"
+        groups: list[Group] = self._on_loop(self._groups(self._pin, list(prompt_items(prompts))))
+        return to_batch(groups, pad_id=self.pad_id)
+
+    def _on_loop(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    async def _groups(self, engine: EpisodeEngine, items: list[PromptItem]) -> list[Group]:
+        return list(await asyncio.gather(*(self._group(engine, item) for item in items)))
+
+    async def _group(self, engine: EpisodeEngine, item: PromptItem) -> Group:
+        episodes = (self._episode(engine, item, sample) for sample in range(self.config.val_kwargs.n))
+        return Group(item=item, trajectories=list(await asyncio.gather(*episodes)))
+
+    async def _episode(self, engine: EpisodeEngine, item: PromptItem, sample: int) -> Trajectory:
+        """An episode that gives nothing counts as an empty answer: leaving it out would flatter the policy."""
+        seed = sample_seed(self.seed, item.ordinal, sample)
+        data = EpisodeData(prompt_ids=item.prompt_ids, ordinal=item.ordinal, sample=sample, seed=seed, row=item.row)
+        running = self.workflows.of(item.row).arun_episode(engine, data)
+        try:
+            found = await asyncio.wait_for(running, self.config.agent.episode_timeout_s)
+        except (Reject, TimeoutError):
+            found = None
+        return found or self._empty(item)
+
+    def _empty(self, item: PromptItem) -> Trajectory:
+        return Trajectory(
+            prompt_ids=list(item.prompt_ids),
+            response_ids=[self.pad_id],
+            response_mask=[0],
+            rollout_log_probs=[0.0],
+            versions=[NOT_SAMPLED],
+            finish_reason="abort",
+        )
