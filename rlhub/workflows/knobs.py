@@ -26,11 +26,13 @@ class TurnKnobs:
     """Most generations in an episode; None: until the response is full."""
     max_user_turns: int | None = None
     """Most answers of tools, users or environments in an episode; None: no limit of their own."""
+    max_turn_tokens: int | None = None
+    """Most tokens of one generation; None: what is left of the response."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as enable_thinking."""
 
     def __post_init__(self) -> None:
-        at_least(1, max_assistant_turns=self.max_assistant_turns)
+        at_least(1, max_assistant_turns=self.max_assistant_turns, max_turn_tokens=self.max_turn_tokens)
         at_least(0, max_user_turns=self.max_user_turns)
 
     def may_go_on(self, num_turns: int) -> bool:
@@ -60,3 +62,47 @@ class ToolKnobs(TurnKnobs):
         super(ToolKnobs, self).__post_init__()
         at_least(1, max_tool_response_length=self.max_tool_response_length, max_parallel_calls=self.max_parallel_calls)
         at_least(0.001, tool_timeout_s=self.tool_timeout_s)
+
+
+@dataclass(slots=True, kw_only=True)
+class MultiTurnKnobs(TurnKnobs):
+    """How often and how the policy is asked again."""
+
+    max_assistant_turns: int | None = 3
+    """Most answers to a problem."""
+    feedback: str = "That is not right. Look for the mistake and answer again."
+    """What the policy reads after an answer that was not good enough."""
+    good_enough: float = 1.0
+    """An answer with this reward ends the episode."""
+    turn_discount: float = 0.9
+    """The reward is multiplied by this for each answer before the last; 1: retries cost nothing."""
+
+    def __post_init__(self) -> None:
+        super(MultiTurnKnobs, self).__post_init__()
+        at_least(0, turn_discount=self.turn_discount)
+        if not self.feedback:
+            raise ValueError("feedback is empty: the policy must read that its answer was not good enough")
+
+
+@dataclass(slots=True, kw_only=True)
+class EnvironmentKnobs(ToolKnobs):
+    """Where episodes are played."""
+
+    environment: str = ""
+    """A registered name, module:ClassName or path/to/file.py:ClassName."""
+    environment_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Its settings, given as keywords."""
+    num_env_workers: int = 0
+    """Processes that run step environments, one episode each; 0: each episode has its own in this process."""
+    reset_timeout_s: float = 60.0
+    """Seconds to begin an episode."""
+    step_timeout_s: float = 30.0
+    """Seconds for a step."""
+    env_memory_gb: float = 8.0
+    """Address space of one environment process, in GiB."""
+
+    def __post_init__(self) -> None:
+        super(EnvironmentKnobs, self).__post_init__()
+        at_least(0, num_env_workers=self.num_env_workers)
+        at_least(0.001, reset_timeout_s=self.reset_timeout_s, step_timeout_s=self.step_timeout_s)
+        at_least(0.001, env_memory_gb=self.env_memory_gb)

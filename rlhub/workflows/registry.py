@@ -17,6 +17,10 @@ WORKFLOWS: Registry[WorkflowFactory] = Registry("workflow")
 WORKFLOWS.add_lazy("single_turn", "rlhub.workflows.single_turn:SingleTurn")
 WORKFLOWS.add_lazy("single_turn_agent", "rlhub.workflows.single_turn:SingleTurn")  # its name in others' data and commands
 WORKFLOWS.add_lazy("tool_agent", "rlhub.workflows.tool_agent:ToolAgent", knobs="rlhub.workflows.knobs:ToolKnobs")
+WORKFLOWS.add_lazy("multi_turn", "rlhub.workflows.multi_turn:MultiTurn", knobs="rlhub.workflows.knobs:MultiTurnKnobs")
+WORKFLOWS.add_lazy(
+    "environment", "rlhub.workflows.environment:EnvironmentEpisodes", knobs="rlhub.workflows.knobs:EnvironmentKnobs"
+)
 WORKFLOWS.add_lazy(
     "openai_agent", "rlhub.workflows.openai_agent:OpenAIAgent", knobs="rlhub.workflows.openai_server.knobs:AgentKnobs"
 )

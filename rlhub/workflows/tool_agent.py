@@ -93,8 +93,8 @@ class ToolLoop:
         self, engine: EpisodeEngine, data: EpisodeData, executor: ToolExecutor, transcript: Transcript, counts: CallCounts
     ) -> bool:
         """One generation and the answers to its calls; whether the policy goes on."""
-        completion = await transcript.generate(engine, data, self.parts.sampling)
-        if completion.finish_reason != "stop":
+        completion = await transcript.generate(engine, data, self.parts.sampling, most=self.knobs.max_turn_tokens)
+        if completion.finish_reason != "stop" and not transcript.room:
             return False
         reply = self.parse(self.template.text(completion.token_ids))
         if not reply.calls and not reply.problems:

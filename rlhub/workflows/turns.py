@@ -57,8 +57,13 @@ class Transcript:
         """Response tokens that still fit."""
         return self.budget - len(self.response_ids)
 
-    async def generate(self, engine: EpisodeEngine, data: EpisodeData, params: SamplingParams) -> Completion:
-        """The policy's next turn, which joins the transcript; as long as the budget allows.  Reject if it was aborted."""
+    async def generate(
+        self, engine: EpisodeEngine, data: EpisodeData, params: SamplingParams, *, most: int | None = None
+    ) -> Completion:
+        """The policy's next turn, which joins the transcript; as long as the budget allows, and `most` tokens.
+
+        Reject if it was aborted.
+        """
         before = data.partial if self.num_turns == 0 else None
         written = before.token_ids if before is not None else []
         completion = before
@@ -69,7 +74,8 @@ class Transcript:
                 session=data.session,
                 start=len(written),
             )
-            after = await engine.agenerate(request, dataclasses.replace(params, max_new_tokens=self.room))
+            limit = min(self.room, most or self.room)
+            after = await engine.agenerate(request, dataclasses.replace(params, max_new_tokens=limit))
             completion = after if before is None else join(before, after)
         assert completion is not None
         if completion.finish_reason == "abort":

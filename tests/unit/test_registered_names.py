@@ -15,6 +15,7 @@ import pytest
 from rlhub.algorithms import registry as algorithms
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES
 from rlhub.engines.training.registry import TRAIN_ENGINES
+from rlhub.envs.registry import ENVIRONMENTS
 from rlhub.registry import Registry
 from rlhub.rewards.registry import REWARD_MANAGERS, SCORERS
 from rlhub.tools.registry import TOOL_FORMATS, TOOLS
@@ -27,6 +28,7 @@ TABLES = frozenset(
         "algorithms/registry.py",
         "engines/rollout/registry.py",
         "engines/training/registry.py",
+        "envs/registry.py",
         "rewards/registry.py",
         "tools/registry.py",
         "tracking/registry.py",
@@ -39,6 +41,7 @@ ALGORITHMS: dict[str, Registry[Any]] = {name: value for name, value in vars(algo
 OTHERS: dict[str, Registry[Any]] = {
     "ROLLOUT_ENGINES": ROLLOUT_ENGINES,
     "TRAIN_ENGINES": TRAIN_ENGINES,
+    "ENVIRONMENTS": ENVIRONMENTS,
     "REWARD_MANAGERS": REWARD_MANAGERS,
     "SCORERS": SCORERS,
     "TOOLS": TOOLS,

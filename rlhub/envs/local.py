@@ -1,0 +1,68 @@
+"""A simulator with plain methods as a StepEnvironment in this process.
+
+Each call runs in a thread, so that a slow one does not hold up other episodes.  A thread cannot be ended: after a passed
+deadline the environment takes no more calls, and the thread runs on.  What may hang belongs into a pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlhub.envs.base import EnvError, ImageObservation, Observation, StepEnvironment, StepResult
+from rlhub.errors import DeadlineError
+
+
+def observed(value: Any) -> Observation:
+    """Text and images as they are; EnvError for anything else."""
+    if isinstance(value, str | ImageObservation):
+        return value
+    raise EnvError(f"an observation is text or an ImageObservation, not a {type(value).__name__}: {value!r:.80}")
+
+
+def optional_method(simulator: Any, name: str) -> Callable[..., Any]:
+    """A method that not every simulator has; EnvError if this one lacks it."""
+    method = getattr(simulator, name, None)
+    if method is None:
+        raise EnvError(f"{type(simulator).__name__} has no {name}")
+    return method  # type: ignore[no-any-return]
+
+
+class LocalEnvironment(StepEnvironment):
+    """timeout_s: for one call."""
+
+    def __init__(self, simulator: Any, *, timeout_s: float) -> None:
+        self._simulator, self._timeout_s = simulator, timeout_s
+        self._lost = ""
+
+    async def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        observation, info = await self._call("reset", self._simulator.reset, seed=seed, options=options)
+        return observed(observation), info
+
+    async def step(self, action: Any) -> StepResult:
+        observation, reward, terminated, truncated, info = await self._call("step", self._simulator.step, action)
+        return observed(observation), float(reward), bool(terminated), bool(truncated), info
+
+    async def get_state(self) -> Any:
+        return await self._call("get_state", optional_method(self._simulator, "get_state"))
+
+    async def load_state(self, state: Any) -> None:
+        await self._call("load_state", optional_method(self._simulator, "load_state"), state)
+
+    async def close(self) -> None:
+        if not self._lost:
+            await self._call("close", self._simulator.close)
+            self._lost = "it is closed"
+
+    async def _call(self, what: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        if self._lost:
+            raise EnvError(f"the environment takes no more calls: {self._lost}")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.to_thread(function, *arguments, **keywords)
+        except TimeoutError as error:
+            self._lost = f"its {what} was not done after {self._timeout_s:g} s"
+            raise DeadlineError(f"environment {what}", self._timeout_s, "a pool of processes can end it") from error

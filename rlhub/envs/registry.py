@@ -1,0 +1,28 @@
+"""Names of the environments that come with rlhub.  Importing this module loads none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlhub.registry import Registry
+from rlhub.utils.user_code import load_target
+
+ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("environment")
+"""Name -> what makes the environment from its settings, given as keywords."""
+ENVIRONMENTS.add_lazy("guess_number", "rlhub.envs.guess_number:GuessNumber")
+ENVIRONMENTS.add_lazy("grid_walk", "rlhub.envs.grid_walk:GridWalk")
+ENVIRONMENTS.add_lazy("gymnasium", "rlhub.envs.gymnasium:GymnasiumEnvironment")
+
+
+def environment_target(name: str) -> str:
+    """A registered name as `module:attribute`, which another process can load; a path as it is.  RegistryError if unknown."""
+    if ":" in name:
+        return name
+    target = ENVIRONMENTS.row(name).target
+    return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
+
+
+def environment_factory(name: str) -> Callable[..., Any]:
+    """What makes the environment; RegistryError or LoadError if there is none."""
+    return load_target(name) if ":" in name else ENVIRONMENTS.get(name)
