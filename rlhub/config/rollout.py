@@ -56,9 +56,30 @@ class AgentConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class RemoteConfig:
+    """name=remote: generation by a server that another job runs."""
+
+    urls: list[str] = field(default_factory=list)
+    """Addresses (http://host:port) of the servers; replica i of the rollout uses number i modulo their count."""
+    server: Literal["rlhub", "vllm", "sglang", "openai"] = "rlhub"
+    """What they are: rlhub (rlhub.trainer.main_serve), vllm (api_server with VLLM_SERVER_DEV_MODE=1), sglang (launch_server);
+    openai, any other of that interface, serves evaluation only."""
+    model_name: str = "policy"
+    """The model's name on the server (vllm: --served-model-name)."""
+    api_key_file: str | None = None
+    """File with the servers' key; null: they ask for none."""
+    weights_folder: str | None = None
+    """Folder that this job and the servers reach under the same path, for new weights; null: no training, only evaluation."""
+    start_s: PositiveFloat = 600.0
+    """Seconds to wait for a server to answer at the start."""
+    request_s: PositiveFloat = 3600.0
+    """Seconds for one request; then it fails."""
+
+
+@dataclass(slots=True, kw_only=True)
 class RolloutConfig:
     name: str = "auto"
-    """Generation engine: auto (vllm where it is installed, else hf), vllm, hf."""
+    """Generation engine: auto (vllm where it is installed, else hf), vllm, hf, remote (see remote.urls)."""
     mode: Literal["sync", "async"] = "sync"
     """sync: whole batches, in turns with training; async: a service in processes of its own, where episodes run as workflows."""
     n: PositiveInt = 1
@@ -103,6 +124,7 @@ class RolloutConfig:
     """async: how often a replica that died is started again before the run stops."""
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
     """Rows in a forward pass for old log-probs; null: the actor's micro-batch."""

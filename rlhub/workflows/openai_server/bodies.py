@@ -68,9 +68,10 @@ class ChatBody(Asked):
 
 @dataclass(slots=True, kw_only=True)
 class CompletionBody(Asked):
-    """prompts: each text or token ids."""
+    """prompts: each text or token ids.  start: as in GenerationRequest, an extension for engines of other jobs."""
 
     prompts: list[str | list[int]] = field(default_factory=list)
+    start: int = 0
 
 
 def read_chat(body: Any, defaults: SamplingParams) -> ChatBody:
@@ -94,7 +95,12 @@ def read_completion(body: Any, defaults: SamplingParams) -> CompletionBody:
     log_probs = body.get("logprobs")
     if log_probs is not None and (isinstance(log_probs, bool) or log_probs not in (0, 1)):
         raise unsupported("logprobs", f"got {log_probs!r}; log-probs of the sampled tokens only are kept, which is logprobs=0")
-    return CompletionBody(**_shared(body, defaults), log_probs=log_probs is not None, prompts=_prompts(body.get("prompt")))
+    return CompletionBody(
+        **_shared(body, defaults),
+        log_probs=log_probs is not None,
+        prompts=_prompts(body.get("prompt")),
+        start=_integer(body, "start", 0, low=0),
+    )
 
 
 def _checked(body: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlhub.config.rollout import MultiTurnConfig
 from rlhub.workflows.knobs import at_least
 
 
@@ -21,7 +22,7 @@ class AgentKnobs:
     the program prints, is the reward."""
     segment: Literal["last", "longest"] = "last"
     """What trains of an agent that had several conversations: the one of its last request, or that with the most tokens."""
-    format: str = "hermes"
+    format: str = field(default_factory=lambda: MultiTurnConfig().format)
     """How tool calls stand in the policy's text; a registered format."""
     model: str = "policy"
     """Name under which the policy is served; agents may ask for any."""

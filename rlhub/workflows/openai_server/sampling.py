@@ -14,10 +14,10 @@ from rlhub.workflows.openai_server.rendering import Renderer
 
 
 async def sample(
-    engine: EpisodeEngine, prompt_ids: list[int], seeds: Sequence[int], params: SamplingParams, session: str
+    engine: EpisodeEngine, prompt_ids: list[int], seeds: Sequence[int], params: SamplingParams, session: str, start: int = 0
 ) -> list[Completion]:
     """One completion a seed.  ApiError 503 where the engine ended one early."""
-    requests = [GenerationRequest(prompt_ids=prompt_ids, seed=seed, session=session) for seed in seeds]
+    requests = [GenerationRequest(prompt_ids=prompt_ids, seed=seed, session=session, start=start) for seed in seeds]
     try:
         async with asyncio.TaskGroup() as group:  # when the client is gone, every one of them is cancelled
             tasks = [group.create_task(engine.agenerate(request, params)) for request in requests]

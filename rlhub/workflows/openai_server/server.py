@@ -24,6 +24,7 @@ from aiohttp import web
 from rlhub.engines.rollout.base import Completion, SamplingParams
 from rlhub.errors import EngineError
 from rlhub.workflows.base import EpisodeEngine
+from rlhub.workflows.openai_server.admin import Administration, admin_routes, read_json
 from rlhub.workflows.openai_server.answers import Answer, FindCalls, Writer
 from rlhub.workflows.openai_server.bodies import Asked, ChatBody, CompletionBody, read_chat, read_completion
 from rlhub.workflows.openai_server.errors import ApiError, bad_field
@@ -38,6 +39,7 @@ MAX_BODY_BYTES = 64 << 20
 RETRY_AFTER_S = 1.0
 HEARTBEAT_S = 10.0  # below the minute after which proxies commonly close a silent connection
 SEED_BITS = 31
+SHUTDOWN_S = 1.0  # for answers that are being written when the server closes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,8 +65,16 @@ class ServerOptions:
 class OpenAIServer:
     """Lives on one event loop; `start` and `aclose` are called there."""
 
-    def __init__(self, engine: EpisodeEngine, tokenizer: Any, sampling: SamplingParams, options: ServerOptions) -> None:
-        self._engine, self._options = engine, options
+    def __init__(
+        self,
+        engine: EpisodeEngine,
+        tokenizer: Any,
+        sampling: SamplingParams,
+        options: ServerOptions,
+        *,
+        admin: Administration | None = None,
+    ) -> None:
+        self._engine, self._options, self._admin = engine, options, admin
         self._sampling = replace(sampling, log_probs=True)
         self._renderer = Renderer(tokenizer, options.template_kwargs)
         self._sessions: dict[str, Session] = {}
@@ -78,6 +88,8 @@ class OpenAIServer:
         """Routes, without a socket."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
         app.router.add_get("/health", self._health)
+        if self._admin is not None:
+            app.router.add_routes(admin_routes(self._admin, self._admit))
         for prefix in ("/v1", "/s/{session}/v1"):
             app.router.add_get(f"{prefix}/models", self._models)
             app.router.add_post(f"{prefix}/chat/completions", self._chat)
@@ -87,7 +99,7 @@ class OpenAIServer:
     async def start(self) -> str:
         """Listen; returns the server's address, http://host:port."""
         # Cancelling the handler when its client goes away cancels the generation, which aborts the request in the engine.
-        self._runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         await web.TCPSite(self._runner, self._options.host, self._options.port).start()
         host, port = self._runner.addresses[0][:2]
@@ -130,13 +142,13 @@ class OpenAIServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
-        body = read_chat(await _json(request), self._sampling)
+        body = read_chat(await read_json(request), self._sampling)
         with self._place(session):
             return await self._respond(request, body, self._answer_chat(body, session), chat=True)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
-        body = read_completion(await _json(request), self._sampling)
+        body = read_completion(await read_json(request), self._sampling)
         with self._place(session):
             return await self._respond(request, body, self._answer_prompts(body, session), chat=False)
 
@@ -208,7 +220,7 @@ class OpenAIServer:
         params = self._params(body, session, parent, added)
         prompt_ids = [*parent.ids, *added] if parent is not None else added
         seeds = self._seeds(body, session)
-        completions = await self._generate(prompt_ids, seeds, params, session)
+        completions = await self._generate(prompt_ids, seeds, params, session, _start(body, session))
         return [
             as_answer(
                 prompt_ids,
@@ -222,11 +234,11 @@ class OpenAIServer:
         ]
 
     async def _generate(
-        self, prompt_ids: list[int], seeds: Sequence[int], params: SamplingParams, session: Session | None
+        self, prompt_ids: list[int], seeds: Sequence[int], params: SamplingParams, session: Session | None, start: int
     ) -> list[Completion]:
         try:
             if session is None:
-                return await sample(self._engine, prompt_ids, seeds, params, "")
+                return await sample(self._engine, prompt_ids, seeds, params, "", start)
             return await sample(session.engine, prompt_ids, seeds, params, session.name)
         except EngineError as error:
             raise ApiError(f"the engine: {error}", status=500, kind="server_error") from error
@@ -253,7 +265,8 @@ class OpenAIServer:
                 param="messages",
                 code="context_length_exceeded",
             )
-        return replace(params, max_new_tokens=min(body.max_tokens or room, room))
+        most = room + _start(body, session)
+        return replace(params, max_new_tokens=min(body.max_tokens or most, most))
 
     def _room(self, session: Session | None, parent: Turn | None, added: list[int]) -> int:
         if session is None:
@@ -280,6 +293,11 @@ class OpenAIServer:
         if body.stream:
             return await _stream(request, writer, answering)
         return web.json_response(writer.whole(await answering))
+
+
+def _start(body: Asked, session: Session | None) -> int:
+    """Tokens of the completion that the prompt has already; a session knows by itself what was sampled before."""
+    return body.start if isinstance(body, CompletionBody) and session is None else 0
 
 
 async def _stream(request: web.Request, writer: Writer, answering: Awaitable[list[Answer]]) -> web.StreamResponse:
@@ -310,13 +328,6 @@ def _events(task: asyncio.Future[list[Answer]], writer: Writer) -> Iterator[str]
         return
     yield from map(json.dumps, writer.chunks(answers))
     yield "[DONE]"
-
-
-async def _json(request: web.Request) -> Any:
-    try:
-        return await request.json()
-    except ValueError as error:
-        raise ApiError(f"the body is not JSON: {error}") from error
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -10,7 +10,7 @@ from rlhub.errors import RegistryError
 LIGHT = """
 import sys
 import rlhub.engines.rollout.registry as registry
-assert registry.ROLLOUT_ENGINES.names() == ["fake", "hf", "vllm"]
+assert registry.ROLLOUT_ENGINES.names() == ["fake", "hf", "remote", "vllm"]
 registry.resolve_engine_name("auto")
 assert not {"torch", "vllm", "transformers"} & set(sys.modules), "heavy import"
 """

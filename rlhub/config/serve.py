@@ -1,0 +1,75 @@
+"""The root of `python -m rlhub.trainer.main_serve`'s configuration, and what can be said of it before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from rlhub.config.model import ModelConfig
+from rlhub.config.rollout import RolloutConfig, TopK
+from rlhub.config.schema import Bounds, NonNegativeFloat, PositiveInt, PositiveUnitFloat
+
+Port = Annotated[int, Bounds(ge=0)]
+MAX_PORT = 65535
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    """Address to listen on. Loopback lets in this machine only; another (0.0.0.0) every machine that has the key."""
+    port: Port = 8000
+    """Port to listen on; 0: a free one, which the log names."""
+    api_key_file: str | None = None
+    """File with the key that clients send; one that does not exist is made, with a random key. null: a random key, in the log."""
+    model_name: str = "policy"
+    """Name of the model that clients see."""
+    max_concurrent: PositiveInt = 1024
+    """Requests answered at once; more are told to come back (429)."""
+    tool_format: str = "hermes"
+    """How tool calls stand in the model's text: a registered format."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature of requests that name none; 0 is greedy."""
+    top_p: PositiveUnitFloat = 1.0
+    """Nucleus of requests that name none; 1 is off."""
+    top_k: TopK = -1
+    """Most likely tokens of requests that name none; -1 is off."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as enable_thinking."""
+    ready_file: str | None = None
+    """File to write the address to once the server answers, for programs that started it; null: none."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ServeConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """The engine. Of its settings those for training (n, temperature, mode, weights, agents) are not read."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where the engine computes; auto: cuda if this machine has GPUs."""
+    seed: int = 1
+    """Of the engine's own noise; requests with a seed do not read it."""
+    plugins: list[str] = field(default_factory=list)
+    """Python modules to import first, which register your own parts."""
+
+
+def problems(config: ServeConfig, set_keys: AbstractSet[str]) -> list[str]:
+    """What cannot work; looks at paths and names, loads no model."""
+    found = []
+    if config.server.port > MAX_PORT:
+        found.append(f"server.port={config.server.port}: at most {MAX_PORT}")
+    if config.rollout.tensor_model_parallel_size != 1:
+        found.append(
+            f"rollout.tensor_model_parallel_size={config.rollout.tensor_model_parallel_size}: this server is one process with "
+            "one device; set it to 1, or serve with vLLM's own server and rollout.remote.server=vllm"
+        )
+    if config.model.path is not None and _looks_like_folder(config.model.path) and not Path(config.model.path).is_dir():
+        found.append(f"model.path: no such folder: {config.model.path}")
+    return found
+
+
+def _looks_like_folder(path: str) -> bool:
+    """A hub name has one slash at most, and does not begin with one or a dot."""
+    return path.startswith(("/", ".", "~")) or path.count("/") > 1

@@ -1,0 +1,204 @@
+"""The server process: an engine that holds a model, the endpoint over it, and new weights while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import secrets
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from rlhub.config.devices import count_gpus, torch_has_cuda
+from rlhub.config.serve import ServeConfig
+from rlhub.engines.rollout.base import RolloutEngine, SamplingParams, WeightBucket
+from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, RolloutSetup, resolve_engine_name
+from rlhub.errors import ConfigError, EngineError
+from rlhub.models.shape import read_model_shape
+from rlhub.models.tokenizer import load_tokenizer
+from rlhub.models.vocabulary import read_vocabulary
+from rlhub.sharding_manager.files import WeightReader
+from rlhub.tools.registry import TOOL_FORMATS
+from rlhub.utils.atomic import write_text
+from rlhub.workflows.openai_server.server import OpenAIServer, ServerOptions
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL_LEN = 8192
+"""Bound where neither the settings nor the model name one."""
+KEY_BYTES = 32
+INITIAL_VERSION = 0
+
+
+def serve(config: ServeConfig) -> int:
+    """Until SIGINT or SIGTERM; the exit status is 0."""
+    for plugin in config.plugins:
+        importlib.import_module(plugin)
+    engine = build_engine(config)
+    try:
+        return asyncio.run(_serve(config, engine))
+    finally:
+        engine.shutdown()
+
+
+async def _serve(config: ServeConfig, engine: RolloutEngine) -> int:
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    server = build_server(config, engine, read_key(config.server.api_key_file))
+    address = await server.start()
+    logger.info("serving %s at %s/v1", config.model.path, address)
+    if config.server.ready_file is not None:
+        write_text(Path(config.server.ready_file), address)
+    await stopped.wait()
+    logger.info("stopping")
+    await server.aclose()
+    return 0
+
+
+def build_engine(config: ServeConfig) -> RolloutEngine:
+    """With the model's weights, as version 0."""
+    config.rollout.max_model_len = max_model_len(config)
+    setup = RolloutSetup(
+        config=config.rollout,
+        model=config.model,
+        device=torch.device(_device(config)),
+        seed=config.seed,
+        max_prompt_length=0,
+        max_response_length=0,
+        load_checkpoint=True,
+    )
+    engine = ROLLOUT_ENGINES.get(resolve_engine_name(config.rollout.name))(setup)
+    engine.initialize()
+    engine.version = INITIAL_VERSION
+    return engine
+
+
+def max_model_len(config: ServeConfig) -> int:
+    """Longest conversation: as set, else what the model has positions for, within reason."""
+    if config.rollout.max_model_len is not None:
+        return config.rollout.max_model_len
+    path = Path(config.model.path or "")
+    positions = read_model_shape(path, config.model.override_config).max_positions if path.is_dir() else 0
+    return min(positions or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN)
+
+
+def _device(config: ServeConfig) -> str:
+    if config.device != "auto":
+        return config.device
+    return "cuda" if count_gpus() > 0 and torch_has_cuda() else "cpu"
+
+
+def build_server(config: ServeConfig, engine: RolloutEngine, key: str) -> OpenAIServer:
+    """The endpoint, not yet listening."""
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    asked, length = config.server, max_model_len(config)
+    sampling = SamplingParams(
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        max_new_tokens=length,
+        stop_token_ids=read_vocabulary(config.model, tokenizer).stop_token_ids,
+    )
+    options = ServerOptions(
+        model=asked.model_name,
+        max_model_len=length,
+        host=asked.host,
+        port=asked.port,
+        key=key,
+        max_concurrent=asked.max_concurrent,
+        find_calls=TOOL_FORMATS.get(asked.tool_format),
+        template_kwargs=asked.chat_template_kwargs,
+    )
+    bucket_bytes = config.rollout.update_weights_bucket_mb << 20
+    admin = EngineAdministration(engine, recompute=config.rollout.recompute_kv_cache, bucket_bytes=bucket_bytes)
+    return OpenAIServer(engine, tokenizer, sampling, options, admin=admin)
+
+
+def read_key(file: str | None) -> str:
+    """The key in the file, which is made with a random one if it does not exist; without a file a random one, which is logged."""
+    if file is None:
+        key = secrets.token_urlsafe(KEY_BYTES)
+        logger.info("the key of this run is %s (server.api_key_file keeps one)", key)
+        return key
+    path = Path(file).expanduser()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        key = path.read_text(encoding="utf-8").strip()
+        if not key:
+            raise ConfigError(f"server.api_key_file: {path} is empty; write a key to it, or remove it") from None
+        return key
+    except OSError as error:
+        raise ConfigError(f"server.api_key_file: {path} cannot be made: {error}") from error
+    key = secrets.token_urlsafe(KEY_BYTES)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(key)
+    return key
+
+
+class EngineAdministration:
+    """See `Administration`.  Calls that block run in a thread, one after the other."""
+
+    def __init__(self, engine: RolloutEngine, *, recompute: bool, bucket_bytes: int) -> None:
+        self._engine, self._recompute, self._bucket_bytes = engine, recompute, bucket_bytes
+        self._turn = asyncio.Lock()
+        self._paused = False
+        self._readers: dict[str, WeightReader] = {}
+
+    async def pause(self) -> None:
+        async with self._turn:
+            await asyncio.to_thread(self._engine.pause)
+            self._paused = True
+
+    async def resume(self, *, recompute: bool) -> None:
+        async with self._turn:
+            self._paused = False
+            await asyncio.to_thread(self._engine.resume, recompute=recompute and self._recompute)
+
+    async def reload(self, folder: str, version: int) -> dict[str, Any]:
+        async with self._turn:
+            await asyncio.to_thread(self._reload, Path(folder), version)
+        logger.info("version %d from %s", version, folder)
+        return await self.status()
+
+    async def status(self) -> dict[str, Any]:
+        return {"version": self._engine.version, "load": self._engine.load, "paused": self._paused}
+
+    def _reload(self, folder: Path, version: int) -> None:
+        """From a Hugging Face folder, or from that of a trainer's WeightWriter.  What cannot be read changes nothing."""
+        files = sorted(folder.glob("*.safetensors"))
+        if files:
+            buckets = [_bucket(file) for file in files]
+            self._engine.pause()
+            self._engine.update_weights(without_tied_head(buckets, self._engine), version)
+        elif list(folder.glob("version-*")):
+            reader = self._readers.setdefault(
+                str(folder), WeightReader(self._engine, folder, bucket_bytes=self._bucket_bytes, timeout_s=1.0)
+            )
+            mapped = reader.prepare(version)
+            self._engine.pause()
+            reader.place(mapped)
+        else:
+            raise EngineError(f"no weights in {folder}: neither *.safetensors files nor version-<n> folders")
+        if not self._paused:
+            self._engine.resume(recompute=self._recompute)
+
+
+def _bucket(file: Path) -> WeightBucket:
+    """Mapped tensors: the file is read when they are copied."""
+    with safe_open(file, framework="pt") as opened:
+        return [(name, opened.get_tensor(name)) for name in opened.keys()]
+
+
+def without_tied_head(buckets: list[WeightBucket], engine: RolloutEngine) -> list[WeightBucket]:
+    """A folder may name a tied head besides its embedding; an engine has the two once."""
+    known = {piece.name for piece in engine.live_weights()}
+    if "lm_head.weight" in known:
+        return buckets
+    return [[(name, tensor) for name, tensor in bucket if name != "lm_head.weight"] for bucket in buckets]
