@@ -1,7 +1,7 @@
 """Recorder: the one thing a training loop tells about its progress.
 
-It writes metrics.jsonl, the sample generations and report.html itself and passes everything on to the chosen trackers.
-A tracker that fails in the middle of a run is dropped with a warning: what is on disk does not depend on it.
+It writes metrics.jsonl, the sample generations, trace.json and report.html itself and passes everything on to the chosen
+trackers.  A tracker that fails in the middle of a run is dropped with a warning: what is on disk does not depend on it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rlhub.tracking.metrics_log import MetricsLog
 from rlhub.tracking.registry import TRACKERS
 from rlhub.tracking.report import write_report
 from rlhub.tracking.run_folder import RunFolder
+from rlhub.tracking.spans import SpanLog, write_trace
 from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status, Tracker
 from rlhub.utils.redact import redact
 
@@ -40,11 +41,13 @@ class Recorder:
     recorder.finish("finished")
     """
 
-    def __init__(self, folder: RunFolder, info: RunInfo, trackers: Sequence[str]) -> None:
+    def __init__(self, folder: RunFolder, info: RunInfo, trackers: Sequence[str], spans: SpanLog | None = None) -> None:
+        """spans: what ran when; written whenever the report is."""
         self.folder = folder
         self.info = dataclasses.replace(info, config=redact(info.config))
         self.log_file = MetricsLog(folder.metrics)
         self._trackers: dict[str, Tracker] = {name: TRACKERS.get(name)() for name in dict.fromkeys(trackers)}
+        self._spans = spans
         self._next_report = 0.0
 
     def start(self, resumed_metrics: Mapping[str, Any] | None = None) -> list[int]:
@@ -88,7 +91,7 @@ class Recorder:
 
     def finish(self, status: Status, message: str = "") -> None:
         """Write the final report and close the trackers."""
-        write_report(self.folder, self.info, status, message)
+        self._write_report(status, message)
         self._tell(lambda tracker: tracker.finish(status, message))
         self._trackers.clear()
 
@@ -104,9 +107,14 @@ class Recorder:
         start = time.monotonic()
         if start < self._next_report:
             return
-        write_report(self.folder, self.info, "running")
+        self._write_report("running")
         end = time.monotonic()
         self._next_report = end + max(REPORT_EVERY_S, (end - start) / REPORT_SHARE)
+
+    def _write_report(self, status: Status, message: str = "") -> None:
+        if self._spans is not None and (spans := self._spans.latest()):
+            write_trace(self.folder.trace, spans)
+        write_report(self.folder, self.info, status, message)
 
 
 def _ranges(steps: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """report.html: a run at a glance, in one file that needs no network and no program but a browser.
 
-It is made from what lies in the run folder (metrics.jsonl, generations/, config.yaml), so it can be remade at any time,
-also of a run that was killed.  Everything that came from a model or a user is escaped.
+It is made from what lies in the run folder (metrics.jsonl, trace.json, generations/, config.yaml), so it can be remade at any
+time, also of a run that was killed.  Everything that came from a model or a user is escaped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Any
 from rlhub.tracking.generations import list_generations, read_generations
 from rlhub.tracking.metrics_log import read_metrics
 from rlhub.tracking.report_charts import MAX_POINTS, NUM_COLOURS, Chart, Series, line_chart, number, stacked_columns
+from rlhub.tracking.report_gantt import gantt
 from rlhub.tracking.report_page import page
 from rlhub.tracking.run_folder import RunFolder
+from rlhub.tracking.spans import read_trace
 from rlhub.tracking.tracker import GenerationRow, RunInfo, Status
 from rlhub.utils.atomic import write_text
 
@@ -28,6 +30,8 @@ SAMPLE_STEPS = 6  # first, last, and some between
 SAMPLE_ROWS = 8
 SAMPLE_CHARACTERS = 4000
 STEP_TIME = "timing_s/step"
+STALENESS_SHARE = "staleness/share_"  # begins the metrics that say which share of a step's samples is how many versions behind
+GANTT_NOTE = "What ran when, a row for each role, replica or thread; trace.json has more of it, for ui.perfetto.dev."
 CURVES_NOTE = (
     "Steps run from left to right. Of noisy figures the pale line is the value of each step and the strong one a moving average. "
     f"A curve of more than {MAX_POINTS} steps is drawn from means of neighbouring steps; metrics.jsonl has them all."
@@ -55,6 +59,9 @@ PANELS = (
     Panel(title="Policy entropy", pattern=r"actor/entropy"),
     Panel(title="KL of the policy step", pattern=r"actor/ppo_kl"),
     Panel(title="Rollout/trainer mismatch (KL)", pattern=r"mismatch/kl"),
+    Panel(title="Mismatch (KL) by versions behind", pattern=r"mismatch/kl/staleness_\d+"),
+    Panel(title="Staleness (versions)", pattern=r"staleness/(mean|p50|p95|max)", zero=True),
+    Panel(title="Share of time without work", pattern=r"(trainer|rollout)/idle_share", zero=True),
     Panel(title="Policy loss", pattern=r"actor/pg_loss"),
     Panel(title="Clipped fraction", pattern=r"actor/pg_clipfrac(_lower)?", zero=True),
     Panel(title="Gradient norm", pattern=r"((actor|critic|train)/)?grad_norm"),
@@ -89,7 +96,8 @@ def write_report(folder: RunFolder, info: RunInfo, status: Status, message: str 
     """Make report.html anew from the run folder; returns its path.  Replaces the old one as a whole."""
     series = collect(read_metrics(folder.metrics))
     sections = [_header(series, info, status), _alert(status, message), _tiles(series)]
-    sections += [_panels(series), _timing(series), _samples(folder.generations), _others(series), _config(folder)]
+    sections += [_panels(series), _timing(series), _gantt(folder), _staleness(series)]
+    sections += [_samples(folder.generations), _others(series), _config(folder)]
     body = "\n".join(section for section in sections if section)
     document = page(f"{info.experiment} · {info.project}", body)
     write_text(folder.report, document.encode("utf-8", errors="replace").decode("utf-8"))
@@ -181,7 +189,7 @@ def _panels(series: dict[str, Series]) -> str:
 
 def _others(series: dict[str, Series]) -> str:
     in_panels = {one.name for panel in PANELS for one in _matching(series, panel)}
-    left = [name for name in series if name not in in_panels and not name.startswith("timing_s/")]
+    left = [name for name in series if name not in in_panels and not name.startswith(("timing_s/", STALENESS_SHARE))]
     charts = [line_chart(Chart(title=name, series=[series[name]])) for name in sorted(left, key=_natural)]
     if not charts:
         return ""
@@ -212,6 +220,28 @@ def _timing(series: dict[str, Series]) -> str:
         )
     chart = stacked_columns("Seconds per step", steps, columns, unit="s")
     return f'<h2>Time</h2><div class="charts wide">{chart}<div class="chart">{_time_table(columns, len(steps))}</div></div>'
+
+
+def _gantt(folder: RunFolder) -> str:
+    chart = gantt(read_trace(folder.trace))
+    return f'<h2>Steps</h2>{chart}<p class="note">{GANTT_NOTE}</p>' if chart else ""
+
+
+def _staleness(series: dict[str, Series]) -> str:
+    """Of each step's samples, how many versions they were behind the policy they trained."""
+    found = [series[name] for name in sorted(series, key=_natural) if name.startswith(STALENESS_SHARE)]
+    if not found:
+        return ""
+    steps = sorted({step for one in found for step in one.steps})
+    columns = [_at(one, steps) for one in found]
+    for one in columns:
+        one.name = f"{one.name.removeprefix(STALENESS_SHARE)} behind"
+    chart = stacked_columns("Share of the samples by versions behind", steps, columns, unit="of the samples")
+    keys = "".join(
+        f'<span class="key"><i style="background:var(--c{index % NUM_COLOURS})"></i>{escape(one.name)}</span>'
+        for index, one in enumerate(columns)
+    )
+    return f'<h2>Staleness</h2><div class="charts wide">{chart}</div><p class="keys">{keys}</p>'
 
 
 def _at(one: Series, steps: Sequence[int]) -> Series:

@@ -4,7 +4,8 @@
         config.yaml            resolved settings, secrets hidden      metrics.jsonl    one object per step
         report.html            the run at a glance                    generations/     sample completions
         logs/<role>-rank<r>.log                                       global_step_<n>/ checkpoints
-        run.lock tracking.json                                        earlier-<k>/     a run that was started anew here
+        trace.json             what ran when, for trace viewers       earlier-<k>/     a run that was started anew here
+        run.lock tracking.json
 
 The lock is the kernel's (flock): it goes away with the process that holds it, however that ends.
 """
@@ -52,6 +53,10 @@ class RunFolder:
     @property
     def report(self) -> Path:
         return self.path / "report.html"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
 
     @property
     def logs(self) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PREFIX = "timing_s/"
@@ -28,9 +28,12 @@ class PhaseTimer:
     with timer.measure("save"):                # the driver's own part
         timer.add("save_checkpoint", 1.7)      # a worker call inside it
     metrics.update(timer.drain())              # {"timing_s/save_checkpoint": 1.7, "timing_s/save": 0.02}
+
+    on_block: told of every measured block with its name, start and end (time.perf_counter()), what is counted inside included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_block: Callable[[str, float, float], None] | None = None) -> None:
+        self._on_block = on_block
         self._seconds: dict[str, float] = {}
         self._lock = threading.Lock()
         self._open = _Open()
@@ -43,9 +46,11 @@ class PhaseTimer:
         try:
             yield
         finally:
-            whole = time.perf_counter() - start
-            self._count(name, max(0.0, whole - self._open.inside.pop()))
-            self._note_inside(whole)
+            end = time.perf_counter()
+            self._count(name, max(0.0, end - start - self._open.inside.pop()))
+            self._note_inside(end - start)
+            if self._on_block is not None:
+                self._on_block(name, start, end)
 
     def add(self, name: str, seconds: float) -> None:
         """Count a duration measured elsewhere."""

@@ -1,0 +1,139 @@
+"""What ran when: named stretches of time on lanes, kept while the run goes on, for the report's Gantt and for a trace viewer.
+
+    spans = SpanLog()
+    spans.record("publication", "version 3", start, end, bytes=1 << 20)     # from any thread
+    with spans.measure("validation", "step 20"):
+        ...
+    write_trace(folder.trace, spans.latest())                               # Perfetto and chrome://tracing open it
+
+Times are those of `time.perf_counter()`, in seconds; on Linux it is one clock for all processes of a machine, so a stretch
+that another process has measured there can be recorded as it is.  Only the newest stretches are kept: a run may be long.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from rlhub.utils.atomic import write_text
+
+CAPACITY = 20_000
+"""Stretches kept: about 3 MB of trace, and some hundred steps of a run with a dozen replicas."""
+
+STEPS = "steps"
+"""The lane whose stretches are the training steps."""
+TRAINER = "trainer"
+"""What the training loop itself does between worker calls."""
+
+MICROSECONDS = 1e6
+_PID = 1
+
+Value = str | int | float | bool
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Span:
+    """A stretch of time.  lane: what was busy (a role, a replica, "publication").  name: with what.  args: for the reader."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+    args: Mapping[str, Value] = field(default_factory=dict)
+
+
+class RecordSpan(Protocol):
+    """What units that know nothing of a run are given: `SpanLog.record`, or `ignore_span`."""
+
+    def __call__(self, lane: str, name: str, start: float, end: float, /, **args: Value) -> None: ...
+
+
+def ignore_span(lane: str, name: str, start: float, end: float, /, **args: Value) -> None:
+    """A RecordSpan for runs without a trace."""
+
+
+class SpanLog:
+    """See the module docstring.  Costs about a microsecond a stretch."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._spans: deque[Span] = deque(maxlen=capacity)
+        self._lock = threading.Lock()  # a deque must not grow while it is copied
+
+    def record(self, lane: str, name: str, start: float, end: float, /, **args: Value) -> None:
+        """Keep a stretch that has ended."""
+        span = Span(lane=lane, name=name, start=start, end=end, args=args)
+        with self._lock:
+            self._spans.append(span)
+
+    @contextmanager
+    def measure(self, lane: str, name: str, /, **args: Value) -> Iterator[None]:
+        """Record the block's stretch, also when the block raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.record(lane, name, start, time.perf_counter(), **args)
+
+    def block(self, name: str, start: float, end: float) -> None:
+        """Of a PhaseTimer: the training loop's own on its lane, those of other threads on lanes of their own."""
+        thread = threading.current_thread()
+        self.record(TRAINER if thread is threading.main_thread() else thread.name, name, start, end)
+
+    def latest(self) -> list[Span]:
+        """What is kept, in the order in which it ended."""
+        with self._lock:
+            return list(self._spans)
+
+
+def lanes_of(spans: Sequence[Span]) -> list[str]:
+    """Steps, the trainer, then the others by name."""
+    found = {span.lane for span in spans}
+    return [lane for lane in (STEPS, TRAINER) if lane in found] + sorted(found - {STEPS, TRAINER})
+
+
+def write_trace(path: Path, spans: Sequence[Span]) -> None:
+    """A file in Chrome's trace event format (JSON object form), which Perfetto reads too; replaces the old one as a whole.
+
+    Every lane is a thread of one process; times are microseconds.
+    """
+    lanes = {lane: number for number, lane in enumerate(lanes_of(spans), 1)}
+    events: list[dict[str, object]] = [
+        event
+        for lane, number in lanes.items()
+        for event in (
+            {"ph": "M", "name": "thread_name", "pid": _PID, "tid": number, "args": {"name": lane}},
+            {"ph": "M", "name": "thread_sort_index", "pid": _PID, "tid": number, "args": {"sort_index": number}},
+        )
+    ]
+    for span in spans:
+        start, length = span.start * MICROSECONDS, max(0.0, span.end - span.start) * MICROSECONDS
+        event = {"ph": "X", "name": span.name, "pid": _PID, "tid": lanes[span.lane], "ts": round(start, 1)}
+        events.append({**event, "dur": round(length, 1), "args": dict(span.args)})
+    write_text(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")))
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The spans of a file of `write_trace`; none when it is not there or is not one."""
+    try:
+        events = json.loads(path.read_bytes())["traceEvents"]
+        lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        return [
+            Span(
+                lane=lanes[event["tid"]],
+                name=event["name"],
+                start=event["ts"] / MICROSECONDS,
+                end=(event["ts"] + event["dur"]) / MICROSECONDS,
+                args=event["args"],
+            )
+            for event in events
+            if event["ph"] == "X"
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
