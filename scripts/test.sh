@@ -17,12 +17,11 @@ NUM_CORES="$(env -u OMP_NUM_THREADS nproc)" # which would answer with that varia
 for suite in unit integration e2e; do
   started=$SECONDS
   echo "=== tests/$suite"
-  # The other suites start processes of their own, mostly one after the other; two at a time keep two cores busy.  A file's
-  # tests stay together where they share what was costly to make: all in integration, in e2e those marked xdist_group.
+  # The other suites start processes of their own, mostly one after the other: two files at a time keep two cores busy, and the
+  # tests of a file stay together because they share what was costly to make.
   case "$suite" in
     unit) parallel=(-n "$((NUM_CORES > 4 ? 4 : NUM_CORES))" --dist worksteal) ;;
-    integration) parallel=(-n "$((NUM_CORES > 2 ? 2 : NUM_CORES))" --dist loadfile) ;;
-    e2e) parallel=(-n "$((NUM_CORES > 2 ? 2 : NUM_CORES))" --dist loadgroup) ;;
+    *) parallel=(-n "$((NUM_CORES > 2 ? 2 : NUM_CORES))" --dist loadfile) ;;
   esac
   .venv/bin/python -m pytest "tests/$suite" --durations=10 "${parallel[@]}" "$@"
   code=$?

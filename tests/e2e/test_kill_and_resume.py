@@ -15,8 +15,6 @@ import pytest
 from tests.e2e.conftest import MAIN, Mains, Running, Task, write_rows
 from tests.support.metrics import rows_of, rows_so_far
 
-pytestmark = pytest.mark.xdist_group("kill_and_resume")  # they share the uninterrupted run
-
 SFT = "rlhub.trainer.main_sft"
 STEPS = 4
 EVERYTHING_THAT_HAS_STATE = (

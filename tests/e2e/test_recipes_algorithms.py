@@ -15,8 +15,6 @@ from tests.e2e.conftest import Mains
 from tests.e2e.test_recipes import IN_PROCESS, RECIPES, run_recipe
 from tests.support.metrics import rows_of
 
-pytestmark = pytest.mark.xdist_group("recipes_algorithms")  # they share data, model and warm start
-
 FAMILIES = ("dapo", "gspo", "cispo", "remax", "ppo")
 STEPS = 3
 

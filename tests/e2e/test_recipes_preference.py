@@ -12,8 +12,6 @@ from tests.e2e.conftest import Mains
 from tests.e2e.test_recipes import RECIPES, run_recipe
 from tests.support.metrics import rows_of
 
-pytestmark = pytest.mark.xdist_group("recipes_preference")  # they share data, model and pairs
-
 IN_PROCESS = ("--ranks=1", "--sft-steps=2", "--steps=2", "trainer.device=cpu", "trainer.backend=local")
 
 
