@@ -54,7 +54,6 @@ class Router:
         self._retries, self._generate_s, self._max_sessions = retries, generate_s, max_sessions
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._numbers = itertools.count()
-        self._pinned: Replica | None = None
         self._under_way, self._idle = 0, asyncio.Event()
         self._idle.set()
 
@@ -80,7 +79,7 @@ class Router:
         self.counts["requests"] += 1
         wasted_s = 0.0
         for attempt in itertools.count():
-            chosen = await self._choose(request.session) if pin is None else pin.place()
+            chosen = await self._choose(request.session) if pin is None else await pin.place()
             started = time.monotonic()
             try:
                 completion = await self._ask(chosen, request, params)
@@ -173,22 +172,26 @@ class Router:
         updates wait for the release.  Raises EngineError when no replica has the version (pin it before the next is
         published), or another version is pinned.
         """
-        if self._pinned is not None and (not self._pinned.pins or self._pinned.state == "dead"):
-            self._pinned = None
-        if self._pinned is not None and self._pinned.version != version:
-            raise EngineError(f"version {self._pinned.version} is pinned; release it before version {version} is pinned")
-        self._pinned = self._pinned or self._holder(version)
-        self._pinned.pins += 1
-        return Pin(self, self._pinned, version)
+        return Pin(self, await self._hold(version), version)
 
-    def _holder(self, version: int) -> Replica:
-        self.fleet.raise_failure()
-        serving = [replica for replica in self.fleet.replicas.values() if replica.state == "serving"]
-        holders = [replica for replica in serving if replica.version == version and not replica.turn.locked()]
-        if not holders:
-            held = ", ".join(f"{replica.name} {replica.version}" for replica in serving) or "none serves"
-            raise EngineError(f"no replica has version {version} ({held}); pin a version before the next one is published")
-        return min(holders, key=lambda replica: (replica.cost, replica.requests))
+    async def _hold(self, version: int) -> Replica:
+        """Pin the replica that is pinned already, else the one with the least to do of those that have the version.  Waits
+        where none has it now, but those that join will."""
+        while True:
+            self.fleet.raise_failure()
+            pinned = [replica for replica in self.fleet.replicas.values() if replica.pins]
+            if pinned and pinned[0].version != version:
+                raise EngineError(f"version {pinned[0].version} is pinned; release it before version {version} is pinned")
+            serving = [replica for replica in self.fleet.replicas.values() if replica.state == "serving"]
+            holders = pinned or [replica for replica in serving if replica.version == version and not replica.turn.locked()]
+            if holders:
+                chosen = min(holders, key=lambda replica: (replica.cost, replica.requests))
+                chosen.pins += 1
+                return chosen
+            if self.fleet.newest is None or self.fleet.newest.version != version:
+                held = ", ".join(f"{replica.name} {replica.version}" for replica in serving) or "none serves"
+                raise EngineError(f"no replica has version {version} ({held}); pin a version before the next one is published")
+            await self.fleet.changed()
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start, and the last update's times."""
@@ -220,20 +223,20 @@ class Pin:
         self.version = version
         self._router, self._replica = router, replica
         self._released = False
+        self._turn = asyncio.Lock()
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
         """One completion, all of whose tokens the pinned version samples."""
         return await self._router._tracked(request, params, self)
 
-    def place(self) -> Replica:
+    async def place(self) -> Replica:
         """The replica.  Where it died, another that still has the version; EngineError if none has."""
-        if self._released:
-            raise EngineError(f"the pin of version {self.version} was released; pin the version anew")
-        if self._replica.state == "dead":
-            self._replica = self._router._holder(self.version)
-            self._replica.pins += 1
-            self._router._pinned = self._replica
-        return self._replica
+        async with self._turn:
+            if self._released:
+                raise EngineError(f"the pin of version {self.version} was released; pin the version anew")
+            if self._replica.state == "dead":
+                self._replica = await self._router._hold(self.version)
+            return self._replica
 
     def release(self) -> None:
         """Let the replica go on to the newest weights.  Idempotent."""

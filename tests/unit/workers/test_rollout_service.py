@@ -1,0 +1,121 @@
+"""The service as threads see it, with its replica in this process; and how it is laid out by a configuration."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from rlhub.config.trainer import TrainerConfig
+from rlhub.engines.rollout.base import Completion
+from rlhub.errors import ConfigError, EngineError, ResourceError, WorkerError
+from rlhub.single_controller import AsyncActorOptions, WorkerContext
+from rlhub.workers.replica_places import DevicePlace, ReplicaPlaces, device_place
+from rlhub.workers.rollout_service import RolloutService, ServiceOptions, service_options
+from tests.support.rollout_service import RUNTIME, Weights, fake_config, request, sampling
+
+
+def submit(service: RolloutService, tokens: int = 8) -> Future[Completion]:
+    return asyncio.run_coroutine_threadsafe(service.router.agenerate(request(), sampling(tokens)), service.loop)
+
+
+def local(tmp_path: Path, *, slow: bool = False, **options: object) -> RolloutService:
+    config = fake_config(slow=slow)
+    return RolloutService(config, RUNTIME, ServiceOptions(backend="local", run_folder=tmp_path, **options))  # type: ignore[arg-type]
+
+
+def test_it_publishes_and_generates_for_threads(tmp_path: Path) -> None:
+    with local(tmp_path) as service:
+        service.start()
+        weights = Weights(service.folder)
+        waiting = submit(service)
+        weights.write(3)
+        ((name, report),) = service.publish(str(service.folder), 3)
+        assert (name, report.version) == ("rollout-0", 3)
+        assert waiting.result(5).versions == [3] * 8, "it waited for weights"
+        metrics = service.metrics()
+        assert metrics["rollout/requests"] == 1 and metrics["rollout/tokens"] == 8 and metrics["rollout/num_replicas"] == 1
+        assert service.add() == "rollout-1"
+        service.remove("rollout-0")
+        service.restart("rollout-1")
+        assert service.add() == "rollout-0"
+        folder = service.folder
+    assert not folder.exists()
+
+
+def test_pause_holds_up_everybody(tmp_path: Path) -> None:
+    with local(tmp_path) as service:
+        service.start()
+        Weights(service.folder).write(0)
+        service.publish(str(service.folder), 0)
+        service.pause()
+        waiting = submit(service)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.03)
+        service.resume()
+        waiting.result(5)
+
+
+def test_closing_ends_waiting_requests_and_may_be_repeated(tmp_path: Path) -> None:
+    service = local(tmp_path, slow=True)
+    service.start()
+    Weights(service.folder).write(0)
+    service.publish(str(service.folder), 0)
+    waiting = submit(service, 60)
+    service.close()
+    service.close()
+    with pytest.raises(EngineError, match="was closed"):
+        waiting.result(5)
+
+
+def test_a_failed_start_leaves_nothing(tmp_path: Path) -> None:
+    config = fake_config()
+    config.rollout.tensor_model_parallel_size = 2
+    service = RolloutService(config, RUNTIME, ServiceOptions(backend="local", run_folder=tmp_path))
+    with pytest.raises(WorkerError, match="tensor_model_parallel_size=2") as caught:
+        service.start()
+    assert isinstance(caught.value.__cause__, ConfigError) and not service.folder.exists()
+
+
+def test_replicas_with_the_models_own_weights_serve_at_once(tmp_path: Path) -> None:
+    with local(tmp_path, own_weights=True) as service:
+        service.start()
+        assert len(submit(service).result(5).token_ids) == 8
+        Weights(service.folder).write(0)
+        service.publish(str(service.folder), 0)
+        assert submit(service).result(5).versions == [0] * 8
+
+
+def trainer(**settings: object) -> TrainerConfig:
+    return TrainerConfig(device="cpu", n_gpus_per_node=2, **settings)  # type: ignore[arg-type]
+
+
+def test_one_replica_a_rank_of_the_rollouts_pool(tmp_path: Path) -> None:
+    config = fake_config()
+    config.rollout.replica_restarts = 7
+    assert service_options(config, trainer(), run_folder=tmp_path).counts == [2]
+    pools = {"pools": {"generation": {"nnodes": 2, "n_gpus_per_node": 3}}, "placement": {"rollout": "generation"}}
+    options = service_options(config, trainer(**pools), run_folder=tmp_path)
+    assert options.counts == [3, 3] and options.num_replicas == 6
+    assert options.limits.restarts == 7 and options.limits.update_s == trainer().deadline_s.sync
+
+
+def test_a_rank_says_where_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    there = WorkerContext(local_rank=1, node="10.0.0.1", device="cuda")
+    assert device_place(there) == DevicePlace(node="10.0.0.1", device="6")
+    assert device_place(WorkerContext()).device == ""
+
+
+def test_replicas_beside_the_actor_share_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhub.workers.replica_places.node_at", lambda address: f"node of {address}")
+    places = ReplicaPlaces(
+        device="cuda", counts=[2], beside=[DevicePlace(node="a", device="4"), DevicePlace(node="a", device="6")]
+    )
+    places.reserve()
+    options = places.options(1, AsyncActorOptions(name="rollout-1", device="cuda"))
+    assert (options.devices, options.node_id, options.num_gpus, options.num_cpus) == ("6", "node of a", 0.0, 0.0)
+    with pytest.raises(ResourceError, match="GPUs for 2 replicas"):
+        places.options(2, AsyncActorOptions(name="rollout-2", device="cuda"))
