@@ -6,8 +6,8 @@ Everything, the object's construction included, runs on the actor's event loop, 
 from __future__ import annotations
 
 import asyncio
-
-from ray import cloudpickle
+import pickle
+from collections import defaultdict
 
 from rlhub.single_controller.hosted import HostedObject
 from rlhub.single_controller.invoke import RemoteError, describe_failure
@@ -39,7 +39,7 @@ class AsyncActorHost:
     def __init__(self, max_concurrency: int) -> None:
         self._max_concurrency = max_concurrency
         self._context = WorkerContext()
-        self._replies: dict[str, _Replies] = {}
+        self._replies: defaultdict[str, _Replies] = defaultdict(_Replies)
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     async def identity(self) -> HostIdentity:
@@ -62,17 +62,17 @@ class AsyncActorHost:
 
     async def deliver(self, key: str, messages: list[Message]) -> None:
         """Start these calls, or end them; returns at once."""
-        for message in messages:
-            place = (key, message.number)
-            if message.payload != CANCEL:
-                self._running[place] = asyncio.create_task(self._run(place, message.payload))
+        for number, payload in messages:
+            place = (key, number)
+            if payload != CANCEL:
+                self._running[place] = asyncio.create_task(self._run(place, payload))
             elif place in self._running:
                 self._running[place].cancel()
 
     async def collect(self, key: str, messages: list[Message]) -> list[Reply]:
         """`deliver`, then all replies that are there; waits for the first."""
         await self.deliver(key, messages)
-        replies = self._replies.setdefault(key, _Replies())
+        replies = self._replies[key]
         await replies.filled.wait()
         return replies.take()
 
@@ -81,7 +81,7 @@ class AsyncActorHost:
         method = "request"
         value, failure = None, None
         try:
-            method, args, kwargs = cloudpickle.loads(payload)
+            method, args, kwargs = pickle.loads(payload)
             value = await self._object.run(method, args, kwargs)
         except RemoteError as error:
             failure = error
@@ -92,4 +92,4 @@ class AsyncActorHost:
         finally:
             del self._running[place]
         reply = pack_reply(number, value, failure, lambda error: describe_failure(error, self._context, method))
-        self._replies.setdefault(key, _Replies()).add(reply)
+        self._replies[key].add(reply)
