@@ -1,0 +1,392 @@
+"""Fuzz of asynchronous training: random latencies, failures, filters, pauses and killed replicas; then every prompt is audited.
+
+    python scripts/bench/async_fuzz.py --steps 1000 --engine fake          # replicas are Ray actors
+    python scripts/bench/async_fuzz.py --steps 20 --engine hf              # a real model, real weights published each step
+    python scripts/bench/async_fuzz.py --steps 200 --kill driver           # the driver itself is killed -9 again and again
+
+For each policy (drop, mask): train so many steps, then to the end of what was begun.  Asserted: trained staleness is never above
+the bound; every prompt was trained, or dropped or rejected, exactly once, by files that the reward function and training append
+to; nothing is left running; memory does not grow.  Exit status 1 where anything of it is not so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import async_fuzz_parts as fuzz
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.engines.rollout.base import SamplingParams
+from rlhub.sharding_manager.files import WeightWriter
+from rlhub.utils.atomic import write_json
+from rlhub.utils.task_runner import AsyncTaskRunner
+from rlhub.workers.fleet import FleetLimits
+from rlhub.workers.rollout_service import RolloutService, ServiceOptions
+from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workflows.base import WorkflowParts
+from rlhub.workflows.executor import ExecutorOptions, WorkflowExecutor
+from rlhub.workflows.ledger import PromptLedger
+from rlhub.workflows.staleness import StalenessManager
+from tests.support.chat_model import save_chat_model
+from tests.support.plain_train_engine import PlainTrainEngine
+
+ROOT = Path(__file__).resolve().parents[2]
+NEW_TOKENS = 12
+WAIT_S = 120.0
+RUNTIME = WorkerRuntime(device="cpu", seed=0, max_prompt_length=8, max_response_length=NEW_TOKENS, deadline_s=60.0)
+RSS_FACTOR, RSS_SLACK_MB = 1.10, 30.0
+"""Memory at the end against that after a fifth of the steps; a small process's arenas alone move by the slack."""
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """A run.  kill_every: steps between kills of a replica; checkpoint_every: steps between states."""
+
+    folder: Path
+    steps: int
+    policy: str = "drop"
+    engine: str = "fake"
+    backend: str = "ray"
+    seed: int = 1
+    batch: int = 8
+    group_size: int = 2
+    max_staleness: int = 2
+    replicas: int = 2
+    kill_every: int = 100
+    checkpoint_every: int = 25
+    mean_s: float = 0.01
+
+    def command(self) -> list[str]:
+        """Of a process that goes on with it."""
+        names = ("folder", "steps", "policy", "engine", "backend", "seed", "checkpoint_every")
+        given = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(self, name)))]
+        return [sys.executable, str(Path(__file__).resolve()), "--child", *given]
+
+
+class Loop:
+    """A driver: service, executor and what stands in for training.  Goes on from `state.json` in the folder."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.stop = plan, threading.Event()
+        self.state_file = plan.folder / "state.json"
+        state = json.loads(self.state_file.read_text()) if self.state_file.exists() else None
+        if state is not None:
+            fuzz.take_back(plan.folder, state["executor"]["ledger"]["counts"])
+        self.step = state["step"] if state else 0
+        self.records = fuzz.Records(plan.folder)
+        self.kills = self.pauses = 0
+        self.runner = AsyncTaskRunner(name="episodes")
+        self.service, self.writer = self._service()
+        self.ledger = PromptLedger(on_end=self.records.ended)
+        self.executor = self._executor()
+        if state is not None:
+            self.executor.load_state(state["executor"])
+        self.publish(self.step)
+        self.executor.start(fuzz.prompts(self.executor.first_ordinal, self.stop))
+
+    def _service(self) -> tuple[RolloutService, WeightWriter]:
+        plan, config = self.plan, ActorRolloutRefConfig()
+        config.rollout.name = fuzz.FUZZ_ENGINE if plan.engine == "fake" else plan.engine
+        self.trainer = PlainTrainEngine(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)))
+        if plan.engine != "fake":
+            path = plan.folder / "model"
+            config.model.path = str(path if path.exists() else save_chat_model(path))
+            self.trainer = PlainTrainEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+        options = ServiceOptions(
+            backend=plan.backend,  # type: ignore[arg-type]
+            counts=(plan.replicas,),
+            log_dir=str(plan.folder / "logs"),
+            plugins=("async_fuzz_parts",),
+            worker_env={"PYTHONPATH": os.pathsep.join((str(ROOT), str(Path(__file__).parent)))},
+            run_folder=plan.folder,
+            limits=FleetLimits(restarts=1 << 20, update_s=60.0, patience_s=2.0),
+            ray_init={"num_cpus": 4, "object_store_memory": 150 << 20},
+        )
+        service = RolloutService(config, RUNTIME, options, loop=self.runner.loop)
+        service.start()
+        return service, WeightWriter(self.trainer, service.folder, bucket_bytes=1 << 20)
+
+    def _executor(self) -> WorkflowExecutor:
+        plan = self.plan
+        sampling = SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=(2,))
+        parts = WorkflowParts(
+            tokenizer=None,
+            sampling=sampling,
+            max_prompt_length=8,
+            max_response_length=NEW_TOKENS,
+            score=None,  # type: ignore[arg-type]
+            kwargs={"seed": plan.seed, "mean_s": plan.mean_s},
+        )
+        workflow = fuzz.Erratic(parts)
+        return WorkflowExecutor(
+            runner=self.runner,
+            engine=self.service.router,
+            workflow_for=lambda row: workflow,
+            staleness=StalenessManager(plan.batch, plan.max_staleness),
+            ledger=self.ledger,
+            options=ExecutorOptions(
+                group_size=plan.group_size,
+                seed=plan.seed,
+                stale_policy=plan.policy,  # type: ignore[arg-type]
+                episode_timeout_s=10.0,
+            ),
+            on_group=self.records.reward,
+            keep=lambda group: fuzz.chance(plan.seed, group.ordinal, "filter").random() >= fuzz.FILTER,
+            interrupt=self.service.router.abort,
+        )
+
+    def publish(self, version: int) -> None:
+        self.trainer.perturb(version)
+        self.writer.write(version)
+        self.service.publish(str(self.service.folder), version)
+
+    def train_step(self) -> bool:
+        """One step; False when nothing is left."""
+        self.step += 1
+        drawn = fuzz.chance(self.plan.seed, self.step, "step")
+        first = drawn.choice((1, self.plan.batch // 2, self.plan.batch))
+        groups = self.executor.next_groups(first, WAIT_S, step=self.step)
+        if first < self.plan.batch:
+            groups += self.executor.next_groups(self.plan.batch - first, WAIT_S, step=self.step)
+        self.records.train(groups, self.step)
+        if drawn.random() < 0.5:
+            time.sleep(drawn.random() * self.plan.mean_s)
+        self.executor.trained(self.step)
+        self.disturb(drawn)
+        self.publish(self.step)
+        self.executor.set_version(self.step)
+        if self.step % self.plan.checkpoint_every == 0:
+            self.save()
+        return bool(groups)
+
+    def save(self) -> None:
+        write_json(self.state_file, {"step": self.step, "executor": self.executor.state()})
+
+    def disturb(self, drawn: random.Random) -> None:
+        """Pauses of the executor and of all replicas, kills."""
+        if drawn.random() < 0.05:
+            self.pauses += 1
+            who = drawn.choice((self.executor, self.service))
+            who.pause()
+            time.sleep(0.02)
+            who.resume()
+        if self.plan.kill_every and self.step % self.plan.kill_every == self.plan.kill_every // 2:
+            self.kill_replica(drawn)
+
+    def kill_replica(self, drawn: random.Random) -> None:
+        """Kill -9 of its process, or with the local backend the end of its thread; never the last one."""
+
+        async def kill() -> None:
+            replicas = self.service.router.fleet.serving()
+            if len(replicas) > 1:
+                victim = drawn.choice(replicas)
+                self.kills += 1
+                if self.plan.backend == "local":
+                    victim.actor.kill()
+                else:
+                    status = await victim.actor.call("status", deadline_s=30.0)
+                    os.kill(status.pid, signal.SIGKILL)
+
+        asyncio.run_coroutine_threadsafe(kill(), self.runner.loop).result(60)
+
+    def footprint(self) -> fuzz.Footprint:
+        async def count() -> int:
+            return len(asyncio.all_tasks())
+
+        process = psutil.Process()
+        tasks = asyncio.run_coroutine_threadsafe(count(), self.runner.loop).result(30)
+        return fuzz.Footprint(rss_mb=process.memory_info().rss / 2**20, tasks=tasks, files=process.num_fds())
+
+    def close(self) -> None:
+        self.executor.close()
+        self.service.close()
+        self.runner.close()
+        self.records.close()
+
+
+@dataclass
+class Result:
+    """problems: none if the run is as it should be.  shown: the row of the table."""
+
+    problems: list[str] = field(default_factory=list)
+    shown: dict[str, str] = field(default_factory=dict)
+
+
+def whole_run(plan: Plan) -> Result:
+    """All steps, then what was begun."""
+    result, started = Result(), time.monotonic()
+    loop = Loop(plan)
+    early: fuzz.Footprint | None = None
+    totals: dict[str, float] = {}
+    try:
+        while loop.step < plan.steps:
+            loop.train_step()
+            for name, value in loop.executor.metrics().items():
+                is_extreme = name.endswith("/max")
+                totals[name] = max(totals.get(name, 0.0), value) if is_extreme else totals.get(name, 0.0) + value
+            if early is None and loop.step >= plan.steps / 5:
+                early = loop.footprint()
+        late = loop.footprint()
+        loop.stop.set()
+        while loop.train_step():
+            pass
+        left = len(loop.runner._tasks)
+        result.problems += fuzz.findings(plan.folder, loop.ledger, plan.max_staleness)
+        result.problems += leaks(early or late, late, left, loop.ledger, plan)
+    finally:
+        loop.close()
+    counts = loop.ledger.counts
+    result.shown = {
+        "policy": plan.policy,
+        "engine": f"{plan.engine} ({plan.backend})",
+        "steps": str(loop.step),
+        "trained / rejected / dropped": " / ".join(str(count) for count in counts.values()),
+        "staleness max": f"{totals['staleness/max']:.0f} of {plan.max_staleness}",
+        "masked": f"{totals['staleness/masked_token_share'] / plan.steps:.1%}",
+        "beyond": f"{totals['staleness/beyond_share'] / plan.steps:.1%}",
+        "kills / pauses": f"{loop.kills} / {loop.pauses}",
+        "MB early, late": f"{(early or late).rss_mb:.0f}, {late.rss_mb:.0f}",
+        "s": f"{time.monotonic() - started:.0f}",
+    }
+    return result
+
+
+def leaks(early: fuzz.Footprint, late: fuzz.Footprint, left: int, ledger: PromptLedger, plan: Plan) -> list[str]:
+    """Sentences on what grew or stayed."""
+    problems = []
+    if late.rss_mb > early.rss_mb * RSS_FACTOR + RSS_SLACK_MB:
+        problems.append(f"memory grew from {early.rss_mb:.0f} to {late.rss_mb:.0f} MB")
+    if late.files > early.files + 20:
+        problems.append(f"open files grew from {early.files} to {late.files}")
+    most = (plan.max_staleness + 1) * plan.batch * plan.group_size * 4 + 50
+    if late.tasks > most:
+        problems.append(f"{late.tasks} tasks run, expected at most {most}")
+    if left:
+        problems.append(f"{left} episodes still run when all prompts have ended")
+    if ledger.in_phase(*fuzz.Phase):
+        problems.append(f"{len(ledger.in_phase(*fuzz.Phase))} prompts have not ended")
+    return problems
+
+
+def killed_run(plan: Plan) -> Result:
+    """Drivers that are killed -9 at random times, each going on from the last checkpoint; the last one ends by itself."""
+    drawn, started, lives = random.Random(plan.seed), time.monotonic(), 0
+    log = plan.folder / "drivers.log"
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        lives += 1
+        with log.open("a") as output:
+            child = subprocess.Popen(plan.command(), stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
+        patience = None if lives > MOST_KILLS else when_to_kill(plan.folder, drawn, child)
+        if patience is None:
+            break
+        child.kill()
+        child.wait()
+    if child.wait(timeout=600) != 0:
+        return Result([f"the last driver failed:\n{log.read_text()[-3000:]}"])
+    done = json.loads((plan.folder / "done.json").read_text())
+    shown = {"policy": plan.policy, "engine": f"{plan.engine} ({plan.backend})", "steps": str(done["step"])}
+    shown |= {"driver kills": str(lives - 1), "trained / rejected / dropped": " / ".join(map(str, done["counts"].values()))}
+    return Result(done["problems"], shown | {"s": f"{time.monotonic() - started:.0f}"})
+
+
+MOST_KILLS = 5
+
+
+def when_to_kill(folder: Path, drawn: random.Random, child: subprocess.Popen[bytes]) -> float | None:
+    """Wait until it trains, then a random while; None if it ended before."""
+    trained = folder / "trained.jsonl"
+
+    def size() -> int:
+        return trained.stat().st_size if trained.exists() else 0
+
+    begun = size()
+    while child.poll() is None and size() in (begun, 0):
+        begun = min(begun, size())
+        time.sleep(0.05)
+    patience = drawn.uniform(0.1, 3.0)
+    try:
+        child.wait(patience)
+    except subprocess.TimeoutExpired:
+        return patience
+    return None
+
+
+def child_run(plan: Plan) -> int:
+    """A driver that may be killed; the audit, when it comes to the end."""
+    loop = Loop(plan)
+    try:
+        while loop.step < plan.steps:
+            loop.train_step()
+        loop.stop.set()
+        while loop.train_step():
+            pass
+        problems = fuzz.findings(plan.folder, loop.ledger, plan.max_staleness)
+        counts = {phase.value: count for phase, count in loop.ledger.counts.items()}
+        write_json(plan.folder / "done.json", {"step": loop.step, "counts": counts, "problems": problems})
+    finally:
+        loop.close()
+    return 0
+
+
+def show(results: list[Result]) -> int:
+    table = Table(*dict.fromkeys(name for result in results for name in result.shown))
+    for result in results:
+        table.add_row(*(result.shown.get(column.header, "") for column in table.columns))  # type: ignore[call-overload]
+    console = Console(width=170)
+    console.print(table)
+    problems = [problem for result in results for problem in result.problems]
+    for problem in problems:
+        console.print(f"WRONG: {problem}")
+    console.print("every prompt ended exactly once, none trained beyond the bound" if not problems else "FAILED")
+    return int(bool(problems))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--engine", default="fake", choices=("fake", "hf"))
+    parser.add_argument("--backend", default="ray", choices=("ray", "local"))
+    parser.add_argument("--policy", default="both", choices=("both", "drop", "mask"))
+    parser.add_argument("--kill", default="replica", choices=("replica", "driver"))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--checkpoint-every", type=int, default=25)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    common = {name: getattr(given, name) for name in ("steps", "engine", "backend", "seed", "checkpoint_every")}
+    if given.child:
+        return child_run(Plan(folder=given.folder, policy=given.policy, **common))
+    results = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for policy in ("drop", "mask") if given.policy == "both" else (given.policy,):
+            plan = Plan(folder=(given.folder or Path(temporary)) / policy, policy=policy, **common)
+            plan.kill_every = min(plan.kill_every, max(plan.steps // 3, 2))
+            results.append(killed_run(plan) if given.kill == "driver" else whole_run(plan))
+    return show(results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
