@@ -23,6 +23,7 @@ from rlhub.tracking.call_timing import CallTiming
 from rlhub.tracking.metrics_log import MetricsLog
 from rlhub.tracking.recorder import Recorder
 from rlhub.tracking.run_folder import RunFolder
+from rlhub.tracking.spans import STEPS, SpanLog
 from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status
 from rlhub.utils.timing import PhaseTimer
 
@@ -58,14 +59,16 @@ class _Line:
 
 
 class Run:
-    """Use as a context manager: `with Run(...) as run`.  calls: the CallObserver that times and shows worker calls."""
+    """Use as a context manager: `with Run(...) as run`.  calls: the CallObserver that times and shows worker calls.
+    spans: what ran when."""
 
     def __init__(self, config: TrainerConfig, resolved: dict[str, Any], total_steps: int) -> None:
         self.config, self.resolved, self.total_steps = config, resolved, total_steps
         self.folder = RunFolder(Path(config.default_local_dir))
         self.store = CheckpointStore(self.folder.path)
-        self.timers = PhaseTimer()
-        self.calls = CallTiming(self.timers, self._show_phase)
+        self.spans = SpanLog()
+        self.timers = PhaseTimer(self.spans.block)
+        self.calls = CallTiming(self.timers, self._show_phase, self.spans.record)
         self.signals = StopSignals()
         self.checkpoint: Checkpoint | None = None
         self.recorder: Recorder | None = None
@@ -132,7 +135,7 @@ class Run:
             total_steps=self.total_steps,
             resumed_step=resumed.step if resumed else None,
         )
-        self.recorder = Recorder(self.folder, info, trackers)
+        self.recorder = Recorder(self.folder, info, trackers, self.spans)
         return self.recorder.start(resumed.state["metrics"] if resumed else None)
 
     @property
@@ -162,6 +165,7 @@ class Run:
 
         late: the line, and those of the next steps, wait for it; so does the save, since a checkpoint holds the step's metrics.
         """
+        self._note_step(step)
         line = _Line(step, {**metrics, **self._timings(metrics)}, late)
         if last or self.due(self.config.save_freq, step, last=last):
             self._write_lines(wait=True)
@@ -180,6 +184,9 @@ class Run:
             line = self._lines.popleft()
             self.recorder.log(line.step, line.metrics)
 
+    def _note_step(self, step: int) -> None:
+        self.spans.record(STEPS, f"step {step}", self._step_started, time.perf_counter())
+
     def _timings(self, metrics: Metrics) -> dict[str, float]:
         """timing_s/... of the phases and of the whole step, and tokens per second over all ranks."""
         seconds = time.perf_counter() - self._step_started
@@ -197,6 +204,7 @@ class Run:
     def log(self, step: int, metrics: Metrics) -> None:
         """A step without an update (step 0): its metrics and timings."""
         assert self.recorder is not None
+        self._note_step(step)
         self.recorder.log(step, {**metrics, **self._timings(metrics)})
 
     def log_generations(self, step: int, rows: Sequence[GenerationRow], split: str = "val") -> None:
