@@ -25,7 +25,7 @@ def may_be_stale(config: PPOConfig) -> bool:
 
 def problems(config: PPOConfig) -> list[str]:
     """What cannot start."""
-    return list(_asynchronous(config) if is_async(config) else _synchronous(config))
+    return [*(_asynchronous(config) if is_async(config) else _synchronous(config)), *_replayed(config)]
 
 
 def notes(config: PPOConfig) -> list[str]:
@@ -74,6 +74,17 @@ def _asynchronous(config: PPOConfig) -> Iterator[str]:
         )
     if trainer.backend == "local" and rollout.tensor_model_parallel_size > 1:
         yield f"{_ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with trainer.backend=local: set 1"
+
+
+def _replayed(config: PPOConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.replay_from and trainer.record_batches:
+        yield f"trainer.record_batches=true with trainer.replay_from={trainer.replay_from}: these batches are recorded already"
+    if trainer.replay_from and trainer.test_freq > 0:
+        yield (
+            f"trainer.test_freq={trainer.test_freq} with trainer.replay_from={trainer.replay_from}: nothing generates there; "
+            "set trainer.test_freq=-1 and validate its checkpoints with python -m rlhub.trainer.main_eval"
+        )
 
 
 def _surprises(config: PPOConfig) -> Iterator[str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
-from rlhub.config import checks, effects, placement, rollout_correction
+from rlhub.config import asynchronous, checks, effects, placement, rollout_correction
 from rlhub.config.data import DataConfig
 from rlhub.config.devices import count_gpus, torch_has_cuda
 from rlhub.config.dpo import DPOConfig
@@ -44,6 +44,7 @@ from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
 from rlhub.tracking.registry import TRACKERS
 from rlhub.trainer.ppo.requirements import check_group_metric
+from rlhub.workflows.registry import DEFAULT, DEFAULT_MULTI_TURN, WORKFLOWS
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
         *check_scoring_models(config),
         *check_machine(config.trainer),
         *check_folders(config.trainer),
+        *check_replay(config.trainer),
+        *check_episodes(config),
     ]
     if config.algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:
         requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
@@ -462,4 +465,33 @@ def check_folders(trainer: TrainerConfig) -> list[str]:
     resume = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
     if resume and not Path(resume).expanduser().is_dir():
         problems.append(f"trainer.resume_from_path={trainer.resume_from_path}: no such folder")
+    return problems
+
+
+def check_replay(trainer: TrainerConfig) -> list[str]:
+    """The folder of recorded batches holds some."""
+    folder = Path(trainer.replay_from).expanduser() if trainer.replay_from else None
+    if folder is None or any(folder.glob("step-*.safetensors")):
+        return []
+    found = "has no step-*.safetensors" if folder.is_dir() else "is no folder"
+    return [f"trainer.replay_from={folder} {found}; name the folder `batches` of a run with trainer.record_batches=true"]
+
+
+def check_episodes(config: PPOConfig) -> list[str]:
+    """The workflow exists, and groups can be filtered as they finish."""
+    rollout, scoring = config.actor_rollout_ref.rollout, config.reward_model
+    if not asynchronous.is_async(config):
+        return []
+    problems, name = [], rollout.agent.default_agent_loop or (DEFAULT_MULTI_TURN if rollout.multi_turn.enable else DEFAULT)
+    path, _, attribute = name.rpartition(":")
+    if not attribute or not path:
+        problems += _unknown(f"{_ROLLOUT}.agent.default_agent_loop", WORKFLOWS, name)
+    elif path.endswith(".py") and not Path(path).expanduser().is_file():
+        problems.append(f"{_ROLLOUT}.agent.default_agent_loop={name}: no such file ({Path(path).expanduser().resolve()})")
+    if config.algorithm.filter_groups.enable and (scoring.function_weight == 0 or scoring.enable or scoring.judge.model.path):
+        problems.append(
+            f"algorithm.filter_groups.enable=true with {_ROLLOUT}.mode=async compares the samples of a prompt once they are "
+            "finished, which takes a reward function alone: switch reward_model.enable and the judge off (and function_weight "
+            f"on), or set {_ROLLOUT}.mode=sync"
+        )
     return problems

@@ -151,6 +151,10 @@ class WorkflowExecutor:
         """Step `version` is over and its weights are those that generate from now on."""
         self._call(self._set_version, version)
 
+    def fail(self, error: BaseException) -> None:
+        """Training gets this error in place of groups: what generation needs has broken."""
+        self._call(self._fail, error)
+
     def pause(self) -> None:
         """Start no more groups; those in work go on and are delivered."""
         self._call(self._pause)
@@ -207,7 +211,7 @@ class WorkflowExecutor:
         return answer.result(CALL_DEADLINE_S)
 
     def _start(self, source: Iterator[PromptItem]) -> None:
-        self._source = iter(source)
+        self._source, self._exhausted = iter(source), False  # a version may have been announced before there were prompts
         for ordinal in range(self.ledger.frontier, self.ledger.next_ordinal):
             self._restore(self._seek(ordinal))
         self._restored, self._begun = {}, {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlhub.config.asynchronous import is_async
@@ -19,6 +20,8 @@ from rlhub.trainer.ppo.beside import ValidationBeside, ValidationInTurn, Validat
 from rlhub.trainer.ppo.build_stream import build_stream
 from rlhub.trainer.ppo.groups import CRITIC_ROLE, REFERENCE_ROLE, ROLLOUT_ROLE, Groups, actor_role, groups_of
 from rlhub.trainer.ppo.learner import Learner
+from rlhub.trainer.ppo.replay import FOLDER as RECORDINGS
+from rlhub.trainer.ppo.replay import RecordingSource, ReplaySource
 from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements
 from rlhub.trainer.ppo.reward import prepare_reward, reward_roles
 from rlhub.trainer.ppo.rollouts import VALIDATION_ORDINALS, Generator
@@ -161,7 +164,19 @@ def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) 
 def build_batches(
     config: PPOConfig, data: PPOData, groups: Groups, scorer: Scorer, run: Run, stack: ExitStack
 ) -> tuple[BatchSource, ValidationSchedule | None]:
-    """Where training batches come from, and what validates what they make."""
+    """Where training batches come from, and what validates what they make; recorded on the way, where that is asked for."""
+    if config.trainer.replay_from:
+        return ReplaySource(Path(config.trainer.replay_from), data.loader), None
+    batches, validation = build_generation(config, data, groups, scorer, run, stack)
+    if config.trainer.record_batches:
+        batches = RecordingSource(batches, scorer, run.folder.path / RECORDINGS)
+    return batches, validation
+
+
+def build_generation(
+    config: PPOConfig, data: PPOData, groups: Groups, scorer: Scorer, run: Run, stack: ExitStack
+) -> tuple[BatchSource, ValidationSchedule | None]:
+    """Episodes that run all the time, or whole batches in turns with training."""
 
     def validator(samples: ValidationSamples) -> Validator:
         num_shown = config.trainer.log_val_generations

@@ -52,7 +52,12 @@ def build_stream(
     executor = build_executor(config, runner, service.router, workflows, scoring, vocabulary, run)
     stack.callback(executor.close)
     publisher = Publisher(
-        service, str(service.folder), write=groups.actor.write_weights, announce=executor.set_version, timers=run.timers
+        service,
+        str(service.folder),
+        write=groups.actor.write_weights,
+        announce=executor.set_version,
+        fail=executor.fail,
+        timers=run.timers,
     )
     stack.callback(publisher.close)
     batches = StreamSampler(

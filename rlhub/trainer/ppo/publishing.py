@@ -5,15 +5,12 @@ The trainer waits only for its own ranks to write.  Replicas read in the backgro
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from rlhub.utils.timing import PhaseTimer
-
-logger = logging.getLogger(__name__)
 
 
 class Publication(Protocol):
@@ -23,10 +20,14 @@ class Publication(Protocol):
         """Every living replica generates with the version in `folder` from now on.  Blocking."""
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """Requests, restarts, and for how long replicas paused."""
+        ...
+
 
 class Publisher:
     """write: the training ranks leave their weights in the folder as this version.  announce: told of each version that all
-    living replicas have.  One publication at a time."""
+    living replicas have.  fail: told why no version will come any more.  One publication at a time."""
 
     def __init__(
         self,
@@ -35,10 +36,11 @@ class Publisher:
         *,
         write: Callable[[str, int], object],
         announce: Callable[[int], None],
+        fail: Callable[[BaseException], None],
         timers: PhaseTimer,
     ) -> None:
         self.service, self.folder = service, folder
-        self._write, self._announce, self._timers = write, announce, timers
+        self._write, self._announce, self._fail, self._timers = write, announce, fail, timers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._under_way: Future[None] | None = None
         self.seconds = 0.0  # of the last publication, from the written version to the last replica
@@ -52,14 +54,13 @@ class Publisher:
 
     def _deliver(self, version: int) -> None:
         started = time.perf_counter()
-        self.service.publish(self.folder, version)
+        try:
+            self.service.publish(self.folder, version)
+        except Exception as error:
+            self._fail(error)  # whoever waits for samples of this version would wait for ever
+            raise
         self.seconds = time.perf_counter() - started
         self._announce(version)
-
-    def check(self) -> None:
-        """Raise what a finished publication failed with; does not wait."""
-        if self._under_way is not None and self._under_way.done():
-            self.wait()
 
     def wait(self) -> None:
         """Until all living replicas have the version that was published last.  Raises what it failed with."""
@@ -68,8 +69,8 @@ class Publisher:
             under_way.result()
 
     def metrics(self) -> dict[str, float]:
-        """Of the last publication."""
-        return {"rollout/publish_s": self.seconds}
+        """Of the last publication, and of the service so far."""
+        return {"rollout/publish_s": self.seconds} | self.service.metrics()
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -85,8 +85,8 @@ class ReplaySource:
         path = batch_file(self.folder, step)
         if not path.is_file():
             raise DataError(
-                f"trainer.replay_from={self.folder} has no batch of step {step} ({path.name}); it has {num_recorded(self.folder)} "
-                "batches: set trainer.total_training_steps to as many, or name the folder of another run"
+                f"trainer.replay_from={self.folder} has no batch of step {step} ({path.name}), but {num_recorded(self.folder)} "
+                "others: set trainer.total_training_steps to as many, or name the folder of another run"
             )
         return DataProto.load_from_disk(path)
 

@@ -67,7 +67,6 @@ class StreamSampler:
         if not self._drawing:
             self._drawing = True
             self.executor.start(self.positions.items(prompts))
-        self.publisher.check()
         with self.timers.measure("wait_for_episodes"):
             groups = self._groups(step)
         batch = self._batch(groups)
