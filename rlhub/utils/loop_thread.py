@@ -79,6 +79,7 @@ class LoopThread:
         try:
             self.loop.run_forever()
         finally:
+            self.loop.run_until_complete(_cancel_others(1.0))  # what was sent while the loop was ending
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
 

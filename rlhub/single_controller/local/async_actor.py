@@ -50,8 +50,12 @@ class LocalAsyncActor:
     async def call(self, method: str, *args: Any, deadline_s: float | None = None, **kw: Any) -> Any:
         if self._killed:
             raise self._death(method)
-        running = asyncio.run_coroutine_threadsafe(self._object.run(method, args, kw), self._thread.loop)
-        outcome = asyncio.wrap_future(running)
+        running = self._object.run(method, args, kw)
+        try:
+            outcome = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(running, self._thread.loop))
+        except RuntimeError:  # its loop was closed a moment ago
+            running.close()
+            raise self._death(method) from None
         try:
             done, _ = await asyncio.wait((outcome,), timeout=deadline_s)
         except asyncio.CancelledError:
@@ -61,7 +65,7 @@ class LocalAsyncActor:
             outcome.cancel()
             raise DeadlineError(f"{self.name}.{method}", float(deadline_s or 0.0))
         if outcome.cancelled():
-            raise self._death(method)
+            raise self._death(method) if self._killed else self._object.cancelled_itself(method).error
         try:
             return outcome.result()
         except RemoteError as failure:
