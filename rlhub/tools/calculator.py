@@ -25,7 +25,7 @@ MAX_CHARACTERS = 500
 MAX_DEPTH = 50  # of brackets, signs and powers within one another
 MAX_BITS = 2048  # of numerator and denominator: about 600 digits
 MAX_DIGITS = 17  # shown after the point of a fraction that has no end
-_TOKEN = re.compile(r"\s*(\*\*|//|[-+*/%^()]|\d+(?:\.\d*)?(?:[eE][-+]?\d{1,3})?|\.\d+(?:[eE][-+]?\d{1,3})?)")
+_TOKEN = re.compile(r"\s*(\*\*|//|[-+*/%^()]|(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?)")
 _WRITTEN = str.maketrans({"×": "*", "÷": "/", "\u2212": "-", "·": "*"})
 
 

@@ -1,0 +1,65 @@
+"""python: code that a model writes, run in a killable child with a deadline and a memory cap.
+
+Each call is a process of its own, forked from a child that has loaded nothing but the standard library: calls know nothing
+of each other, and what a call does to its interpreter ends with it.  This is no sandbox against malice: the code has this
+user's rights to files and network; run agents that must not have them in a container.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from rlhub.tools.base import Tool, ToolError
+from rlhub.tools.schemas import schema_of
+from rlhub.utils.killable import KillablePool
+from rlhub.utils.tool_calls import ToolResult, ToolSchema
+
+TARGET = "rlhub.tools.python_child:run_code"
+
+
+def python(code: str) -> str:
+    """Run Python code and read what it prints, and the value of its last line.
+
+    code: a whole program; nothing is kept from one call to the next.
+    """
+    raise NotImplementedError("described here, run in a child")
+
+
+class PythonTool(Tool):
+    """num_workers: calls at once; timeout_s: seconds for one; memory_gb: address space of one, in GiB.  Children start when
+    they are needed."""
+
+    _schema = schema_of(python)
+
+    def __init__(self, *, num_workers: int = 2, timeout_s: float = 10.0, memory_gb: float = 1.0) -> None:
+        self._pools = [
+            KillablePool(TARGET, ["code"], num_workers=1, timeout_s=timeout_s, memory_gb=memory_gb) for _ in range(num_workers)
+        ]
+        self._free: asyncio.LifoQueue[KillablePool] | None = None
+
+    @property
+    def schema(self) -> ToolSchema:
+        return self._schema
+
+    async def execute(self, instance: str, arguments: Mapping[str, Any]) -> ToolResult:
+        if self._free is None:
+            self._free = asyncio.LifoQueue()
+            for pool in self._pools:
+                self._free.put_nowait(pool)
+        pool = await self._free.get()
+        call = asyncio.ensure_future(asyncio.to_thread(pool.map, [{"code": arguments["code"]}]))
+        free = self._free
+        call.add_done_callback(lambda done: free.put_nowait(pool))  # also when the episode waits no more
+        outcome = (await asyncio.shield(call))[0]
+        if outcome.failure is None:
+            return ToolResult(text=outcome.value["text"], failed=outcome.value["failed"])
+        if outcome.failure.kind == "memory":
+            raise ToolError("the code used too much memory")
+        why = outcome.failure.message.partition("\n")[0]
+        raise ToolError(f"the code was ended: {why}")
+
+    async def aclose(self) -> None:
+        for pool in self._pools:
+            await asyncio.to_thread(pool.close)

@@ -1,0 +1,103 @@
+"""What runs in the python tool's children.  Standard library only: each call is a fork of this process."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import sys
+import traceback
+from typing import Any, NoReturn
+
+MAX_OUTPUT = 20_000  # characters kept of what is printed; the workflow shortens further
+MAX_BYTES = 4 * MAX_OUTPUT + 1000  # of a reply: a character has at most four
+_EXIT = os._exit  # before any code could replace it
+ENDED_BADLY = {"text": "Error: the code ended its process", "failed": True}
+
+
+class _Bounded(io.TextIOBase):
+    """Keeps the first MAX_OUTPUT characters and counts the rest."""
+
+    def __init__(self) -> None:
+        self._kept: list[str] = []
+        self._room = MAX_OUTPUT
+        self._lost = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        kept = text[: self._room]
+        self._kept.append(kept)
+        self._room -= len(kept)
+        self._lost += len(text) - len(kept)
+        return len(text)
+
+    def text(self) -> str:
+        note = f"\n({self._lost} more characters)" if self._lost else ""
+        return "".join(self._kept) + note
+
+
+def run_code(code: str) -> dict[str, Any]:
+    """{"text": what was printed and the last expression's value, or the error; "failed": whether there was one}."""
+    read_end, write_end = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.close(read_end)
+        _answer(code, write_end)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as replies:
+        data = replies.read(MAX_BYTES)
+    _, status = os.waitpid(process, 0)
+    if os.WIFSIGNALED(status) and not data:
+        return {"text": f"Error: the code was ended by signal {os.WTERMSIG(status)}", "failed": True}
+    try:
+        reply = json.loads(data)
+    except ValueError:
+        return ENDED_BADLY
+    return reply if isinstance(reply, dict) and reply.keys() == ENDED_BADLY.keys() else ENDED_BADLY
+
+
+def _answer(code: str, write_end: int) -> NoReturn:
+    """In the fork: run, write the reply, end without running anything that the code has left behind.
+
+    Whatever the code has done to the interpreter, this process must not return into the child's loop: it would answer for it.
+    """
+    try:
+        _write(write_end, _run(code))
+    finally:
+        _EXIT(0)
+
+
+def _run(code: str) -> dict[str, Any]:
+    output = _Bounded()
+    sys.stdout = sys.stderr = output
+    try:
+        _execute(code)
+    except SystemExit as end:
+        return {"text": output.text(), "failed": bool(end.code)}
+    except BaseException as error:  # noqa: BLE001  # process boundary: a model's code
+        own = error.__traceback__
+        tail = own.tb_next.tb_next if own is not None and own.tb_next is not None else None
+        output.write("".join(traceback.format_exception(type(error), error, tail, limit=-5)))
+        return {"text": output.text(), "failed": True}
+    return {"text": output.text(), "failed": False}
+
+
+def _write(write_end: int, reply: dict[str, Any]) -> None:
+    data = json.dumps(reply).encode()[:MAX_BYTES]
+    while data:
+        data = data[os.write(write_end, data) :]
+
+
+def _execute(code: str) -> None:
+    """Run the code; if its last statement is an expression, print its value as an interpreter does."""
+    tree = ast.parse(code, "<code>")
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(tree, "<code>", "exec"), names)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), "<code>", "eval"), names)
+        if value is not None:
+            sys.stdout.write(f"{value!r}\n")

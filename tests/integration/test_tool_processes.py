@@ -1,0 +1,138 @@
+"""Tools that live in processes: code that a model wrote, and an MCP server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlhub.errors import ConfigError
+from rlhub.tools.load import load_tools
+from rlhub.tools.toolbox import Toolbox, ToolSession
+from rlhub.utils.tool_calls import ToolCall, ToolResult
+
+MCP_SERVER = '''
+import sys
+from mcp.server import MCPServer
+
+server = MCPServer("test", log_level="CRITICAL")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+@server.tool()
+def fail() -> str:
+    """Fail."""
+    raise ValueError("no luck")
+
+server.run(*sys.argv[1:2], **({"port": int(sys.argv[2])} if sys.argv[2:] else {}))
+'''
+
+
+def with_tools(use: Callable[[ToolSession], Awaitable[Any]], *entries: Any, timeout_s: float = 60.0) -> Any:
+    async def run() -> Any:
+        box = Toolbox(load_tools(entries, where="tools"), timeout_s=timeout_s)
+        try:
+            await box.aopen()
+            async with box.session("episode", {}) as session:
+                return await use(session)
+        finally:
+            await box.aclose()
+
+    return asyncio.run(run())
+
+
+def programs(*codes: str, **settings: Any) -> list[ToolResult]:
+    async def use(session: ToolSession) -> list[ToolResult]:
+        return list(await asyncio.gather(*(session.execute(ToolCall(name="python", arguments={"code": code})) for code in codes)))
+
+    return with_tools(use, {"name": "python", "settings": settings})  # type: ignore[no-any-return]
+
+
+def test_programs_run_and_say_what_they_print() -> None:
+    printed, value, error, left, odd, syntax = programs(
+        "for i in range(3):\n    print(i)",
+        "x = 6\nx * 7",
+        "import math\nmath.sqrt(-1)",
+        "import sys; sys.exit(3)",
+        "import os; os._exit(5)",
+        "1 +",
+    )
+    assert (printed.text, printed.failed) == ("0\n1\n2\n", False)
+    assert (value.text, value.failed) == ("42\n", False)
+    assert error.failed and "ValueError" in error.text and "python_child" not in error.text
+    assert left.failed and odd.failed and "ended its process" in odd.text
+    assert syntax.failed and "SyntaxError" in syntax.text
+
+
+def test_a_program_leaves_nothing_behind() -> None:
+    """Neither in the interpreter of the next one, nor as processes."""
+    mark = f"rlhub-left-{os.getpid()}"
+    spoil = "import builtins, json\nbuiltins.len = json.dumps = lambda *a, **k: 0\nx = 1"
+    leave = (
+        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', '{mark}'])\nprint('ok')"
+    )
+    _, second, third = programs(spoil, "print(len([1, 2]), 'x' in dir())", leave, num_workers=1)
+    assert third.text == "ok\n"
+    assert second.text == "2 False\n"
+    deadline = time.monotonic() + 10
+    while any(mark in process.info["cmdline"] for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]):
+        assert time.monotonic() < deadline, "a process that a program started is still there"
+        time.sleep(0.1)
+
+
+def test_programs_are_bounded() -> None:
+    """Time, memory and output; and the tool goes on after each."""
+    endless, huge, talkative, after = programs(
+        "while True: pass", "x = bytearray(10**10)", "print('a' * 10**6)", "print('fine')", num_workers=1, timeout_s=2.0
+    )
+    assert endless.failed and "not done after 2 s" in endless.text
+    assert huge.failed and "MemoryError" in huge.text
+    assert len(talkative.text) < 21_000 and "more characters" in talkative.text
+    assert after.text == "fine\n"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Path:
+    pytest.importorskip("mcp")
+    file = tmp_path / "server.py"
+    file.write_text(MCP_SERVER)
+    return file
+
+
+async def use_server(session: ToolSession) -> list[Any]:
+    call = ToolCall(name="x_add", arguments={"a": 2, "b": "40"})
+    results = await asyncio.gather(*(session.execute(call) for _ in range(5)))
+    failed = await session.execute(ToolCall(name="x_fail", arguments={}))
+    return [session.schemas, [result.text for result in results], failed]
+
+
+def test_an_mcp_server_over_standard_input(server: Path) -> None:
+    entry = {"name": "mcp", "settings": {"command": sys.executable, "args": [str(server), "stdio"], "prefix": "x_"}}
+    schemas, texts, failed = with_tools(use_server, entry)
+    assert [schema["function"]["name"] for schema in schemas] == ["x_add", "x_fail"] and texts == ["42"] * 5
+    assert schemas[0]["function"]["description"] == "Add two numbers."
+    assert failed.failed and "fail" in failed.text
+    left = [process for process in psutil.process_iter(["cmdline"]) if str(server) in (process.info["cmdline"] or [])]
+    assert not left, "the server ends with the toolbox"
+
+
+def test_an_mcp_server_that_cannot_be_used_is_named(server: Path) -> None:
+    for settings, message in (
+        ({"command": sys.executable, "args": ["-c", "raise SystemExit(1)"]}, "cannot be used"),
+        ({"command": sys.executable, "args": [str(server), "stdio"], "only": ["sub"]}, "it has no sub; it has add, fail"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "cannot be used"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            with_tools(use_server, {"name": "mcp", "settings": settings})
+    with pytest.raises(ConfigError, match="either a command or a url"):
+        load_tools([{"name": "mcp"}], where="tools")
