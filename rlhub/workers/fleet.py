@@ -72,6 +72,7 @@ class Fleet:
         self._publishing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._abandoned: set[asyncio.Future[AsyncActor]] = set()
 
     # -- who serves --------------------------------------------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ class Fleet:
 
     async def _join(self, name: str) -> None:
         """From nothing to a replica that serves, or one that waits for the first weights."""
-        actor = await self._start_replica(name)
+        actor = await self._start_process(name)
         replica = Replica(name=name, actor=actor)
         try:
             await actor.call("start", deadline_s=self.limits.start_s)
@@ -152,6 +153,25 @@ class Fleet:
         self.replicas[name] = replica
         self._background(self._guard(replica))
         self._notify()
+
+    async def _start_process(self, name: str) -> AsyncActor:
+        """Of a replica.  A start cannot be stopped half way, so when the wait for it is cancelled `close` ends what comes."""
+        starting = asyncio.ensure_future(self._start_replica(name))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self._abandoned.add(starting)
+            raise
+
+    async def _end_abandoned(self) -> None:
+        if self._abandoned:
+            done, late = await asyncio.wait(self._abandoned, timeout=self.limits.shutdown_s)
+            for starting in done:
+                if starting.exception() is None:
+                    starting.result().kill()
+            for starting in late:
+                logger.warning("the start of a replica did not end within %g s", self.limits.shutdown_s)
+                starting.cancel()
 
     async def _end(self, replica: Replica) -> None:
         """Take out and end, first in an orderly way."""
@@ -347,7 +367,7 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.failure is None:
             self.failure = EngineError("the rollout service was closed")
-        await asyncio.gather(*(self._end(replica) for replica in list(self.replicas.values())))
+        await asyncio.gather(*(self._end(replica) for replica in list(self.replicas.values())), self._end_abandoned())
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         self._background_task(asyncio.get_running_loop().create_task(work))

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 UNLIMITED = 1 << 20
 """Calls at a time in a replica: the engine decides how many it works on, and `status` must never wait behind requests."""
+CLOSE_FACTOR = 3.0  # of the shutdown deadline, which each of several steps may use up
 
 
 @dataclass(slots=True, kw_only=True)
@@ -222,8 +223,11 @@ class RolloutService:
         if self._closed:
             return
         self._closed = True
+        seconds = CLOSE_FACTOR * self.options.limits.shutdown_s
         try:
-            self._run(self.router.close())
+            asyncio.run_coroutine_threadsafe(self.router.close(), self.loop).result(seconds)
+        except TimeoutError:
+            logger.warning("the rollout service did not close within %g s: something blocks its event loop", seconds)
         finally:
             self._places.release()
             if self._weights is not None:

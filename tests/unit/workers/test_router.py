@@ -417,6 +417,28 @@ def test_a_cancelled_request_leaves_its_replica(weights: Weights) -> None:
     play(scenario, weights, slow=True)
 
 
+def test_closing_while_a_replica_starts_leaves_none(weights: Weights) -> None:
+    class Slow(Replicas):
+        async def __call__(self, name: str) -> AsyncActor:
+            if self.started:
+                await asyncio.sleep(0.1)
+            return await super().__call__(name)
+
+    async def main() -> None:
+        replicas = Slow()
+        router = Router(replicas)
+        await router.add("one")
+        joining = asyncio.create_task(router.add("two"))
+        replicas.started[0].kill()
+        await until(lambda: router.fleet.counts["restarts"] == 1)
+        joining.cancel()
+        await asyncio.sleep(0.01)
+        await router.close()
+        assert len(replicas.started) == 3 and all(actor.ended for actor in replicas.started)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
 def test_closing_ends_waiting_requests(weights: Weights) -> None:
     async def scenario(router: Router, weights: Weights, replicas: Replicas) -> None:
         running = asyncio.create_task(router.agenerate(request(), sampling(60)))
