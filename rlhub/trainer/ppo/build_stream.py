@@ -14,6 +14,8 @@ from rlhub.rewards import RewardManager
 from rlhub.trainer.ppo.episode_samples import EpisodeSamples
 from rlhub.trainer.ppo.episodes import GroupScoring, SignalFilter, Workflows, sampling_params, training_sampling
 from rlhub.trainer.ppo.groups import ROLLOUT_ROLE, Groups
+from rlhub.trainer.ppo.prompt_log import FILE as PROMPTS
+from rlhub.trainer.ppo.prompt_log import PromptLog
 from rlhub.trainer.ppo.publishing import Publisher
 from rlhub.trainer.ppo.scoring import Scorer, build_scorer
 from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes, function_manager, no_turn_scores
@@ -49,7 +51,9 @@ def build_stream(
     score = no_turn_scores if scoring.ahead is None else scoring.ahead.score_text
     workflows = Workflows(config, tokenizer, training_sampling(config, vocabulary), score)
     stack.callback(lambda: on_loop(runner, workflows.aclose()))
-    executor = build_executor(config, runner, service.router, workflows, scoring, vocabulary, run)
+    log = PromptLog(run.folder.path / PROMPTS)
+    ledger = PromptLedger(on_end=log.ended)
+    executor = build_executor(config, runner, service.router, workflows, scoring, vocabulary, ledger, run)
     stack.callback(executor.close)
     publisher = Publisher(
         service,
@@ -68,6 +72,7 @@ def build_stream(
         outcomes=scoring.outcomes,
         scorer=scorer,
         vocabulary=vocabulary,
+        log=log,
         timers=run.timers,
     )
     return batches, build_samples(config, service.router, runner, tokenizer, vocabulary, score)
@@ -100,6 +105,7 @@ def build_executor(
     workflows: Workflows,
     scoring: GroupScoring,
     vocabulary: Vocabulary,
+    ledger: PromptLedger,
     run: Run,
 ) -> WorkflowExecutor:
     """The executor with the bounds of the configuration."""
@@ -122,10 +128,11 @@ def build_executor(
         engine=router,
         workflow_for=workflows.of,
         staleness=staleness,
-        ledger=PromptLedger(),
+        ledger=ledger,
         options=options,
         on_group=scoring,
         keep=signal_filter(config, scoring, vocabulary, run),
+        interrupt=router.abort,
     )
 
 

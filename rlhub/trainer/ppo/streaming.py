@@ -25,6 +25,7 @@ from rlhub.models.vocabulary import Vocabulary
 from rlhub.protocol import DataProto
 from rlhub.rewards.naive import OUTCOMES
 from rlhub.trainer.ppo.positions import Positions
+from rlhub.trainer.ppo.prompt_log import PromptLog
 from rlhub.trainer.ppo.publishing import Publisher
 from rlhub.trainer.ppo.sampling import STREAMED
 from rlhub.trainer.ppo.scoring import Scorer
@@ -47,6 +48,7 @@ class StreamSampler:
     outcomes: KeptOutcomes
     scorer: Scorer
     vocabulary: Vocabulary
+    log: PromptLog
     timers: PhaseTimer
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     policy_version: int = field(init=False, default=0)
@@ -59,11 +61,14 @@ class StreamSampler:
 
     def start(self) -> None:
         """Give the replicas their first weights, and wait for them: nothing could generate before."""
+        if self.policy_version == 0:
+            self.log.start()
         self.publisher.publish(self.policy_version)
         self.publisher.wait()
 
     def sample(self, prompts: Iterator[DataProto], step: int) -> DataProto:
         """The finished groups with the lowest ordinals, in the order of their ordinals, scored."""
+        self.log.step = step
         if not self._drawing:
             self._drawing = True
             self.executor.start(self.positions.items(prompts))
@@ -125,6 +130,7 @@ class StreamSampler:
         if STREAMED in state:
             self.outcomes.load_state(state[STREAMED]["outcomes"])
             self.executor.load_state(state[STREAMED]["executor"])
+            self.log.load_state(state[STREAMED]["executor"]["ledger"])
         else:
             self.executor.load_state(after_whole_batches(state))
         self.loader.load_state(state["loader"])

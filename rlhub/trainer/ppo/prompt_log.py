@@ -1,0 +1,53 @@
+"""prompts.jsonl: how each prompt of the run ended, one line a prompt, whatever was killed in between.
+
+{"ordinal": 17, "end": "trained", "step": 3, "reason": ""}
+
+A line is written when a prompt ends (trained, rejected or dropped).  A run that resumes first takes back the lines of prompts
+that are in work again, as it does with the metrics of steps that it repeats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhub.utils.atomic import write_bytes
+from rlhub.workflows.ledger import Phase
+
+FILE = "prompts.jsonl"
+
+
+class PromptLog:
+    """`ended` is the ledger's on_end.  step: the training step that is under way, set by whoever trains."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.step = 0
+
+    def start(self) -> None:
+        """Of a run from the beginning: what an earlier one left here is not its own."""
+        self.path.unlink(missing_ok=True)
+
+    def ended(self, ordinal: int, phase: Phase, reason: str) -> None:
+        """Append a line."""
+        row = {"ordinal": ordinal, "end": phase.value, "step": self.step, "reason": reason}
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, (json.dumps(row) + "\n").encode("utf-8"))
+        finally:
+            os.close(descriptor)
+
+    def load_state(self, ledger: Mapping[str, Any]) -> None:
+        """Keep the lines of prompts that have ended as far as this ledger's state knows."""
+        if not self.path.is_file():
+            return  # the run was resumed in another folder
+        following, under_way = int(ledger["next_ordinal"]), {int(ordinal) for ordinal, _ in ledger["open"]}
+        kept = [
+            line
+            for line in self.path.read_bytes().splitlines(keepends=True)
+            if line.endswith(b"\n") and (ordinal := json.loads(line)["ordinal"]) < following and ordinal not in under_way
+        ]
+        write_bytes(self.path, b"".join(kept))

@@ -1,0 +1,157 @@
+"""Training on episodes that run beside it, as a job: what it must not change, and that no prompt is lost or trained twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from rlhub.protocol import DataProto
+from tests.e2e.conftest import Mains, Result, Running, Task, write_rows
+from tests.support.metrics import rows_of, rows_so_far
+
+ASYNC = "actor_rollout_ref.rollout.mode=async"
+CORRECTED = "algorithm.rollout_correction.rollout_is=token"
+REWARD = """
+import json
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    with open({audit!r}, "a") as stream:
+        stream.write(json.dumps([ground_truth, solution_str]) + "\\n")
+    words = solution_str.split()
+    return sum(word[-1:] in "02468" for word in words) / max(len(words), 1)
+"""
+
+
+def finished(result: Result) -> Result:
+    assert result.code == 0, result.output
+    return result
+
+
+def weights(run_folder: Path, step: int) -> dict[str, bytes]:
+    tensors = load_file(run_folder / f"global_step_{step}" / "actor" / "huggingface" / "model.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def test_without_staleness_the_weights_are_those_of_the_synchronous_trainer(mains: Mains, task: Task, tmp_path: Path) -> None:
+    """Bit for bit, with a critic, two optimizer steps a batch and a KL to the reference; another seed differs."""
+    more = (
+        "algorithm.adv_estimator=gae",
+        "critic.optim.lr=1e-3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+    )
+    runs = {"sync": (), "async": (ASYNC, "trainer.max_staleness=0"), "other": (ASYNC, "trainer.seed=2")}
+    for name, settings in runs.items():
+        finished(mains.run(task.arguments(tmp_path / name, *more, *settings)))
+    found = {name: weights(tmp_path / name, 4) for name in runs}
+    assert found["async"] == found["sync"]
+    assert found["other"] != found["sync"]
+    shown = [[row[key] for key in ("reward/mean", "actor/loss")] for row in rows_of(tmp_path / "async")]
+    assert shown == [[row[key] for key in ("reward/mean", "actor/loss")] for row in rows_of(tmp_path / "sync")]
+
+
+def test_a_recorded_run_is_replayed_without_engines(mains: Mains, task: Task, tmp_path: Path) -> None:
+    """The first run is two versions stale, with validation beside it; its batches alone give the same weights again."""
+    run, again, changed = (tmp_path / name for name in ("run", "again", "changed"))
+    validation = (f"data.val_files={task.folder / 'val.parquet'}", "trainer.test_freq=1")
+    stale = (ASYNC, "trainer.max_staleness=2", "trainer.record_batches=True", *validation)
+    finished(mains.run(task.arguments(run, CORRECTED, *stale)))
+    check_metrics(rows_of(run))
+    replay = f"trainer.replay_from={run / 'batches'}"
+    finished(mains.run(task.arguments(again, CORRECTED, replay)))
+    assert weights(again, 4) == weights(run, 4)
+    path = run / "batches" / "step-000002.safetensors"
+    batch = DataProto.load_from_disk(path)
+    batch.batch["token_level_scores"] *= -1
+    batch.save_to_disk(path)
+    finished(mains.run(task.arguments(changed, CORRECTED, replay)))
+    assert weights(changed, 4) != weights(run, 4)
+
+
+def check_metrics(rows: Sequence[dict[str, Any]]) -> None:
+    """Validation stands with its step; staleness grows to the bound, and the mismatch is told apart by it."""
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert all(row["val/num_prompts"] == 4 for row in rows)
+    assert [row["staleness/max"] for row in rows[1:]] == [0, 1, 2, 2]
+    assert abs(rows[1]["mismatch/kl/staleness_0"]) < 1e-6 < abs(rows[3]["mismatch/kl/staleness_2"])
+    for name in ("rollout/pause_s", "rollout/idle_share", "trainer/idle_share", "rollout/wasted_token_share"):
+        assert 0 <= rows[4][name] < 1
+    assert rows[4]["rollout/in_flight_share"] > 0
+
+
+# Every prompt is trained, or explicitly left out, exactly once.
+
+STEPS = 6
+BATCH = 8
+
+
+def audited(task: Task, folder: Path, *more: str) -> list[str]:
+    """A run whose reward function writes down what it scores, with a prompt's number as its ground truth."""
+    reward = folder / "reward.py"
+    reward.write_text(REWARD.format(audit=str(folder / "scored.jsonl")))
+    rows = [{**row, "reward_model": {"style": "rule", "ground_truth": str(number)}} for number, row in enumerate(task.rows)]
+    write_rows(folder / "train.parquet", rows)
+    return task.arguments(
+        folder / "run",
+        f"data.train_files={folder / 'train.parquet'}",
+        "data.shuffle=False",
+        f"custom_reward_function.path={reward}",
+        ASYNC,
+        CORRECTED,
+        "trainer.max_staleness=2",
+        "trainer.save_freq=1",
+        "trainer.record_batches=True",
+        f"trainer.total_training_steps={STEPS}",
+        *more,
+    )
+
+
+def audit(folder: Path, num_rows: int) -> None:
+    """From the recorded batches, the log of prompts and the reward function's own file."""
+    run = folder / "run"
+    batches = [DataProto.load_from_disk(run / "batches" / f"step-{step:06d}.safetensors") for step in range(1, STEPS + 1)]
+    trained = [ordinal for batch in batches for ordinal in batch.batch["ordinal"][::2].tolist()]
+    ended = [json.loads(line) for line in (run / "prompts.jsonl").read_text().splitlines()]
+    ends = Counter(row["ordinal"] for row in ended)
+    assert len(trained) == STEPS * BATCH and len(set(trained)) == len(trained)
+    assert max(ends.values()) == 1
+    assert sorted(row["ordinal"] for row in ended if row["end"] == "trained") == sorted(trained)
+    explicit = {row["ordinal"] for row in ended if row["end"] in ("rejected", "dropped")}
+    assert {*range(num_rows)} <= {*trained, *explicit}, "a prompt of the first epoch was passed over"
+    scored = {json.loads(line)[0] for line in (folder / "scored.jsonl").read_text().splitlines()}
+    assert {str(ordinal % num_rows) for ordinal in trained} <= scored
+    assert [row["step"] for row in rows_of(run)] == list(range(1, STEPS + 1))
+    assert max(row["staleness/max"] for row in rows_of(run)) <= 2
+
+
+def kill_after(running: Running, folder: Path, step: int) -> None:
+    running.until(lambda: any(row["step"] >= step for row in rows_so_far(folder / "run")), f"step {step}")
+    running.send(signal.SIGKILL)
+    running.wait()
+
+
+def test_no_prompt_is_lost_when_the_driver_is_killed(mains: Mains, task: Task, tmp_path: Path) -> None:
+    """Twice, wherever it is then; the resumed run goes on with finished samples that were not trained."""
+    arguments = audited(task, tmp_path)
+    for step in (1, 3):
+        kill_after(mains.start(arguments), tmp_path, step)
+    finished(mains.run(arguments))
+    audit(tmp_path, len(task.rows))
+
+
+def test_the_audit_notices_a_prompt_that_is_trained_twice(mains: Mains, task: Task, tmp_path: Path) -> None:
+    finished(mains.run(audited(task, tmp_path)))
+    audit(tmp_path, len(task.rows))
+    path = tmp_path / "run" / "batches" / "step-000003.safetensors"
+    batch = DataProto.load_from_disk(path)
+    batch.batch["ordinal"][:2] = 0
+    batch.save_to_disk(path)
+    with pytest.raises(AssertionError):
+        audit(tmp_path, len(task.rows))
