@@ -24,6 +24,7 @@ CORE = [
     "omegaconf>=2.3,<2.4",
     "pyarrow>=20",
     "jinja2>=3.1",
+    "pyyaml>=6",
     "rich>=14",
     "psutil>=6",
     "math-verify[antlr4_9_3]>=0.9,<0.10",
@@ -45,7 +46,9 @@ VLLM_CPU = [
 ]  # fmt: skip
 
 TRACKING = ["tensorboard>=2.18", "wandb>=0.25"]
-TEST = ["openai>=2", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *TRACKING, "ray[default]>=2.58,<2.59"]
+MCP = ["mcp>=2.3,<3"]
+ENVS = ["gymnasium>=1.1,<2"]
+TEST = ["openai>=2", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *TRACKING, *MCP, *ENVS, "ray[default]>=2.58,<2.59"]
 
 setup(
     name="rlhub",
@@ -64,6 +67,8 @@ setup(
         "vllm-cpu": VLLM_CPU,
         "megatron": ["megatron-core==0.16.1"],
         "tracking": TRACKING,
+        "mcp": MCP,
+        "envs": ENVS,
         "test": TEST,
         "bench": ["trl==1.16.0", "datasets>=4", "accelerate>=1.10"],
         "dev": [*TEST, "ruff>=0.15", "mypy>=1.18"],
