@@ -182,7 +182,8 @@ class RolloutService:
 
     def publish(self, folder: str, version: int) -> list[tuple[str, UpdateReport]]:
         """Give all replicas the weights `version`, which are written; (replica, its report).  See Fleet.update."""
-        return self._run(self.router.update(folder, version))
+        reports: list[tuple[str, UpdateReport]] = self._run(self.router.update(folder, version))
+        return reports
 
     def add(self) -> str:
         """Start one more replica; its name.  It serves as soon as it has the newest weights."""
