@@ -1,0 +1,20 @@
+"""Reward of the tool task.  Imports nothing of rlhub: it runs in the reward workers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+NUMBER = re.compile(r"\d+")
+ANSWERED = "</tool_response>"
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, float]:
+    """score: 1.0 if the answer is the product, however it was found.  called: 1.0 if the calculator was asked and answered.
+
+    The answer is the number after the last tool response: what a tool said is not an answer until the model says it.
+    """
+    before, asked, answer = solution_str.rpartition(ANSWERED)
+    numbers = NUMBER.findall(answer) if "<tool_call>" not in answer else []
+    called = float(bool(asked) and "Error" not in before)
+    return {"score": float(bool(numbers) and numbers[-1] == ground_truth), "called": called}
