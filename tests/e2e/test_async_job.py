@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from collections import Counter
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -17,6 +19,7 @@ from tests.e2e.conftest import Mains, Result, Running, Task, write_rows
 from tests.support.metrics import rows_of, rows_so_far
 
 ASYNC = "actor_rollout_ref.rollout.mode=async"
+RAY_TIMEOUT_S = 400.0
 CORRECTED = "algorithm.rollout_correction.rollout_is=token"
 REWARD = """
 import json
@@ -92,7 +95,7 @@ STEPS = 6
 BATCH = 8
 
 
-def audited(task: Task, folder: Path, *more: str) -> list[str]:
+def audited(task: Task, folder: Path, *more: str, steps: int = STEPS) -> list[str]:
     """A run whose reward function writes down what it scores, with a prompt's number as its ground truth."""
     reward = folder / "reward.py"
     reward.write_text(REWARD.format(audit=str(folder / "scored.jsonl")))
@@ -108,26 +111,27 @@ def audited(task: Task, folder: Path, *more: str) -> list[str]:
         "trainer.max_staleness=2",
         "trainer.save_freq=1",
         "trainer.record_batches=True",
-        f"trainer.total_training_steps={STEPS}",
+        "trainer.max_actor_ckpt_to_keep=2",
+        f"trainer.total_training_steps={steps}",
         *more,
     )
 
 
-def audit(folder: Path, num_rows: int) -> None:
+def audit(folder: Path, num_rows: int, steps: int = STEPS) -> None:
     """From the recorded batches, the log of prompts and the reward function's own file."""
     run = folder / "run"
-    batches = [DataProto.load_from_disk(run / "batches" / f"step-{step:06d}.safetensors") for step in range(1, STEPS + 1)]
+    batches = [DataProto.load_from_disk(run / "batches" / f"step-{step:06d}.safetensors") for step in range(1, steps + 1)]
     trained = [ordinal for batch in batches for ordinal in batch.batch["ordinal"][::2].tolist()]
     ended = [json.loads(line) for line in (run / "prompts.jsonl").read_text().splitlines()]
     ends = Counter(row["ordinal"] for row in ended)
-    assert len(trained) == STEPS * BATCH and len(set(trained)) == len(trained)
+    assert len(trained) == steps * BATCH and len(set(trained)) == len(trained)
     assert max(ends.values()) == 1
     assert sorted(row["ordinal"] for row in ended if row["end"] == "trained") == sorted(trained)
     explicit = {row["ordinal"] for row in ended if row["end"] in ("rejected", "dropped")}
     assert {*range(num_rows)} <= {*trained, *explicit}, "a prompt of the first epoch was passed over"
     scored = {json.loads(line)[0] for line in (folder / "scored.jsonl").read_text().splitlines()}
     assert {str(ordinal % num_rows) for ordinal in trained} <= scored
-    assert [row["step"] for row in rows_of(run)] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows_of(run)] == list(range(1, steps + 1))
     assert max(row["staleness/max"] for row in rows_of(run)) <= 2
 
 
@@ -144,6 +148,32 @@ def test_no_prompt_is_lost_when_the_driver_is_killed(mains: Mains, task: Task, t
         kill_after(mains.start(arguments), tmp_path, step)
     finished(mains.run(arguments))
     audit(tmp_path, len(task.rows))
+
+
+def process_of(running: Running, log: str) -> psutil.Process:
+    """The process whose output goes to that file."""
+    for process in running.processes():
+        with contextlib.suppress(OSError):
+            if any(Path(f"/proc/{process.pid}/fd/{fd}").resolve().name == log for fd in (1, 2)):
+                return process
+    raise AssertionError(f"no process writes {log}")
+
+
+def test_no_prompt_is_lost_when_a_replica_and_a_training_rank_are_killed(mains: Mains, task: Task, tmp_path: Path) -> None:
+    """On Ray.  The replica is replaced and the run goes on; the rank's death ends it, and it is started again."""
+    steps = 40
+    more = ("trainer.backend=ray", "trainer.ray_init.num_cpus=4", "trainer.ray_init.object_store_memory=100000000")
+    arguments = audited(task, tmp_path, *more, steps=steps)
+    running = mains.start(arguments)
+    running.until(lambda: len(rows_so_far(tmp_path / "run")) >= 2, "two steps", RAY_TIMEOUT_S)
+    process_of(running, "rollout-0.log").kill()
+    restarted = lambda: any(row.get("rollout/replica_restarts") for row in rows_so_far(tmp_path / "run"))  # noqa: E731
+    running.until(restarted, "a replica's return", RAY_TIMEOUT_S)
+    process_of(running, "actor_rollout_ref-rank0.log").kill()
+    assert running.wait(RAY_TIMEOUT_S).code == 1 and running.leftovers() == []
+    assert 2 < len(rows_so_far(tmp_path / "run")) < steps
+    finished(mains.start(arguments).wait(RAY_TIMEOUT_S))
+    audit(tmp_path, len(task.rows), steps)
 
 
 def test_the_audit_notices_a_prompt_that_is_trained_twice(mains: Mains, task: Task, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from rlhub.single_controller import ClassWithInitArgs, Launched
 from rlhub.trainer.ppo.batch_source import BatchSource
 from rlhub.trainer.ppo.beside import ValidationBeside, ValidationInTurn, ValidationSchedule
 from rlhub.trainer.ppo.build_stream import build_stream
+from rlhub.trainer.ppo.collected import build_collected
 from rlhub.trainer.ppo.groups import CRITIC_ROLE, REFERENCE_ROLE, ROLLOUT_ROLE, Groups, actor_role, groups_of
 from rlhub.trainer.ppo.learner import Learner
 from rlhub.trainer.ppo.replay import FOLDER as RECORDINGS
@@ -182,6 +183,8 @@ def build_generation(
         num_shown = config.trainer.log_val_generations
         return Validator(data.val_batches, samples, scorer.reward, data.tokenizer, run.timers, num_shown)
 
+    if config.actor_rollout_ref.rollout.trajectories_folder is not None:
+        return build_collected(config, data.loader, data.tokenizer, scorer, groups.actor.write_weights, run.timers), None
     if is_async(config):
         batches, samples = build_stream(config, worker_runtime(config), data.tokenizer, data.loader, groups, scorer, run, stack)
         beside = ValidationBeside(validator(samples), samples, batches.publisher.wait)

@@ -43,7 +43,7 @@ class Publisher:
         self._write, self._announce, self._fail, self._timers = write, announce, fail, timers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._under_way: Future[None] | None = None
-        self.seconds = 0.0  # of the last publication, from the written version to the last replica
+        self.metrics: dict[str, float] = {}  # of the last publication, and of the service so far
 
     def publish(self, version: int) -> None:
         """Returns when the weights are written; the one before must have arrived, since its files may go now."""
@@ -59,18 +59,15 @@ class Publisher:
         except Exception as error:
             self._fail(error)  # whoever waits for samples of this version would wait for ever
             raise
-        self.seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started
         self._announce(version)
+        self.metrics = {"rollout/publish_s": seconds} | self.service.metrics()
 
     def wait(self) -> None:
         """Until all living replicas have the version that was published last.  Raises what it failed with."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
-
-    def metrics(self) -> dict[str, float]:
-        """Of the last publication, and of the service so far."""
-        return {"rollout/publish_s": self.seconds} | self.service.metrics()
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

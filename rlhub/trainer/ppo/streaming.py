@@ -100,7 +100,7 @@ class StreamSampler:
         metrics = self.executor.metrics()
         return metrics | {
             "trainer/idle_share": min(metrics["rollout/wait_s"] / max(passed, 1e-9), 1.0),
-            **self.publisher.metrics(),
+            **self.publisher.metrics,
         }
 
     def publish(self, version: int) -> None:

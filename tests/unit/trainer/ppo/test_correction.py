@@ -14,7 +14,7 @@ from rlhub.protocol import DataProto
 from rlhub.registry import Row
 from rlhub.trainer import preflight
 from rlhub.trainer.ppo.columns import policy_inputs
-from rlhub.trainer.ppo.correction import add_staleness, bypass, correct_batch, measure_mismatch
+from rlhub.trainer.ppo.correction import add_staleness, bypass, correct_batch, measure_mismatch, mismatch_by_staleness
 from rlhub.trainer.ppo.requirements import requirements
 from tests.unit.trainer.ppo.test_learner import LENGTHS, learn
 from tests.unit.trainer.ppo.test_learner import config_of as learner_config
@@ -248,3 +248,13 @@ def test_in_bypass_mode_no_pass_is_made_and_the_update_gets_the_rollouts_log_pro
     assert "actor.compute_log_prob" not in run.names()
     sent = run.sent("actor.update_actor").columns
     assert torch.equal(sent["old_log_probs"], run.batch.batch["rollout_log_probs"]) and "importance_weights" not in sent
+
+
+def test_the_mismatch_is_told_apart_by_staleness() -> None:
+    """Tokens of one age make one number; tokens that nobody sampled make none."""
+    batch = batch_of(policy_version=torch.tensor([[5, 5, 3], [3, 3, -1]]))
+    batch.meta_info["policy_version"] = 5
+    found = mismatch_by_staleness(batch)
+    new, old = -math.log(3) / 2, -(math.log(0.25) + math.log(0.9)) / 3
+    assert found == pytest.approx({"mismatch/kl/staleness_0": new, "mismatch/kl/staleness_2": old})
+    assert mismatch_by_staleness(batch_of()) == {}

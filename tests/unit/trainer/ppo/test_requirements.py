@@ -48,6 +48,17 @@ def test_a_kl_loss_reads_the_current_policy_and_needs_no_old_log_probs() -> None
     assert not requirements(config_of(kl_loss=True)).old_log_probs
 
 
+@pytest.mark.parametrize(("mode", "staleness", "wanted"), [("async", 1, True), ("async", 0, False), ("sync", 1, False)])
+def test_old_samples_are_compared_with_the_current_policy_and_not_with_the_one_that_wrote_them(
+    mode: str, staleness: int, wanted: bool
+) -> None:
+    config = config_of()
+    config.actor_rollout_ref.rollout.mode, config.trainer.max_staleness = mode, staleness  # type: ignore[assignment]
+    assert requirements(config).old_log_probs == wanted
+    config.algorithm.rollout_correction.bypass_mode = True
+    assert not requirements(config).old_log_probs
+
+
 def test_an_estimator_of_ones_own_may_ask_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row(name="mine", target="nowhere:mine", requires=frozenset({"old_log_probs", "values"}))
     monkeypatch.setitem(ADVANTAGE_ESTIMATORS._rows, "mine", row)
