@@ -67,10 +67,10 @@ def _asynchronous(config: PPOConfig) -> Iterator[str]:
             f"trainer.stale_policy=correct, but nothing corrects: set {rollout_correction.KEY}.rollout_is=token (weights), "
             ".rollout_rs (rejection), .proximal=a3po or .bypass_mode=true; or use trainer.stale_policy=drop or mask"
         )
-    if rollout.agent.num_workers > 0 and trainer.backend == "local":
+    if rollout.agent.num_workers > 0:
         yield (
-            f"{_ROLLOUT}.agent.num_workers={rollout.agent.num_workers} with trainer.backend=local, which starts no processes; "
-            "set it to 0 or use trainer.backend=ray"
+            f"{_ROLLOUT}.agent.num_workers={rollout.agent.num_workers}: episodes run on the driver's event loop in this version, "
+            "tools and environments in processes of their own; set it to 0"
         )
     if trainer.backend == "local" and rollout.tensor_model_parallel_size > 1:
         yield f"{_ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with trainer.backend=local: set 1"

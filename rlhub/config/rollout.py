@@ -46,7 +46,7 @@ class AgentConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """The workflow's own settings."""
     num_workers: NonNegativeInt = 0
-    """Processes that run the episodes' own code; 0: the driver's event loop, enough where episodes mostly wait."""
+    """Processes that run the episodes' own code; only 0, the driver's event loop, in this version."""
     max_concurrent: PositiveInt | None = None
     """Most prompts in work at once; null: (max_staleness + 1) * train_batch_size."""
     episode_timeout_s: PositiveFloat | None = None
@@ -120,6 +120,9 @@ class RolloutConfig:
     """async: after a weight update compute the KV cache of running requests anew; False keeps it: faster, less exact."""
     weights_folder: str | None = None
     """async: folder through which weights are published; null: memory of this machine, on several machines the run folder."""
+    trajectories_folder: str | None = None
+    """async: train on what another job collects into this folder (a path or any fsspec URL), which takes its weights from
+    weights_folder; null: this job generates by itself."""
     replica_restarts: NonNegativeInt = 3
     """async: how often a replica that died is started again before the run stops."""
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)

@@ -9,6 +9,7 @@ which makes batches and weights those of whole-batch generation; a larger bound 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,13 @@ from typing import Any
 
 import torch
 
-from rlhub.checkpoint.files import FileEntry
+from rlhub.checkpoint.files import FileEntry, write_file
 from rlhub.config.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
-from rlhub.errors import WorkflowError
+from rlhub.errors import RewardError, WorkflowError
 from rlhub.models.vocabulary import Vocabulary
 from rlhub.protocol import DataProto
+from rlhub.rewards import RewardOutcome
 from rlhub.rewards.naive import OUTCOMES
 from rlhub.trainer.ppo.positions import Positions
 from rlhub.trainer.ppo.prompt_log import PromptLog
@@ -35,6 +37,9 @@ from rlhub.utils.timing import PhaseTimer
 from rlhub.workflows.batches import episode_metrics, to_batch
 from rlhub.workflows.executor import WorkflowExecutor
 from rlhub.workflows.groups import Group
+
+UNDER_WAY = "rollouts.json"
+"""In a checkpoint's folder: prompts that have been drawn and have not ended."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +58,7 @@ class StreamSampler:
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     policy_version: int = field(init=False, default=0)
     positions: Positions = field(init=False)
+    _frontier: int = field(init=False, default=0)
     _drawing: bool = field(init=False, default=False)
     _sampled_at: float = field(init=False, default_factory=time.perf_counter)
 
@@ -87,8 +93,9 @@ class StreamSampler:
         return groups
 
     def _batch(self, groups: Sequence[Group]) -> DataProto:
-        batch = to_batch(groups, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size)
         outcomes = [outcome for group in groups for outcome in self.outcomes.take(group)]
+        complete_rewards(groups, outcomes)
+        batch = to_batch(groups, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size)
         batch.non_tensor_batch[OUTCOMES] = object_array(outcomes)
         batch.meta_info["policy_version"] = self.policy_version
         return batch
@@ -113,27 +120,47 @@ class StreamSampler:
         self.publisher.publish(version)
 
     def save(self, folder: Path) -> list[FileEntry]:
-        return []
-
-    def state(self) -> dict[str, Any]:
-        """The prompts from the first that has not ended, what has ended after it, and finished samples."""
+        """What is under way: the ledger, finished samples with their scores, and what is written of the others."""
         self.publisher.wait()
         executor = self.executor.state()
+        under_way = {"executor": executor, "outcomes": self.outcomes.state(executor["finished"])}
+        self._frontier = frontier_of(executor["ledger"])
+        return [write_file(folder / UNDER_WAY, json.dumps(under_way).encode("utf-8"))]
+
+    def state(self) -> dict[str, Any]:
+        """The prompts from the first that had not ended when `save` looked."""
         return {
-            "loader": self.positions.state(frontier_of(executor["ledger"])),
+            "loader": self.positions.state(self._frontier),
             "policy_version": self.policy_version,
-            STREAMED: {"executor": executor, "outcomes": self.outcomes.state(executor["finished"])},
+            STREAMED: {"file": UNDER_WAY},
         }
 
     def load_state(self, state: Mapping[str, Any], folder: Path) -> None:
         self.policy_version = state["policy_version"]
         if STREAMED in state:
-            self.outcomes.load_state(state[STREAMED]["outcomes"])
-            self.executor.load_state(state[STREAMED]["executor"])
-            self.log.load_state(state[STREAMED]["executor"]["ledger"])
+            under_way = json.loads((folder / state[STREAMED]["file"]).read_text())
+            self.outcomes.load_state(under_way["outcomes"])
+            self.executor.load_state(under_way["executor"])
+            self.log.load_state(under_way["executor"]["ledger"])
         else:
             self.executor.load_state(after_whole_batches(state))
         self.loader.load_state(state["loader"])
+
+
+def complete_rewards(groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None]) -> None:
+    """Where some workflows of the batch set rewards of their own, give the other samples what the reward function scored.
+
+    RewardError for one whose scoring failed: the policy for failures is the whole batch's, which is not scored as one then.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if all(trajectory.rewards is None for trajectory in trajectories):
+        return
+    for trajectory, outcome in zip(trajectories, outcomes, strict=True):
+        if trajectory.rewards is None:
+            if outcome is None or outcome.error is not None:
+                why = "there is no reward function" if outcome is None or outcome.error is None else outcome.error.message
+                raise RewardError(f"a sample without rewards of its workflow's own could not be scored: {why}")
+            trajectory.set_reward(outcome.score)
 
 
 def frontier_of(ledger: Mapping[str, Any]) -> int:

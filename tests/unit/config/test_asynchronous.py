@@ -26,10 +26,9 @@ def test_what_follows_from_the_bound() -> None:
         ({"actor_rollout_ref__rollout__multi_turn__enable": True}, ("multi_turn.enable=true", "mode=async")),
         ({"actor_rollout_ref__rollout__agent__default_agent_loop": "mine.py:Mine"}, ("mine.py:Mine", "mode=async")),
         (ASYNC | {"trainer__stale_policy": "correct"}, ("stale_policy=correct", "rollout_is=token", "drop or mask")),
-        (
-            ASYNC | {"actor_rollout_ref__rollout__agent__num_workers": 2, "trainer__backend": "local"},
-            ("num_workers=2", "backend=ray"),
-        ),
+        (ASYNC | {"actor_rollout_ref__rollout__agent__num_workers": 2}, ("num_workers=2", "set it to 0")),
+        ({"trainer__replay_from": "x", "trainer__test_freq": 5}, ("test_freq=5", "main_eval")),
+        ({"trainer__replay_from": "x", "trainer__record_batches": True}, ("recorded already",)),
     ],
 )
 def test_what_cannot_start(values: dict[str, object], parts: tuple[str, ...]) -> None:

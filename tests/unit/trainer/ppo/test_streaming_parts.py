@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rlhub.data.order import ResumableLoader
+from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardFailure, RewardOutcome, RewardRequest
 from rlhub.rewards.base import ManagerParts
@@ -21,6 +22,7 @@ from rlhub.trainer.ppo.positions import Positions
 from rlhub.trainer.ppo.prompt_log import PromptLog
 from rlhub.trainer.ppo.publishing import Publisher
 from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes
+from rlhub.trainer.ppo.streaming import complete_rewards
 from rlhub.utils.columns import object_array
 from rlhub.utils.timing import PhaseTimer
 from rlhub.workflows.groups import Group, PromptItem
@@ -172,6 +174,18 @@ def test_a_workflows_own_reward_is_not_scored_again() -> None:
     (outcome,) = asyncio.run(scoring.outcomes(group(0, 3, rewards=0.5)))
     pool: Any = scoring.manager.parts.pool
     assert outcome.score == 1.5 and pool.calls == []
+
+
+def test_samples_of_other_workflows_in_the_batch_get_what_the_function_scored() -> None:
+    """On the last token; one that could not be scored ends the run."""
+    groups = [group(0, 2, rewards=0.5), group(1, 3)]
+    complete_rewards(groups, [RewardOutcome(score=1.0), RewardOutcome(score=2.0)])
+    assert [one.trajectories[0].rewards for one in groups] == [[0.5, 0.5], [0.0, 0.0, 2.0]]
+    plain = [group(0, 2)]
+    complete_rewards(plain, [None])
+    assert plain[0].trajectories[0].rewards is None
+    with pytest.raises(RewardError, match="no reward function"):
+        complete_rewards([group(0, 2, rewards=0.5), group(1, 3)], [None, None])
 
 
 def test_an_error_of_the_pool_reaches_whoever_asked() -> None:
