@@ -4,7 +4,8 @@
 
 `at once`: all requests are submitted together, as the batch is.  `steady`: three times as many, with a new one for each that
 ends, and lengths that differ; the batch then is three batches.  The ratio is agenerate over generate; runs alternate and the
-best of each counts, so that other work on the machine meets both.
+best of each counts, so that other work on the machine meets both.  Then, while requests run, `pause` is called 20 times, each
+time the weights' version changes, and keys and values are computed anew: milliseconds until no step is under way.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rlhub.engines.rollout.registry import build_rollout_engine
 VOCABULARY = 64
 STOP = 2
 WAVES = 3
+NUM_PAUSES = 20
 
 
 def build(name: str, arguments: argparse.Namespace) -> RolloutEngine:
@@ -101,6 +103,24 @@ def compare(engine: RolloutEngine, arguments: argparse.Namespace, *, steady: boo
     return best[0], best[1]
 
 
+async def pauses(engine: RolloutEngine, arguments: argparse.Namespace) -> list[float]:
+    """Milliseconds of each pause, ascending."""
+    params = SamplingParams(max_new_tokens=arguments.tokens, ignore_eos=True)
+    tasks = [asyncio.create_task(engine.agenerate(request, params)) for request in make_requests(arguments.requests)]
+    waits = []
+    for _ in range(NUM_PAUSES):
+        await asyncio.sleep(0.01)
+        start = time.perf_counter()
+        await asyncio.to_thread(engine.pause)
+        waits.append(1e3 * (time.perf_counter() - start))
+        with engine.overwriting(engine.version + 1):
+            pass
+        engine.resume()
+    engine.abort()
+    await asyncio.gather(*tasks)
+    return sorted(waits)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=["hf", "vllm"])
@@ -114,6 +134,8 @@ def main() -> None:
         for steady in (False, True):
             batch, single = compare(engine, arguments, steady=steady)
             print(f"{name:8}{'steady' if steady else 'at once':>10}{batch:17.0f}{single:18.0f}{single / batch:8.2f}", flush=True)
+        waits = asyncio.run(pauses(engine, arguments))
+        print(f"{name:8}{'pause':>10} p50 {waits[len(waits) // 2]:.1f} ms, longest {waits[-1]:.1f} ms", flush=True)
         engine.shutdown()
 
 

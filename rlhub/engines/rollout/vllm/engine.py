@@ -97,7 +97,10 @@ class VLLMEngine(SteppedEngine):
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
         if self._setup.config.tensor_model_parallel_size > 1:
-            raise EngineError("single requests would be scheduled differently on each tensor-parallel rank; use generate")
+            raise EngineError(
+                "single requests would be scheduled differently on each tensor-parallel rank: use generate (rollout.mode=sync) "
+                "or rollout.tensor_model_parallel_size=1 with more replicas"
+            )
         return await super().agenerate(request, params)
 
     def _make_stepper(self) -> Stepper:
