@@ -5,10 +5,12 @@ Beside training it runs in a thread; its metrics are logged with the step they b
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+from rlhub.tracking.spans import RecordSpan, ignore_span
 from rlhub.trainer.ppo.episode_samples import EpisodeSamples
 from rlhub.trainer.ppo.validation import ValidationReport, Validator
 
@@ -35,10 +37,13 @@ class ValidationInTurn:
 
 
 class ValidationBeside:
-    """One validation at a time: the next waits for the one before.  arrived: waits until the version is on the replicas."""
+    """One validation at a time: the next waits for the one before.  arrived: waits until the version is on the replicas.
+    record: told of each validation's stretch."""
 
-    def __init__(self, validator: Validator, samples: EpisodeSamples, arrived: Callable[[], None]) -> None:
-        self.validator, self.samples, self.arrived = validator, samples, arrived
+    def __init__(
+        self, validator: Validator, samples: EpisodeSamples, arrived: Callable[[], None], record: RecordSpan = ignore_span
+    ) -> None:
+        self.validator, self.samples, self.arrived, self.record = validator, samples, arrived, record
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="validation")
         self._under_way: Future[ValidationReport] | None = None
 
@@ -48,14 +53,16 @@ class ValidationBeside:
             self._under_way.exception()  # waits; whoever logs it raises
         self.arrived()
         self.samples.pin(version)
-        self._under_way = self._thread.submit(self._run)
+        self._under_way = self._thread.submit(self._run, version)
         return self._under_way
 
-    def _run(self) -> ValidationReport:
+    def _run(self, version: int) -> ValidationReport:
+        started = time.perf_counter()
         try:
             return self.validator()
         finally:
             self.samples.release()
+            self.record("validation", f"version {version}", started, time.perf_counter())
 
     def close(self) -> None:
         """Wait for what runs: its replica is about to go."""

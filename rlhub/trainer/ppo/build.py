@@ -187,7 +187,7 @@ def build_generation(
         return build_collected(config, data.loader, data.tokenizer, scorer, groups.actor.write_weights, run.timers), None
     if is_async(config):
         batches, samples = build_stream(config, worker_runtime(config), data.tokenizer, data.loader, groups, scorer, run, stack)
-        beside = ValidationBeside(validator(samples), samples, batches.publisher.wait)
+        beside = ValidationBeside(validator(samples), samples, batches.publisher.wait, run.spans.record)
         stack.callback(beside.close)
         return batches, beside if data.val_batches else None
     generator = Generator(groups.rollout, groups.weights, config.actor_rollout_ref.rollout)

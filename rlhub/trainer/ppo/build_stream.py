@@ -19,6 +19,7 @@ from rlhub.trainer.ppo.prompt_log import PromptLog
 from rlhub.trainer.ppo.publishing import Publisher
 from rlhub.trainer.ppo.scoring import Scorer, build_scorer
 from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes, function_manager, no_turn_scores
+from rlhub.trainer.ppo.seen import SeenPublication
 from rlhub.trainer.ppo.streaming import StreamSampler
 from rlhub.trainer.run import Run
 from rlhub.utils.task_runner import AsyncTaskRunner
@@ -56,10 +57,9 @@ def build_stream(
     executor = build_executor(config, runner, service.router, workflows, scoring, vocabulary, ledger, run)
     stack.callback(executor.close)
     publisher = Publisher(
-        service,
+        SeenPublication(service, run.spans.record),
         str(service.folder),
         write=groups.actor.write_weights,
-        announce=executor.set_version,
         fail=executor.fail,
         timers=run.timers,
     )
