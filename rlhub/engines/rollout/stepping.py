@@ -101,9 +101,9 @@ class EngineLoop:
         live = _Live(key=next(self._keys), request=request, params=params, loop=loop, future=loop.create_future())
         with self._changed:
             self._refuse()
+            self._start()
             self._live[live.key] = live
             self._arrived.append(live)
-            self._start()
             self._changed.notify_all()
         try:
             return await live.future
@@ -172,9 +172,10 @@ class EngineLoop:
         with self._changed:
             self._refuse_exclusive(purpose, among_requests)
             self._user = purpose
-            self._changed.wait_for(lambda: not self._stepping)
-            self._apply_removals()
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._stepping)
+                self._apply_removals()
             yield
         finally:
             with self._changed:
