@@ -1,6 +1,7 @@
 """What generation beside training is measured by.  All names are here; each call of `metrics` speaks of the time since the last.
 
 staleness/mean, p50, p95, max     of the samples taken for training, in versions
+staleness/share_<s>               their histogram: the share that was <s> versions behind, the last with all that were more
 staleness/beyond_share            share of groups that had tokens beyond the bound when training came to them
 staleness/dropped_groups          of these, left out
 staleness/masked_token_share      share of the taken tokens that were masked for their age
@@ -81,7 +82,7 @@ class RolloutStatistics:
             "staleness/dropped_groups": float(self.counts["dropped_groups"]),
             "staleness/masked_token_share": self.masked_tokens / max(self.masked_tokens + self.good_tokens, 1),
         }
-        values |= {f"staleness/{name}": value for name, value in summary(self.staleness).items()}
+        values |= {f"staleness/{name}": value for name, value in (summary(self.staleness) | shares(self.staleness)).items()}
         self._start_anew(now)
         return values
 
@@ -91,6 +92,19 @@ class RolloutStatistics:
         self.good_tokens = self.wasted_tokens = self.masked_tokens = 0
         self.wait_s = self._idle_s = 0.0
         self._since = now
+
+
+OLDEST_SHARE = 7
+"""The last bar of the histogram: with it there is a colour for each."""
+
+
+def shares(histogram: Counter[int]) -> dict[str, float]:
+    """share_<value> of all that is counted, for every value that occurs; values above OLDEST_SHARE count as that one."""
+    total = histogram.total()
+    found: Counter[int] = Counter()
+    for value, count in histogram.items():
+        found[min(max(value, 0), OLDEST_SHARE)] += count
+    return {f"share_{value}": found[value] / total for value in sorted(found)}
 
 
 def summary(histogram: Counter[int]) -> dict[str, float]:
