@@ -389,6 +389,38 @@ def test_a_pin_whose_replica_dies_moves_if_it_can(weights: Weights, published: b
     play(scenario, weights)
 
 
+def test_a_pin_waits_for_a_replica_that_is_started_again(weights: Weights) -> None:
+    async def scenario(router: Router, weights: Weights, replicas: Replicas) -> None:
+        replicas.started[0].kill()
+        await until(lambda: not router.fleet.replicas)
+        async with await router.pin(0) as view:
+            assert (await view.agenerate(request(), sampling())).versions == [0] * 8
+            replicas.started[1].kill()
+            assert (await view.agenerate(request(), sampling())).versions == [0] * 8, "the newest version is not lost"
+        assert [replica.pins for replica in router.fleet.replicas.values()] == [0]
+
+    play(scenario, weights, num_replicas=1)
+
+
+def test_a_replica_that_dies_while_it_reads_is_replaced(weights: Weights) -> None:
+    async def main() -> None:
+        replicas = Mixed()
+        router = Router(replicas, FleetLimits(update_s=10))
+        await asyncio.gather(*(router.add(name) for name in ("good", "bad")))
+        weights.write(0)
+        await router.update(weights.folder, 0)
+        weights.write(1)
+        update = asyncio.create_task(router.update(weights.folder, 1))
+        await until(lambda: router.fleet.replicas["good"].version == 1)
+        router.fleet.replicas["bad"].actor.kill()
+        assert [name for name, _ in await update] == ["good"]
+        await until(lambda: len(router.fleet.serving()) == 2)
+        assert {replica.version for replica in router.fleet.serving()} == {1}
+        await router.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
 def test_pause_holds_up_all_and_those_who_join(weights: Weights) -> None:
     async def scenario(router: Router, weights: Weights, replicas: Replicas) -> None:
         await router.pause()
