@@ -77,6 +77,7 @@ class Plan:
     kill_every: int = 100
     checkpoint_every: int = 25
     mean_s: float = 0.01
+    driver_kills: int = 5
 
     def command(self) -> list[str]:
         """Of a process that goes on with it."""
@@ -122,7 +123,7 @@ class Loop:
             worker_env={"PYTHONPATH": os.pathsep.join((str(ROOT), str(Path(__file__).parent)))},
             run_folder=plan.folder,
             limits=FleetLimits(restarts=1 << 20, update_s=60.0, patience_s=2.0),
-            ray_init={"num_cpus": 4, "object_store_memory": 150 << 20},
+            ray_init={"num_cpus": 2, "object_store_memory": 150 << 20},
         )
         service = RolloutService(config, RUNTIME, options, loop=self.runner.loop)
         service.start()
@@ -299,7 +300,7 @@ def killed_run(plan: Plan) -> Result:
         lives += 1
         with log.open("a") as output:
             child = subprocess.Popen(plan.command(), stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
-        patience = None if lives > MOST_KILLS else when_to_kill(plan.folder, drawn, child)
+        patience = None if lives > plan.driver_kills else when_to_kill(plan.folder, drawn, child)
         if patience is None:
             break
         child.kill()
@@ -310,9 +311,6 @@ def killed_run(plan: Plan) -> Result:
     shown = {"policy": plan.policy, "engine": f"{plan.engine} ({plan.backend})", "steps": str(done["step"])}
     shown |= {"driver kills": str(lives - 1), "trained / rejected / dropped": " / ".join(map(str, done["counts"].values()))}
     return Result(done["problems"], shown | {"s": f"{time.monotonic() - started:.0f}"})
-
-
-MOST_KILLS = 5
 
 
 def when_to_kill(folder: Path, drawn: random.Random, child: subprocess.Popen[bytes]) -> float | None:

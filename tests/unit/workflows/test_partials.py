@@ -3,7 +3,10 @@
 import asyncio
 import json
 
+import pytest
+
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.workflows import executor as executor_module
 from rlhub.workflows.single_turn import SingleTurn
 from rlhub.workflows.staleness import StalenessManager
 from tests.support.episodes import PROMPT, executing, parts, prompts
@@ -125,3 +128,16 @@ def test_samples_of_a_group_that_are_finished_are_not_made_again() -> None:
         executor.start(prompts())
         assert len(executor.next_groups(1, 5)[0].trajectories) == 2
         assert [request.session for request in engine.requests] == ["0-1"]
+
+
+def test_a_service_that_does_not_answer_holds_up_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(request_ids: list[str]) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(executor_module, "COLLECT_S", 0.05)
+    engine = Typist(stop_after=3)
+    with executing(SingleTurn(parts()), staleness=StalenessManager(1, 0), engine=engine, interrupt=never) as executor:
+        executor.start(prompts())
+        wait_until_typed(executor, engine, 1)
+        state = executor.state()
+    assert state["begun"] == [] and state["ledger"]["open"] == [[0, "running"]]
