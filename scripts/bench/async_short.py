@@ -157,7 +157,6 @@ class stream_of(ExitStack):  # noqa: N801  used as a function that gives a conte
             service,
             str(service.folder),
             write=lambda _, version: weights.write(version),
-            announce=executor.set_version,
             fail=executor.fail,
             timers=timers,
         )

@@ -26,8 +26,8 @@ class Publication(Protocol):
 
 
 class Publisher:
-    """write: the training ranks leave their weights in the folder as this version.  announce: told of each version that all
-    living replicas have.  fail: told why no version will come any more.  One publication at a time."""
+    """write: the training ranks leave their weights in the folder as this version.  fail: told why no version will come any
+    more.  One publication at a time."""
 
     def __init__(
         self,
@@ -35,24 +35,26 @@ class Publisher:
         folder: str,
         *,
         write: Callable[[str, int], object],
-        announce: Callable[[int], None],
         fail: Callable[[BaseException], None],
         timers: PhaseTimer,
     ) -> None:
         self.service, self.folder = service, folder
-        self._write, self._announce, self._fail, self._timers = write, announce, fail, timers
+        self._write, self._fail, self._timers = write, fail, timers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._under_way: Future[None] | None = None
         self.metrics: dict[str, float] = {}  # of the last publication, and of the service so far
 
-    def publish(self, version: int) -> None:
-        """Returns when the weights are written; the one before must have arrived, since its files may go now."""
+    def publish(self, version: int, announce: Callable[[int], None]) -> None:
+        """Returns when the weights are written; the one before must have arrived, since its files may go now.
+
+        announce: told, in another thread, that all living replicas have the version.
+        """
         self.wait()
         with self._timers.measure("write_weights"):
             self._write(self.folder, version)
-        self._under_way = self._thread.submit(self._deliver, version)
+        self._under_way = self._thread.submit(self._deliver, version, announce)
 
-    def _deliver(self, version: int) -> None:
+    def _deliver(self, version: int, announce: Callable[[int], None]) -> None:
         started = time.perf_counter()
         try:
             self.service.publish(self.folder, version)
@@ -60,7 +62,7 @@ class Publisher:
             self._fail(error)  # whoever waits for samples of this version would wait for ever
             raise
         seconds = time.perf_counter() - started
-        self._announce(version)
+        announce(version)
         self.metrics = {"rollout/publish_s": seconds} | self.service.metrics()
 
     def wait(self) -> None:

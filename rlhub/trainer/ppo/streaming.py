@@ -69,7 +69,7 @@ class StreamSampler:
         """Give the replicas their first weights, and wait for them: nothing could generate before."""
         if self.policy_version == 0:
             self.log.start()
-        self.publisher.publish(self.policy_version)
+        self.publisher.publish(self.policy_version, self.executor.set_version)
         self.publisher.wait()
 
     def sample(self, prompts: Iterator[DataProto], step: int) -> DataProto:
@@ -113,11 +113,15 @@ class StreamSampler:
     def publish(self, version: int) -> None:
         """Write the weights and go on; replicas take them one by one, between two tokens."""
         self.policy_version = version
-        self.executor.trained(version)
+        self.publisher.publish(version, self.arrived)
+
+    def arrived(self, version: int) -> None:
+        """Generation has this version from now on, and what was taken for the step that made it is trained.  In the publisher's
+        thread, so that training waits for no event loop."""
+        self.executor.set_version(version)
         frontier = self.executor.first_ordinal
         self.positions.forget(frontier)
         self.outcomes.forget(frontier)
-        self.publisher.publish(version)
 
     def save(self, folder: Path) -> list[FileEntry]:
         """What is under way: the ledger, finished samples with their scores, and what is written of the others."""

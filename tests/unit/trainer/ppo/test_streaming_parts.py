@@ -56,7 +56,6 @@ class Publishing:
             self.service,
             "folder",
             write=lambda folder, version: self.written.append(version),
-            announce=self.announced.append,
             fail=self.failed.append,
             timers=PhaseTimer(),
         )
@@ -64,10 +63,10 @@ class Publishing:
 
 def test_training_goes_on_when_its_weights_are_written() -> None:
     parts = Publishing()
-    parts.publisher.publish(1)
+    parts.publisher.publish(1, parts.announced.append)
     assert parts.written == [1] and parts.announced == []
     parts.service.go.set()
-    parts.publisher.publish(2)  # waits for the one before, whose files may go now
+    parts.publisher.publish(2, parts.announced.append)  # waits for the one before, whose files may go now
     parts.publisher.wait()
     parts.publisher.close()
     assert parts.announced == parts.service.published == [1, 2] and parts.publisher.metrics["rollout/pause_s"] == 0.5
@@ -77,7 +76,7 @@ def test_a_publication_that_fails_is_told_to_whoever_waits_for_samples() -> None
     parts = Publishing()
     parts.service.error = OSError("no space")
     parts.service.go.set()
-    parts.publisher.publish(1)
+    parts.publisher.publish(1, parts.announced.append)
     with pytest.raises(OSError, match="no space"):
         parts.publisher.wait()
     parts.publisher.close()
