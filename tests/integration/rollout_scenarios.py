@@ -13,7 +13,8 @@ import sys
 import traceback
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.errors import EngineError, WeightMismatchError
 from rlhub.sharding_manager.execution import Execution
 from rlhub.sharding_manager.manager import ShardingManager
+from tests.support import interruptions
 from tests.support import rollout_contract as contract
 from tests.support.plain_train_engine import PlainTrainEngine
 from tests.support.tiny_models import HEAD_WIDTH, Family, greedy_reference, save_tiny_model, sequence_log_probs, tiny_model
@@ -43,6 +45,8 @@ from tests.support.tiny_models import HEAD_WIDTH, Family, greedy_reference, save
 MAX_MODEL_LEN = 96
 BUCKET = 4096
 GREEDY_TOKENS = 16
+INTERRUPTED_TOKENS = 24
+NUM_INTERRUPTIONS = 20
 # One of each kind of live parameter: fused rows, fused bias, split columns, vocabulary rows, replicated.
 FLIPPED = {
     "qwen2": ["model.layers.1.self_attn.k_proj.bias", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"],
@@ -205,6 +209,23 @@ def stale_prefix_error(engine: VLLMEngine, manager: ShardingManager, model: PreT
     return long_prompt_error(engine, model)
 
 
+def interrupt(engine: VLLMEngine, model: PreTrainedModel) -> dict[str, Any]:
+    """Running requests get new weights after 20 random numbers of tokens; with old keys and values as the control."""
+    models = (model, tiny_model(seed=5))
+    positions = sorted(random.Random(3).sample(range(1, INTERRUPTED_TOKENS), NUM_INTERRUPTIONS))
+    length = INTERRUPTED_TOKENS
+    seen = interruptions.observe(engine, models, positions, num_tokens=length, recompute=True)
+    kept = interruptions.observe(engine, models, positions[::6], num_tokens=length, recompute=False)
+    late = interruptions.late_error(engine, models, nullcontext())
+    stale = interruptions.late_error(engine, models, mock.patch.object(engine, "_reset_prefix_cache"))
+    return {
+        "seen": [asdict(one) for one in seen],
+        "kept": [asdict(one) for one in kept],
+        "late_error": late,
+        "stale_error": stale,
+    }
+
+
 def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, Any]:
     """Build, sync, generate, change the weights, sync again, corrupt; everything an assertion needs."""
     path = model_folder(folder, case.family, rank)
@@ -231,6 +252,9 @@ def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, 
     contract.check_weight_stream(engine, list(weights.items()))
     if case.tp == 1:
         contract.check_agenerate(engine)
+        contract.check_interruptions(engine, weights)
+        if world_size == 1 and case.family == "qwen2":
+            out["interrupted"] = interrupt(engine, model)
         out["experts"] = error_of(lambda: mixture_of_experts(path.parent / f"experts-{rank}").initialize())
     else:
         out["agenerate"] = error_of(lambda: next(iter(engine.agenerate(contract.requests()[0], SamplingParams()).__await__())))

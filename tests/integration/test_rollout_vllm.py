@@ -5,12 +5,14 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.rollout_scenarios import CASES, FLIPPED
+from tests.integration.rollout_scenarios import CASES, FLIPPED, INTERRUPTED_TOKENS, NUM_INTERRUPTIONS
+from tests.support.interruptions import Seen, check
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 600  # vLLM's import alone takes ten seconds of CPU time a process
@@ -101,6 +103,29 @@ def test_single_requests_are_refused_under_tensor_parallelism(job: list[dict[str
     for name, case in cases(job):
         assert ("agenerate" in case) == name.endswith("tp2")
         assert "tensor-parallel" in case.get("agenerate", "tensor-parallel")
+
+
+def interrupted(job: list[dict[str, Any]]) -> dict[str, Any]:
+    if len(job) > 1:
+        pytest.skip("one rank shows it")
+    found: dict[str, Any] = job[0]["qwen2-tp1"]["interrupted"]
+    return found
+
+
+def test_interrupted_requests_go_on_under_the_new_weights(job: list[dict[str, Any]]) -> None:
+    case = interrupted(job)
+    seen = [Seen(**one) for one in case["seen"]]
+    assert len({one.at for one in seen}) == NUM_INTERRUPTIONS
+    check([replace(one, lengths=tuple(one.lengths)) for one in seen], num_tokens=INTERRUPTED_TOKENS)  # type: ignore[arg-type]
+    for at in {one["at"] for one in case["kept"]}:
+        worst = max(one["error_after"] for one in case["kept"] if one["at"] == at)
+        assert worst > 1e-3, "with old keys and values the check must fail"
+
+
+def test_a_prefix_of_an_interrupted_request_is_not_shared_across_an_update(job: list[dict[str, Any]]) -> None:
+    case = interrupted(job)
+    assert case["late_error"] < 2e-5
+    assert case["stale_error"] > 1e-3, "without the reset this test would have to fail"
 
 
 def test_a_mixture_of_experts_is_refused_on_cpu(job: list[dict[str, Any]]) -> None:

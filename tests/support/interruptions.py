@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -52,8 +53,9 @@ async def interrupted(
     update: Callable[[], None],
     *,
     recompute: bool,
+    late: Sequence[GenerationRequest] = (),
 ) -> list[Completion]:
-    """The requests, all in one batch, with `update` after `at` steps."""
+    """The requests, all in one batch, with `update` after `at` steps, and `late`, which come just after it."""
     loop = engine._loop
     engine.pause()
     tasks = [asyncio.create_task(engine.agenerate(request, params)) for request in wanted]
@@ -66,6 +68,8 @@ async def interrupted(
     loop._stepper = stop.inner
     assert engine.load == len(tasks)
     update()
+    tasks += [asyncio.create_task(engine.agenerate(request, params)) for request in late]
+    await asyncio.sleep(0)
     engine.resume(recompute=recompute)
     return list(await asyncio.wait_for(asyncio.gather(*tasks), LIMIT_S))
 
@@ -114,6 +118,29 @@ def _compare(models: tuple[PreTrainedModel, PreTrainedModel], prompt: list[int],
         error_before=max(abs(a - b) for a, b in zip(before[:at], completion.log_probs[:at], strict=True)),
         error_after=max(abs(a - b) for a, b in zip(after[at:], completion.log_probs[at:], strict=True)),
     )
+
+
+def late_error(
+    engine: SteppedEngine,
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    around: AbstractContextManager[object],
+    *,
+    num_tokens: int = 8,
+) -> float:
+    """Largest difference of log-probs to the new weights' full forward, for a request with the prompt of an interrupted one
+    that goes on with its old keys and values; `around` the update in flight."""
+    old, new = ([[(name, weight.detach()) for name, weight in model.named_parameters()]] for model in models)
+    engine.update_weights(old, 1)
+    first, late = (GenerationRequest(prompt_ids=LONG_PROMPT, seed=seed) for seed in (1, 2))
+    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+
+    def update() -> None:
+        with around:
+            engine.update_weights(new, 2)
+
+    _, completion = asyncio.run(interrupted(engine, [first], params, 3, update, recompute=False, late=[late]))
+    expected = sequence_log_probs(models[1], LONG_PROMPT, completion.token_ids, 1.0)
+    return max(abs(a - b) for a, b in zip(expected, completion.log_probs, strict=True))
 
 
 def check(seen: Sequence[Seen], *, num_tokens: int, tolerance: float = 2e-5) -> None:
