@@ -19,7 +19,7 @@ def test_of_nothing_there_is_nothing() -> None:
     assert shares(Counter()) == summary(Counter()) == {}
 
 
-@pytest.mark.parametrize("values", [[0] * 5, [0, 1, 1, 2, 2, 2, 3], list(range(9))])
+@pytest.mark.parametrize("values", [[0] * 5, [0, 1, 1, 2, 2, 2, 3], list(range(OLDEST_SHARE + 1))])
 def test_the_mean_is_that_of_the_histogram(values: list[int]) -> None:
     histogram = Counter(values)
     told = {int(name.removeprefix("share_")): share for name, share in shares(histogram).items()}
