@@ -55,6 +55,8 @@ def _load(entry: Any) -> Tool | ToolSource:
         raise ValueError("expected a name, or a mapping with 'name' and 'settings'")
     name, settings = entry["name"], dict(entry.get("settings") or {})
     target = load_target(name) if ":" in name else TOOLS.get(name)
+    if not callable(target):
+        raise ValueError(f"{name} is a {type(target).__name__}; expected a typed function or a Tool class")
     if isinstance(target, type) and issubclass(target, Tool | ToolSource):
         return target(**settings)
     return FunctionTool(target, bound=settings)

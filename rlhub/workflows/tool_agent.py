@@ -77,12 +77,9 @@ class ToolLoop:
         self.parse = TOOL_FORMATS.get(self.knobs.format)
         self.template = TurnTemplate(self.parts.tokenizer, roles=["tool"], kwargs=self.knobs.chat_template_kwargs)
 
-    async def run(
-        self, engine: EpisodeEngine, data: EpisodeData, executor: ToolExecutor, *, prompt_ids: list[int] | None = None
-    ) -> Trajectory:
-        """One episode.  prompt_ids: the prompt, where it is not the row's with the tools described."""
-        limit = self.parts.max_prompt_length
-        ids = prompt_ids or self.template.prompt_ids(data, executor.schemas, limit)
+    async def run(self, engine: EpisodeEngine, data: EpisodeData, executor: ToolExecutor) -> Trajectory:
+        """One episode on the row's prompt with the tools described."""
+        ids = self.template.prompt_ids(data, executor.schemas, self.parts.max_prompt_length)
         transcript = Transcript(prompt_ids=ids, budget=self.parts.max_response_length, scored=self.scored)
         counts = CallCounts()
         while await self._turn(engine, data, executor, transcript, counts):

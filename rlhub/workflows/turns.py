@@ -18,13 +18,14 @@ from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingPa
 from rlhub.errors import ConfigError, DataError
 from rlhub.utils.outcomes import Reject
 from rlhub.utils.seeding import sample_seed
-from rlhub.utils.tool_calls import ToolSchema
+from rlhub.utils.tool_calls import ToolSchema, schema_name
 from rlhub.workflows.base import EpisodeData, EpisodeEngine
 from rlhub.workflows.partials import join
 from rlhub.workflows.trajectory import NOT_SAMPLED, FinishReason, Trajectory
 
 Message = Mapping[str, Any]
 ANSWER = "rlhub-answer-mark"  # stands for what the policy wrote; no template writes it by itself
+KEPT_PROMPTS = 256  # rendered with their tools: the samples of a prompt begin at about the same time
 PROBE = {"role": "user", "content": "question"}
 
 
@@ -134,6 +135,7 @@ class TurnTemplate:
         ConfigError if the template cannot go on after an answer of one of them, or rewrites turns that are there.
         """
         self._tokenizer, self._kwargs = tokenizer, dict(kwargs or {})
+        self._prompts: dict[str, list[int]] = {}
         if not tokenizer.chat_template:
             raise ConfigError(
                 "episodes of several turns need a chat template, and the tokenizer has none; use a tokenizer with one "
@@ -166,6 +168,14 @@ class TurnTemplate:
         chat = data.row.get("raw_chat")
         if not tools or not isinstance(chat, list | tuple):
             return list(data.prompt_ids)
+        key = repr((data.row.get("raw_prompt") or chat, [schema_name(tool) for tool in tools]))
+        if key not in self._prompts:
+            if len(self._prompts) >= KEPT_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+            self._prompts[key] = self._described(data, chat, tools, limit)
+        return list(self._prompts[key])
+
+    def _described(self, data: EpisodeData, chat: Sequence[Message], tools: Sequence[ToolSchema], limit: int) -> list[int]:
         messages = [{"content": "", **{key: value for key, value in message.items() if value is not None}} for message in chat]
         text = self.prompt(messages, tools)
         if text == data.row.get("raw_prompt"):

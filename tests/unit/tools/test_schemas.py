@@ -190,10 +190,10 @@ def test_tools_from_a_file(tmp_path: Any) -> None:
 
 
 def test_every_wrong_entry_is_named() -> None:
-    entries = ["calculater", {"name": "calculator", "settings": {"digits": 3}}, 7, "rlhub.nowhere:x"]
+    entries = ["calculater", {"name": "calculator", "settings": {"digits": 3}}, 7, "rlhub.nowhere:x", "math:pi"]
     with pytest.raises(ConfigError) as caught:
         load_tools(entries, where="here")
-    assert len(caught.value.problems) == 4 and all(text.startswith("here, entry ") for text in caught.value.problems)
+    assert len(caught.value.problems) == 5 and all(text.startswith("here, entry ") for text in caught.value.problems)
 
 
 @pytest.mark.parametrize("content", ["", "tools: calculator", "tools: []", "other: [1]", "[: "])

@@ -16,6 +16,7 @@ from rlhub.workflows.base import EpisodeData
 from rlhub.workflows.load import build_workflow
 from rlhub.workflows.tool_agent import ELLIPSIS, ToolAgent, shortened
 from rlhub.workflows.trajectory import NOT_SAMPLED
+from rlhub.workflows.turns import TurnTemplate
 from tests.unit.workflows.episodes import LOG_PROB, ScriptedEngine, episode, parts, run, tokenizer, tokens_of, written
 
 
@@ -86,6 +87,18 @@ def test_tools_are_described_in_the_prompt() -> None:
     assert run(agent(), ScriptedEngine(replies=["4"]), plain).prompt_ids == list(plain.prompt_ids)
     with pytest.raises(DataError, match="over data.max_prompt_length=20"):
         run(agent(limit=20), ScriptedEngine(replies=["4"]))
+
+
+def test_the_samples_of_a_prompt_are_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    workflow, template, seen = agent(), TurnTemplate.prompt, []
+    monkeypatch.setattr(TurnTemplate, "prompt", lambda self, *given: seen.append(given) or template(self, *given))
+
+    async def all_of_them() -> list[list[int]]:
+        runs = [workflow.arun_episode(ScriptedEngine(replies=["4"]), episode(question)) for question in "aaabab"]
+        return [found.prompt_ids for found in await asyncio.gather(*runs) if found is not None]
+
+    prompts = asyncio.run(all_of_them())
+    assert len(seen) == 2 and prompts[0] == prompts[1] == prompts[2] == prompts[4] != prompts[3] == prompts[5]
 
 
 @pytest.mark.parametrize(
