@@ -1,0 +1,74 @@
+"""A run's lines of metrics: in order, each once, also where a step's validation is done later than the next steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhub.config.trainer import TrainerConfig
+from rlhub.errors import RewardError
+from rlhub.tracking.metrics_log import read_metrics
+from rlhub.tracking.tracker import Metrics
+from rlhub.trainer.run import Run
+
+
+class Late:
+    """Metrics that are there when somebody says so, or when somebody waits."""
+
+    def __init__(self, *, error: Exception | None = None) -> None:
+        self.ready, self.error = False, error
+
+    def done(self) -> bool:
+        return self.ready
+
+    def result(self) -> Metrics:
+        if self.error is not None:
+            raise self.error
+        return {"val/pass@1": 0.5}
+
+
+def run_of(folder: Path) -> Run:
+    return Run(TrainerConfig(default_local_dir=str(folder), logger=[], save_freq=3), {}, 4)
+
+
+def end(run: Run, step: int, late: Late | None = None, *, last: bool = False) -> None:
+    run.begin_step(step)
+    run.end_step(step, {"reward/mean": float(step)}, save=lambda folder: [], state=dict, last=last, late=late)
+
+
+def steps(run: Run) -> list[int]:
+    return [row["step"] for row in read_metrics(run.folder.metrics)]
+
+
+def test_lines_wait_for_a_late_one_and_stay_in_order(tmp_path: Path) -> None:
+    with run_of(tmp_path / "run") as run:
+        run.start()
+        late = Late()
+        end(run, 1, late)
+        end(run, 2)
+        assert steps(run) == []
+        late.ready = True
+        end(run, 3)  # saves
+        end(run, 4, Late(), last=True)
+        assert steps(run) == [1, 2, 3, 4]
+        rows = read_metrics(run.folder.metrics)
+        assert ["val/pass@1" in row for row in rows] == [True, False, False, True]
+        newest = run.store.latest()
+        assert newest is not None and newest.state["metrics"]["val/pass@1"] == 0.5, "a checkpoint holds its step's metrics"
+
+
+def test_a_save_waits_for_what_is_late(tmp_path: Path) -> None:
+    with run_of(tmp_path / "run") as run:
+        run.start()
+        end(run, 1, Late())
+        end(run, 3)
+        assert steps(run) == [1, 3]
+
+
+def test_an_error_of_what_is_late_ends_the_run(tmp_path: Path) -> None:
+    with run_of(tmp_path / "run") as run:
+        run.start()
+        end(run, 1, Late(error=RewardError("no scores")))
+        with pytest.raises(RewardError, match="no scores"):
+            end(run, 2, last=True)
