@@ -8,6 +8,7 @@ segment.  One segment is the episode's trajectory.
 from __future__ import annotations
 
 import asyncio
+import logging
 from concurrent.futures import ThreadPoolExecutor
 
 from rlhub.errors import ConfigError, WorkflowError
@@ -21,6 +22,9 @@ from rlhub.workflows.openai_server.server import OpenAIServer, ServerOptions
 from rlhub.workflows.openai_server.sessions import Limits, Session
 from rlhub.workflows.trajectory import Trajectory
 
+CLIENT_LOGGERS = ("httpx", "httpx2")
+"""OpenAI's client logs a line for every request, at the level at which a run reports its steps."""
+
 
 class OpenAIAgent(RolloutWorkflow):
     """See AgentKnobs."""
@@ -28,16 +32,24 @@ class OpenAIAgent(RolloutWorkflow):
     def __init__(self, parts: WorkflowParts) -> None:
         super().__init__(parts)
         self.knobs = fill_knobs(AgentKnobs, parts.kwargs)
+        for name in CLIENT_LOGGERS:
+            if (own := logging.getLogger(name)).level == logging.NOTSET:
+                own.setLevel(logging.WARNING)
         if not self.knobs.agent:
             raise ConfigError("agent.kwargs.agent is not set: name path/to/agent.py:run or path/to/script.py")
-        self._threads = ThreadPoolExecutor(self.knobs.threads, thread_name_prefix="agent")
+        self._threads = ThreadPoolExecutor(self.knobs.max_agents, thread_name_prefix="agent")
         reads_reward = self.knobs.reward == "agent"
         self._agent = load_agent(self.knobs.agent, self.knobs.args, self._threads, reads_reward=reads_reward)
         self._limits = Limits(prompt=parts.max_prompt_length, response=parts.max_response_length)
         self._server: OpenAIServer | None = None
         self._starting = asyncio.Lock()
+        self._places = asyncio.Semaphore(self.knobs.max_agents)
 
     async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+        async with self._places:
+            return await self._episode(engine, data)
+
+    async def _episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory:
         server = await self._started(engine)
         session = server.open_session(data.session, seed=data.seed, limits=self._limits, engine=engine)
         try:

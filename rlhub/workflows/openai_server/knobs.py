@@ -32,13 +32,14 @@ class AgentKnobs:
     """Its port; 0: a free one."""
     max_concurrent: int = 4096
     """Most requests answered at once; more are told to come back (429)."""
-    threads: int = 64
-    """Threads for agents that are plain functions, not coroutines: so many run at once."""
+    max_agents: int = 64
+    """Agents that run at once in a process; more wait for their turn. OpenAI's client gives up a connection after 5 seconds, and
+    the agents' own code shares one event loop with the endpoint."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as enable_thinking."""
 
     def __post_init__(self) -> None:
-        at_least(1, max_concurrent=self.max_concurrent, threads=self.threads)
+        at_least(1, max_concurrent=self.max_concurrent, max_agents=self.max_agents)
         at_least(0, port=self.port)
         for name, known in (("reward", ("score", "agent")), ("segment", ("last", "longest"))):
             if (value := getattr(self, name)) not in known:

@@ -1,0 +1,87 @@
+"""Training on what another job collects: batches in the order of the files, weights for the collector, and going on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhub.config.ppo import PPOConfig
+from rlhub.errors import ConfigError, WorkflowError
+from rlhub.models.vocabulary import Vocabulary
+from rlhub.trainer.ppo.collected import CollectedSource, build_collected
+from rlhub.utils.timing import PhaseTimer
+from rlhub.workflows.groups import Group, PromptItem
+from rlhub.workflows.trajectory import Trajectory
+from rlhub.workflows.trajectory_files import TrajectoryReader, TrajectoryWriter
+
+
+def group(ordinal: int) -> Group:
+    made = Trajectory(
+        prompt_ids=[1, 2],
+        response_ids=[ordinal, 4],
+        response_mask=[1, 1],
+        rollout_log_probs=[-0.1, -0.3],
+        versions=[0, 0],
+        metrics={"num_turns": 1.0},
+    )
+    return Group(item=PromptItem(prompt_ids=(1, 2), ordinal=ordinal, row={"ground_truth": "4"}), trajectories=[made])
+
+
+def settings(folder: Path) -> PPOConfig:
+    config = PPOConfig()
+    config.data.train_batch_size = 2
+    config.trainer.stale_policy = "correct"
+    config.actor_rollout_ref.rollout.trajectories_folder = str(folder / "trajectories")
+    config.actor_rollout_ref.rollout.weights_folder = str(folder / "weights")
+    return config
+
+
+def source(folder: Path, written: list[int]) -> CollectedSource:
+    config = settings(folder)
+    loader: Any = SimpleNamespace(state=lambda: {"consumed": 0}, load_state=lambda state: None)
+    return CollectedSource(
+        config=config,
+        loader=loader,
+        reader=TrajectoryReader(str(folder / "trajectories")),
+        scorer=lambda batch: {"scored": float(len(batch))},  # type: ignore[arg-type]
+        vocabulary=Vocabulary(size=10, stop_token_ids=(2,), pad_id=0),
+        write=lambda where, version: written.append(version),
+        timers=PhaseTimer(),
+    )
+
+
+def test_batches_come_in_the_order_of_the_files_and_a_stopped_run_goes_on(tmp_path: Path) -> None:
+    writer = TrajectoryWriter(str(tmp_path / "trajectories"))
+    for start in (0, 3):
+        writer.write([group(start + index) for index in range(3)])
+    writer.end()
+    written: list[int] = []
+    first = source(tmp_path, written)
+    first.start()
+    batch = first.sample(iter(()), 1)
+    assert batch.batch["responses"][:, 0].tolist() == [0, 1]
+    assert first.metrics["scored"] == 2.0
+    first.publish(1)
+    state = first.state()
+    first.sample(iter(()), 2)  # lost with the process
+    again = source(tmp_path, written)
+    again.load_state(state, tmp_path)
+    again.start()
+    assert again.sample(iter(()), 2).batch["responses"][:, 0].tolist() == [2, 3]
+    again.publish(2)
+    assert again.sample(iter(()), 3).batch["responses"][:, 0].tolist() == [4, 5]
+    assert written == [0, 1, 1, 2]
+    with pytest.raises(WorkflowError, match="the job that collects has ended"):
+        again.sample(iter(()), 4)
+
+
+@pytest.mark.parametrize(("key", "value"), [("weights_folder", None), ("stale_policy", "drop")])
+def test_settings_under_which_two_jobs_would_wait_for_each_other(tmp_path: Path, key: str, value: Any) -> None:
+    config = settings(tmp_path)
+    setattr(config.trainer if key == "stale_policy" else config.actor_rollout_ref.rollout, key, value)
+    nothing: Any = None
+    with pytest.raises(ConfigError, match=key):
+        build_collected(config, nothing, nothing, nothing, nothing, nothing)
