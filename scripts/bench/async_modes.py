@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -226,16 +227,17 @@ def print_histograms(runs: dict[str, list[Measured]], console: Console) -> None:
 
 def short_episodes(options: argparse.Namespace, console: Console) -> bool:
     """Episodes of 0.1 s beside 0.1 s of training: whatever the bound, a step is hardly longer than the larger of the two."""
-    from scripts.bench.async_short import step_seconds
+    from scripts.bench.async_short import measure_step
 
     ok = True
     for staleness in (1, options.staleness):
-        seconds = step_seconds(staleness, SHORT_S, SHORT_S)
-        ratio = seconds / SHORT_S
+        step = measure_step(staleness, SHORT_S, SHORT_S)
+        ratio = step.seconds / SHORT_S
         ok &= ratio <= WANTED_STEP
         console.print(
-            f"episodes of {SHORT_S} s, training of {SHORT_S} s, max_staleness={staleness}: a step takes {seconds:.3f} s, "
-            f"{ratio:.2f}x of the larger (wanted {WANTED_STEP}x)"
+            f"episodes of {SHORT_S} s, training of {SHORT_S} s, max_staleness={staleness}: {step.seconds:.3f} s a step, "
+            f"{ratio:.2f}x of the larger (wanted {WANTED_STEP}x); beside training {1e3 * step.cpu_s:.1f} ms of CPU in its thread, "
+            f"{1e3 * step.process_cpu_s:.1f} ms in all (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores)"
         )
     return ok
 

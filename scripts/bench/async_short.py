@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,21 +97,37 @@ def config_of(staleness: int, reward: Path) -> PPOConfig:
     return config
 
 
-def step_seconds(staleness: int, episode_s: float, training_s: float) -> float:
-    """Mean seconds of a step after the warm-up."""
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """Means of a step after the warm-up.  seconds: by the clock.  cpu_s: what the training thread computed in it beside training,
+    which is what is left of the difference on a machine that has nothing else to do.  process_cpu_s: of all threads."""
+
+    seconds: float
+    cpu_s: float
+    process_cpu_s: float
+
+
+def measure_step(staleness: int, episode_s: float, training_s: float) -> Step:
+    """Runs the loop."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "reward.py").write_text(REWARD)
         stream = stack.enter_context(stream_of(config_of(staleness, folder / "reward.py"), folder, episode_s))
-        prompts, started = Numbers().batches(), 0.0
+        prompts, started = Numbers().batches(), (0.0, 0.0, 0.0)
         for step in range(1, STEPS + 1):
             if step == WARM_UP + 1:
-                started = time.perf_counter()
+                started = clocks()
             stream.sample(prompts, step)
             time.sleep(training_s)
             stream.publish(step)
         stream.publisher.wait()
-        return (time.perf_counter() - started) / (STEPS - WARM_UP)
+        seconds, cpu, process_cpu = ((end - start) / (STEPS - WARM_UP) for start, end in zip(started, clocks(), strict=True))
+        return Step(seconds=seconds, cpu_s=cpu, process_cpu_s=process_cpu)
+
+
+def clocks() -> tuple[float, float, float]:
+    """Wall, this thread's CPU, this process's CPU, in seconds."""
+    return time.perf_counter(), time.thread_time(), time.process_time()
 
 
 class stream_of(ExitStack):  # noqa: N801  used as a function that gives a context
@@ -178,4 +195,4 @@ class stream_of(ExitStack):  # noqa: N801  used as a function that gives a conte
 
 if __name__ == "__main__":
     for bound in (0, 1, 4):
-        print(f"max_staleness={bound}: {step_seconds(bound, 0.1, 0.1):.3f} s a step")
+        print(f"max_staleness={bound}: {measure_step(bound, 0.1, 0.1)}")
