@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray import cloudpickle
-from ray.exceptions import RayError
 
 from rlhub.errors import DeadlineError
 from rlhub.single_controller.invoke import RemoteError
@@ -116,7 +115,7 @@ class Channel:
             messages, self._outbox = self._outbox, []
             try:
                 self._actor.deliver.remote(self._key, messages)
-            except RayError as error:
+            except Exception as error:  # noqa: BLE001 - whatever ends the exchange ends the calls, which would hang else
                 self.fail(error)
 
     async def _collect(self) -> None:
@@ -128,7 +127,7 @@ class Channel:
             try:
                 self._parked = True
                 replies = await self._actor.collect.remote(self._key, messages)
-            except RayError as error:
+            except Exception as error:  # noqa: BLE001 - whatever ends the exchange ends the calls, which would hang else
                 self.fail(error)
                 return
             finally:
