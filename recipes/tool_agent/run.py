@@ -28,8 +28,8 @@ logger = logging.getLogger("tool_agent")
 
 HERE = Path(__file__).resolve().parent
 NUM_VALIDATION = 256  # as generate.py makes them
-SFT_STEPS = 160
-RL_STEPS = 40
+SFT_STEPS = 120
+RL_STEPS = 24
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,18 +111,18 @@ def sft_settings(options: arithmetic.Options, folder: Path) -> list[str]:
 
 
 def rl_settings(options: arithmetic.Options, warm_start: Path, folder: Path) -> list[str]:
-    """main_ppo: 32 problems x 8 episodes a step, generated while the step before trains; validation runs episodes too."""
+    """main_ppo: 16 problems x 8 episodes a step, generated while the step before trains; validation runs episodes too."""
     return [
         f"data.train_files={options.out / 'data/train.parquet'}",
         f"data.val_files={options.out / 'data/val.parquet'}",
-        "data.train_batch_size=32",
+        "data.train_batch_size=16",
         "data.max_prompt_length=12",
         "data.max_response_length=40",
         f"data.seed={options.seed}",
         f"actor_rollout_ref.model.path={warm_start}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
-        "actor_rollout_ref.actor.optim.lr=3e-4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
         "actor_rollout_ref.rollout.mode=async",
         "actor_rollout_ref.rollout.n=8",
         "actor_rollout_ref.rollout.multi_turn.enable=True",
@@ -136,7 +136,7 @@ def rl_settings(options: arithmetic.Options, warm_start: Path, folder: Path) -> 
         "algorithm.rollout_correction.rollout_is=token",
         "trainer.max_staleness=1",
         f"trainer.total_training_steps={options.num_steps}",
-        "trainer.test_freq=20",
+        "trainer.test_freq=12",
         f"trainer.save_freq={options.num_steps}",
         f"trainer.log_val_generations={NUM_VALIDATION}",
         *trainer_settings(options, folder),
