@@ -382,6 +382,8 @@ def main() -> int:
         for policy in ("drop", "mask") if given.policy == "both" else (given.policy,):
             plan = Plan(folder=(given.folder or Path(temporary)) / policy, policy=policy, **common)
             plan.kill_every = min(plan.kill_every, max(plan.steps // 3, 2))
+            if plan.engine != "fake" and plan.backend == "local":
+                plan.kill_every = 0  # loading a model is not thread-safe, and a replica that comes back loads one in a thread
             results.append(killed_run(plan) if given.kill == "driver" else whole_run(plan))
     return show(results)
 
