@@ -111,3 +111,26 @@ def test_an_unknown_setting_stops_a_recipe(mains: Mains, task: Task, tmp_path: P
     done = run_recipe(mains, sys.executable, script, *task.arguments(tmp_path, "trainer.total_training_step=2"))
     assert done.returncode == 2 and "total_training_steps" in done.stderr and "Traceback" not in done.stderr
     assert not os.listdir(tmp_path)
+
+
+PROGRAM = """
+import os, signal, subprocess, sys
+sys.stdout.write(f"{sys.argv[1:]} {os.getcwd()} {os.environ['WORD']} {__name__} {os.path.basename(__file__)}")
+sys.stderr.write("told on stderr")
+if sys.argv[1] == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+inner = subprocess.run([sys.executable, "-c", "import sys; sys.exit(4)"]).returncode if sys.argv[1] == "start" else 0
+sys.exit(int(sys.argv[2]) + inner)
+"""
+
+
+@pytest.mark.parametrize("arguments", [("end", "0"), ("end", "3"), ("start", "1"), ("die", "0")])
+def test_the_preloaded_interpreter_does_what_the_fresh_one_does(mains: Mains, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """Of what the recipes here are run by: the same output, status and end."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    fresh, preloaded = (
+        run_recipe(mains, python, str(script), *arguments, WORD="a b") for python in (sys.executable, mains.interpreter)
+    )
+    assert (preloaded.returncode, preloaded.stdout, preloaded.stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
+    assert fresh.returncode == {"end": int(arguments[1]), "start": 5, "die": -9}[arguments[0]]
