@@ -236,8 +236,8 @@ def short_episodes(options: argparse.Namespace, console: Console) -> bool:
         ok &= ratio <= WANTED_STEP
         console.print(
             f"episodes of {SHORT_S} s, training of {SHORT_S} s, max_staleness={staleness}: {step.seconds:.3f} s a step, "
-            f"{ratio:.2f}x of the larger (wanted {WANTED_STEP}x); beside training {1e3 * step.cpu_s:.1f} ms of CPU in its thread, "
-            f"{1e3 * step.process_cpu_s:.1f} ms in all (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores)"
+            f"{ratio:.2f}x of the larger (wanted {WANTED_STEP}x); beside training {1e3 * step.cpu_s:.1f} ms of its thread, "
+            f"{1e3 * step.process_cpu_s:.1f} ms of CPU in all (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores)"
         )
     return ok
 

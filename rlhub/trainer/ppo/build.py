@@ -17,7 +17,7 @@ from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Launched
 from rlhub.trainer.ppo.batch_source import BatchSource
 from rlhub.trainer.ppo.beside import ValidationBeside, ValidationInTurn, ValidationSchedule
-from rlhub.trainer.ppo.build_stream import build_stream
+from rlhub.trainer.ppo.build_stream import build_evaluation_samples, build_stream
 from rlhub.trainer.ppo.collected import build_collected
 from rlhub.trainer.ppo.groups import CRITIC_ROLE, REFERENCE_ROLE, ROLLOUT_ROLE, Groups, actor_role, groups_of
 from rlhub.trainer.ppo.learner import Learner
@@ -93,12 +93,17 @@ def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Validator
     parts = prepare_reward(config, tokenizer)
     stack.callback(parts.close)
     runtime = worker_runtime(config)
-    roles = policy_roles(config, runtime, train=False) | reward_roles(config, runtime)
-    launched = stack.enter_context(launch_workers(roles, config.trainer, run=run))
-    groups = groups_of(launched.groups)
-    generator = Generator(groups.rollout, groups.weights, config.actor_rollout_ref.rollout)
+    roles = reward_roles(config, runtime) | ({} if is_async(config) else policy_roles(config, runtime, train=False))
+    launched = stack.enter_context(launch_workers(roles, config.trainer, run=run)).groups if roles else {}
+    reward = parts.manager(launched)
     num_shown = config.trainer.log_val_generations or sum(len(batch) for batch in batches)
-    return Validator(batches, generator, parts.manager(launched.groups), tokenizer, run.timers, num_shown)
+    samples: ValidationSamples
+    if is_async(config):
+        samples = build_evaluation_samples(config, runtime, tokenizer, reward, run, stack)
+    else:
+        groups = groups_of(launched)
+        samples = Generator(groups.rollout, groups.weights, config.actor_rollout_ref.rollout)
+    return Validator(batches, samples, reward, tokenizer, run.timers, num_shown)
 
 
 def policy_roles(

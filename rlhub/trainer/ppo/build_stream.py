@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from contextlib import ExitStack
 from typing import Any
 
@@ -75,7 +76,23 @@ def build_stream(
         log=log,
         timers=run.timers,
     )
-    return batches, build_samples(config, service.router, runner, tokenizer, vocabulary, score)
+    return batches, build_samples(config, service, runner, tokenizer, vocabulary, score, stack)
+
+
+def build_evaluation_samples(
+    config: PPOConfig, runtime: WorkerRuntime, tokenizer: Any, reward: RewardManager, run: Run, stack: ExitStack
+) -> EpisodeSamples:
+    """Episodes of a policy that nobody trains: replicas read the model's own files."""
+    runner = AsyncTaskRunner(name="episodes")
+    stack.callback(runner.close)
+    options = service_options(config.actor_rollout_ref, config.trainer, run_folder=run.folder.path)
+    service = RolloutService(config.actor_rollout_ref, runtime, dataclasses.replace(options, own_weights=True), loop=runner.loop)
+    stack.callback(service.close)
+    service.start()
+    vocabulary = read_vocabulary(config.actor_rollout_ref.model, tokenizer)
+    ahead = build_scoring(reward).ahead
+    score = no_turn_scores if ahead is None else ahead.score_text
+    return build_samples(config, service, runner, tokenizer, vocabulary, score, stack)
 
 
 def start_service(config: PPOConfig, runtime: WorkerRuntime, groups: Groups, run: Run, runner: AsyncTaskRunner) -> RolloutService:
@@ -151,10 +168,17 @@ def signal_filter(config: PPOConfig, scoring: GroupScoring, vocabulary: Vocabula
 
 
 def build_samples(
-    config: PPOConfig, router: Router, runner: AsyncTaskRunner, tokenizer: Any, vocabulary: Vocabulary, score: Score
+    config: PPOConfig,
+    service: RolloutService,
+    runner: AsyncTaskRunner,
+    tokenizer: Any,
+    vocabulary: Vocabulary,
+    score: Score,
+    stack: ExitStack,
 ) -> EpisodeSamples:
     """Validation's episodes: the same workflows with other sampling."""
     rollout = config.actor_rollout_ref.rollout
     sampling = sampling_params(config, vocabulary, rollout.val_kwargs, log_probs=True)
     workflows = Workflows(config, tokenizer, sampling, score)
-    return EpisodeSamples(rollout, router, workflows, runner.loop, seed=config.trainer.seed, pad_id=vocabulary.pad_id)
+    stack.callback(lambda: on_loop(runner, workflows.aclose()))
+    return EpisodeSamples(rollout, service.router, workflows, runner.loop, seed=config.trainer.seed, pad_id=vocabulary.pad_id)

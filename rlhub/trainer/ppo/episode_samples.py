@@ -22,7 +22,7 @@ from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
 
 
 class EpisodeSamples:
-    """See validation.ValidationSamples.  `pin` comes first, `release` last; between them the version is that of the pin."""
+    """See validation.ValidationSamples.  Between `pin` and `release` the version is that of the pin, else the newest."""
 
     def __init__(
         self,
@@ -50,8 +50,7 @@ class EpisodeSamples:
 
     def validation(self, prompts: DataProto) -> DataProto:
         """val_kwargs' samples per prompt, neighbours in prompt order."""
-        assert self._pin is not None, "pin a version first"
-        groups: list[Group] = self._on_loop(self._groups(self._pin, list(prompt_items(prompts))))
+        groups: list[Group] = self._on_loop(self._groups(self._pin or self.router, list(prompt_items(prompts))))
         return to_batch(groups, pad_id=self.pad_id)
 
     def _on_loop(self, work: Any) -> Any:
