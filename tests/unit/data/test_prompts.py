@@ -51,6 +51,13 @@ def test_text_prompts_are_left_padded_as_they_are(tmp_path: Path) -> None:
     }
 
 
+def test_rows_may_name_the_workflow_that_runs_their_episodes(tmp_path: Path) -> None:
+    data = dataset(tmp_path, [row("1+1="), row("2+2=", agent_name="tool_agent")]).batch(np.array([0, 1]))
+    assert data.non_tensor_batch["agent_name"].tolist() == [None, "tool_agent"]
+    with pytest.raises(DataError, match="agent_name.*name of a workflow"):
+        dataset(tmp_path, [row(agent_name=7)])
+
+
 def test_chat_prompts_go_through_the_template(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
     found = dataset(tmp_path, [row(messages), row("2+2=")])
