@@ -53,8 +53,9 @@ def test_tool_agent(mains: Mains, warm_start: Path) -> None:
     rows = [row for row in rows_of(run_folder) if row["step"]]
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
-        assert all(math.isfinite(value) for value in row.values()) and abs(row["mismatch/kl"]) < 1e-5
-        assert row["episode/tool_calls"] == row["episode/num_turns"] - 1.0 > 0.1
+        assert all(math.isfinite(value) for value in row.values())
+        assert 0.1 < row["episode/num_turns"] - 1.0 <= row["episode/tool_calls"] + row["episode/tool_malformed"]
+    assert abs(rows[0]["mismatch/kl"]) < 1e-5, "the trainer reads the transcripts as the engine wrote them"
     samples = read_generations(run_folder / "generations" / f"val-{RL_STEPS:06d}.jsonl")
     called = [sample for sample in samples if "</tool_response>" in sample.response]
     assert len(samples) == tool_agent.NUM_VALIDATION and called
