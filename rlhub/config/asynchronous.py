@@ -9,7 +9,7 @@ from rlhub.config.ppo import PPOConfig
 
 SYNC = "sync"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_SERVICE_KEYS = ("recompute_kv_cache", "weights_folder", "replica_restarts", "multi_turn.", "agent.")
+_SERVICE_KEYS = ("recompute_kv_cache", "weights_folder", "trajectories_folder", "replica_restarts", "multi_turn.", "agent.")
 _TRAINER_KEYS = ("pipeline_depth", "stale_policy")
 
 
