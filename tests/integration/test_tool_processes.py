@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -124,6 +126,23 @@ def test_an_mcp_server_over_standard_input(server: Path) -> None:
     assert failed.failed and "fail" in failed.text
     left = [process for process in psutil.process_iter(["cmdline"]) if str(server) in (process.info["cmdline"] or [])]
     assert not left, "the server ends with the toolbox"
+
+
+def test_an_mcp_server_over_http(server: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(server), "streamable-http", str(port)], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        entry = {"name": "mcp", "settings": {"url": f"http://127.0.0.1:{port}/mcp", "prefix": "x_", "only": ["add", "fail"]}}
+        assert with_tools(use_server, entry)[1] == ["42"] * 5
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_an_mcp_server_that_cannot_be_used_is_named(server: Path) -> None:
