@@ -1,6 +1,6 @@
 """One knob: how fast is training when episodes wait on slow tools, synchronously, one step ahead, and fully asynchronously?
 
-    python scripts/bench/async_modes.py [--seeds 1 2 3] [--steps 60] [--backend local|ray] [--staleness 4] [--out FOLDER]
+    python scripts/bench/async_modes.py [--seeds 1 2 3] [--steps 120] [--backend local|ray] [--staleness 4] [--out FOLDER]
 
 Each episode is a real one: the hf engine writes a few tokens, a tool takes its time (0.05 to 1 s, a spread of 1:20, most of them
 short), and the engine goes on.  The job is main_ppo with the same model, placement, seeds and number of steps for all modes; only
@@ -245,7 +245,7 @@ def short_episodes(options: argparse.Namespace, console: Console) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--backend", default="local")
     parser.add_argument("--out", type=Path)
