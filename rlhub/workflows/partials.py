@@ -36,7 +36,8 @@ class TrackedEngine:
 
     def __init__(self, engine: EpisodeEngine, data: EpisodeData) -> None:
         self._engine, self._data = engine, data
-        self._first = True
+        # A first generation that is complete is not asked for again: what comes then is the second.
+        self._first = data.partial is None or data.partial.finish_reason == "abort"
         self._running: dict[asyncio.Future[None], str] = {}
         self._awaited: set[asyncio.Future[None]] = set()
         self.written = data.partial

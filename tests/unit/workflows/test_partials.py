@@ -7,6 +7,8 @@ import pytest
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.workflows import executor as executor_module
+from rlhub.workflows.base import EpisodeData
+from rlhub.workflows.partials import TrackedEngine
 from rlhub.workflows.single_turn import SingleTurn
 from rlhub.workflows.staleness import StalenessManager
 from tests.support.episodes import PROMPT, executing, parts, prompts
@@ -141,3 +143,11 @@ def test_a_service_that_does_not_answer_holds_up_no_checkpoint(monkeypatch: pyte
         wait_until_typed(executor, engine, 1)
         state = executor.state()
     assert state["begun"] == [] and state["ledger"]["open"] == [[0, "running"]]
+
+
+def test_a_first_turn_that_was_complete_is_kept_while_the_second_is_written() -> None:
+    done = Completion(token_ids=[7, 8], log_probs=[-0.1, -0.2], finish_reason="stop", versions=[3, 3])
+    data = EpisodeData(prompt_ids=tuple(PROMPT), ordinal=0, sample=0, seed=1, partial=done)
+    engine = TrackedEngine(Typist(), data)
+    asyncio.run(engine.agenerate(GenerationRequest(prompt_ids=[*PROMPT, 7, 8, 9], seed=2), SamplingParams()))
+    assert engine.written == done
