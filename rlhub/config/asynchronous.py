@@ -72,8 +72,11 @@ def _asynchronous(config: PPOConfig) -> Iterator[str]:
             f"{_ROLLOUT}.agent.num_workers={rollout.agent.num_workers}: episodes run on the driver's event loop in this version, "
             "tools and environments in processes of their own; set it to 0"
         )
-    if trainer.backend == "local" and rollout.tensor_model_parallel_size > 1:
-        yield f"{_ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with trainer.backend=local: set 1"
+    if rollout.tensor_model_parallel_size > 1:
+        yield (
+            f"{_ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with {_ROLLOUT}.mode={rollout.mode}: a "
+            f"replica of the service is one process in this version; set 1, or {_ROLLOUT}.mode=sync"
+        )
 
 
 def _replayed(config: PPOConfig) -> Iterator[str]:

@@ -109,7 +109,7 @@ class RolloutConfig:
     max_model_len: PositiveInt | None = None
     """Longest sequence in tokens; null: max_prompt_length + max_response_length."""
     enable_chunked_prefill: bool = True
-    """vllm: mix pieces of long prompts with decoding."""
+    """vllm on GPU: mix pieces of long prompts with decoding. On CPU always off: there it fails with seeds."""
     enable_prefix_caching: bool = True
     """vllm: share the KV cache of common prefixes, such as the n samples of a prompt; emptied at each weight update."""
     ignore_eos: bool = False

@@ -75,7 +75,7 @@ class RolloutWorkflow(ABC):
 
     @abstractmethod
     async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
-        """Run one episode.  None, or raising Reject, leaves the sample out; any other error is counted as a failure."""
+        """Run one episode.  None, or raising Reject, leaves its prompt's group out; any other error is counted as a failure."""
 
     async def aclose(self) -> None:  # noqa: B027  most workflows hold nothing
         """Release what the workflow holds (environments, clients); called once, when no episode runs any more."""

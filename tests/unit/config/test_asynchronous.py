@@ -27,6 +27,10 @@ def test_what_follows_from_the_bound() -> None:
         ({"actor_rollout_ref__rollout__agent__default_agent_loop": "mine.py:Mine"}, ("mine.py:Mine", "mode=async")),
         (ASYNC | {"trainer__stale_policy": "correct"}, ("stale_policy=correct", "rollout_is=token", "drop or mask")),
         (ASYNC | {"actor_rollout_ref__rollout__agent__num_workers": 2}, ("num_workers=2", "set it to 0")),
+        (
+            ASYNC | {"actor_rollout_ref__rollout__tensor_model_parallel_size": 2, "trainer__n_gpus_per_node": 2},
+            ("tensor_model_parallel_size=2", "mode=sync"),
+        ),
         ({"trainer__replay_from": "x", "trainer__test_freq": 5}, ("test_freq=5", "main_eval")),
         ({"trainer__replay_from": "x", "trainer__record_batches": True}, ("recorded already",)),
     ],
