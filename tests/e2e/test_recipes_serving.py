@@ -12,8 +12,6 @@ from tests.e2e.conftest import Mains
 from tests.e2e.test_recipes import IN_PROCESS, RECIPES, run_recipe
 from tests.support.metrics import rows_of
 
-pytestmark = pytest.mark.xdist_group("recipes_serving")  # they share data, model and warm start
-
 QUICK = (
     *IN_PROCESS,
     "data.train_batch_size=8",
@@ -48,7 +46,8 @@ def test_disaggregated(mains: Mains, out: Path) -> None:
     """Trainer and server share a folder and an address; the server's log-probs are those of the weights it was given."""
     environment = {"PYTHONPATH": f"{RECIPES.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = (sys.executable, str(RECIPES / "disaggregated" / "run.py"), "--engine", "hf")
-    done = run_recipe(mains, *command, *options(out), **environment)
+    remote = "actor_rollout_ref.rollout.name=remote"  # the options name an engine of this process
+    done = run_recipe(mains, *command, *options(out), remote, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [row for row in rows_of(out / "disaggregated") if row["step"] > 0]
     assert [row["step"] for row in rows] == [1, 2]
