@@ -67,11 +67,6 @@ def _asynchronous(config: PPOConfig) -> Iterator[str]:
             f"trainer.stale_policy=correct, but nothing corrects: set {rollout_correction.KEY}.rollout_is=token (weights), "
             ".rollout_rs (rejection), .proximal=a3po or .bypass_mode=true; or use trainer.stale_policy=drop or mask"
         )
-    if rollout.agent.num_workers > 0:
-        yield (
-            f"{_ROLLOUT}.agent.num_workers={rollout.agent.num_workers}: episodes run on the driver's event loop in this version, "
-            "tools and environments in processes of their own; set it to 0"
-        )
     if rollout.tensor_model_parallel_size > 1:
         yield (
             f"{_ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with {_ROLLOUT}.mode={rollout.mode}: a "

@@ -46,7 +46,8 @@ class AgentConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """The workflow's own settings."""
     num_workers: NonNegativeInt = 0
-    """Processes that run the episodes' own code; only 0, the driver's event loop, in this version."""
+    """Processes, on the driver's machine, that run the episodes' own code (tools, templates, agents); generation and scoring
+    are asked of the driver. 0: its event loop runs them too; set it where that code keeps the loop busy."""
     max_concurrent: PositiveInt | None = None
     """Most prompts in work at once; null: (max_staleness + 1) * train_batch_size."""
     episode_timeout_s: PositiveFloat | None = None

@@ -13,7 +13,15 @@ from rlhub.data.prompts import PromptLoader
 from rlhub.models.vocabulary import Vocabulary, read_vocabulary
 from rlhub.rewards import RewardManager
 from rlhub.trainer.ppo.episode_samples import EpisodeSamples
-from rlhub.trainer.ppo.episodes import GroupScoring, SignalFilter, Workflows, sampling_params, training_sampling
+from rlhub.trainer.ppo.episodes import (
+    VALIDATION,
+    GroupScoring,
+    SignalFilter,
+    Workflows,
+    episode_hosts,
+    training_sampling,
+    validation_sampling,
+)
 from rlhub.trainer.ppo.groups import ROLLOUT_ROLE, Groups
 from rlhub.trainer.ppo.prompt_log import FILE as PROMPTS
 from rlhub.trainer.ppo.prompt_log import PromptLog
@@ -24,6 +32,7 @@ from rlhub.trainer.ppo.seen import SeenPublication
 from rlhub.trainer.ppo.streaming import StreamSampler
 from rlhub.trainer.run import Run
 from rlhub.utils.task_runner import AsyncTaskRunner
+from rlhub.workers.episode_hosts import EpisodeHosts
 from rlhub.workers.rollout_service import RolloutService, service_options
 from rlhub.workers.router import Router
 from rlhub.workers.runtime import WorkerRuntime
@@ -49,9 +58,10 @@ def build_stream(
     stack.callback(runner.close)
     service = start_service(config, runtime, groups, run, runner)
     stack.callback(service.close)
+    hosts = start_hosts(config, vocabulary, run, runner, stack)
     scoring = build_scoring(scorer.reward)
     score = no_turn_scores if scoring.ahead is None else scoring.ahead.score_text
-    workflows = Workflows(config, tokenizer, training_sampling(config, vocabulary), score)
+    workflows = Workflows(config, tokenizer, training_sampling(config, vocabulary), score, hosts=hosts)
     stack.callback(lambda: on_loop(runner, workflows.aclose()))
     log = PromptLog(run.folder.path / PROMPTS)
     ledger = PromptLedger(on_end=log.ended)
@@ -75,8 +85,9 @@ def build_stream(
         vocabulary=vocabulary,
         log=log,
         timers=run.timers,
+        hosts=hosts,
     )
-    return batches, build_samples(config, service, runner, tokenizer, vocabulary, score, stack)
+    return batches, build_samples(config, service, runner, tokenizer, vocabulary, score, stack, hosts)
 
 
 def build_evaluation_samples(
@@ -90,9 +101,21 @@ def build_evaluation_samples(
     stack.callback(service.close)
     service.start()
     vocabulary = read_vocabulary(config.actor_rollout_ref.model, tokenizer)
+    hosts = start_hosts(config, vocabulary, run, runner, stack)
     ahead = build_scoring(reward).ahead
     score = no_turn_scores if ahead is None else ahead.score_text
-    return build_samples(config, service, runner, tokenizer, vocabulary, score, stack)
+    return build_samples(config, service, runner, tokenizer, vocabulary, score, stack, hosts)
+
+
+def start_hosts(
+    config: PPOConfig, vocabulary: Vocabulary, run: Run, runner: AsyncTaskRunner, stack: ExitStack
+) -> EpisodeHosts | None:
+    """The processes of agent.num_workers, if any; after the service, which has connected the cluster."""
+    hosts = episode_hosts(config, vocabulary, log_dir=run.folder.logs)
+    if hosts is not None:
+        on_loop(runner, hosts.start())
+        stack.callback(lambda: on_loop(runner, hosts.close()))
+    return hosts
 
 
 def start_service(config: PPOConfig, runtime: WorkerRuntime, groups: Groups, run: Run, runner: AsyncTaskRunner) -> RolloutService:
@@ -175,10 +198,11 @@ def build_samples(
     vocabulary: Vocabulary,
     score: Score,
     stack: ExitStack,
+    hosts: EpisodeHosts | None,
 ) -> EpisodeSamples:
     """Validation's episodes: the same workflows with other sampling."""
     rollout = config.actor_rollout_ref.rollout
-    sampling = sampling_params(config, vocabulary, rollout.val_kwargs, log_probs=True)
-    workflows = Workflows(config, tokenizer, sampling, score)
+    sampling = validation_sampling(config, vocabulary)
+    workflows = Workflows(config, tokenizer, sampling, score, VALIDATION, hosts)
     stack.callback(lambda: on_loop(runner, workflows.aclose()))
     return EpisodeSamples(rollout, service.router, workflows, runner.loop, seed=config.trainer.seed, pad_id=vocabulary.pad_id)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlhub.config.ppo import PPOConfig
 from rlhub.config.rollout import RolloutConfig, ValSamplingConfig
 from rlhub.data.prompts import AGENT_NAME
 from rlhub.engines.rollout.base import SamplingParams
+from rlhub.models.tokenizer import load_tokenizer
 from rlhub.models.vocabulary import Vocabulary
 from rlhub.protocol import DataProto
 from rlhub.rewards.naive import OUTCOMES
@@ -20,13 +24,20 @@ from rlhub.trainer.ppo.sampling import groups_with_signal
 from rlhub.trainer.ppo.scoring import Scorer
 from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes
 from rlhub.utils.columns import object_array
+from rlhub.workers.episode_host import HostSettings, WorkflowKey
+from rlhub.workers.episode_hosts import EpisodeHosts, HostOptions, host_starter
+from rlhub.workers.remote_workflow import RemoteWorkflow
 from rlhub.workflows.base import RolloutWorkflow, Score, WorkflowParts
 from rlhub.workflows.batches import to_batch
 from rlhub.workflows.groups import Group
-from rlhub.workflows.load import build_workflow
+from rlhub.workflows.load import build_workflow, workflow_class
 from rlhub.workflows.registry import DEFAULT, DEFAULT_MULTI_TURN
 
 logger = logging.getLogger(__name__)
+
+
+TRAINING, VALIDATION = "training", "validation"
+"""What episodes are for: their sampling follows from it."""
 
 
 def training_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingParams:
@@ -34,6 +45,11 @@ def training_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingPara
     rollout = config.actor_rollout_ref.rollout
     own = ValSamplingConfig(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, do_sample=True)
     return sampling_params(config, vocabulary, own, log_probs=True)
+
+
+def validation_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingParams:
+    """Of the episodes that measure."""
+    return sampling_params(config, vocabulary, config.actor_rollout_ref.rollout.val_kwargs, log_probs=True)
 
 
 def sampling_params(config: PPOConfig, vocabulary: Vocabulary, sampling: ValSamplingConfig, *, log_probs: bool) -> SamplingParams:
@@ -63,20 +79,31 @@ def workflow_kwargs(rollout: RolloutConfig) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Workflows:
-    """One workflow of each name, built when the first row asks for it.  Used on the event loop that runs the episodes."""
+    """One workflow of each name, built when the first row asks for it.  Used on the event loop that runs the episodes.
+
+    hosts: run the episodes' own code in place of this loop, with the sampling of `purpose`.
+    """
 
     config: PPOConfig
     tokenizer: Any
     sampling: SamplingParams
     score: Score
+    purpose: str = TRAINING
+    hosts: EpisodeHosts | None = None
     _built: dict[str, RolloutWorkflow] = field(default_factory=dict)
 
     def of(self, row: Mapping[str, Any]) -> RolloutWorkflow:
         """The workflow of this prompt."""
         name = row.get(AGENT_NAME) or default_workflow(self.config.actor_rollout_ref.rollout)
         if name not in self._built:
-            self._built[name] = build_workflow(name, self._parts())
+            self._built[name] = self._build(name)
         return self._built[name]
+
+    def _build(self, name: str) -> RolloutWorkflow:
+        if self.hosts is None:
+            return build_workflow(name, self._parts())
+        workflow_class(name)  # a wrong name ends the run, as without hosts, not only each of its episodes
+        return RemoteWorkflow(self._parts(), WorkflowKey(self.purpose, name), self.hosts)
 
     def _parts(self) -> WorkflowParts:
         return WorkflowParts(
@@ -92,6 +119,34 @@ class Workflows:
         """Release what they hold, when no episode runs any more."""
         await asyncio.gather(*(workflow.aclose() for workflow in self._built.values()))
         self._built.clear()
+
+
+def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, *, log_dir: Path) -> EpisodeHosts | None:
+    """The processes that run the episodes' own code, where the configuration wants any; not yet started."""
+    model, rollout, trainer = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.trainer
+    if rollout.agent.num_workers == 0:
+        return None
+    settings = HostSettings(
+        tokenizer=functools.partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code),
+        samplings={
+            TRAINING: training_sampling(config, vocabulary),
+            VALIDATION: validation_sampling(config, vocabulary),
+        },
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        kwargs=workflow_kwargs(rollout),
+        folder=os.getcwd(),
+    )
+    seconds = trainer.deadline_s
+    options = HostOptions(
+        backend=trainer.backend, start_s=seconds.start, log_dir=str(log_dir.absolute()), plugins=tuple(trainer.plugins)
+    )
+    return EpisodeHosts(
+        host_starter(settings, options),
+        rollout.agent.num_workers,
+        restarts=rollout.replica_restarts,
+        shutdown_s=seconds.shutdown,
+    )
 
 
 @dataclass(slots=True)

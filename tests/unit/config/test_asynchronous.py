@@ -26,7 +26,6 @@ def test_what_follows_from_the_bound() -> None:
         ({"actor_rollout_ref__rollout__multi_turn__enable": True}, ("multi_turn.enable=true", "mode=async")),
         ({"actor_rollout_ref__rollout__agent__default_agent_loop": "mine.py:Mine"}, ("mine.py:Mine", "mode=async")),
         (ASYNC | {"trainer__stale_policy": "correct"}, ("stale_policy=correct", "rollout_is=token", "drop or mask")),
-        (ASYNC | {"actor_rollout_ref__rollout__agent__num_workers": 2}, ("num_workers=2", "set it to 0")),
         (
             ASYNC | {"actor_rollout_ref__rollout__tensor_model_parallel_size": 2, "trainer__n_gpus_per_node": 2},
             ("tensor_model_parallel_size=2", "mode=sync"),
@@ -78,7 +77,8 @@ def test_interpolated_log_probs_are_what_stale_batches_are_for() -> None:
 
 
 def test_settings_of_the_service_have_no_effect_without_it() -> None:
-    values = {"trainer__stale_policy": "mask", "actor_rollout_ref__rollout__replica_restarts": 1}
-    keys = {"trainer.stale_policy", "actor_rollout_ref.rollout.replica_restarts"}
+    values = {"trainer__stale_policy": "mask", "actor_rollout_ref__rollout__agent__num_workers": 2}
+    keys = {"trainer.stale_policy", "actor_rollout_ref.rollout.agent.num_workers"}
     assert len(effects.without_effect(good(**values), keys)) == 2
     assert effects.without_effect(good(**ASYNC, **values), keys) == []
+    assert checks.check(good(**ASYNC, **values)) == []

@@ -1,0 +1,119 @@
+"""Episodes whose own code runs in real processes, one of which is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.workers.episode_host import HostSettings, WorkflowKey
+from rlhub.workers.episode_hosts import EpisodeHosts, HostOptions, host_starter
+from rlhub.workers.remote_workflow import RemoteWorkflow
+from rlhub.workflows.base import EpisodeData, WorkflowParts
+from rlhub.workflows.trajectory import Trajectory
+from tests.support.episodes import parts
+
+NUM_EPISODES = 8
+WAIT_S = 120.0
+WORKFLOW = """
+import os
+
+from rlhub.workflows.base import RolloutWorkflow
+from rlhub.workflows.trajectory import Trajectory
+
+
+class Where(RolloutWorkflow):
+    async def arun_episode(self, engine, data):
+        first = await engine.agenerate(self.request(data), self.parts.sampling)
+        reward, _ = await self.parts.score(data.row, str(first.token_ids))
+        made = Trajectory(
+            prompt_ids=list(data.prompt_ids), response_ids=first.token_ids, response_mask=[1, 1],
+            rollout_log_probs=first.log_probs, versions=first.versions, metrics={"pid": os.getpid()},
+        )
+        made.set_reward(reward)
+        return made
+"""
+
+
+class Gate:
+    """An engine that answers when it is open."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.waiting = self.asked = 0
+
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+        self.asked += 1
+        self.waiting += 1
+        try:
+            await self.open.wait()
+        finally:
+            self.waiting -= 1
+        return Completion(token_ids=[3, request.seed], log_probs=[-0.5] * 2, finish_reason="stop", versions=[0] * 2)
+
+
+def expected(seed: int) -> Trajectory:
+    return Trajectory(
+        prompt_ids=[5, 6],
+        response_ids=[3, seed],
+        response_mask=[1, 1],
+        rollout_log_probs=[-0.5] * 2,
+        versions=[0, 0],
+        rewards=[0.0, float(len(str([3, seed])))],
+    )
+
+
+async def length(row: object, text: str) -> tuple[float, dict[str, float]]:
+    return float(len(text)), {}
+
+
+def test_episodes_run_elsewhere_and_none_is_lost_with_its_host(ray_cluster: None, tmp_path: Path) -> None:
+    (tmp_path / "where.py").write_text(WORKFLOW)
+    settings = HostSettings(
+        tokenizer=str,
+        samplings={"training": SamplingParams(max_new_tokens=2)},
+        max_prompt_length=8,
+        max_response_length=2,
+        folder=str(tmp_path),
+    )
+    starter = host_starter(settings, HostOptions(log_dir=str(tmp_path / "logs")))
+    pids: set[int] = set()
+
+    async def main() -> None:
+        hosts, gate = EpisodeHosts(starter, 2, restarts=0), Gate()
+        await hosts.start()
+        try:
+            own: WorkflowParts = replace(parts(), score=length)
+            workflow = RemoteWorkflow(own, WorkflowKey("training", "where.py:Where"), hosts)
+            episodes = [
+                asyncio.create_task(
+                    workflow.arun_episode(gate, EpisodeData(prompt_ids=(5, 6), ordinal=seed, sample=0, seed=seed))
+                )
+                for seed in range(NUM_EPISODES)
+            ]
+            while gate.waiting < NUM_EPISODES:
+                await asyncio.sleep(0.01)
+            pids.update(host.actor.worker.pid for host in hosts.hosts)  # type: ignore[attr-defined]
+            victim = hosts.hosts[0].actor.worker.pid  # type: ignore[attr-defined]
+            assert [host.episodes for host in hosts.hosts] == [NUM_EPISODES // 2] * 2
+            os.kill(victim, signal.SIGKILL)
+            while len(hosts.hosts) == 2 or gate.waiting < NUM_EPISODES:
+                await asyncio.sleep(0.01)
+            gate.open.set()
+            found = await asyncio.gather(*episodes)
+            assert {one.metrics.pop("pid") for one in found if one} == pids - {victim}
+            assert found == [expected(seed) for seed in range(NUM_EPISODES)]
+            assert gate.asked == NUM_EPISODES + NUM_EPISODES // 2
+            assert hosts.counts == {"deaths": 1, "episodes_again": NUM_EPISODES // 2}
+        finally:
+            await hosts.close()
+
+    asyncio.run(asyncio.wait_for(main(), WAIT_S))
+    assert len(pids) == 2 and os.getpid() not in pids
+    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    assert not alive
