@@ -49,18 +49,19 @@ class EpisodeHosts:
         self.counts: Counter[str] = Counter()
         self._restarted: Counter[str] = Counter()
         self._coming = 0  # being started in another's place
+        self._starting: set[asyncio.Future[AsyncActor]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._failure: RlhubError | None = None
         self._closed = False
 
     async def start(self) -> None:
-        """Start all of them.  On any error nothing is left behind."""
-        try:
-            await asyncio.gather(*(self._join(f"episodes-{number}") for number in range(self._num_hosts)))
-        except BaseException:
+        """Start all of them.  If one cannot start the others are ended too."""
+        joining = (self._join(f"episodes-{number}") for number in range(self._num_hosts))
+        failures = [found for found in await asyncio.gather(*joining, return_exceptions=True) if found is not None]
+        if failures:
             await self.close()
-            raise
+            raise failures[0]
 
     async def choose(self) -> Host:
         """The one with the fewest episodes.  Waits while all are being replaced; WorkflowError when none will be any more."""
@@ -100,7 +101,7 @@ class EpisodeHosts:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(self._end(host) for host in hosts))
+        await asyncio.gather(*(self._end(host) for host in hosts), self._end_unwanted())
 
     def _replace(self, name: str, why: BaseException | str) -> None:
         if self._restarted[name] < self._restarts:
@@ -128,10 +129,16 @@ class EpisodeHosts:
             self._replace(name, failed)
 
     async def _join(self, name: str) -> None:
-        actor = await self._start_host(name)
+        starting = asyncio.ensure_future(self._start_host(name))
+        self._starting.add(starting)
+        try:
+            actor = await asyncio.shield(starting)
+        except RlhubError:
+            self._starting.discard(starting)
+            raise
         if self._closed:
-            actor.kill()
             return
+        self._starting.discard(starting)
         host = Host(name, actor)
         self.hosts.append(host)
         self.background(self._watch(host))
@@ -151,6 +158,14 @@ class EpisodeHosts:
         except (WorkerError, DeadlineError) as error:
             logger.warning("episode host %s did not end in order: %s", host.name, error)
         host.actor.kill()
+
+    async def _end_unwanted(self) -> None:
+        """Those that were being started when all were ended."""
+        if self._starting:
+            done, _ = await asyncio.wait(self._starting, timeout=self._shutdown_s)
+            for started in done:
+                if started.exception() is None:
+                    started.result().kill()
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -113,8 +113,8 @@ def start_hosts(
     """The processes of agent.num_workers, if any; after the service, which has connected the cluster."""
     hosts = episode_hosts(config, vocabulary, log_dir=run.folder.logs)
     if hosts is not None:
-        on_loop(runner, hosts.start())
         stack.callback(lambda: on_loop(runner, hosts.close()))
+        on_loop(runner, hosts.start())
     return hosts
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.errors import DataError, EngineError, WorkerDiedError, WorkerError, WorkflowError
+from rlhub.single_controller.async_actor import AsyncActor
 from rlhub.utils.outcomes import Reject
 from rlhub.workers.episode_host import EpisodeHost, HostSettings, WorkflowKey
 from rlhub.workers.episode_hosts import EpisodeHosts, HostOptions, host_starter
@@ -268,6 +269,39 @@ def test_an_episode_begins_anew_when_its_host_dies_as_often_as_is_allowed() -> N
             await workflow.arun_episode(engine, DATA)
 
     within(play)
+
+
+def test_a_host_that_starts_while_all_are_ended_is_ended_too() -> None:
+    started: list[AsyncActor] = []
+
+    async def slowly(name: str) -> AsyncActor:
+        await asyncio.sleep(0.05 if started else 0.0)
+        started.append(await host_starter(SETTINGS, HostOptions(backend="local"))(name))
+        return started[-1]
+
+    async def play() -> None:
+        hosts = EpisodeHosts(slowly, 1)
+        await hosts.start()
+        started[0].kill()
+        await until(lambda: hosts.counts["restarts"] == 1)
+        await hosts.close()
+        assert [actor.ended for actor in started] == [True, True]
+
+    asyncio.run(play())
+
+
+def test_one_that_cannot_start_ends_the_others() -> None:
+    started: list[AsyncActor] = []
+
+    async def once(name: str) -> AsyncActor:
+        if name == "episodes-0":
+            raise WorkerError("no module", role=name, rank=0)
+        started.append(await host_starter(SETTINGS, HostOptions(backend="local"))(name))
+        return started[-1]
+
+    with pytest.raises(WorkerError, match="no module"):
+        asyncio.run(EpisodeHosts(once, 2).start())
+    assert [actor.ended for actor in started] == [True]
 
 
 def test_a_session_has_one_episode() -> None:
