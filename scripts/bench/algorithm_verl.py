@@ -228,6 +228,7 @@ def main() -> None:
             torch.save({**estimators(), **losses(), **pieces(), **corrections()}, command["file"])
         elif command["do"] == "cost":
             calls = calls or cost_calls()
+            calls[command["name"]]()  # as algorithm_cost.timed_again
             start = time.process_time()
             calls[command["name"]]()
             answer = {"cpu_s": time.process_time() - start}

@@ -93,8 +93,8 @@ class Loop:
         self.plan, self.stop = plan, threading.Event()
         self.state_file = plan.folder / "state.json"
         state = json.loads(self.state_file.read_text()) if self.state_file.exists() else None
-        if state is not None:
-            fuzz.take_back(plan.folder, state["executor"]["ledger"]["counts"])
+        # Killed before its first checkpoint, a run begins anew: then all of it did not happen.
+        fuzz.take_back(plan.folder, state["executor"]["ledger"]["counts"] if state else dict.fromkeys(fuzz.ENDS, 0))
         self.step = state["step"] if state else 0
         self.records = fuzz.Records(plan.folder)
         self.kills = self.pauses = 0

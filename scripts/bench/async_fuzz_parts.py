@@ -138,6 +138,9 @@ class Records:
             lines.close()
 
 
+ENDS = ("trained", "rejected", "dropped")
+
+
 def take_back(folder: Path, counts: dict[str, int]) -> None:
     """Forget what came after the checkpoint whose ledger counted so many ends: for the resumed run it did not happen."""
     kept = {"trained": counts["trained"], "ends": counts["rejected"] + counts["dropped"]}
