@@ -3,8 +3,9 @@
     python scripts/bench/algorithm_cost.py [--rounds 5] [--seeds 2] [--no-agreement] [--no-cost]
 
 Makes verl's environment once, in .bench-venv (needs a package index then; later runs need none): verl without its
-dependencies, over the packages of this environment.  verl runs in a process of its own.  One thread each, CPU time, both
-sides take turns, medians.  Exit status 1 where the numbers differ and no docstring of rlhub says why.
+dependencies, over the packages of this environment.  For costs each side has a process of its own that does nothing else, since
+what else a process has allocated decides how many pages each call must ask for anew.  One thread each, CPU time, both sides take
+turns, medians.  Exit status 1 where the numbers differ and no docstring of rlhub says why.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ def environment() -> Path:
     return python
 
 
-class Verl:
-    """The child process; see algorithm_verl.py."""
+class Side:
+    """A child process that answers questions: algorithm_verl.py or algorithm_rlhub.py."""
 
-    def __init__(self, python: Path, log: Path) -> None:
+    def __init__(self, python: Path | str, script: str, log: Path) -> None:
         self.log = log
         self.process = subprocess.Popen(
-            [python, str(Path(__file__).with_name("algorithm_verl.py"))],
+            [python, str(Path(__file__).with_name(script))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=open(log, "w"),  # noqa: SIM115 - lives as long as the process
@@ -87,7 +88,7 @@ class Verl:
             if line.startswith("{"):  # its libraries may print too
                 answer: dict[str, Any] = json.loads(line)
                 return answer
-        raise RuntimeError(f"verl's process ended:\n{self.log.read_text()[-3000:]}")
+        raise RuntimeError(f"a side's process ended:\n{self.log.read_text()[-3000:]}")
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -122,7 +123,7 @@ def documented(module: str, words: str) -> bool:
     return " ".join(words.split()) in source
 
 
-def agreement(console: Console, verl: Verl, folder: Path) -> bool:
+def agreement(console: Console, verl: Side, folder: Path) -> bool:
     """Print every case; False where one differs unexplained, or agrees though it is listed as different."""
     file = folder / "verl.pt"
     verl.ask(do="agree", file=str(file))
@@ -154,20 +155,14 @@ def timed(call: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def timed_again(call: Callable[[], Any]) -> float:
-    """After the same call untimed: whose turn came last decides what the caches hold, and that must not tell the sides apart."""
-    call()
-    return timed(call)
-
-
-def costs(console: Console, verl: Verl, rounds: int) -> None:
+def costs(console: Console, verl: Side, rlhub: Side, rounds: int) -> None:
     """Estimators on a batch of the cost shape."""
-    calls = ours.cost_calls()
+    calls = list(dict.fromkeys(name for name, _, _ in COSTS))
     names = list(dict.fromkeys(theirs for _, theirs, _ in COSTS))
     spent: dict[str, list[float]] = {name: [] for name in (*calls, *(f"verl {name}" for name in names))}
     for number in range(rounds + 1):
-        for name, call in calls.items():
-            seconds = {name: timed_again(call)} | {
+        for name in calls:
+            seconds = {name: rlhub.ask(do="cost", name=name)["cpu_s"]} | {
                 f"verl {theirs}": verl.ask(do="cost", name=theirs)["cpu_s"] for theirs in names if theirs.split(",")[0] == name
             }
             for who, value in seconds.items():
@@ -183,7 +178,7 @@ def costs(console: Console, verl: Verl, rounds: int) -> None:
     console.print(table)
 
 
-def balancing(console: Console, verl: Verl, rounds: int, seeds: int) -> None:
+def balancing(console: Console, verl: Side, rounds: int, seeds: int) -> None:
     """10,000 lengths into 512 parts, sizes free; and equal sizes, of the nearest number that verl takes."""
     table = Table(title=f"Balancing into {drawn.NUM_PARTS} parts: CPU ms, and largest part over the mean")
     for column in ("lengths", "seed", "items", "sizes", "rlhub ms", "verl ms", "rlhub max/mean", "verl max/mean", ""):
@@ -216,15 +211,17 @@ def main() -> None:
     console = Console(width=170)
     good = True
     with tempfile.TemporaryDirectory(prefix="rlhub-bench-") as folder:
-        verl = Verl(environment(), Path(folder) / "verl.log")
+        verl = Side(environment(), "algorithm_verl.py", Path(folder) / "verl.log")
+        rlhub = Side(sys.executable, "algorithm_rlhub.py", Path(folder) / "rlhub.log")
         try:
+            if arguments.cost:  # first, so that both processes are fresh
+                costs(console, verl, rlhub, arguments.rounds)
+                balancing(console, verl, arguments.rounds, arguments.seeds)
             if arguments.agreement:
                 good = agreement(console, verl, Path(folder))
-            if arguments.cost:
-                costs(console, verl, arguments.rounds)
-                balancing(console, verl, arguments.rounds, arguments.seeds)
         finally:
             verl.close()
+            rlhub.close()
     sys.exit(0 if good else 1)
 
 

@@ -3,6 +3,8 @@ why."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -208,3 +210,15 @@ def cost_calls() -> dict[str, Callable[[], Any]]:
 def balance(kind: str, items: int, seed: int, equal: bool) -> list[list[int]]:
     capacities = [items // drawn.NUM_PARTS] * drawn.NUM_PARTS if equal else None
     return partition(drawn.lengths(kind, items, seed), drawn.NUM_PARTS, capacities=capacities)
+
+
+def main() -> None:
+    """Answer questions about costs, as algorithm_verl.py does."""
+    torch.set_num_threads(1)
+    calls = cost_calls()
+    for line in sys.stdin:
+        print(json.dumps({"cpu_s": drawn.cpu_seconds(calls[json.loads(line)["name"]])}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
