@@ -12,8 +12,7 @@ from torch import Tensor
 from rlhub.engines.rollout.base import Completion, GenerationRequest
 from rlhub.errors import EngineError
 from rlhub.utils.seeding import sample_seed
-
-FINISH_CODES = {"stop": 0, "length": 1, "abort": 2}
+from rlhub.workflows.batches import FINISH_CODES
 
 
 @dataclass(slots=True, kw_only=True)

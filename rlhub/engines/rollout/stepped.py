@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -21,9 +22,9 @@ class SteppedEngine(RolloutEngine):
         self._ready = False
         self._loop = EngineLoop(self._make_stepper, lambda: self.version)
 
+    @abstractmethod
     def _make_stepper(self) -> Stepper:
         """Called once, with the first single request."""
-        raise NotImplementedError
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
         if not self._loop.paused:  # else it waits, with those that are there, for the weights
