@@ -146,8 +146,8 @@ def take_back(folder: Path, counts: dict[str, int]) -> None:
     kept = {"trained": counts["trained"], "ends": counts["rejected"] + counts["dropped"]}
     for name, count in kept.items():
         path = folder / f"{name}.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        path.write_text("".join(lines[:count]))
+        if path.exists():
+            path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
 
 
 def findings(folder: Path, ledger: PromptLedger, bound: int) -> list[str]:

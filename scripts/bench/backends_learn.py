@@ -51,6 +51,9 @@ BACKENDS: dict[str, tuple[int, list[str]]] = {
     "megatron-tp2-pp2": (4, _megatron(tp=2, pp=2)),
     "fsdp2-ppo": (2, PPO),
     "megatron-tp2-ppo": (2, [*PPO, *_megatron(tp=2)]),
+    "megatron-pp2-ppo": (2, [*PPO, *_megatron(pp=2)]),
+    "megatron-dp2-ppo": (2, [*PPO, *_megatron()]),
+    "megatron-tp2-vllm-tp2-ppo": (2, [*PPO, *_megatron(tp=2), f"{ROLLOUT_TP}=2"]),
     "megatron-tp2-pp2-ppo": (4, [*PPO, *_megatron(tp=2, pp=2)]),
 }
 """Name -> (ranks, overrides).  Those ending in -ppo are compared among themselves."""
