@@ -15,7 +15,8 @@ from typing import Any
 from rlhub.errors import DeadlineError, EngineError, RlhubError, WorkerDiedError, WorkerError
 from rlhub.utils.outcomes import Reject
 from rlhub.workers.episode_host import Ask, Ended, ScoreAsk, Withdrawn, WorkflowKey
-from rlhub.workers.episode_hosts import EpisodeHosts, Host
+from rlhub.workers.episode_hosts import EpisodeHosts
+from rlhub.workers.host_set import Host, own_error
 from rlhub.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
 from rlhub.workflows.trajectory import Trajectory
 
@@ -55,12 +56,10 @@ class RemoteWorkflow(RolloutWorkflow):
         try:
             return await run.play(self._key, data)
         except WorkerError as error:
-            if isinstance(error.__cause__, RlhubError) and not isinstance(error, WorkerDiedError):
-                own, error.__cause__ = error.__cause__, None
-                raise own from error  # as it would be without a host
-            if error.remote_type == TimeoutError.__name__:
-                raise TimeoutError(str(error)) from error
-            raise
+            own = own_error(error)
+            if own is error:
+                raise
+            raise own from error
         finally:
             host.episodes -= 1
             await run.stop_answering()
