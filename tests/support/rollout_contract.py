@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket
+from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams, WeightBucket
 from rlhub.errors import EngineError
 from rlhub.utils.regions import take
 
@@ -142,11 +142,26 @@ def check_agenerate(engine: RolloutEngine) -> None:
     both = asyncio.run(gather())
     assert tokens(both) == tokens(engine.generate(requests(), params)) + tokens(engine.generate(requests(), other))
 
+    asyncio.run(_check_follow(engine, params))
+
     async def refused() -> None:
         await engine.agenerate(GenerationRequest(prompt_ids=[], seed=0), params)
 
     with pytest.raises(EngineError, match="empty prompt"):
         asyncio.run(refused())
+
+
+async def _check_follow(engine: RolloutEngine, params: SamplingParams) -> None:
+    """Who follows a request is told its tokens one after the other, among others that nobody follows."""
+    told: list[Progress] = []
+    others = [asyncio.create_task(engine.agenerate(request, params)) for request in requests()[1:]]
+    completion = await engine.agenerate(requests()[0], params, told.append)
+    await asyncio.gather(*others)
+    assert [token for progress in told for token in progress.token_ids] == completion.token_ids
+    assert [value for progress in told for value in progress.log_probs] == completion.log_probs
+    assert [value for progress in told for value in progress.versions] == completion.versions
+    assert [progress.finish_reason for progress in told] == [None] * (len(told) - 1) + [completion.finish_reason]
+    assert len(told) > 1
 
 
 def check_interruptions(engine: RolloutEngine, weights: dict[str, Tensor], *, num_tokens: int = 40) -> None:

@@ -12,7 +12,7 @@ one of the two at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -68,6 +68,26 @@ class Completion:
     versions: list[int] = field(default_factory=list)
 
 
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """The next tokens of a completion that is being sampled; fields as in Completion.
+
+    finish_reason: the completion's, with its last tokens; None while more may come.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason | None = None
+
+
+Follow = Callable[[Progress], None]
+"""Told of the tokens of one request as they come: on the event loop that asked, each token once and in order, and nothing after
+the completion.  What was told is always a beginning of the completion, but need not be all of it: an engine that cannot tell
+tokens as they come tells none, and an abort comes without its last ones.  It must return at once; what it raises ends the
+request."""
+
+
 class RolloutEngine(ABC):
     """See the module docstring.  Blocking, except `agenerate`.  The engine owns its weights' memory."""
 
@@ -86,8 +106,8 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
-        """One request of the continuous batch, from any event loop; cancelling the task ends the request.
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+        """One request of the continuous batch, from any event loop; cancelling the task ends the request.  See Follow.
 
         While the engine is paused requests wait.  If a step fails, every waiting request gets the error, and so do later ones.
         """

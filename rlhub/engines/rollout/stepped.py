@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.requests import check_requests
 from rlhub.engines.rollout.stepping import EngineLoop, Stepper
@@ -26,11 +26,11 @@ class SteppedEngine(RolloutEngine):
     def _make_stepper(self) -> Stepper:
         """Called once, with the first single request."""
 
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         if not self._loop.paused:  # else it waits, with those that are there, for the weights
             self._refuse_unready("generate")
         check_requests([request], params, max_model_len=self._setup.max_model_len)
-        return await self._loop.generate(request, params)
+        return await self._loop.generate(request, params, follow)
 
     @property
     def load(self) -> int:

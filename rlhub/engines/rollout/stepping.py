@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from rlhub.engines.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, FinishReason, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import EngineError
 
 
@@ -52,6 +52,7 @@ class _Live:
     params: SamplingParams
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Completion]
+    follow: Follow | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -60,8 +61,13 @@ class _Live:
         log_probs = self.log_probs if self.params.log_probs else []
         return Completion(token_ids=self.tokens, log_probs=log_probs, finish_reason=reason, versions=self.versions)
 
+    def progress(self, event: TokenEvent, version: int) -> Progress:
+        log_probs = [event.log_prob] if self.params.log_probs else []
+        return Progress(token_ids=[event.token], log_probs=log_probs, versions=[version], finish_reason=event.finish)
 
-Answer = tuple[_Live, Completion | BaseException]
+
+Answer = tuple[_Live, Completion | Progress | BaseException]
+"""What a request's caller is told: its completion, an error, or, if he follows it, a token on the way there."""
 
 
 class EngineLoop:
@@ -95,10 +101,11 @@ class EngineLoop:
         """Whether steps are held up."""
         return self._paused
 
-    async def generate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+    async def generate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         """Queue one checked request and wait for its completion; cancelling ends it."""
         loop = asyncio.get_running_loop()
-        live = _Live(key=next(self._keys), request=request, params=params, loop=loop, future=loop.create_future())
+        future: asyncio.Future[Completion] = loop.create_future()
+        live = _Live(key=next(self._keys), request=request, params=params, loop=loop, future=future, follow=follow)
         with self._changed:
             self._refuse()
             self._start()
@@ -228,7 +235,7 @@ class EngineLoop:
         return not idle and bool(self._live or self._removed)
 
     def _advance(self) -> list[Answer]:
-        """Let requests join and leave, then one step; what has finished."""
+        """Let requests join and leave, then one step; what callers are told of it."""
         assert self._stepper is not None
         with self._changed:
             recompute, self._recompute = self._recompute, False
@@ -253,18 +260,21 @@ class EngineLoop:
         self._removed = set()
 
     def _record(self, events: Sequence[TokenEvent], version: int) -> list[Answer]:
-        finished: list[Answer] = []
-        for key, token, log_prob, reason in events:
+        answers: list[Answer] = []
+        for event in events:
+            key, token, log_prob, reason = event
             live = self._live.get(key)
             if live is None:  # left during the step
                 continue
             live.tokens.append(token)
             live.log_probs.append(log_prob)
             live.versions.append(version)
+            if live.follow is not None:
+                answers.append((live, live.progress(event, version)))
             if reason is not None:
                 del self._live[key]
-                finished.append((live, live.completion(reason)))
-        return finished
+                answers.append((live, live.completion(reason)))
+        return answers
 
     def _take_all(self, error: BaseException) -> list[Answer]:
         """Every request there is, to be answered with `error`."""
@@ -287,10 +297,20 @@ def _settle(answers: Sequence[Answer]) -> None:
     for live, outcome in answers:
         if live.future.done():  # cancelled meanwhile
             continue
-        if isinstance(outcome, BaseException):
+        if isinstance(outcome, Progress):
+            _tell(live, outcome)
+        elif isinstance(outcome, BaseException):
             live.future.set_exception(_as_engine_error(outcome))
         else:
             live.future.set_result(outcome)
+
+
+def _tell(live: _Live, progress: Progress) -> None:
+    assert live.follow is not None
+    try:
+        live.follow(progress)
+    except Exception as error:  # noqa: BLE001  the caller's own code: its error is the caller's, not that of the others told with him
+        live.future.set_exception(error)
 
 
 def _as_engine_error(error: BaseException) -> EngineError:

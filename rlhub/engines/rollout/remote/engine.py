@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.remote.dialect import NO_IDS, Call, Dialect
 from rlhub.engines.rollout.remote.http import Http, read_key
@@ -111,7 +111,8 @@ class RemoteEngine(RolloutEngine):
         found: list[Completion] = self._running().run(gather())
         return found
 
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+        """Servers answer whole: `follow` is told nothing."""
         if not self._paused:
             self._refuse_unready("generate")
         check_requests([request], params, max_model_len=self._setup.max_model_len)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams, WeightBucket
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams, WeightBucket
 from rlhub.engines.rollout.dtypes import resolve_dtype
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.requests import check_requests
@@ -95,13 +95,13 @@ class VLLMEngine(SteppedEngine):
             versions=[self.version] * len(tokens),
         )
 
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         if self._setup.config.tensor_model_parallel_size > 1:
             raise EngineError(
                 "single requests would be scheduled differently on each tensor-parallel rank: use generate (rollout.mode=sync) "
                 "or rollout.tensor_model_parallel_size=1 with more replicas"
             )
-        return await super().agenerate(request, params)
+        return await super().agenerate(request, params, follow)
 
     def _make_stepper(self) -> Stepper:
         from rlhub.engines.rollout.vllm.stepper import VLLMStepper

@@ -4,10 +4,11 @@ import asyncio
 import threading
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import pytest
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
 from rlhub.engines.rollout.stepping import EngineLoop, TokenEvent
 from rlhub.errors import EngineError
 
@@ -81,6 +82,60 @@ def test_callers_on_several_event_loops_share_the_steps_of_one_thread() -> None:
     assert len(stepper.threads) == 1 and threading.get_ident() not in stepper.threads
     loop.close()
     assert all(thread.ident not in stepper.threads for thread in threading.enumerate())
+
+
+class Stepped(Counter):
+    """A step waits until it is allowed."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length=length)
+        self.allowed = threading.Semaphore(0)
+
+    def step(self) -> Sequence[TokenEvent]:
+        assert self.allowed.acquire(timeout=10)
+        return super().step()
+
+
+def test_tokens_are_told_as_they_come_on_the_loop_that_asked() -> None:
+    stepper = Stepped(length=3)
+    loop = loop_over(stepper)
+
+    async def scenario() -> None:
+        told: asyncio.Queue[tuple[Progress, int]] = asyncio.Queue()
+        loop.pause()  # until both are there
+        silent = asyncio.create_task(loop.generate(request(), PARAMS))
+        follow = lambda progress: told.put_nowait((progress, threading.get_ident()))  # noqa: E731
+        task = asyncio.create_task(loop.generate(request(), replace(PARAMS, log_probs=False), follow))
+        while loop.load < 2:
+            await asyncio.sleep(0)
+        loop.resume()
+        for finish in (None, None, "length"):
+            stepper.allowed.release()
+            progress, thread = await asyncio.wait_for(told.get(), 10)
+            assert thread == threading.get_ident()
+            assert (progress.versions, progress.log_probs, progress.finish_reason) == ([4], [], finish)
+            assert progress.token_ids == [stepper.steps]
+            assert finish or not task.done()
+        assert (await asyncio.wait_for(task, 10)).token_ids == [1, 2, 3] == (await silent).token_ids
+
+    asyncio.run(scenario())
+    loop.close()
+
+
+def test_an_error_of_who_follows_ends_his_request_alone() -> None:
+    loop = loop_over(Counter())
+
+    def follow(progress: Progress) -> None:
+        raise KeyError("mine")
+
+    async def scenario() -> None:
+        other = asyncio.create_task(loop.generate(request(), PARAMS))
+        with pytest.raises(KeyError, match="mine"):
+            await asyncio.wait_for(loop.generate(request(), PARAMS, follow), 10)
+        assert len((await asyncio.wait_for(other, 10)).token_ids) == 50
+
+    asyncio.run(scenario())
+    loop.close()
 
 
 def test_a_step_that_fails_ends_every_request_with_its_error_and_the_engine_says_so() -> None:
