@@ -26,8 +26,12 @@ class EnvProcess:
     async def start(cls, target: str, settings: Mapping[str, Any], *, timeout_s: float, memory_gb: float) -> EnvProcess:
         """A process with the simulator made in it.  timeout_s: the longest that a call may take, ever.  LoadError."""
         parameters = ("operation", "arguments")
-        child = await asyncio.to_thread(spawn, SERVE, parameters, timeout_s=timeout_s, memory_gb=memory_gb)
-        process = cls(child)
+        spawning = asyncio.ensure_future(asyncio.to_thread(spawn, SERVE, parameters, timeout_s=timeout_s, memory_gb=memory_gb))
+        try:
+            process = cls(await asyncio.shield(spawning))
+        except asyncio.CancelledError:
+            spawning.add_done_callback(_end_unwanted)
+            raise
         reply = await process._exchange("start", None, START_TIMEOUT_S)
         if "load_error" in reply:
             await process.kill()
@@ -103,3 +107,9 @@ class EnvProcess:
         finally:
             loop.remove_reader(child.reply_fd)
             loop.remove_writer(child.request_fd)
+
+
+def _end_unwanted(spawning: asyncio.Future[ChildProcess]) -> None:
+    """A process whose user left before it was there."""
+    if not spawning.cancelled() and spawning.exception() is None:
+        spawning.result().kill()

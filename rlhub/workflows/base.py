@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.envs.source import EnvironmentSource
 from rlhub.workflows.trajectory import Trajectory
 
 
@@ -57,6 +58,7 @@ class WorkflowParts:
     """What a workflow is built from.  kwargs: its own settings, from the configuration.
 
     sampling: temperature, stop tokens and so on; max_new_tokens is the budget of the whole response.
+    environments: who lends environments to its episodes; None: each workflow runs its own in this process.
     """
 
     tokenizer: Any
@@ -65,6 +67,7 @@ class WorkflowParts:
     max_response_length: int
     score: Score
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    environments: EnvironmentSource | None = None
 
 
 class RolloutWorkflow(ABC):

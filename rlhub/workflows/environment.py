@@ -3,6 +3,15 @@
 A step environment's observations are the user's turns, and each turn of the policy is an action: its rewards are credited to
 the turns that earned them.  A tool environment's tools are called as in tool_agent.  The environment begins from a seed of
 the prompt, so that all samples of a prompt meet the same one.
+
+    python -m rlhub.trainer.main_ppo ... actor_rollout_ref.rollout.mode=async \
+        actor_rollout_ref.rollout.agent.default_agent_loop=environment \
+        actor_rollout_ref.rollout.agent.kwargs.environment=grid_walk \
+        actor_rollout_ref.rollout.agent.kwargs.num_env_workers=8        # killable processes, which episodes lease
+        actor_rollout_ref.rollout.agent.num_env_hosts=2                 # 2 actors on the cluster's machines, with 8 each
+
+An episode leases its environment (`WorkflowParts.environments`) from this process, or from actors elsewhere; it is the same
+episode.  An environment whose process or actor dies fails the one episode that held it.
 """
 
 from __future__ import annotations
@@ -12,10 +21,10 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rlhub.envs.base import EnvError, Environment, Observation, StepEnvironment
-from rlhub.envs.local import LocalEnvironment
-from rlhub.envs.pool import EnvironmentPool, PoolLimits
-from rlhub.envs.registry import environment_factory, environment_target
+from rlhub.envs.base import EnvDiedError, EnvError, Environment, Observation, StepEnvironment
+from rlhub.envs.pool import PoolLimits
+from rlhub.envs.registry import environment_factory
+from rlhub.envs.source import EnvironmentSpec, OwnEnvironments, offers_tools
 from rlhub.errors import ConfigError, DeadlineError, LoadError
 from rlhub.tools.base import ToolError
 from rlhub.tools.schemas import checked_arguments
@@ -35,33 +44,29 @@ class EnvironmentEpisodes(RolloutWorkflow):
         super().__init__(parts)
         self._knobs = fill_knobs(EnvironmentKnobs, parts.kwargs)
         self._factory = _factory(self._knobs.environment)
-        self._pool: EnvironmentPool | None = None
-        self._offers_tools = isinstance(self._factory, type) and issubclass(self._factory, Environment)
-        if self._offers_tools:
+        self._spec = environment_spec(self._knobs, self._factory)
+        self._own = OwnEnvironments()
+        self._environments = parts.environments or self._own
+        if self._spec.offers_tools:
             self._tools = ToolLoop(parts=parts, knobs=self._knobs, scored=True)
             self._template = self._tools.template
         else:
             self._template = TurnTemplate(parts.tokenizer, roles=["user"], kwargs=self._knobs.chat_template_kwargs)
 
     async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
-        if self._offers_tools:
-            return await self._with_tools(engine, data)
-        async with self._lease() as environment:
+        async with self._environments.lease(self._spec, data.session) as environment:
+            if isinstance(environment, Environment):
+                return await self._with_tools(engine, data, environment)
             return await self._with_steps(engine, data, environment)
 
     async def aclose(self) -> None:
-        if self._pool is not None:
-            await self._pool.aclose()
+        await self._own.aclose()
 
-    async def _with_tools(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory:
-        environment = self._factory(**self._knobs.environment_kwargs)
-        try:
-            async with self._deadline("initialization", self._knobs.reset_timeout_s):
-                await environment.ainitialize(seed=environment_seed(data), options=environment_options(data))
-                calls = EnvironmentCalls(environment, await environment.list_tools(), self._knobs.tool_timeout_s)
-            return await self._tools.run(engine, data, calls)
-        finally:
-            await environment.aclose()
+    async def _with_tools(self, engine: EpisodeEngine, data: EpisodeData, environment: Environment) -> Trajectory:
+        async with self._deadline("initialization", self._knobs.reset_timeout_s):
+            await environment.ainitialize(seed=environment_seed(data), options=environment_options(data))
+            calls = EnvironmentCalls(environment, await environment.list_tools(), self._knobs.tool_timeout_s)
+        return await self._tools.run(engine, data, calls)
 
     async def _with_steps(self, engine: EpisodeEngine, data: EpisodeData, environment: StepEnvironment) -> Trajectory:
         observation, _ = await environment.reset(seed=environment_seed(data), options=environment_options(data))
@@ -84,32 +89,6 @@ class EnvironmentEpisodes(RolloutWorkflow):
             if not transcript.add_context(self._template.between(answer, turn_ended=closed)):
                 break
         return transcript.trajectory({f"env_{end}": float(ended == end) for end in ("terminated", "truncated")})
-
-    @asynccontextmanager
-    async def _lease(self) -> AsyncIterator[StepEnvironment]:
-        """An environment for one episode: from the pool, or made for it in this process."""
-        knobs = self._knobs
-        if knobs.num_env_workers:
-            if self._pool is None:
-                self._pool = self._new_pool()
-            async with self._pool.lease() as leased:
-                yield leased
-            return
-        made = self._factory(**knobs.environment_kwargs)
-        longest = max(knobs.reset_timeout_s, knobs.step_timeout_s)
-        environment = made if isinstance(made, StepEnvironment) else LocalEnvironment(made, timeout_s=longest)
-        try:
-            yield environment
-        finally:
-            await environment.close()
-
-    def _new_pool(self) -> EnvironmentPool:
-        knobs = self._knobs
-        limits = PoolLimits(
-            reset_timeout_s=knobs.reset_timeout_s, step_timeout_s=knobs.step_timeout_s, memory_gb=knobs.env_memory_gb
-        )
-        target = environment_target(knobs.environment)
-        return EnvironmentPool(target, knobs.environment_kwargs, num_workers=knobs.num_env_workers, limits=limits)
 
     @asynccontextmanager
     async def _deadline(self, what: str, seconds: float) -> AsyncIterator[None]:
@@ -139,11 +118,25 @@ class EnvironmentCalls:
                 result = await self._environment.aexecute(call.name, arguments)
         except ToolError as error:
             return ToolResult(text=f"Error: {error}", failed=True)
+        except EnvDiedError:
+            raise  # nothing is left that could answer another call
         except TimeoutError:
             return ToolResult(text=f"Error: {call.name} was not done after {self._timeout_s:g} s", failed=True)
         except Exception as error:  # noqa: BLE001  # boundary to code of the user's: its fault is the policy's to read
             return ToolResult(text=f"Error: {type(error).__name__}: {error}", failed=True)
         return result if isinstance(result, ToolResult) else ToolResult(text=result)
+
+
+def environment_spec(knobs: EnvironmentKnobs, factory: Any) -> EnvironmentSpec:
+    """What episodes lease."""
+    limits = PoolLimits(reset_timeout_s=knobs.reset_timeout_s, step_timeout_s=knobs.step_timeout_s, memory_gb=knobs.env_memory_gb)
+    return EnvironmentSpec(
+        name=knobs.environment,
+        settings=knobs.environment_kwargs,
+        num_workers=knobs.num_env_workers,
+        limits=limits,
+        offers_tools=offers_tools(factory),
+    )
 
 
 def environment_seed(data: EpisodeData) -> int:

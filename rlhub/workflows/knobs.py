@@ -93,7 +93,8 @@ class EnvironmentKnobs(ToolKnobs):
     environment_kwargs: dict[str, Any] = field(default_factory=dict)
     """Its settings, given as keywords."""
     num_env_workers: int = 0
-    """Processes that run step environments, one episode each; 0: each episode has its own in this process."""
+    """Processes that run step environments, one episode each, in every place that runs them (rollout.agent.num_env_hosts, or
+    the episodes' own process); 0: each episode has its own environment there, without a process that could be killed."""
     reset_timeout_s: float = 60.0
     """Seconds to begin an episode."""
     step_timeout_s: float = 30.0
