@@ -62,10 +62,11 @@ class LeaseTable:
 
     async def release(self, lease: int) -> None:
         """Give an environment back, after the call under way.  One that is not lent is passed over."""
-        lent = self._lent.pop(lease, None)
+        lent = self._lent.get(lease)
         if lent is not None:
             async with lent.one_at_a_time:
-                await lent.stack.aclose()
+                if self._lent.pop(lease, None) is not None:
+                    await lent.stack.aclose()
 
     async def release_all(self) -> None:
         """Give all back."""

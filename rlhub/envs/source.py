@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlhub.envs.base import Environment, StepEnvironment
+from rlhub.envs.bounded import BoundedEnvironment
 from rlhub.envs.local import LocalEnvironment
 from rlhub.envs.pool import EnvironmentPool, PoolLimits
 from rlhub.envs.registry import environment_factory, environment_target
@@ -77,7 +78,11 @@ class OwnEnvironments:
             finally:
                 await made.aclose()
             return
-        environment = made if isinstance(made, StepEnvironment) else LocalEnvironment(made, timeout_s=spec.limits.longest_s)
+        environment = (
+            BoundedEnvironment(made, spec.limits)
+            if isinstance(made, StepEnvironment)
+            else LocalEnvironment(made, timeout_s=spec.limits.longest_s)
+        )
         try:
             yield environment
         finally:

@@ -1,6 +1,6 @@
 """EpisodeHost: runs the episodes' own code (tools, tokenizing, environments) in a process of its own; hosted by an AsyncActor.
 
-Generation and scoring stay with the driver: what an episode asks of its engine or its score waits here until the driver, which
+Generation, scoring and environment actors stay with the driver: what an episode asks of them waits here until the driver, which
 fetches the questions with `next`, sends the answer.  An episode may have several questions open at once.
 """
 
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.errors import RlhubError, WorkflowError
 from rlhub.utils.outcomes import Reject
+from rlhub.workers.environment_asks import AskedEnvironments, EnvironmentAsk
 from rlhub.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts
 from rlhub.workflows.load import build_workflow
 from rlhub.workflows.trajectory import Trajectory
@@ -34,7 +35,8 @@ class HostSettings:
     """What workflows are built from there; it travels to the host.
 
     tokenizer: makes it.  samplings: by purpose.  kwargs: the workflows' own settings.  folder: the driver's working directory,
-    from which relative paths in the settings and names count; "" stays where the process is.
+    from which relative paths in the settings and names count; "" stays where the process is.  lends_environments: the driver
+    has environments for the episodes; else each workflow runs its own here.
     """
 
     tokenizer: Callable[[], Any]
@@ -43,6 +45,7 @@ class HostSettings:
     max_response_length: int
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     folder: str = ""
+    lends_environments: bool = False
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -78,7 +81,7 @@ class Ended:
     rejected: str | None = None
 
 
-Message = Ask | ScoreAsk | Withdrawn | Ended
+Message = Ask | ScoreAsk | EnvironmentAsk | Withdrawn | Ended
 
 _CURRENT: ContextVar[_Episode] = ContextVar("rlhub_episode")
 """The episode that a piece of code belongs to: all episodes of a workflow share its parts, and so their `score`."""
@@ -167,6 +170,7 @@ class EpisodeHost:
                 max_response_length=settings.max_response_length,
                 score=_score,
                 kwargs=settings.kwargs,
+                environments=AskedEnvironments(_current) if settings.lends_environments else None,
             )
             self._workflows[key] = build_workflow(key.name, parts)
         return self._workflows[key]
@@ -194,6 +198,14 @@ class _Episode:
         found: tuple[float, dict[str, float]] = await self._asked(ScoreAsk(number=number, row=row, text=text))
         return found
 
+    async def ask_environment(self, lease: int, method: str, arguments: Mapping[str, Any]) -> Any:
+        """By the driver's environments."""
+        return await self._asked(EnvironmentAsk(number=next(self._numbers), lease=lease, method=method, arguments=arguments))
+
+    def tell_environment(self, lease: int, method: str) -> None:
+        """Without an answer: the driver may have left already."""
+        self.messages.put_nowait(EnvironmentAsk(number=next(self._numbers), lease=lease, method=method))
+
     def settle(self, number: int, value: Any, error: RlhubError | None) -> None:
         """Hand an answer to whoever waits for it."""
         waiting = self._open.get(number)
@@ -204,7 +216,7 @@ class _Episode:
         else:
             waiting.set_exception(error)
 
-    async def _asked(self, question: Ask | ScoreAsk) -> Any:
+    async def _asked(self, question: Ask | ScoreAsk | EnvironmentAsk) -> Any:
         answer = self._open[question.number] = asyncio.get_running_loop().create_future()
         self.messages.put_nowait(question)
         try:
@@ -218,7 +230,15 @@ class _Episode:
 
 async def _score(row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
     """`WorkflowParts.score` there."""
+    return await _current().score(row, text)
+
+
+def _current() -> _Episode:
+    """The episode that the running code belongs to."""
     episode = _CURRENT.get(None)
     if episode is None:
-        raise WorkflowError("a score was asked for by code that belongs to no episode: call parts.score within arun_episode")
-    return await episode.score(row, text)
+        raise WorkflowError(
+            "a score or an environment was asked for by code that belongs to no episode: use the workflow's parts within "
+            "arun_episode"
+        )
+    return episode

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlhub.errors import DeadlineError, EngineError, RlhubError, WorkerDiedError, WorkerError
 from rlhub.utils.outcomes import Reject
+from rlhub.workers.environment_asks import RELEASE, EnvironmentAnswers, EnvironmentAsk
 from rlhub.workers.episode_host import Ask, Ended, ScoreAsk, Withdrawn, WorkflowKey
 from rlhub.workers.episode_hosts import EpisodeHosts
 from rlhub.workers.host_set import Host, own_error
@@ -29,7 +30,7 @@ _runs = itertools.count()
 
 
 class RemoteWorkflow(RolloutWorkflow):
-    """parts: the driver's; only `score` is used here.  key: the workflow that the hosts build."""
+    """parts: the driver's; only `score` and `environments` are used here.  key: the workflow that the hosts build."""
 
     def __init__(self, parts: WorkflowParts, key: WorkflowKey, hosts: EpisodeHosts) -> None:
         super().__init__(parts)
@@ -81,6 +82,7 @@ class _Run:
         self.over = False
         self._actor, self._engine, self._parts = host.actor, engine, parts
         self._answering: dict[int, asyncio.Task[None]] = {}
+        self._environments = EnvironmentAnswers(parts.environments)
 
     async def play(self, key: WorkflowKey, data: EpisodeData) -> Trajectory | None:
         """Answer what it asks until its end."""
@@ -103,11 +105,12 @@ class _Run:
         self._answering.pop(number, None)
 
     async def stop_answering(self) -> None:
-        """Nobody waits for what is still generated or scored."""
+        """Nobody waits for what is still generated or scored, and nobody uses the environments that it held."""
         tasks = list(self._answering.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._environments.give_back()
 
     async def _next(self) -> Any:
         try:
@@ -118,10 +121,15 @@ class _Run:
         self.over = isinstance(message, Ended)
         return message
 
-    async def _answer(self, question: Ask | ScoreAsk) -> None:
+    async def _answer(self, question: Ask | ScoreAsk | EnvironmentAsk) -> None:
         try:
-            if isinstance(question, Ask):
-                value: Any = await self._engine.agenerate(question.request, question.params)
+            value: Any
+            if isinstance(question, EnvironmentAsk):
+                value = await self._environments.answer(question)
+                if question.method == RELEASE:
+                    return
+            elif isinstance(question, Ask):
+                value = await self._engine.agenerate(question.request, question.params)
             else:
                 value = await self._parts.score(question.row, question.text)
             await self._actor.call("answer", self.session, question.number, value)
