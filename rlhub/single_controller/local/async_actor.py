@@ -80,8 +80,9 @@ class LocalAsyncActor:
                 lasting.cancel()
 
     def kill(self) -> None:
-        self._killed = True
-        self._thread.stop_soon()
+        if not self._killed:
+            self._killed = True
+            self._thread.stop_soon()
 
     def _death(self, method: str) -> WorkerDiedError:
         return WorkerDiedError(f"it was ended while or before it ran {method}", role=self.name, rank=0, node="127.0.0.1")
