@@ -34,12 +34,19 @@ class ReplicaPlaces:
     """Gives the replicas of a Ray backend their places, by number.
 
     counts: replicas on each machine of a pool of their own; beside: the actor's ranks, where they share its devices.
+    devices_each: how many devices a replica has, all on one machine.
     """
 
     def __init__(
-        self, *, device: str, counts: Sequence[int], beside: Sequence[DevicePlace] = (), deadline_s: float = 120.0
+        self,
+        *,
+        device: str,
+        counts: Sequence[int],
+        beside: Sequence[DevicePlace] = (),
+        deadline_s: float = 120.0,
+        devices_each: int = 1,
     ) -> None:
-        self._device, self._counts, self._beside = device, list(counts), list(beside)
+        self._device, self._counts, self._beside, self._each = device, list(counts), list(beside), devices_each
         self._deadline_s = deadline_s
         self._pool: RayResourcePool | None = None
 
@@ -48,7 +55,9 @@ class ReplicaPlaces:
         if self._device == "cuda" and not self._beside:
             from rlhub.single_controller.ray.pool import RayResourcePool
 
-            self._pool = RayResourcePool(self._counts, use_gpu=True, deadline_s=self._deadline_s, wait_for_nodes=True)
+            self._pool = RayResourcePool(
+                self._counts, use_gpu=True, deadline_s=self._deadline_s, wait_for_nodes=True, gpus_per_rank=self._each
+            )
             self._pool.slots()
 
     def release(self) -> None:
@@ -63,10 +72,11 @@ class ReplicaPlaces:
         if self._pool is not None:
             slots = self._pool.slots()
             self._check(number, len(slots))
-            return replace(common, num_gpus=1.0, slot=slots[number])
-        self._check(number, len(self._beside))
-        place = self._beside[number]
-        return replace(common, num_cpus=0.0, devices=place.device, node_id=node_at(place.node))
+            return replace(common, num_gpus=float(self._each), slot=slots[number])
+        self._check(number, len(self._beside) // self._each)
+        places = self._beside[number * self._each : (number + 1) * self._each]
+        devices = ",".join(place.device for place in places)
+        return replace(common, num_cpus=0.0, devices=devices, node_id=node_at(places[0].node))
 
     def _check(self, number: int, available: int) -> None:
         if number >= available:

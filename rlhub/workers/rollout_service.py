@@ -73,11 +73,12 @@ class ServiceOptions:
 def service_options(
     config: ActorRolloutRefConfig, trainer: TrainerConfig, *, run_folder: Path, beside: Sequence[DevicePlace] = ()
 ) -> ServiceOptions:
-    """As the run's configuration says: one replica a rank of the rollout's pool (the actor's own, where it has none).
+    """As the run's configuration says: one replica a rank of the rollout's pool (the actor's own, where it has none), or with
+    tensor parallelism one for every so many ranks.
 
     beside: the actor's ranks (`actor.device_places()`), where the rollout shares their GPUs.
     """
-    pool, seconds = pool_of(trainer, "rollout"), trainer.deadline_s
+    pool, seconds, each = pool_of(trainer, "rollout"), trainer.deadline_s, config.rollout.tensor_model_parallel_size
     limits = FleetLimits(
         restarts=config.rollout.replica_restarts,
         start_s=seconds.start,
@@ -88,7 +89,7 @@ def service_options(
     return ServiceOptions(
         backend=trainer.backend,
         device="cuda" if trainer.device == "cuda" else "cpu",
-        counts=[pool.n_gpus_per_node] * pool.nnodes,
+        counts=[pool.n_gpus_per_node // each] * pool.nnodes,
         beside=beside,
         limits=limits,
         generate_s=seconds.generate,
@@ -121,7 +122,11 @@ class RolloutService:
         self.router = Router(self._start_replica, options.limits, generate_s=options.generate_s, own_weights=options.own_weights)
         self._spec = ClassWithInitArgs(RolloutServer, config, runtime, load_checkpoint=options.own_weights)
         self._places = ReplicaPlaces(
-            device=options.device, counts=options.counts, beside=options.beside, deadline_s=options.resources_s
+            device=options.device,
+            counts=options.counts,
+            beside=options.beside,
+            deadline_s=options.resources_s,
+            devices_each=config.rollout.tensor_model_parallel_size,
         )
         self._connection: Connection | None = None
         self._weights: WeightsFolder | None = None

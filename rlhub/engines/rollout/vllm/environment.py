@@ -12,8 +12,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
+import psutil
 import torch
 
+OWNER = "RLHUB_ENGINE_OWNER"
+"""Tells vLLM's processes which one they belong to."""
 ENGINE_VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process, where the weights are
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks on one machine would otherwise be bound to the same core
@@ -29,6 +32,16 @@ KEPT_PREFIX = "VLLM_"  # vLLM reads its own variables while it runs, not only at
 def distributed_variables(*, rank: int, world_size: int, local_rank: int) -> dict[str, str]:
     """What vLLM's external launcher reads, from the process group that exists."""
     return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
+
+
+def child_variables() -> dict[str, str]:
+    """For an engine in processes of its own, which belong to this one."""
+    return {OWNER: str(os.getpid()), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would copy threads' locks
+
+
+def owner_process() -> psutil.Process | None:
+    """In a process of vLLM's: whose engine this is.  None elsewhere."""
+    return psutil.Process(int(os.environ[OWNER])) if OWNER in os.environ else None
 
 
 def job_identity() -> str:

@@ -1,0 +1,256 @@
+"""RolloutEngine over vLLM's AsyncLLM: single requests, tensor-parallel if wanted, in processes that vLLM starts.
+
+The engine core and its workers are children of this process.  The weights live there: `call_workers` is the way to them.  The
+client lives on an event loop of its own, so callers may come from any loop, and blocking methods block nobody's requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from rlhub.engines.rollout.base import (
+    Completion,
+    Follow,
+    GenerationRequest,
+    Progress,
+    RolloutEngine,
+    SamplingParams,
+    WeightBucket,
+)
+from rlhub.engines.rollout.dtypes import resolve_dtype
+from rlhub.engines.rollout.elsewhere import WeightsElsewhere
+from rlhub.engines.rollout.registry import RolloutSetup
+from rlhub.engines.rollout.requests import check_requests
+from rlhub.engines.rollout.vllm.environment import child_variables, guarded_process
+from rlhub.errors import EngineError
+from rlhub.utils.loop_thread import LoopThread
+from rlhub.utils.pieces import Piece
+
+if TYPE_CHECKING:
+    from rlhub.engines.rollout.vllm.client import AsyncClient
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Live:
+    """A request that waits or runs.  go: set when it may be sent, or was aborted before.  sent: vLLM knows it."""
+
+    key: str
+    request: GenerationRequest
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: bool = False
+    aborted: bool = False
+
+
+class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
+    """See the module docstring.  Requests that come while it is paused are sent when it goes on."""
+
+    def __init__(self, setup: RolloutSetup) -> None:
+        self.version = -1
+        self._setup = setup
+        self._dtype = resolve_dtype(setup.config.dtype, setup.device)
+        self._ready = self._paused = self._stale = self._closed = False
+        self._keys = itertools.count()
+        self._updates = itertools.count()
+        self._salt = ""
+        self._live: dict[str, _Live] = {}
+        self._thread: LoopThread | None = None
+        self._client: AsyncClient | None = None
+
+    def initialize(self) -> None:
+        self._thread = LoopThread("vllm-client")
+        try:
+            with guarded_process(child_variables()):
+                self._client = self._thread.run(self._build())
+            self._new_weights(self.version)
+        except BaseException:
+            self.shutdown()
+            raise
+        self._ready = self._setup.load_checkpoint
+
+    async def _build(self) -> AsyncClient:
+        # Imported only now: vLLM reads the environment while it is imported.
+        from rlhub.engines.rollout.vllm.client import AsyncClient
+
+        return AsyncClient(self._setup, self._dtype)
+
+    # -- generation --------------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
+        self._refuse_unready("generate")
+        check_requests(requests, params, max_model_len=self._setup.max_model_len)
+        self._refuse_busy("generate")
+
+        async def gather() -> list[Completion]:
+            return list(await asyncio.gather(*(self._answer(self._enter(request), params, None) for request in requests)))
+
+        found: list[Completion] = self._loop().run(gather())
+        return found
+
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+        if not self._paused:
+            self._refuse_unready("generate")
+        check_requests([request], params, max_model_len=self._setup.max_model_len)
+        work = self._answer(self._enter(request), params, self._teller(follow))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop().loop))
+
+    def _enter(self, request: GenerationRequest) -> _Live:
+        live = _Live(key=str(next(self._keys)), request=request)
+        self._live[live.key] = live
+        return live
+
+    def _teller(self, follow: Follow | None) -> Callable[[Progress], None] | None:
+        """Brings what is told to the caller's loop."""
+        if follow is None:
+            return None
+        loop = asyncio.get_running_loop()
+        return lambda progress: loop.call_soon_threadsafe(follow, progress)
+
+    async def _answer(self, live: _Live, params: SamplingParams, teller: Callable[[Progress], None] | None) -> Completion:
+        """On the client's loop, from the arrival of a request to its end."""
+
+        def told(tokens: list[int], log_probs: list[float]) -> None:
+            assert teller is not None
+            teller(Progress(token_ids=tokens, log_probs=log_probs, versions=[self.version] * len(tokens)))
+
+        try:
+            if self._paused and not live.aborted:
+                await live.go.wait()
+            if live.aborted:
+                return Completion(token_ids=[], log_probs=[], finish_reason="abort")
+            live.sent = True
+            listener = None if teller is None else told
+            return await self._running().generate(live.key, live.request, params, self._salt, listener)
+        except asyncio.CancelledError:
+            if self._closed:
+                self._refuse_closed()
+            raise
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}; the engine must be built anew") from error
+        finally:
+            self._live.pop(live.key, None)
+
+    @property
+    def load(self) -> int:
+        return len(self._live)
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        self._loop().call(self._abort, request_ids)
+
+    def _abort(self, request_ids: Sequence[str] | None) -> None:
+        chosen = [live for live in self._live.values() if request_ids is None or live.request.request_id in request_ids]
+        for live in chosen:
+            live.aborted = True
+            live.go.set()
+        sent = [live.key for live in chosen if live.sent]
+        if sent:
+            self._aborting = asyncio.create_task(self._running().abort(sent))
+
+    # -- pausing and weights -----------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        self._paused = True
+        self._loop().run(self._running().pause())
+
+    def resume(self, *, recompute: bool = True) -> None:
+        if self._paused:
+            self._refuse_unready("resume")
+            self._loop().run(self._resume(recompute))
+
+    async def _resume(self, recompute: bool) -> None:
+        await self._running().resume(recompute=recompute and self._stale)
+        self._stale = self._stale and not recompute
+        self._paused = False
+        for live in self._live.values():
+            live.go.set()
+
+    @contextmanager
+    def overwriting(self, version: int) -> Iterator[None]:
+        if not self._paused:
+            self._refuse_busy("the weight update", remedy="pause()")
+        self._ready = False
+        yield
+        self._new_weights(version)
+        self._ready = True
+
+    def _new_weights(self, version: int) -> None:
+        self._loop().run(self._running().set_version(version))
+        self.version, self._salt = version, f"weights-{next(self._updates)}"
+        self._stale = True
+
+    def call_workers(self, target: str, method: str, *arguments: Any) -> Sequence[Any]:
+        replies = self._loop().run(self._running().call_workers(target, method, pickle.dumps(arguments)))
+        answers = [pickle.loads(reply) for reply in replies]
+        for _, error in answers:
+            if error is not None:
+                raise error
+        return [value for value, _ in answers]
+
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        self._refuse_here()
+
+    def live_weights(self) -> Iterator[Piece]:
+        self._refuse_here()
+
+    def weight_dtype(self, name: str) -> torch.dtype:
+        return self._dtype
+
+    def _refuse_here(self) -> NoReturn:
+        raise EngineError(
+            "this engine's weights are in processes of vLLM's: publish them through a folder (rollout.mode=async does), or hold "
+            "the engine in this process with rollout.name=vllm"
+        )
+
+    # -- the rest ----------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Frees nothing: a replica that sleeps would serve nobody."""
+        self._refuse_busy("sleep")
+        self._ready = False
+
+    def wake_up(self, *, weights_only: bool = False) -> None:
+        """Nothing sleeps."""
+
+    def shutdown(self) -> None:
+        self._closed, self._ready = True, False
+        thread, client = self._thread, self._client
+        self._thread = self._client = None
+        if thread is not None:
+            if client is not None:
+                thread.run(_close(client))
+            thread.stop()
+
+    def _refuse_unready(self, action: str) -> None:
+        self._running()
+        if not self._ready:
+            raise EngineError(f"the engine has no whole set of weights: initialize and an update of them come before {action}")
+
+    def _refuse_busy(self, purpose: str, remedy: str = "await or abort() them") -> None:
+        if self._live:
+            raise EngineError(f"{purpose} while {len(self._live)} single requests wait or run: {remedy} first")
+
+    def _refuse_closed(self) -> NoReturn:
+        raise EngineError("the vLLM engine is not initialized, or was shut down")
+
+    def _loop(self) -> LoopThread:
+        if self._thread is None:
+            self._refuse_closed()
+        return self._thread
+
+    def _running(self) -> AsyncClient:
+        if self._client is None:
+            self._refuse_closed()
+        return self._client
+
+
+async def _close(client: AsyncClient) -> None:
+    client.close()

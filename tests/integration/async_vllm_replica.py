@@ -1,0 +1,111 @@
+"""A replica over vLLM's AsyncLLM that can be looked into, and what the tests run inside its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
+from rlhub.engines.rollout.vllm.async_engine import AsyncVLLMEngine
+from rlhub.sharding_manager import files
+from rlhub.workers.rollout_server import RolloutServer, UpdateReport
+
+HERE = "tests.integration.async_vllm_replica"
+
+
+class LookedInto(RolloutServer):
+    """With the engine itself at hand."""
+
+    @property
+    def vllm(self) -> AsyncVLLMEngine:
+        assert isinstance(self.engine, AsyncVLLMEngine)
+        return self.engine
+
+    async def interrupt(
+        self,
+        wanted: list[GenerationRequest],
+        late: GenerationRequest,
+        params: SamplingParams,
+        folder: str,
+        version: int,
+        recompute: bool,
+    ) -> tuple[list[Completion], Completion, list[list[Progress]], UpdateReport]:
+        """New weights while all of `wanted` run; `late` comes during the update.  What each was told as it ran, too."""
+        self.config.rollout.recompute_kv_cache = recompute
+        told: list[list[Progress]] = [[] for _ in wanted]
+        tasks = [
+            asyncio.create_task(self.vllm.agenerate(request, params, heard.append))
+            for request, heard in zip(wanted, told, strict=True)
+        ]
+        while not all(told):
+            await asyncio.sleep(0.001)
+        update = asyncio.create_task(self.update_weights(folder, version))
+        while not self.vllm._paused:
+            await asyncio.sleep(0.001)
+        last = asyncio.create_task(self.agenerate(late, params))
+        report = await update
+        assert self.vllm.load > len(wanted), "the requests ended before the update"
+        return list(await asyncio.gather(*tasks)), await last, told, report
+
+    async def part(self, request: GenerationRequest, params: SamplingParams, how: str) -> tuple[Completion | None, int]:
+        """What there is of a request that ends early, and the engine's load after it."""
+        told: list[Progress] = []
+        task = asyncio.create_task(self.vllm.agenerate(request, params, told.append))
+        while not told:
+            await asyncio.sleep(0.001)
+        completion = None
+        if how == "cancel":
+            task.cancel()
+            await asyncio.wait([task])
+        else:
+            if how == "abort while paused":
+                await self.pause()
+            await self.abort(["nobody", request.request_id])
+            completion = await asyncio.wait_for(task, 20)
+            await self.resume()
+        while self.vllm.load:
+            await asyncio.sleep(0.001)
+        return completion, self.vllm._running()._llm.get_num_unfinished_requests()
+
+    async def in_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Of Inside."""
+        return list(await asyncio.to_thread(self.vllm.call_workers, f"{HERE}:Inside", method, *arguments))
+
+    async def processes(self) -> list[int]:
+        return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+class Inside:
+    """In a worker of vLLM's."""
+
+    def __init__(self, weights: Any) -> None:
+        self._weights = weights
+
+    def held(self) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """Names, shapes here, shapes of the whole."""
+        return [(piece.name, tuple(piece.tensor.shape), piece.shape) for piece in self._weights.live_weights()]
+
+    def flip_at_next_update(self, name: str, there: bool) -> None:
+        """Change one element between the copying and the reading back, in the last worker or in none."""
+        original = files.digests
+
+        def flipping(tensors: Iterable[Tensor]) -> list[int]:
+            if threading.current_thread() is threading.main_thread():  # not `prepare`, which has a thread of its own
+                files.digests = original
+                if there:
+                    self._flip(name)
+            return original(tensors)
+
+        files.digests = flipping
+
+    def _flip(self, name: str) -> None:
+        piece = next(piece for piece in self._weights.live_weights() if piece.name == name)
+        if any(start > 0 for start, _ in piece.region):  # not the first worker
+            index = (piece.tensor.shape[0] - 1, *([0] * (piece.tensor.dim() - 1)))
+            piece.tensor[index] = torch.nextafter(piece.tensor[index], torch.tensor(torch.inf))
