@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +76,10 @@ def parse_json(text: str) -> ParsedReply:
         start = end
     reply.text = "".join([*kept, text[start:]]).strip()
     return reply
+
+
+CALL_MARKERS: dict[Callable[[str], ParsedReply], str] = {parse_hermes: "<tool_call>", parse_json: "{"}
+"""Format -> what every call begins with.  Without its calls a reply reads the same up to there, but for spaces around it."""
 
 
 def as_call(value: Any) -> ToolCall | str:

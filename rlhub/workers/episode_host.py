@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import RlhubError, WorkflowError
 from rlhub.utils.outcomes import Reject
 from rlhub.workers.environment_asks import AskedEnvironments, EnvironmentAsk
@@ -50,11 +50,12 @@ class HostSettings:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Ask:
-    """The episode wants a completion; the answer is a Completion."""
+    """The episode wants a completion; the answer is a Completion.  followed: and is to be told of its tokens as they come."""
 
     number: int
     request: GenerationRequest
     params: SamplingParams
+    followed: bool = False
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -123,6 +124,11 @@ class EpisodeHost:
         if session in self._episodes:
             self._episodes[session].settle(number, value, None)
 
+    async def tell(self, session: str, number: int, progress: Progress) -> None:
+        """More tokens of the completion that question `number` asks for.  In order: one call after the other."""
+        if session in self._episodes:
+            self._episodes[session].tell(number, progress)
+
     async def refuse(self, session: str, number: int, error: RlhubError) -> None:
         """There is no answer to question `number`: the episode gets this error."""
         if session in self._episodes:
@@ -184,13 +190,30 @@ class _Episode:
         self.task: asyncio.Task[None] | None = None
         self.unwanted = False
         self._open: dict[int, asyncio.Future[Any]] = {}
+        self._following: dict[int, Follow] = {}
         self._numbers = itertools.count()
 
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         """By the driver's engine."""
-        number = next(self._numbers)
-        completion: Completion = await self._asked(Ask(number=number, request=request, params=params))
+        ask = Ask(number=next(self._numbers), request=request, params=params, followed=follow is not None)
+        if follow is not None:
+            self._following[ask.number] = follow
+        try:
+            completion: Completion = await self._asked(ask)
+        finally:
+            self._following.pop(ask.number, None)
         return completion
+
+    def tell(self, number: int, progress: Progress) -> None:
+        """To whoever follows the completion of this question, if it is not there yet."""
+        waiting = self._open.get(number)
+        if waiting is None or waiting.done():
+            return
+        try:
+            self._following[number](progress)
+        except Exception as error:  # noqa: BLE001  the follower's own code: its error is that of its request
+            waiting.set_exception(error)
+            self.messages.put_nowait(Withdrawn(number=number))
 
     async def score(self, row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
         """By the driver's reward function."""

@@ -12,11 +12,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from rlhub.engines.rollout.base import Completion, Progress
 from rlhub.errors import DeadlineError, EngineError, RlhubError, WorkerDiedError, WorkerError
 from rlhub.utils.outcomes import Reject
 from rlhub.workers.environment_asks import RELEASE, EnvironmentAnswers, EnvironmentAsk
 from rlhub.workers.episode_host import Ask, Ended, ScoreAsk, Withdrawn, WorkflowKey
 from rlhub.workers.episode_hosts import EpisodeHosts
+from rlhub.workers.following import extend
 from rlhub.workers.host_set import Host, own_error
 from rlhub.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
 from rlhub.workflows.trajectory import Trajectory
@@ -129,13 +131,32 @@ class _Run:
                 if question.method == RELEASE:
                     return
             elif isinstance(question, Ask):
-                value = await self._engine.agenerate(question.request, question.params)
+                value = await self._generate(question)
             else:
                 value = await self._parts.score(question.row, question.text)
             await self._actor.call("answer", self.session, question.number, value)
         except Exception as error:  # noqa: BLE001  the task's boundary: raised where the episode waits for the answer
             with suppress(WorkerDiedError):  # the host: whoever waits in `next` is told
                 await self._actor.call("refuse", self.session, question.number, _portable(error))
+
+    async def _generate(self, ask: Ask) -> Completion:
+        if not ask.followed:
+            return await self._engine.agenerate(ask.request, ask.params)
+        told: asyncio.Queue[Progress] = asyncio.Queue()
+        telling = asyncio.create_task(self._tell(ask.number, told))
+        try:
+            return await self._engine.agenerate(ask.request, ask.params, told.put_nowait)
+        finally:
+            telling.cancel()
+
+    async def _tell(self, number: int, told: asyncio.Queue[Progress]) -> None:
+        """Each call takes along what came during the one before."""
+        with suppress(WorkerError):  # the answer's own call meets the same
+            while True:
+                progress = await told.get()
+                while not told.empty():
+                    extend(progress, told.get_nowait())
+                await self._actor.call("tell", self.session, number, progress)
 
 
 def _portable(error: Exception) -> RlhubError:

@@ -10,19 +10,21 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from rlhub.config.ppo import ActorRolloutRefConfig
-from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
+from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.requests import check_requests
 from rlhub.errors import ConfigError, EngineError
 from rlhub.models.vocabulary import Vocabulary
 from rlhub.sharding_manager.files import MappedVersion, WeightReader
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Worker
+from rlhub.workers.following import Trails
 from rlhub.workers.rollout_batch import check_completions
 from rlhub.workers.rollout_parts import load_vocabulary, make_engine, rollout_setup
 from rlhub.workers.runtime import GIB, WorkerRuntime
@@ -75,6 +77,7 @@ class RolloutServer(Worker):
         self._paused = False
         self._fingerprint = self._failure = ""
         self._num_requests = self._num_tokens = 0
+        self._trails = Trails()
 
     async def start(self) -> None:
         """Build the engine; it has no weights yet."""
@@ -93,12 +96,16 @@ class RolloutServer(Worker):
             raise EngineError("the replica has no engine yet: start comes first")
         return self._engine
 
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
-        """One completion, checked: token ids inside the vocabulary, finite log-probs, one for each token."""
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: str = "") -> Completion:
+        """One completion, checked: token ids inside the vocabulary, finite log-probs, one for each token.
+
+        follow: a name by which `progress` knows it, no other request's; "": nobody follows it.
+        """
         check_requests([request], params, max_model_len=self._setup.max_model_len)
         engine = self.engine
         try:
-            completion = await engine.agenerate(request, params)
+            with self._trails.of(follow) if follow else nullcontext() as trail:
+                completion = await engine.agenerate(request, params, trail.follow if trail is not None else None)
         except Exception as error:
             self._failure = f"{type(error).__name__}: {error}"  # the request was fine, so the engine is not
             raise
@@ -107,6 +114,11 @@ class RolloutServer(Worker):
         self._num_requests += 1
         self._num_tokens += len(completion.token_ids)
         return completion
+
+    async def progress(self, follow: str, have: int) -> Progress | None:
+        """The tokens after the first `have` of the request that is followed by this name, as soon as there are any; None when no
+        more will be told.  They are not checked yet."""
+        return await self._trails.after(follow, have)
 
     async def update_weights(self, folder: str, version: int) -> UpdateReport:
         """Take `version` from the folder.  Requests under way keep their tokens and go on under the new weights.

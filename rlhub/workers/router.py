@@ -2,7 +2,8 @@
 
 A request goes to the replica with the least work under way, counted in tokens; requests of one session go where the session's
 first one went, for its prefix is cached there.  When a replica dies, its requests start again elsewhere: equal seeds give equal
-noise, so where the weights are the same the completion is too.  What the dead one had sampled is lost, and counted.
+noise, so where the weights are the same the completion is too.  What the dead one had sampled is lost, and counted; but who
+follows a request was told of it, so such a request goes on from there.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Self
+from typing import Self, cast
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import DeadlineError, EngineError, WorkerDiedError, WorkerError
 from rlhub.workers.fleet import Fleet, FleetLimits, StartReplica
+from rlhub.workers.following import Following
 from rlhub.workers.replica import Replica
 from rlhub.workers.rollout_server import UpdateReport
 
@@ -59,45 +61,59 @@ class Router:
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         """One completion.  Waits while no replica serves; raises the service's `failure` where none will any more."""
-        return await self._tracked(request, params, None)
+        return await self._tracked(request, params, follow, None)
 
-    async def _tracked(self, request: GenerationRequest, params: SamplingParams, pin: Pin | None) -> Completion:
+    async def _tracked(
+        self, request: GenerationRequest, params: SamplingParams, follow: Follow | None, pin: Pin | None
+    ) -> Completion:
         self._under_way += 1
         self._idle.clear()
         try:
-            return await self._persistently(request, params, pin)
+            if not request.request_id:
+                request = replace(request, request_id=f"r{next(self._numbers)}")
+            following = Following(request, params, follow) if follow is not None else None
+            return await self._persistently(request, params, following, pin)
         finally:
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
 
-    async def _persistently(self, request: GenerationRequest, params: SamplingParams, pin: Pin | None) -> Completion:
-        if not request.request_id:
-            request = replace(request, request_id=f"r{next(self._numbers)}")
+    async def _persistently(
+        self, request: GenerationRequest, params: SamplingParams, following: Following | None, pin: Pin | None
+    ) -> Completion:
         self.counts["requests"] += 1
         wasted_s = 0.0
         for attempt in itertools.count():
             chosen = await self._choose(request.session) if pin is None else await pin.place()
             started = time.monotonic()
             try:
-                completion = await self._ask(chosen, request, params)
+                completion = await self._ask(chosen, request, params, following)
             except (WorkerDiedError, DeadlineError) as error:
                 self.fleet.lost(chosen, error)
                 wasted_s += time.monotonic() - started
                 if attempt >= self._retries:
                     raise
                 self.counts["retries"] += 1
-                continue
+                if following is None:
+                    continue
+                request, wasted_s = following.again(), 0.0
+                if (finished := following.finished()) is None:
+                    continue
+                completion = finished
             self._count(completion, wasted_s, time.monotonic() - started)
             return completion
         raise AssertionError("unreachable")
 
-    async def _ask(self, replica: Replica, request: GenerationRequest, params: SamplingParams) -> Completion:
+    async def _ask(
+        self, replica: Replica, request: GenerationRequest, params: SamplingParams, following: Following | None
+    ) -> Completion:
         cost = len(request.prompt_ids) + params.max_new_tokens
         replica.begin(cost)
         try:
+            if following is not None:
+                return following.whole(await self._ask_along(replica, request, params, following))
             completion: Completion = await replica.actor.call("agenerate", request, params, deadline_s=self._generate_s)
         except (WorkerDiedError, DeadlineError):
             raise
@@ -108,6 +124,23 @@ class Router:
         finally:
             replica.end(cost)
         return completion
+
+    async def _ask_along(
+        self, replica: Replica, request: GenerationRequest, params: SamplingParams, following: Following
+    ) -> Completion:
+        """The completion; until it is there its tokens are told."""
+        name = f"f{next(self._numbers)}"
+        call = replica.actor.call("agenerate", request, params, name, deadline_s=self._generate_s)
+        asking = asyncio.ensure_future(call)
+        telling = asyncio.ensure_future(_tell(replica, name, following))
+        try:
+            await asyncio.wait({asking, telling}, return_when=asyncio.FIRST_COMPLETED)
+            if telling.done():
+                telling.result()  # raises what the follower raised
+            return cast("Completion", await asking)
+        finally:
+            asking.cancel()
+            telling.cancel()
 
     def _count(self, completion: Completion, wasted_s: float, seconds: float) -> None:
         """lost_tokens is an estimate: what was sampled elsewhere before, at the pace of the attempt that came through."""
@@ -216,6 +249,19 @@ class Router:
             await asyncio.wait_for(self._idle.wait(), CLOSE_S)
 
 
+async def _tell(replica: Replica, name: str, following: Following) -> None:
+    have = 0
+    while True:
+        try:
+            progress: Progress | None = await replica.actor.call("progress", name, have)
+        except WorkerError:  # the request's own call raises what happened
+            return
+        if progress is None:
+            return
+        have += len(progress.token_ids)
+        following.tell(progress)
+
+
 class Pin:
     """A view of the router that generates with one version.  An asynchronous context manager; implements `EpisodeEngine`."""
 
@@ -225,9 +271,9 @@ class Pin:
         self._released = False
         self._turn = asyncio.Lock()
 
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         """One completion, all of whose tokens the pinned version samples."""
-        return await self._router._tracked(request, params, self)
+        return await self._router._tracked(request, params, follow, self)
 
     async def place(self) -> Replica:
         """The replica.  Where it died, another that still has the version; EngineError if none has."""

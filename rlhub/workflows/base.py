@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams
 from rlhub.envs.source import EnvironmentSource
 from rlhub.workflows.trajectory import Trajectory
 
@@ -22,8 +22,9 @@ from rlhub.workflows.trajectory import Trajectory
 class EpisodeEngine(Protocol):
     """What generates for an episode: a rollout engine in this process, or the router over a service's replicas."""
 
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
-        """One completion.  Requests of one `session` go to the same replica, where their common prefix is cached."""
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+        """One completion.  Requests of one `session` go to the same replica, where their common prefix is cached.  `follow` is
+        told of its tokens as they come, on this event loop."""
         ...
 
 

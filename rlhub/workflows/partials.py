@@ -1,7 +1,7 @@
 """What an episode has written so far, kept so that another life of the run goes on from there.
 
-Nobody sees the tokens of a running generation but its engine.  So for a checkpoint the running generations are aborted: each
-comes back with its tokens, these are noted, and it is asked for again from where it was.  The episode notices nothing.
+The tokens of a running generation are with its engine.  So for a checkpoint the running generations are aborted: each comes
+back with its tokens, these are noted, and it is asked for again from where it was.  The episode notices nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.workflows.base import EpisodeData, EpisodeEngine
 from rlhub.workflows.trajectory import Trajectory
 
@@ -29,6 +29,28 @@ def join(before: Completion | None, after: Completion) -> Completion:
         finish_reason=after.finish_reason,
         versions=[*before.versions, *after.versions],
     )
+
+
+class Attempt:
+    """A Follow of one attempt at a completion that may take several: passes on what it is told."""
+
+    def __init__(self, follow: Follow) -> None:
+        self._follow, self._num_told = follow, 0
+
+    def __call__(self, progress: Progress) -> None:
+        self._num_told += len(progress.token_ids)
+        self._follow(progress)
+
+    def tell_rest(self, part: Completion) -> None:
+        """What the attempt has given beyond what was told, before the next attempt's is told."""
+        if len(part.token_ids) > self._num_told:
+            self._follow(
+                Progress(
+                    token_ids=part.token_ids[self._num_told :],
+                    log_probs=part.log_probs[self._num_told :],
+                    versions=part.versions[self._num_told :],
+                )
+            )
 
 
 class TrackedEngine:
@@ -52,13 +74,13 @@ class TrackedEngine:
         if self._awaited:
             await asyncio.wait(set(self._awaited))
 
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         first, self._first = self._first, False
         before = self._data.partial if first and request.start else None
         request = replace(request, request_id=request.request_id or self._data.session)
         written: Completion | None = None
         while True:
-            part, interrupted = await self._generate(request, params)
+            part, interrupted = await self._generate(request, params, follow and Attempt(follow))
             written = join(written, part)
             if first:
                 self.written = join(before, written)
@@ -68,12 +90,18 @@ class TrackedEngine:
                 request, prompt_ids=[*request.prompt_ids, *part.token_ids], start=request.start + len(part.token_ids)
             )
 
-    async def _generate(self, request: GenerationRequest, params: SamplingParams) -> tuple[Completion, bool]:
+    async def _generate(
+        self, request: GenerationRequest, params: SamplingParams, attempt: Attempt | None
+    ) -> tuple[Completion, bool]:
         """A completion, and whether somebody wanted it interrupted."""
         end = asyncio.get_running_loop().create_future()
         self._running[end] = request.request_id
         try:
-            part = await self._engine.agenerate(request, params)
+            if attempt is None:
+                part = await self._engine.agenerate(request, params)
+            else:
+                part = await self._engine.agenerate(request, params, attempt)
+                attempt.tell_rest(part)
             return part, end in self._awaited
         finally:
             del self._running[end]

@@ -1,4 +1,4 @@
-"""Answers of the endpoint: completions as OpenAI's JSON, whole or as the chunks of a stream.
+"""Answers of the endpoint: completions as OpenAI's JSON, whole or as the chunks of a stream, each as soon as it can be told.
 
 `token_ids`, `prompt_token_ids` and `token_versions` are extensions that only a request with `return_token_ids` gets.
 """
@@ -16,11 +16,9 @@ from rlhub.engines.rollout.base import Completion
 from rlhub.tools.formats import ParsedReply
 from rlhub.utils.tool_calls import ToolCall
 from rlhub.workflows.openai_server.bodies import Message
+from rlhub.workflows.openai_server.streaming import Choice, Part, UnderWay
 
 ID_BYTES = 12
-CHUNK_TOKENS = 4
-"""Tokens in a chunk of a streamed answer."""
-
 
 FindCalls = Callable[[str], ParsedReply]
 """Finds the tool calls in an answer's text; `rlhub.tools.registry.TOOL_FORMATS` has some."""
@@ -73,7 +71,6 @@ class Writer:
     model: str
     chat: bool
     token: Callable[[int], str]
-    decode: Callable[[Sequence[int]], str]
     log_probs: bool
     token_ids: bool
     usage_chunk: bool = False
@@ -86,14 +83,21 @@ class Writer:
         body = {**self._head(chunk=False), "choices": choices, "usage": usage(answers)}
         return {**body, "prompt_token_ids": answers[0].prompt_ids} if self.chat and self.token_ids else body
 
-    def chunks(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
-        """The same in pieces; of several choices one after the other."""
-        head = self._head(chunk=True)
-        for index, answer in enumerate(answers):
-            for choice in self._pieces(index, answer):
-                yield {**head, "choices": [choice]}
+    def told(self, under_way: UnderWay) -> Iterator[dict[str, Any]]:
+        """What can be told of the answers under way and was not yet."""
+        for index, choice in enumerate(under_way.choices):
+            yield from map(self._chunk, self._piece(index, choice, choice.take()))
+
+    def ends(self, answers: Sequence[Answer], under_way: UnderWay) -> Iterator[dict[str, Any]]:
+        """The rest of each answer, when all of them are there."""
+        for index, (answer, choice) in enumerate(zip(answers, under_way.choices, strict=True)):
+            yield from map(self._chunk, self._piece(index, choice, choice.rest(answer.text, answer.completion)))
+            yield from map(self._chunk, self._end(index, answer, choice))
         if self.usage_chunk:
-            yield {**head, "choices": [], "usage": usage(answers)}
+            yield {**self._head(chunk=True), "choices": [], "usage": usage(answers)}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head(chunk=True), "choices": [choice]}
 
     def _head(self, *, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
@@ -108,38 +112,39 @@ class Writer:
             **content,
             "logprobs": self._log_probs(written.token_ids, written.log_probs, 0),
             "finish_reason": answer.finish_reason,
-            **self._extension(answer, slice(None), prompt=not self.chat),
+            **self._extension(written, None if self.chat else answer.prompt_ids),
         }
 
-    def _pieces(self, index: int, answer: Answer) -> Iterator[dict[str, Any]]:
-        if self.chat:
-            yield self._piece(index, {"delta": {"role": "assistant", "content": ""}})
-        shown, written = 0, answer.completion
-        for part in _parts(len(written.token_ids)):
-            end = part.stop
-            last = end >= len(written.token_ids)
-            until = len(answer.text) if last else _stable(self.decode(written.token_ids[:end]), answer.text)
-            text, shown = answer.text[shown:until], max(shown, until)
-            yield self._piece(
-                index,
-                {"delta": {"content": text}} if self.chat else {"text": text},
-                logprobs=self._log_probs(written.token_ids[part], written.log_probs[part], shown - len(text)),
-                **self._extension(answer, part, prompt=part.start == 0),
-            )
-        calls = [{"index": number, **call} for number, call in enumerate(answer.calls)]
-        for call in calls:
-            yield self._piece(index, {"delta": {"tool_calls": [call]}})
-        yield self._piece(index, {"delta": {}} if self.chat else {"text": ""}, finish_reason=answer.finish_reason)
+    def _piece(self, index: int, choice: Choice, part: Part) -> Iterator[dict[str, Any]]:
+        if not part.text and not (part.token_ids and (self.log_probs or self.token_ids)):
+            return
+        yield from self._begin(index, choice)
+        yield self._delta(
+            index,
+            {"delta": {"content": part.text}} if self.chat else {"text": part.text},
+            logprobs=self._log_probs(part.token_ids, part.log_probs, part.offset),
+            **self._extension(part, choice.prompt_ids if part.start == 0 else None),
+        )
 
-    def _piece(self, index: int, content: dict[str, Any], **more: Any) -> dict[str, Any]:
+    def _end(self, index: int, answer: Answer, choice: Choice) -> Iterator[dict[str, Any]]:
+        yield from self._begin(index, choice)
+        for number, call in enumerate(answer.calls):
+            yield self._delta(index, {"delta": {"tool_calls": [{"index": number, **call}]}})
+        yield self._delta(index, {"delta": {}} if self.chat else {"text": ""}, finish_reason=answer.finish_reason)
+
+    def _begin(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
+        if self.chat and not choice.begun:
+            yield self._delta(index, {"delta": {"role": "assistant", "content": ""}})
+        choice.begun = True
+
+    def _delta(self, index: int, content: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {"index": index, **content, "logprobs": None, "finish_reason": None, **more}
 
-    def _extension(self, answer: Answer, part: slice, *, prompt: bool) -> dict[str, Any]:
+    def _extension(self, written: Completion | Part, prompt_ids: list[int] | None) -> dict[str, Any]:
         if not self.token_ids:
             return {}
-        written = answer.completion
-        made: dict[str, Any] = {"token_ids": written.token_ids[part], "token_versions": written.versions[part]}
-        return {**made, "prompt_token_ids": answer.prompt_ids} if prompt else made
+        made: dict[str, Any] = {"token_ids": written.token_ids, "token_versions": written.versions}
+        return {**made, "prompt_token_ids": prompt_ids} if prompt_ids is not None else made
 
     def _log_probs(self, ids: Sequence[int], log_probs: Sequence[float], offset: int) -> dict[str, Any] | None:
         if not self.log_probs:
@@ -160,16 +165,3 @@ def usage(answers: Sequence[Answer]) -> dict[str, int]:
     prompt = len(answers[0].prompt_ids)
     written = sum(len(answer.completion.token_ids) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
-
-
-def _parts(length: int) -> Iterator[slice]:
-    for start in range(0, length, CHUNK_TOKENS):
-        yield slice(start, min(start + CHUNK_TOKENS, length))
-
-
-def _stable(decoded: str, text: str) -> int:
-    """How much of `text` the tokens so far make certain: a character may be spread over several tokens."""
-    length = min(len(decoded), len(text))
-    while length and decoded[:length] != text[:length]:
-        length -= 1
-    return length

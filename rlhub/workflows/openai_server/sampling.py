@@ -1,4 +1,4 @@
-"""From a request's prompt tokens to its choices: all of them at once, cut at stop texts, tool calls found."""
+"""From a request's prompt tokens to its choices: all of them at once, ended at stop texts, tool calls found."""
 
 from __future__ import annotations
 
@@ -7,26 +7,45 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.tools.formats import CALL_MARKERS
 from rlhub.workflows.base import EpisodeEngine
 from rlhub.workflows.openai_server.answers import Answer, FindCalls, call_object
 from rlhub.workflows.openai_server.errors import ApiError
 from rlhub.workflows.openai_server.rendering import Renderer
+from rlhub.workflows.openai_server.streaming import Choice
 
 
 async def sample(
-    engine: EpisodeEngine, prompt_ids: list[int], seeds: Sequence[int], params: SamplingParams, session: str, start: int = 0
+    engine: EpisodeEngine, requests: Sequence[GenerationRequest], params: SamplingParams, choices: Sequence[Choice] | None
 ) -> list[Completion]:
-    """One completion a seed.  ApiError 503 where the engine ended one early."""
-    requests = [GenerationRequest(prompt_ids=prompt_ids, seed=seed, session=session, start=start) for seed in seeds]
+    """One completion a request.  choices: are told of the tokens, and may end their request.  ApiError 503 where the engine
+    ended one early."""
+    followers: Sequence[Choice | None] = choices if choices is not None else [None] * len(requests)
+    asked = zip(requests, followers, strict=True)
     try:
         async with asyncio.TaskGroup() as group:  # when the client is gone, every one of them is cancelled
-            tasks = [group.create_task(engine.agenerate(request, params)) for request in requests]
+            tasks = [group.create_task(_complete(engine, request, params, choice)) for request, choice in asked]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
     completions = [task.result() for task in tasks]
     if any(completion.finish_reason == "abort" for completion in completions):
         raise ApiError("the engine ended the request before it was answered", status=503, kind="server_error")
     return completions
+
+
+async def _complete(
+    engine: EpisodeEngine, request: GenerationRequest, params: SamplingParams, choice: Choice | None
+) -> Completion:
+    if choice is None:
+        return await engine.agenerate(request, params)
+    generating = asyncio.ensure_future(engine.agenerate(request, params, choice.follow))
+    stopped = asyncio.ensure_future(choice.stopped.wait())
+    try:
+        await asyncio.wait({generating, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return choice.written if choice.stopped.is_set() else await generating
+    finally:
+        generating.cancel()
+        stopped.cancel()
 
 
 def as_answer(
@@ -40,13 +59,21 @@ def as_answer(
 ) -> Answer:
     """The completion as the client reads it."""
     text = _text(completion, renderer, stop_token_ids)
-    if found := [place for item in stop if (place := text.find(item)) >= 0]:
+    if any(item in text for item in stop):
         completion = _cut(completion, renderer, stop)
-        text = text[: min(found)]
+        text = renderer.decode(completion.token_ids)
+        text = text[: min(place for item in stop if (place := text.find(item)) >= 0)]
     answer = Answer(prompt_ids=prompt_ids, completion=completion, text=text)
     if find_calls is not None and (reply := find_calls(text)).calls:
-        answer.text, answer.calls = reply.text, [call_object(call) for call in reply.calls]
+        # A stream has told the spaces before the text when the first call comes.
+        spaces = text[: len(text) - len(text.lstrip())] if reply.text and call_marker(find_calls) else ""
+        answer.text, answer.calls = spaces + reply.text, [call_object(call) for call in reply.calls]
     return answer
+
+
+def call_marker(find_calls: FindCalls | None) -> str | None:
+    """As in Rules."""
+    return CALL_MARKERS.get(find_calls, "") if find_calls is not None else None
 
 
 def ending_token(completion: Completion, stop_token_ids: Sequence[int]) -> int | None:

@@ -14,14 +14,14 @@ import hmac
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
 
-from rlhub.engines.rollout.base import Completion, SamplingParams
+from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.errors import EngineError
 from rlhub.workflows.base import EpisodeEngine
 from rlhub.workflows.openai_server.admin import Administration, admin_routes, read_json
@@ -29,8 +29,9 @@ from rlhub.workflows.openai_server.answers import Answer, FindCalls, Writer
 from rlhub.workflows.openai_server.bodies import Asked, ChatBody, CompletionBody, read_chat, read_completion
 from rlhub.workflows.openai_server.errors import ApiError, bad_field
 from rlhub.workflows.openai_server.rendering import Renderer
-from rlhub.workflows.openai_server.sampling import as_answer, ending_token, sample
+from rlhub.workflows.openai_server.sampling import as_answer, call_marker, ending_token, sample
 from rlhub.workflows.openai_server.sessions import Limits, Session, Turn, has_answers, history_of, tools_key
+from rlhub.workflows.openai_server.streaming import Rules, UnderWay
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,15 @@ class ServerOptions:
     max_concurrent: int = 4096
     find_calls: FindCalls | None = None
     template_kwargs: dict[str, Any] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    """What is asked, by whom, and what is being sampled for it."""
+
+    body: Asked
+    session: Session | None
+    under_way: UnderWay = field(default_factory=UnderWay)
 
 
 class OpenAIServer:
@@ -144,13 +154,15 @@ class OpenAIServer:
         session = self._admit(request)
         body = read_chat(await read_json(request), self._sampling)
         with self._place(session):
-            return await self._respond(request, body, self._answer_chat(body, session), chat=True)
+            asked = _Request(body=body, session=session)
+            return await self._respond(request, asked, self._answer_chat(asked, body), chat=True)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
         body = read_completion(await read_json(request), self._sampling)
         with self._place(session):
-            return await self._respond(request, body, self._answer_prompts(body, session), chat=False)
+            asked = _Request(body=body, session=session)
+            return await self._respond(request, asked, self._answer_prompts(asked, body), chat=False)
 
     def _admit(self, request: web.Request) -> Session | None:
         """Whose request it is.  ApiError 401 for a wrong key; an unknown session answers the same."""
@@ -182,7 +194,8 @@ class OpenAIServer:
         finally:
             self._active -= 1
 
-    async def _answer_chat(self, body: ChatBody, session: Session | None) -> list[Answer]:
+    async def _answer_chat(self, asked: _Request, body: ChatBody) -> list[Answer]:
+        session = asked.session
         history, tools = history_of(body.messages), tools_key(body.tools)
         parent = session.find(body.messages, body.tools) if session is not None else None
         added: list[int] | None = None
@@ -193,14 +206,15 @@ class OpenAIServer:
             parent, added = None, self._renderer.prompt(body.messages, body.tools)
             if session is not None and has_answers(body.messages):
                 session.num_mismatches += 1
-        answers = await self._sample(body, session, parent, added, self._options.find_calls if body.call_tools else None)
+        answers = await self._sample(asked, parent, added, self._options.find_calls if body.call_tools else None)
         if session is not None:
             for answer in answers:
                 told = (*history, *history_of([answer.recorded]))
                 session.turns.append(Turn(parent=parent, added=added, completion=answer.completion, history=told, tools=tools))
         return answers
 
-    async def _answer_prompts(self, body: CompletionBody, session: Session | None) -> list[Answer]:
+    async def _answer_prompts(self, asked: _Request, body: CompletionBody) -> list[Answer]:
+        session = asked.session
         answers: list[Answer] = []
         for prompt in body.prompts:
             ids = self._renderer.text_ids(prompt, special=True) if isinstance(prompt, str) else prompt
@@ -208,19 +222,23 @@ class OpenAIServer:
                 raise bad_field("prompt", prompt, "at least one token")
             parent = session.find_ids(ids) if session is not None else None
             added = ids[len(parent.ids) :] if parent is not None else ids
-            found = await self._sample(body, session, parent, added, None)
+            found = await self._sample(asked, parent, added, None)
             if session is not None:
                 session.turns += [Turn(parent=parent, added=added, completion=answer.completion) for answer in found]
             answers += found
         return answers
 
-    async def _sample(
-        self, body: Asked, session: Session | None, parent: Turn | None, added: list[int], find_calls: FindCalls | None
-    ) -> list[Answer]:
-        params = self._params(body, session, parent, added)
+    async def _sample(self, asked: _Request, parent: Turn | None, added: list[int], find_calls: FindCalls | None) -> list[Answer]:
+        body = asked.body
+        params = self._params(body, asked.session, parent, added)
         prompt_ids = [*parent.ids, *added] if parent is not None else added
-        seeds = self._seeds(body, session)
-        completions = await self._generate(prompt_ids, seeds, params, session, _start(body, session))
+        rules = Rules(
+            decode=self._renderer.decode,
+            stop=body.stop,
+            stop_token_ids=params.stop_token_ids,
+            call_marker=call_marker(find_calls),
+        )
+        completions = await self._generate(asked, prompt_ids, params, rules)
         return [
             as_answer(
                 prompt_ids,
@@ -233,13 +251,18 @@ class OpenAIServer:
             for completion in completions
         ]
 
-    async def _generate(
-        self, prompt_ids: list[int], seeds: Sequence[int], params: SamplingParams, session: Session | None, start: int
-    ) -> list[Completion]:
+    async def _generate(self, asked: _Request, prompt_ids: list[int], params: SamplingParams, rules: Rules) -> list[Completion]:
+        session = asked.session
+        engine, name = (self._engine, "") if session is None else (session.engine, session.name)
+        start = _start(asked.body, session)
+        requests = [
+            GenerationRequest(prompt_ids=prompt_ids, seed=seed, session=name, start=start)
+            for seed in self._seeds(asked.body, session)
+        ]
+        followed = asked.body.stream or rules.stop
+        choices = asked.under_way.begin(prompt_ids, rules, len(requests)) if followed else None
         try:
-            if session is None:
-                return await sample(self._engine, prompt_ids, seeds, params, "", start)
-            return await sample(session.engine, prompt_ids, seeds, params, session.name)
+            return await sample(engine, requests, params, choices)
         except EngineError as error:
             raise ApiError(f"the engine: {error}", status=500, kind="server_error") from error
 
@@ -279,19 +302,19 @@ class OpenAIServer:
     # --- responses -----------------------------------------------------------------------------------------------------
 
     async def _respond(
-        self, request: web.Request, body: Asked, answering: Awaitable[list[Answer]], *, chat: bool
+        self, request: web.Request, asked: _Request, answering: Awaitable[list[Answer]], *, chat: bool
     ) -> web.StreamResponse:
+        body = asked.body
         writer = Writer(
             model=self._options.model,
             chat=chat,
             token=self._renderer.token,
-            decode=self._renderer.decode,
             log_probs=body.log_probs,
             token_ids=body.token_ids,
             usage_chunk=body.usage_chunk,
         )
         if body.stream:
-            return await _stream(request, writer, answering)
+            return await _stream(request, writer, answering, asked.under_way)
         return web.json_response(writer.whole(await answering))
 
 
@@ -300,34 +323,46 @@ def _start(body: Asked, session: Session | None) -> int:
     return body.start if isinstance(body, CompletionBody) and session is None else 0
 
 
-async def _stream(request: web.Request, writer: Writer, answering: Awaitable[list[Answer]]) -> web.StreamResponse:
-    """Server-sent events; comments while the answer is not there keep the connection open and notice a client that left."""
+async def _stream(
+    request: web.Request, writer: Writer, answering: Awaitable[list[Answer]], under_way: UnderWay
+) -> web.StreamResponse:
+    """Server-sent events, each as soon as it can be told; comments where there is nothing to tell keep the connection open and
+    notice a client that left."""
     task = asyncio.ensure_future(answering)
+    task.add_done_callback(lambda _: under_way.notify())
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
-        await asyncio.wait([task], timeout=HEARTBEAT_S)
+        await under_way.news(HEARTBEAT_S)
         if task.done():
             task.result()  # an error of its first moments is an answer with its own status
         await response.prepare(request)
+        clock = task.get_loop().time
+        written_at = -HEARTBEAT_S
         while not task.done():
-            await response.write(b": working\n\n")
-            await asyncio.wait([task], timeout=HEARTBEAT_S)
-        for event in _events(task, writer):
-            await response.write(b"data: " + event.encode() + b"\n\n")
+            told = _events(writer.told(under_way))
+            if not told and clock() - written_at >= HEARTBEAT_S:
+                told = b": working\n\n"
+            if told:
+                await response.write(told)
+                written_at = clock()
+            await under_way.news(HEARTBEAT_S)
+        await response.write(_last_events(request, task, writer, under_way))
         await response.write_eof()
         return response
     finally:
         task.cancel()
 
 
-def _events(task: asyncio.Future[list[Answer]], writer: Writer) -> Iterator[str]:
+def _last_events(request: web.Request, task: asyncio.Future[list[Answer]], writer: Writer, under_way: UnderWay) -> bytes:
     try:
         answers = task.result()
-    except ApiError as error:
-        yield json.dumps(error.body)
-        return
-    yield from map(json.dumps, writer.chunks(answers))
-    yield "[DONE]"
+    except Exception as error:  # noqa: BLE001  the request's boundary: its status is sent, so an event tells of the error
+        return _events([_as_api_error(request, error).body])
+    return _events(writer.ends(answers, under_way)) + b"data: [DONE]\n\n"
+
+
+def _events(told: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in told)
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -338,12 +373,18 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every error in OpenAI's format."""
     try:
         return await handler(request)
-    except ApiError as error:
-        failed = error
-    except web.HTTPException as error:
-        failed = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
-    except Exception as error:
-        logger.exception("%s %s failed", request.method, request.path)
-        failed = ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error")
+    except Exception as error:  # noqa: BLE001  the request's boundary
+        failed = _as_api_error(request, error)
     headers = {"Retry-After": f"{failed.retry_after_s:g}"} if failed.retry_after_s is not None else None
     return web.json_response(failed.body, status=failed.status, headers=headers)
+
+
+def _as_api_error(request: web.Request, error: Exception) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case web.HTTPException():
+            return ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
+        case _:
+            logger.error("%s %s failed", request.method, request.path, exc_info=error)
+            return ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error")

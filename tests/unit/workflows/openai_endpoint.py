@@ -10,7 +10,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.tools.formats import parse_hermes
 from rlhub.workflows.openai_server.server import OpenAIServer, ServerOptions
 from rlhub.workflows.openai_server.sessions import Limits, Session
@@ -26,12 +26,18 @@ def tokenizer(template: str = CHATML) -> Any:
 
 @dataclass
 class Told:
-    """An engine whose answers are given; keeps every request.  Log-probs count the tokens, so that none can be swapped."""
+    """An engine whose answers are given; keeps every request.  Log-probs count the tokens, so that none can be swapped.
+
+    given: how many tokens of each answer are sampled until now; None: all.  A follower is told each alone.  fails: how the
+    answers end once all that is given was told.
+    """
 
     tokenizer: Any
     answers: list[str] = field(default_factory=list)
     version: int = 7
     delay_s: float = 0.0
+    given: int | None = None
+    fails: Exception | None = None
     requests: list[GenerationRequest] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     ended: int = 0
@@ -40,23 +46,42 @@ class Told:
     def ids(self, text: str) -> list[int]:
         return self.tokenizer([text], add_special_tokens=False)["input_ids"][0]
 
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         self.requests.append(request)
         self.params.append(params)
         ids = self.ids(self.answers[min(len(self.requests), len(self.answers)) - 1])[request.start :]
-        try:
-            await asyncio.sleep(self.delay_s)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        self.ended += 1
         cut = ids[: params.max_new_tokens - request.start]
-        return Completion(
+        whole = Completion(
             token_ids=cut,
             log_probs=[-0.01 * (request.start + index + 1) for index in range(len(cut))],
             finish_reason="stop" if cut[-1] in params.stop_token_ids else "length",
             versions=[self.version] * len(cut),
         )
+        try:
+            await asyncio.sleep(self.delay_s)
+            await self._sample(whole, follow)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        self.ended += 1
+        return whole
+
+    async def _sample(self, whole: Completion, follow: Follow | None) -> None:
+        for index, token in enumerate(whole.token_ids):
+            while self.given is not None and index >= self.given:
+                if self.fails is not None:
+                    raise self.fails
+                await asyncio.sleep(0.001)
+            if follow is not None:
+                last = index + 1 == len(whole.token_ids)
+                follow(
+                    Progress(
+                        token_ids=[token],
+                        log_probs=[whole.log_probs[index]],
+                        versions=[whole.versions[index]],
+                        finish_reason=whole.finish_reason if last else None,
+                    )
+                )
 
 
 @dataclass

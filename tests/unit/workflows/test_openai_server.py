@@ -115,24 +115,6 @@ async def test_a_changed_history_starts_a_segment_and_is_counted() -> None:
         assert longest.response_ids == at.engine.ids("one" + END)
 
 
-async def test_streams_give_the_same_as_whole_answers() -> None:
-    async with endpoint(["gr\u00fc\u00df dich, Welt \U0001f600!" + END]) as at:
-        session = at.server.open_session("a", seed=5, limits=LIMITS)
-        stream = await at.client(session).chat.completions.create(
-            model="any", messages=[QUESTION], stream=True, logprobs=True, stream_options={"include_usage": True}
-        )
-        chunks = [chunk async for chunk in stream]
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-        assert text == "gr\u00fc\u00df dich, Welt \U0001f600!"
-        assert len(chunks) > 4
-        assert chunks[-2].choices[0].finish_reason == "stop"
-        assert chunks[-1].usage.completion_tokens == len(at.engine.ids(text + END))
-        told = [
-            part for chunk in chunks if chunk.choices and chunk.choices[0].logprobs for part in chunk.choices[0].logprobs.content
-        ]
-        assert len(told) == len(at.engine.ids(text + END))
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tool_calls_are_parsed_and_their_results_masked(stream: bool) -> None:
     async with endpoint([CALL + END, "four" + END]) as at:

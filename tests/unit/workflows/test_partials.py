@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, FinishReason, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.workflows import executor as executor_module
 from rlhub.workflows.base import EpisodeData
 from rlhub.workflows.partials import TrackedEngine
@@ -151,3 +151,34 @@ def test_a_first_turn_that_was_complete_is_kept_while_the_second_is_written() ->
     engine = TrackedEngine(Typist(), data)
     asyncio.run(engine.agenerate(GenerationRequest(prompt_ids=[*PROMPT, 7, 8, 9], seed=2), SamplingParams()))
     assert engine.written == done
+
+
+def test_who_follows_hears_each_token_once_over_an_interruption() -> None:
+    class Interrupted:
+        """Tells three of the first four tokens, and is interrupted."""
+
+        def __init__(self) -> None:
+            self.go_on = asyncio.Event()
+
+        async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+            assert follow is not None
+            first = request.start == 0
+            tokens = [10, 11, 12, 13] if first else [14, 15]
+            for token in tokens[:3] if first else tokens:
+                follow(Progress(token_ids=[token], log_probs=[-0.5], versions=[1]))
+            if first:
+                await self.go_on.wait()
+            reason: FinishReason = "abort" if first else "stop"
+            return Completion(token_ids=tokens, log_probs=[-0.5] * len(tokens), finish_reason=reason, versions=[1] * len(tokens))
+
+    async def scenario() -> None:
+        inner, told = Interrupted(), list[int]()
+        engine = TrackedEngine(inner, EpisodeData(prompt_ids=(3, 4), ordinal=0, sample=0, seed=1))
+        request = GenerationRequest(prompt_ids=[3, 4], seed=1)
+        task = asyncio.create_task(engine.agenerate(request, SamplingParams(), lambda progress: told.extend(progress.token_ids)))
+        await asyncio.sleep(0)
+        assert told == [10, 11, 12] and engine.request_ids()
+        inner.go_on.set()
+        assert (await task).token_ids == [10, 11, 12, 13, 14, 15] == told
+
+    asyncio.run(scenario())
