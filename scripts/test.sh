@@ -9,6 +9,8 @@ SECONDS=0
 bash scripts/setup_env.sh || exit 1
 
 # One thread a process: the tests start several processes on few cores.  Nothing may depend on a network.
+# Hundreds of processes import the package; without compiled files each would compile it anew.
+unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1 WANDB_MODE=offline TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
 
 NOTHING_MATCHED=5 # pytest's exit code when -k or -m left no test
