@@ -11,11 +11,18 @@ SYNC = "sync"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SERVICE_KEYS = ("recompute_kv_cache", "weights_folder", "trajectories_folder", "replica_restarts", "multi_turn.", "agent.")
 _TRAINER_KEYS = ("pipeline_depth", "stale_policy")
+_COLLECTED = f"{_ROLLOUT}.trajectories_folder"
+_UNREAD_COLLECTED = ("agent.num_workers", "replica_restarts")
 
 
 def is_async(config: PPOConfig) -> bool:
     """Whether episodes run on a rollout service, beside training."""
     return config.actor_rollout_ref.rollout.mode != SYNC
+
+
+def is_collected(config: PPOConfig) -> bool:
+    """Whether another job runs the episodes, and this one trains on the files that it leaves."""
+    return is_async(config) and config.actor_rollout_ref.rollout.trajectories_folder is not None
 
 
 def may_be_stale(config: PPOConfig) -> bool:
@@ -25,7 +32,8 @@ def may_be_stale(config: PPOConfig) -> bool:
 
 def problems(config: PPOConfig) -> list[str]:
     """What cannot start."""
-    return [*(_asynchronous(config) if is_async(config) else _synchronous(config)), *_replayed(config)]
+    found = [*(_asynchronous(config) if is_async(config) else _synchronous(config)), *_replayed(config)]
+    return [*found, *_collected(config)] if is_collected(config) else found
 
 
 def notes(config: PPOConfig) -> list[str]:
@@ -34,10 +42,19 @@ def notes(config: PPOConfig) -> list[str]:
 
 
 def unread(config: PPOConfig) -> tuple[str, ...]:
-    """Settings (or, ending in `.`, all below them) that only asynchronous rollouts read, where there are none."""
+    """Settings (or, ending in `.`, all below them) of asynchronous rollouts that nobody reads; `why_unread` says why."""
+    if is_collected(config):
+        return tuple(f"{_ROLLOUT}.{key}" for key in _UNREAD_COLLECTED)
     if is_async(config):
         return ()
     return (*(f"{_ROLLOUT}.{key}" for key in _SERVICE_KEYS), *(f"trainer.{key}" for key in _TRAINER_KEYS))
+
+
+def why_unread(config: PPOConfig) -> str:
+    """The reason for `unread`."""
+    if is_collected(config):
+        return f"{_COLLECTED} is set, and the job that collects runs its episodes in its own process"
+    return f"{_ROLLOUT}.mode=sync does not read it"
 
 
 def _synchronous(config: PPOConfig) -> Iterator[str]:
@@ -82,6 +99,32 @@ def _replayed(config: PPOConfig) -> Iterator[str]:
         yield (
             f"trainer.test_freq={trainer.test_freq} with trainer.replay_from={trainer.replay_from}: nothing generates there; "
             "set trainer.test_freq=-1 and validate its checkpoints with python -m rlhub.trainer.main_eval"
+        )
+
+
+def _collected(config: PPOConfig) -> Iterator[str]:
+    """What the collecting job, which sees nothing of this one but its weights, could not answer to."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    given = f"{_COLLECTED}={rollout.trajectories_folder}"
+    if rollout.weights_folder is None:
+        yield (
+            f"{given} without {_ROLLOUT}.weights_folder: the collecting job takes its weights from there; name a folder that "
+            "both reach"
+        )
+    if trainer.stale_policy != "correct":
+        yield (
+            f"trainer.stale_policy={trainer.stale_policy} with {given}: the collecting job cannot know what training "
+            "left out and would wait for it for ever; set trainer.stale_policy=correct"
+        )
+    if trainer.test_freq > 0:
+        yield (
+            f"trainer.test_freq={trainer.test_freq} with {given}: nothing generates here; set trainer.test_freq=-1 and validate "
+            "the checkpoints with python -m rlhub.trainer.main_eval"
+        )
+    if config.algorithm.filter_groups.enable:
+        yield (
+            f"algorithm.filter_groups.enable=true with {given}: the collecting job neither scores nor filters; set it to false, "
+            f"or {_COLLECTED} to null"
         )
 
 

@@ -86,7 +86,7 @@ def _(config: PPOConfig) -> list[Dead]:
         (not config.data.val_files, ("data.val_batch_size", f"{_ROLLOUT}val_kwargs.", "trainer.log_val_generations"),
          "data.val_files is not set"),
         (asynchronous.is_async(config), (f"{_ROLLOUT}free_cache_engine",), "rollout.mode=async never stops generating"),
-        (not asynchronous.is_async(config), asynchronous.unread(config), "actor_rollout_ref.rollout.mode=sync does not read it"),
+        (True, asynchronous.unread(config), asynchronous.why_unread(config)),
         *_trainer(config),
     ]  # fmt: skip
 

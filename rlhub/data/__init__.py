@@ -8,6 +8,6 @@ sft         SFTDataset, SFTLoader: demonstrations with a loss mask
 preference  PreferenceDataset: pairs of a chosen and a rejected answer
 """
 
-from rlhub.data.files import check_columns, check_files, load_rows
+from rlhub.data.files import AGENT_NAME, check_columns, check_files, has_column, load_rows
 
-__all__ = ["check_columns", "check_files", "load_rows"]
+__all__ = ["AGENT_NAME", "check_columns", "check_files", "has_column", "load_rows"]

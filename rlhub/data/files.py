@@ -12,6 +12,9 @@ from typing import Any
 from rlhub.errors import DataError
 from rlhub.registry import suggest
 
+AGENT_NAME = "agent_name"
+"""Column that names the workflow of a row's episodes."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Row:
@@ -85,6 +88,17 @@ def check_columns(files: str | Sequence[str] | None, split: str, columns: Mappin
             if column not in found
         ]
     return problems
+
+
+def has_column(files: str | Sequence[str] | None, column: str) -> bool:
+    """Whether any of the files has it; one that cannot be read has nothing."""
+    for path in file_list(files):
+        try:
+            if column in _columns(path):
+                return True
+        except DataError:
+            continue
+    return False
 
 
 def _reader(path: Path) -> Callable[[Path], list[Row]]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlhub.config.data import DataConfig
-from rlhub.data.files import Row, load_rows
+from rlhub.data.files import AGENT_NAME, Row, load_rows
 from rlhub.data.order import ResumableLoader
 from rlhub.data.tokenizing import Tokenizer, check_policy, encode_prompts, left_padded, pad_id, truncate
 from rlhub.errors import DataError
@@ -20,10 +20,6 @@ from rlhub.protocol import DataProto
 from rlhub.utils.columns import object_array
 
 logger = logging.getLogger(__name__)
-
-
-AGENT_NAME = "agent_name"
-"""Column of the files that names a row's own workflow."""
 
 
 class PromptDataset:

@@ -86,9 +86,10 @@ class EventLoopThread:
 
 
 class RoleHost:
-    """The workers of one rank by role, and the way to call them."""
+    """The workers of one rank by role, and the way to call them: one call at a time, from whichever thread it comes."""
 
     def __init__(self) -> None:
+        self._turn = threading.RLock()  # in process the validation beside training calls the same workers as training
         self._workers: dict[str, Any] = {}
         self._contexts: dict[str, WorkerContext] = {}
         self._loop = EventLoopThread()
@@ -102,7 +103,7 @@ class RoleHost:
     def call(self, role: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, materialize: bool = True) -> Any:
         """Run a method; raises RemoteError."""
         context = self._contexts.get(role) or WorkerContext(role=role)
-        with failures_of(context, method):
+        with self._turn, failures_of(context, method):
             if role not in self._workers:
                 raise LookupError(f"no worker of role {role!r} lives here; roles: {', '.join(self._workers) or 'none'}")
             if materialize:

@@ -20,7 +20,7 @@ from typing import Any
 
 from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
-from rlhub.config import asynchronous, checks, effects, placement, rollout_correction
+from rlhub.config import checks, effects, placement, rollout_correction
 from rlhub.config.data import DataConfig
 from rlhub.config.devices import count_gpus, torch_has_cuda
 from rlhub.config.dpo import DPOConfig
@@ -44,7 +44,7 @@ from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
 from rlhub.tracking.registry import TRACKERS
 from rlhub.trainer.ppo.requirements import check_group_metric
-from rlhub.workflows.registry import DEFAULT, DEFAULT_MULTI_TURN, WORKFLOWS
+from rlhub.trainer.ppo.rollout_checks import check_episodes, check_rollout_engine, check_weights_reach
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
         *check_folders(config.trainer),
         *check_replay(config.trainer),
         *check_episodes(config),
+        *check_rollout_engine(config),
     ]
     if config.algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:
         requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
@@ -87,6 +88,11 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
     for warning in [] if problems else [*warnings(config, set_keys), *checks.notes(config), *surprises(config)]:
         logger.warning(warning)
     return problems
+
+
+def check_training(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
+    """As `check`, of a configuration that is to train and not only to evaluate."""
+    return [*check(config, set_keys), *check_weights_reach(config)]
 
 
 @check.register
@@ -475,23 +481,3 @@ def check_replay(trainer: TrainerConfig) -> list[str]:
         return []
     found = "has no step-*.safetensors" if folder.is_dir() else "is no folder"
     return [f"trainer.replay_from={folder} {found}; name the folder `batches` of a run with trainer.record_batches=true"]
-
-
-def check_episodes(config: PPOConfig) -> list[str]:
-    """The workflow exists, and groups can be filtered as they finish."""
-    rollout, scoring = config.actor_rollout_ref.rollout, config.reward_model
-    if not asynchronous.is_async(config):
-        return []
-    problems, name = [], rollout.agent.default_agent_loop or (DEFAULT_MULTI_TURN if rollout.multi_turn.enable else DEFAULT)
-    path, _, attribute = name.rpartition(":")
-    if not attribute or not path:
-        problems += _unknown(f"{_ROLLOUT}.agent.default_agent_loop", WORKFLOWS, name)
-    elif path.endswith(".py") and not Path(path).expanduser().is_file():
-        problems.append(f"{_ROLLOUT}.agent.default_agent_loop={name}: no such file ({Path(path).expanduser().resolve()})")
-    if config.algorithm.filter_groups.enable and (scoring.function_weight == 0 or scoring.enable or scoring.judge.model.path):
-        problems.append(
-            f"algorithm.filter_groups.enable=true with {_ROLLOUT}.mode=async compares the samples of a prompt once they are "
-            "finished, which takes a reward function alone: switch reward_model.enable and the judge off (and function_weight "
-            f"on), or set {_ROLLOUT}.mode=sync"
-        )
-    return problems

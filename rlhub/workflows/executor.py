@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhub.engines.rollout.base import Completion
-from rlhub.errors import DeadlineError, WorkflowError
+from rlhub.errors import ConfigError, DeadlineError, WorkflowError
 from rlhub.utils.outcomes import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
 from rlhub.utils.seeding import sample_seed
 from rlhub.utils.task_runner import AsyncTaskRunner
@@ -316,6 +316,8 @@ class WorkflowExecutor:
             case TimedOut(deadline_s=deadline):
                 self.statistics.counts["timed_out_episodes"] += 1
                 self._failed(work, DeadlineError(f"episode {outcome.task_id}", deadline))
+            case Failed(error=ConfigError() as error):  # what is set wrongly is wrong in every episode
+                self._fail(error)
             case Failed(error=error):
                 self._failed(work, error)
             case Cancelled():

@@ -48,10 +48,15 @@ class RolloutSetup:
 EngineFactory = Callable[[RolloutSetup], "RolloutEngine"]
 
 ROLLOUT_ENGINES: Registry[EngineFactory] = Registry("rollout engine")
-"""`requires` names the Python packages an engine needs."""
+"""`requires` names the Python packages an engine needs.  A companion `problems`, which loads no torch, says what is wrong with
+its part of the section: (rollout section, *, trains: whether the job updates the weights) -> sentences."""
 ROLLOUT_ENGINES.add_lazy("vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"})
 ROLLOUT_ENGINES.add_lazy("hf", "rlhub.engines.rollout.hf.engine:HFEngine")
-ROLLOUT_ENGINES.add_lazy("remote", "rlhub.engines.rollout.remote.engine:RemoteEngine")
+ROLLOUT_ENGINES.add_lazy(
+    "remote",
+    "rlhub.engines.rollout.remote.engine:RemoteEngine",
+    companions={"problems": "rlhub.engines.rollout.remote.checks:remote_problems"},
+)
 ROLLOUT_ENGINES.add_lazy("fake", "rlhub.engines.rollout.fake:FakeEngine")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhub.config.asynchronous import is_async
+from rlhub.config.asynchronous import is_async, is_collected
 from rlhub.config.placement import is_separate
 from rlhub.config.ppo import PPOConfig
 from rlhub.data.prompts import PromptDataset, PromptLoader
@@ -188,7 +188,7 @@ def build_generation(
         num_shown = config.trainer.log_val_generations
         return Validator(data.val_batches, samples, scorer.reward, data.tokenizer, run.timers, num_shown)
 
-    if config.actor_rollout_ref.rollout.trajectories_folder is not None:
+    if is_collected(config):
         return build_collected(config, data.loader, data.tokenizer, scorer, groups.actor.write_weights, run.timers), None
     if is_async(config):
         batches, samples = build_stream(config, worker_runtime(config), data.tokenizer, data.loader, groups, scorer, run, stack)

@@ -15,7 +15,7 @@ from typing import Any
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
-from rlhub.errors import ConfigError, WorkflowError
+from rlhub.errors import WorkflowError
 from rlhub.models.vocabulary import Vocabulary, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.trainer.ppo.scoring import Scorer
@@ -63,7 +63,7 @@ class CollectedSource:
 
     def _write(self, version: int) -> None:
         folder = self.config.actor_rollout_ref.rollout.weights_folder
-        assert folder is not None, "checked when the source is built"
+        assert folder is not None, "checked before start"
         with self.timers.measure("write_weights"):
             self.write(folder, version)
 
@@ -88,18 +88,9 @@ def build_collected(
     write: Callable[[str, int], object],
     timers: PhaseTimer,
 ) -> CollectedSource:
-    """ConfigError for settings under which the two jobs would wait for each other."""
+    """The source of a configuration that config.asynchronous has passed."""
     rollout = config.actor_rollout_ref.rollout
     assert rollout.trajectories_folder is not None
-    if rollout.weights_folder is None:
-        raise ConfigError(
-            "rollout.trajectories_folder needs rollout.weights_folder: the collecting job takes its weights from there"
-        )
-    if config.trainer.stale_policy != "correct":
-        raise ConfigError(
-            f"rollout.trajectories_folder with trainer.stale_policy={config.trainer.stale_policy}: the collecting job cannot "
-            "know what training left out and would wait for it for ever; set trainer.stale_policy=correct"
-        )
     return CollectedSource(
         config=config,
         loader=loader,

@@ -9,6 +9,10 @@ from tests.unit.config.test_derive_and_checks import good
 
 ASYNC = {"actor_rollout_ref__rollout__mode": "async"}
 CORRECTED = {"algorithm__rollout_correction__rollout_is": "token"}
+ROLLOUT = "actor_rollout_ref__rollout__"
+COLLECTED = ASYNC | CORRECTED | {
+    f"{ROLLOUT}trajectories_folder": "s3://t", f"{ROLLOUT}weights_folder": "w", "trainer__stale_policy": "correct",
+}  # fmt: skip
 
 
 def test_what_follows_from_the_bound() -> None:
@@ -30,6 +34,10 @@ def test_what_follows_from_the_bound() -> None:
             ASYNC | {"actor_rollout_ref__rollout__tensor_model_parallel_size": 2, "trainer__n_gpus_per_node": 2},
             ("tensor_model_parallel_size=2", "mode=sync"),
         ),
+        (COLLECTED | {f"{ROLLOUT}weights_folder": None}, ("trajectories_folder=s3://t", "rollout.weights_folder", "both reach")),
+        (COLLECTED | {"trainer__stale_policy": "mask"}, ("stale_policy=mask", "s3://t", "set trainer.stale_policy=correct")),
+        (COLLECTED | {"trainer__test_freq": 5}, ("test_freq=5", "s3://t", "main_eval")),
+        (COLLECTED | {"algorithm__filter_groups__enable": True, f"{ROLLOUT}n": 2}, ("filter_groups", "s3://t", "null")),
         ({"trainer__replay_from": "x", "trainer__test_freq": 5}, ("test_freq=5", "main_eval")),
         ({"trainer__replay_from": "x", "trainer__record_batches": True}, ("recorded already",)),
     ],
@@ -50,6 +58,15 @@ def test_what_cannot_start(values: dict[str, object], parts: tuple[str, ...]) ->
 )
 def test_correcting_old_samples_takes_any_correction(values: dict[str, object]) -> None:
     assert checks.check(good(**ASYNC, trainer__stale_policy="correct", trainer__max_staleness=2, **values)) == []
+
+
+def test_what_another_job_collects_takes_no_processes_here() -> None:
+    assert checks.check(good(**COLLECTED)) == []
+    key = "actor_rollout_ref.rollout.agent.num_workers"
+    values = {f"{ROLLOUT}agent__num_workers": 2}
+    (warning,) = effects.without_effect(good(**COLLECTED, **values), {key})
+    assert key in warning and "trajectories_folder is set" in warning
+    assert effects.without_effect(good(**ASYNC, **values), {key}) == []
 
 
 def test_a_greedy_baseline_is_refused() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,26 @@ def test_calls_run_in_the_callers_thread() -> None:
 
     with launch({"a": ClassWithInitArgs(Threaded)}, backend="local") as launched:
         assert launched.groups["a"].thread() == threading.get_ident()
+
+
+def test_calls_of_several_threads_come_one_at_a_time() -> None:
+    """Training and the validation beside it share what scores; under Ray a rank takes one call at a time anyway."""
+
+    class Alone(Worker):
+        def __init__(self) -> None:
+            self.inside = self.most = 0
+
+        @register(Dispatch.RANK_ZERO)
+        def work(self) -> int:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            time.sleep(0.01)
+            self.inside -= 1
+            return self.most
+
+    with launch({"a": ClassWithInitArgs(Alone)}, backend="local") as launched, ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(launched.groups["a"].work) for _ in range(4)]
+        assert {call.result() for call in calls} == {1}
 
 
 def test_environment_is_set_for_the_run_and_restored() -> None:

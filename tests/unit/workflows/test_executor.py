@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rlhub.errors import DeadlineError, WorkflowError
+from rlhub.errors import ConfigError, DeadlineError, WorkflowError
 from rlhub.utils.outcomes import Reject
 from rlhub.workflows.base import EpisodeData
 from rlhub.workflows.groups import Group
@@ -148,6 +148,18 @@ def test_failures_in_a_row_stop_the_run_with_the_last_error() -> None:
         assert isinstance(raised.value.__cause__, KeyError)
         with pytest.raises(WorkflowError):
             executor.next_groups(2, 5)
+
+
+def test_a_wrong_setting_stops_the_run_at_the_first_episode() -> None:
+    class Misconfigured(Immediate):
+        async def arun_episode(self, engine, data):
+            raise ConfigError("agent.kwargs.tool: no such knob")
+
+    with executing(Misconfigured(parts()), staleness=bound(2, 1), max_failed_batches=100) as executor:
+        executor.start(prompts())
+        with pytest.raises(ConfigError, match="no such knob"):
+            executor.next_groups(2, 5)
+        assert executor.metrics()["rollout/failed_groups"] == 0
 
 
 def test_failures_that_are_not_in_a_row_do_not() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rlhub.config.ppo import PPOConfig
-from rlhub.errors import ConfigError, WorkflowError
+from rlhub.errors import WorkflowError
 from rlhub.models.vocabulary import Vocabulary
-from rlhub.trainer.ppo.collected import CollectedSource, build_collected
+from rlhub.trainer.ppo.collected import CollectedSource
 from rlhub.utils.timing import PhaseTimer
 from rlhub.workflows.groups import Group, PromptItem
 from rlhub.workflows.trajectory import Trajectory
@@ -76,12 +76,3 @@ def test_batches_come_in_the_order_of_the_files_and_a_stopped_run_goes_on(tmp_pa
     assert written == [0, 1, 1, 2]
     with pytest.raises(WorkflowError, match="the job that collects has ended"):
         again.sample(iter(()), 4)
-
-
-@pytest.mark.parametrize(("key", "value"), [("weights_folder", None), ("stale_policy", "drop")])
-def test_settings_under_which_two_jobs_would_wait_for_each_other(tmp_path: Path, key: str, value: Any) -> None:
-    config = settings(tmp_path)
-    setattr(config.trainer if key == "stale_policy" else config.actor_rollout_ref.rollout, key, value)
-    nothing: Any = None
-    with pytest.raises(ConfigError, match=key):
-        build_collected(config, nothing, nothing, nothing, nothing, nothing)
