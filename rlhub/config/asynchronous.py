@@ -11,8 +11,9 @@ SYNC = "sync"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SERVICE_KEYS = ("recompute_kv_cache", "weights_folder", "trajectories_folder", "replica_restarts", "multi_turn.", "agent.")
 _TRAINER_KEYS = ("pipeline_depth", "stale_policy")
+_ENVIRONMENT = "environment"
 _COLLECTED = f"{_ROLLOUT}.trajectories_folder"
-_UNREAD_COLLECTED = ("agent.num_workers", "replica_restarts")
+_UNREAD_COLLECTED = ("agent.num_workers", "agent.num_env_hosts", "replica_restarts")
 
 
 def is_async(config: PPOConfig) -> bool:
@@ -77,17 +78,28 @@ def _synchronous(config: PPOConfig) -> Iterator[str]:
 
 
 def _asynchronous(config: PPOConfig) -> Iterator[str]:
-    trainer, rollout, correction = config.trainer, config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    trainer, correction = config.trainer, config.algorithm.rollout_correction
     corrects = correction.active or correction.in_update
     if trainer.stale_policy == "correct" and not corrects:
         yield (
             f"trainer.stale_policy=correct, but nothing corrects: set {rollout_correction.KEY}.rollout_is=token (weights), "
             ".rollout_rs (rejection), .proximal=a3po or .bypass_mode=true; or use trainer.stale_policy=drop or mask"
         )
-    if rollout.tensor_model_parallel_size > 1:
+    yield from _environments(config)
+
+
+def _environments(config: PPOConfig) -> Iterator[str]:
+    agent = config.actor_rollout_ref.rollout.agent
+    own_workflow = ":" in (agent.default_agent_loop or "")
+    if agent.num_env_hosts > 0 and not agent.kwargs.get(_ENVIRONMENT) and not own_workflow:
         yield (
-            f"{_ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with {_ROLLOUT}.mode={rollout.mode}: a "
-            f"replica of the service is one process in this version; set 1, or {_ROLLOUT}.mode=sync"
+            f"{_ROLLOUT}.agent.num_env_hosts={agent.num_env_hosts}, but no episode asks for an environment: name one in "
+            f"{_ROLLOUT}.agent.kwargs.{_ENVIRONMENT} with the workflow that plays in it, or set num_env_hosts=0"
+        )
+    if agent.env_host_gpus > 1 and agent.env_host_gpus % 1:
+        yield (
+            f"{_ROLLOUT}.agent.env_host_gpus={agent.env_host_gpus:g}: Ray gives parts of one GPU or whole ones; set "
+            f"{int(agent.env_host_gpus)} or {int(agent.env_host_gpus) + 1}"
         )
 
 

@@ -54,6 +54,7 @@ def _(config: PPOConfig) -> list[Dead]:
     actor, critic, rollout = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.rollout
     control, val, in_reward = config.algorithm.kl_ctrl, rollout.val_kwargs, config.algorithm.use_kl_in_reward
     has_reference = actor.use_kl_loss or in_reward
+    agent, env_hosts = rollout.agent, tuple(f"{_ROLLOUT}agent.env_host_{name}" for name in ("cpus", "gpus"))
     on_gpus = tuple(f"{_ROLLOUT}{name}" for name in ("gpu_memory_utilization", "enforce_eager", "free_cache_engine"))
     return [
         (not actor.use_kl_loss, (f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type"), "actor_rollout_ref.actor.use_kl_loss is off"),
@@ -87,6 +88,8 @@ def _(config: PPOConfig) -> list[Dead]:
          "data.val_files is not set"),
         (asynchronous.is_async(config), (f"{_ROLLOUT}free_cache_engine",), "rollout.mode=async never stops generating"),
         (True, asynchronous.unread(config), asynchronous.why_unread(config)),
+        (not agent.num_env_hosts, env_hosts, f"{_ROLLOUT}agent.num_env_hosts is 0"),
+        (config.trainer.backend == "local", env_hosts, "trainer.backend=local reserves nothing"),
         *_trainer(config),
     ]  # fmt: skip
 

@@ -48,6 +48,13 @@ class AgentConfig:
     num_workers: NonNegativeInt = 0
     """Processes, on the driver's machine, that run the episodes' own code (tools, templates, agents); generation and scoring
     are asked of the driver. 0: its event loop runs them too; set it where that code keeps the loop busy."""
+    num_env_hosts: NonNegativeInt = 0
+    """Actors, on any machines of the cluster, that run the environments of workflow `environment` with kwargs.num_env_workers
+    processes each; 0: the episodes' own process runs them. Set it for more simulators than the driver's machine carries."""
+    env_host_cpus: NonNegativeFloat = 0.0
+    """CPUs that each of them reserves on its machine; 0: none, one machine after the other gets one."""
+    env_host_gpus: NonNegativeFloat = 0.0
+    """GPUs that each of them reserves, for simulators that compute there; set it with GPUs that no other pool takes."""
     max_concurrent: PositiveInt | None = None
     """Most prompts in work at once; null: (max_staleness + 1) * train_batch_size."""
     episode_timeout_s: PositiveFloat | None = None
@@ -80,7 +87,8 @@ class RemoteConfig:
 @dataclass(slots=True, kw_only=True)
 class RolloutConfig:
     name: str = "auto"
-    """Generation engine: auto (vllm where it is installed, else hf), vllm, hf, remote (see remote.urls)."""
+    """Generation engine: auto (vllm where it is installed, else hf), vllm, hf, remote (see remote.urls), vllm_async (async:
+    vLLM's AsyncLLM in processes of its own, which vllm becomes with tensor_model_parallel_size above 1)."""
     mode: Literal["sync", "async"] = "sync"
     """sync: whole batches, in turns with training; async: a service in processes of its own, where episodes run as workflows."""
     n: PositiveInt = 1
@@ -92,7 +100,7 @@ class RolloutConfig:
     top_k: TopK = -1
     """Sample from the k most likely tokens; -1 is off. The same caution as top_p."""
     tensor_model_parallel_size: PositiveInt = 1
-    """Ranks that share one copy of the engine (vllm); divides the ranks and the attention heads."""
+    """Ranks that share one copy of the engine (vllm), in mode async devices of a replica; divides ranks and attention heads."""
     gpu_memory_utilization: PositiveUnitFloat = 0.5
     """GPU: share of memory for weights and KV cache of the engine."""
     kv_cache_gb: PositiveFloat | None = None

@@ -51,6 +51,7 @@ OTHERS: dict[str, Registry[Any]] = {
 }
 
 MEANINGS: dict[tuple[str, str], str] = {
+    ("config/asynchronous.py", "environment"): "a setting of that workflow",
     ("config/engines.py", "megatron"): "the section's name",
     ("config/load.py", "megatron"): "the section's name",
     ("models/megatron/checks.py", "megatron"): "the section's name",

@@ -18,6 +18,7 @@ from rlhub.trainer.ppo.episodes import (
     GroupScoring,
     SignalFilter,
     Workflows,
+    environment_hosts,
     episode_hosts,
     training_sampling,
     validation_sampling,
@@ -32,6 +33,7 @@ from rlhub.trainer.ppo.seen import SeenPublication
 from rlhub.trainer.ppo.streaming import StreamSampler
 from rlhub.trainer.run import Run
 from rlhub.utils.task_runner import AsyncTaskRunner
+from rlhub.workers.environment_hosts import EnvironmentHosts
 from rlhub.workers.episode_hosts import EpisodeHosts
 from rlhub.workers.rollout_service import RolloutService, service_options
 from rlhub.workers.router import Router
@@ -58,10 +60,12 @@ def build_stream(
     stack.callback(runner.close)
     service = start_service(config, runtime, groups, run, runner)
     stack.callback(service.close)
+    environments = start_environments(config, run, runner, stack)
     hosts = start_hosts(config, vocabulary, run, runner, stack)
     scoring = build_scoring(scorer.reward)
     score = no_turn_scores if scoring.ahead is None else scoring.ahead.score_text
-    workflows = Workflows(config, tokenizer, training_sampling(config, vocabulary), score, hosts=hosts)
+    sampling = training_sampling(config, vocabulary)
+    workflows = Workflows(config, tokenizer, sampling, score, hosts=hosts, environments=environments)
     stack.callback(lambda: on_loop(runner, workflows.aclose()))
     log = PromptLog(run.folder.path / PROMPTS)
     ledger = PromptLedger(on_end=log.ended)
@@ -85,9 +89,9 @@ def build_stream(
         vocabulary=vocabulary,
         log=log,
         timers=run.timers,
-        hosts=hosts,
+        hosts=[found for found in (hosts, environments) if found is not None],
     )
-    return batches, build_samples(config, service, runner, tokenizer, vocabulary, score, stack, hosts)
+    return batches, build_samples(config, service, runner, tokenizer, vocabulary, score, stack, hosts, environments)
 
 
 def build_evaluation_samples(
@@ -101,10 +105,11 @@ def build_evaluation_samples(
     stack.callback(service.close)
     service.start()
     vocabulary = read_vocabulary(config.actor_rollout_ref.model, tokenizer)
+    environments = start_environments(config, run, runner, stack)
     hosts = start_hosts(config, vocabulary, run, runner, stack)
     ahead = build_scoring(reward).ahead
     score = no_turn_scores if ahead is None else ahead.score_text
-    return build_samples(config, service, runner, tokenizer, vocabulary, score, stack, hosts)
+    return build_samples(config, service, runner, tokenizer, vocabulary, score, stack, hosts, environments)
 
 
 def start_hosts(
@@ -112,6 +117,15 @@ def start_hosts(
 ) -> EpisodeHosts | None:
     """The processes of agent.num_workers, if any; after the service, which has connected the cluster."""
     hosts = episode_hosts(config, vocabulary, log_dir=run.folder.logs)
+    if hosts is not None:
+        stack.callback(lambda: on_loop(runner, hosts.close()))
+        on_loop(runner, hosts.start())
+    return hosts
+
+
+def start_environments(config: PPOConfig, run: Run, runner: AsyncTaskRunner, stack: ExitStack) -> EnvironmentHosts | None:
+    """The actors of agent.num_env_hosts, if any; after the service, which has connected the cluster."""
+    hosts = environment_hosts(config, log_dir=run.folder.logs)
     if hosts is not None:
         stack.callback(lambda: on_loop(runner, hosts.close()))
         on_loop(runner, hosts.start())
@@ -199,10 +213,11 @@ def build_samples(
     score: Score,
     stack: ExitStack,
     hosts: EpisodeHosts | None,
+    environments: EnvironmentHosts | None,
 ) -> EpisodeSamples:
     """Validation's episodes: the same workflows with other sampling."""
     rollout = config.actor_rollout_ref.rollout
     sampling = validation_sampling(config, vocabulary)
-    workflows = Workflows(config, tokenizer, sampling, score, VALIDATION, hosts)
+    workflows = Workflows(config, tokenizer, sampling, score, VALIDATION, hosts, environments)
     stack.callback(lambda: on_loop(runner, workflows.aclose()))
     return EpisodeSamples(rollout, service.router, workflows, runner.loop, seed=config.trainer.seed, pad_id=vocabulary.pad_id)

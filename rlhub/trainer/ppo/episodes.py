@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 import os
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhub.config.ppo import PPOConfig
-from rlhub.config.rollout import RolloutConfig, ValSamplingConfig
-from rlhub.data.prompts import AGENT_NAME
+from rlhub.config.rollout import ValSamplingConfig
+from rlhub.data import AGENT_NAME
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.models.vocabulary import Vocabulary
@@ -24,6 +23,7 @@ from rlhub.trainer.ppo.sampling import groups_with_signal
 from rlhub.trainer.ppo.scoring import Scorer
 from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes
 from rlhub.utils.columns import object_array
+from rlhub.workers.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
 from rlhub.workers.episode_host import HostSettings, WorkflowKey
 from rlhub.workers.episode_hosts import EpisodeHosts, HostOptions, host_starter
 from rlhub.workers.remote_workflow import RemoteWorkflow
@@ -31,7 +31,7 @@ from rlhub.workflows.base import RolloutWorkflow, Score, WorkflowParts
 from rlhub.workflows.batches import to_batch
 from rlhub.workflows.groups import Group
 from rlhub.workflows.load import build_workflow, workflow_class
-from rlhub.workflows.registry import DEFAULT, DEFAULT_MULTI_TURN
+from rlhub.workflows.settings import default_workflow, workflow_kwargs
 
 logger = logging.getLogger(__name__)
 
@@ -65,23 +65,11 @@ def sampling_params(config: PPOConfig, vocabulary: Vocabulary, sampling: ValSamp
     )
 
 
-def default_workflow(rollout: RolloutConfig) -> str:
-    """Of rows that name none."""
-    return rollout.agent.default_agent_loop or (DEFAULT_MULTI_TURN if rollout.multi_turn.enable else DEFAULT)
-
-
-def workflow_kwargs(rollout: RolloutConfig) -> dict[str, Any]:
-    """A workflow's own settings: agent.kwargs, which win, and what the user set in multi_turn."""
-    shared = {item.name: getattr(rollout.multi_turn, item.name) for item in dataclasses.fields(rollout.multi_turn)}
-    shared.pop("enable")
-    return {name: value for name, value in shared.items() if value is not None} | rollout.agent.kwargs
-
-
 @dataclass(slots=True)
 class Workflows:
     """One workflow of each name, built when the first row asks for it.  Used on the event loop that runs the episodes.
 
-    hosts: run the episodes' own code in place of this loop, with the sampling of `purpose`.
+    hosts: run the episodes' own code in place of this loop, with the sampling of `purpose`.  environments: lend them theirs.
     """
 
     config: PPOConfig
@@ -90,6 +78,7 @@ class Workflows:
     score: Score
     purpose: str = TRAINING
     hosts: EpisodeHosts | None = None
+    environments: EnvironmentHosts | None = None
     _built: dict[str, RolloutWorkflow] = field(default_factory=dict)
 
     def of(self, row: Mapping[str, Any]) -> RolloutWorkflow:
@@ -113,6 +102,7 @@ class Workflows:
             max_response_length=self.config.data.max_response_length,
             score=self.score,
             kwargs=workflow_kwargs(self.config.actor_rollout_ref.rollout),
+            environments=self.environments,
         )
 
     async def aclose(self) -> None:
@@ -136,6 +126,7 @@ def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, *, log_dir: Path) -
         max_response_length=config.data.max_response_length,
         kwargs=workflow_kwargs(rollout),
         folder=os.getcwd(),
+        lends_environments=rollout.agent.num_env_hosts > 0,
     )
     seconds = trainer.deadline_s
     options = HostOptions(
@@ -144,6 +135,31 @@ def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, *, log_dir: Path) -
     return EpisodeHosts(
         host_starter(settings, options),
         rollout.agent.num_workers,
+        restarts=rollout.replica_restarts,
+        shutdown_s=seconds.shutdown,
+    )
+
+
+def environment_hosts(config: PPOConfig, *, log_dir: Path) -> EnvironmentHosts | None:
+    """The actors that run the episodes' environments, where the configuration wants any; not yet started."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    agent, seconds = rollout.agent, trainer.deadline_s
+    if agent.num_env_hosts == 0:
+        return None
+    assert agent.episode_timeout_s is not None, "derive first"
+    options = EnvironmentHostOptions(
+        backend=trainer.backend,
+        num_cpus=agent.env_host_cpus,
+        num_gpus=agent.env_host_gpus,
+        folder=os.getcwd(),
+        start_s=seconds.start,
+        log_dir=str(log_dir.absolute()),
+        plugins=tuple(trainer.plugins),
+    )
+    return EnvironmentHosts(
+        environment_host_starter(options),
+        agent.num_env_hosts,
+        idle_s=max(agent.episode_timeout_s, seconds.generate),  # no turn of the policy takes longer
         restarts=rollout.replica_restarts,
         shutdown_s=seconds.shutdown,
     )

@@ -34,7 +34,7 @@ from rlhub.trainer.ppo.scoring import Scorer
 from rlhub.trainer.ppo.scoring_ahead import KeptOutcomes
 from rlhub.utils.columns import object_array
 from rlhub.utils.timing import PhaseTimer
-from rlhub.workers.episode_hosts import EpisodeHosts
+from rlhub.workers.host_set import HostSet
 from rlhub.workflows.batches import episode_metrics, to_batch
 from rlhub.workflows.executor import WorkflowExecutor
 from rlhub.workflows.groups import Group
@@ -56,7 +56,7 @@ class StreamSampler:
     vocabulary: Vocabulary
     log: PromptLog
     timers: PhaseTimer
-    hosts: EpisodeHosts | None = None
+    hosts: Sequence[HostSet] = ()
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     policy_version: int = field(init=False, default=0)
     positions: Positions = field(init=False)
@@ -110,7 +110,7 @@ class StreamSampler:
         return metrics | {
             "trainer/idle_share": min(metrics["rollout/wait_s"] / max(passed, 1e-9), 1.0),
             **self.publisher.metrics,
-            **(self.hosts.metrics() if self.hosts is not None else {}),
+            **{name: value for hosts in self.hosts for name, value in hosts.metrics().items()},
         }
 
     def publish(self, version: int) -> None:

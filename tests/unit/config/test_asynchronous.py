@@ -10,6 +10,9 @@ from tests.unit.config.test_derive_and_checks import good
 ASYNC = {"actor_rollout_ref__rollout__mode": "async"}
 CORRECTED = {"algorithm__rollout_correction__rollout_is": "token"}
 ROLLOUT = "actor_rollout_ref__rollout__"
+AGENT = f"{ROLLOUT}agent__"
+CPUS = "actor_rollout_ref.rollout.agent.env_host_cpus"
+ENVIRONMENT = {f"{AGENT}num_env_hosts": 2, f"{AGENT}kwargs": {"environment": "grid_walk"}}
 COLLECTED = ASYNC | CORRECTED | {
     f"{ROLLOUT}trajectories_folder": "s3://t", f"{ROLLOUT}weights_folder": "w", "trainer__stale_policy": "correct",
 }  # fmt: skip
@@ -30,14 +33,12 @@ def test_what_follows_from_the_bound() -> None:
         ({"actor_rollout_ref__rollout__multi_turn__enable": True}, ("multi_turn.enable=true", "mode=async")),
         ({"actor_rollout_ref__rollout__agent__default_agent_loop": "mine.py:Mine"}, ("mine.py:Mine", "mode=async")),
         (ASYNC | {"trainer__stale_policy": "correct"}, ("stale_policy=correct", "rollout_is=token", "drop or mask")),
-        (
-            ASYNC | {"actor_rollout_ref__rollout__tensor_model_parallel_size": 2, "trainer__n_gpus_per_node": 2},
-            ("tensor_model_parallel_size=2", "mode=sync"),
-        ),
         (COLLECTED | {f"{ROLLOUT}weights_folder": None}, ("trajectories_folder=s3://t", "rollout.weights_folder", "both reach")),
         (COLLECTED | {"trainer__stale_policy": "mask"}, ("stale_policy=mask", "s3://t", "set trainer.stale_policy=correct")),
         (COLLECTED | {"trainer__test_freq": 5}, ("test_freq=5", "s3://t", "main_eval")),
         (COLLECTED | {"algorithm__filter_groups__enable": True, f"{ROLLOUT}n": 2}, ("filter_groups", "s3://t", "null")),
+        (ASYNC | {f"{AGENT}num_env_hosts": 2}, ("num_env_hosts=2", "no episode asks", "agent.kwargs.environment")),
+        (ASYNC | ENVIRONMENT | {f"{AGENT}env_host_gpus": 1.5}, ("env_host_gpus=1.5", "set 1 or 2")),
         ({"trainer__replay_from": "x", "trainer__test_freq": 5}, ("test_freq=5", "main_eval")),
         ({"trainer__replay_from": "x", "trainer__record_batches": True}, ("recorded already",)),
     ],
@@ -45,6 +46,29 @@ def test_what_follows_from_the_bound() -> None:
 def test_what_cannot_start(values: dict[str, object], parts: tuple[str, ...]) -> None:
     (problem,) = checks.check(good(**values))
     assert all(part in problem for part in parts), problem
+
+
+def test_environment_hosts_serve_a_workflow_that_asks_for_environments() -> None:
+    """What they reserve is read by Ray."""
+    reserved = {f"{AGENT}env_host_cpus": 2.0}
+    own = {f"{AGENT}num_env_hosts": 2, f"{AGENT}default_agent_loop": "mine.py:Mine"}
+    for values, why in (
+        (ENVIRONMENT, None),
+        (own, None),
+        (ENVIRONMENT | {"trainer__backend": "local"}, "backend=local reserves nothing"),
+        ({}, "num_env_hosts is 0"),
+    ):
+        config = good(**ASYNC, **reserved, **values)
+        assert checks.check(config) == []
+        warned = [text for text in effects.without_effect(config, {CPUS}) if CPUS in text]
+        assert len(warned) == (why is not None) and all(str(why) in text for text in warned), warned
+
+
+def test_replicas_may_be_tensor_parallel() -> None:
+    values = ASYNC | {f"{ROLLOUT}tensor_model_parallel_size": 2}
+    assert checks.check(good(**values, trainer__n_gpus_per_node=2)) == []
+    (problem,) = checks.check(good(**values, trainer__n_gpus_per_node=3))
+    assert "3 = 1 x 2 + 1" in problem
 
 
 @pytest.mark.parametrize(
