@@ -82,6 +82,14 @@ def greedy_reference(model: PreTrainedModel, prompt: list[int], num_tokens: int)
 
 
 @torch.no_grad()
+def greedy_choices(model: PreTrainedModel, prompt: list[int], completion: list[int]) -> tuple[list[int], list[float]]:
+    """The likeliest token after the prompt and after every prefix of the completion, with its log-probability, by one full
+    forward: these are the completion's own tokens exactly where it is the greedy one."""
+    rows = full_forward(model, [*prompt, *completion])[len(prompt) - 1 : -1].log_softmax(-1)
+    return rows.argmax(-1).tolist(), rows.max(-1).values.tolist()
+
+
+@torch.no_grad()
 def sequence_log_probs(model: PreTrainedModel, prompt: list[int], completion: list[int], temperature: float) -> list[float]:
     """log pi of the completion's tokens by one full forward, logits divided by the temperature."""
     rows = (full_forward(model, [*prompt, *completion])[len(prompt) - 1 : -1] / temperature).log_softmax(-1)

@@ -27,7 +27,7 @@ from rlhub.engines.rollout.hf.attention import GROUPED_ATTENTION
 from rlhub.engines.rollout.hf.lean import LeanStep, why_not_lean
 from rlhub.engines.rollout.hf.step import DecodeStep, ModelStep
 from tests.support import rollout_contract as contract
-from tests.support.tiny_models import greedy_reference, save_tiny_model, tiny_model
+from tests.support.tiny_models import greedy_choices, save_tiny_model, tiny_model
 from tests.unit.engines.rollout.hf.test_engine import hf_engine
 
 MAX_MODEL_LEN = 200
@@ -177,14 +177,19 @@ def test_there_is_one_copy_of_every_weight() -> None:
 
 
 def generate_after_an_update(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """Completions of an engine whose weights were exchanged, and those that full forwards with the new weights give."""
+    """Completions of an engine whose weights were exchanged, and what full forwards with the new weights choose for them."""
     save_tiny_model(folder)
     engine = hf_engine(folder, load_checkpoint=True)
     engine.generate(contract.requests()[:1], SamplingParams(max_new_tokens=2))
     model = tiny_model(seed=1)
     engine.update_weights([list(model.named_parameters())], 1)
-    completions = engine.generate(contract.requests(), SamplingParams(temperature=0.0, max_new_tokens=10))
-    return contract.tokens(completions), [greedy_reference(model, prompt, 10)[0] for prompt in contract.PROMPTS]
+    tokens = contract.tokens(engine.generate(contract.requests(), SamplingParams(temperature=0.0, max_new_tokens=10)))
+    return tokens, choices(model, tokens)
+
+
+def choices(model: PreTrainedModel, tokens: list[list[int]]) -> list[list[int]]:
+    """What the model itself chooses greedily along these completions of the contract's prompts."""
+    return [greedy_choices(model, prompt, one)[0] for prompt, one in zip(contract.PROMPTS, tokens, strict=True)]
 
 
 def test_an_update_reaches_the_fused_weights(tmp_path: Path) -> None:
@@ -221,9 +226,9 @@ def test_an_engine_with_an_unknown_model_uses_its_forward(tmp_path: Path, caplog
     with caplog.at_level(logging.DEBUG, logger="rlhub.engines.rollout.hf"):
         engine = hf_engine(tmp_path, load_checkpoint=True)
     assert "the model's own forward" in caplog.text
-    completions = engine.generate(contract.requests(), SamplingParams(temperature=0.0, max_new_tokens=6))
+    tokens = contract.tokens(engine.generate(contract.requests(), SamplingParams(temperature=0.0, max_new_tokens=6)))
     model.set_attn_implementation("eager")
-    assert contract.tokens(completions) == [greedy_reference(model, prompt, 6)[0] for prompt in contract.PROMPTS]
+    assert tokens == choices(model, tokens)
 
 
 def test_an_engine_with_a_known_model_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

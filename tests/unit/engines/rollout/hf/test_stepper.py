@@ -73,9 +73,9 @@ def test_company_joins_and_leaves_without_changing_a_completion(
         monkeypatch.setattr(module, "MASK_COLUMNS", 3)
         monkeypatch.setattr(module, "PADDING_INTERVAL", 1)
         monkeypatch.setattr(module, "NOISE_BLOCK", 5)
-    kinds = [STOPPING if i % 3 else replace(STOPPING, temperature=0.7, max_new_tokens=15) for i in range(80)]
+    kinds = [STOPPING if i % 3 else replace(STOPPING, temperature=0.7, max_new_tokens=15) for i in range(40)]
     done = drive(engine._make_stepper(), kinds, random.Random(1))
-    assert sum(completion.finish_reason == "abort" for completion in done.values()) in range(1, 40)
+    assert sum(completion.finish_reason == "abort" for completion in done.values()) in range(1, 20)
     for kind in (STOPPING, kinds[0]):
         keys = [key for key in done if kinds[key] == kind]
         whole = engine.generate([many_requests()[key] for key in keys], kind)
@@ -100,8 +100,9 @@ def test_interrupted_at_every_token_it_goes_on_under_the_new_weights(engine: HFE
     interruptions.check(
         interruptions.observe(engine, models, positions, num_tokens=NUM_TOKENS, recompute=True), num_tokens=NUM_TOKENS
     )
-    kept = interruptions.observe(engine, models, positions, num_tokens=NUM_TOKENS, recompute=False)
-    for at in positions:
+    ends = (positions[0], positions[-1])
+    kept = interruptions.observe(engine, models, ends, num_tokens=NUM_TOKENS, recompute=False)
+    for at in ends:
         assert max(one.error_after for one in kept if one.at == at) > 1e-3, "old keys and values must be noticed"
     engine.update_weights([list(model.named_parameters())], 0)
 
@@ -137,16 +138,17 @@ def test_rows_that_ended_at_max_model_len_do_not_disturb_the_others(engine: HFEn
         assert [len(completion.token_ids) for completion in completions] == [3, 10, 10, 10]
 
 
-def test_a_steady_stream_keeps_the_cache_small(engine: HFEngine) -> None:
+def test_a_steady_stream_keeps_the_cache_small(engine: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns that are padding for all are given up, though there is never a moment without a row."""
+    monkeypatch.setattr(module, "PADDING_INTERVAL", 16)
     stepper = engine._make_stepper()
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     longest = 0
     with torch.inference_mode():
-        for step in range(400):
-            if step % 4 == 0:
+        for step in range(120):
+            if step % 5 == 0:
                 stepper.add(step, GenerationRequest(prompt_ids=[3, 4, 5], seed=step), params)
             stepper.step()
             assert isinstance(stepper, HFStepper) and stepper._places is not None
             longest = max(longest, stepper._places.length)
-    assert longest < 200
+    assert longest < 60
