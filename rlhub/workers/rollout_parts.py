@@ -6,7 +6,7 @@ import torch
 
 from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import RolloutEngine
-from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, RolloutSetup, resolve_engine_name
+from rlhub.engines.rollout.registry import RolloutSetup, engine_factory
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.models.vocabulary import Vocabulary, read_vocabulary
 from rlhub.workers.runtime import WorkerRuntime
@@ -43,4 +43,4 @@ def rollout_setup(
 
 def make_engine(setup: RolloutSetup) -> RolloutEngine:
     """The engine, not yet initialized."""
-    return ROLLOUT_ENGINES.get(resolve_engine_name(setup.config.name))(setup)
+    return engine_factory(setup.config)(setup)

@@ -13,17 +13,18 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.requests import check_requests
-from rlhub.errors import ConfigError, EngineError
+from rlhub.errors import EngineError
 from rlhub.models.vocabulary import Vocabulary
-from rlhub.sharding_manager.files import MappedVersion, WeightReader
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Worker
+from rlhub.workers.folder_reader import FolderReader, folder_reader
 from rlhub.workers.following import Trails
 from rlhub.workers.rollout_batch import check_completions
 from rlhub.workers.rollout_parts import load_vocabulary, make_engine, rollout_setup
@@ -67,12 +68,11 @@ class RolloutServer(Worker):
     """
 
     def __init__(self, config: ActorRolloutRefConfig, runtime: WorkerRuntime, *, load_checkpoint: bool = False) -> None:
-        _refuse_tensor_parallelism(config)
         self.config, self.runtime = config, runtime
         self._setup = rollout_setup(config, runtime, runtime.torch_device(0), load_checkpoint=load_checkpoint)
         self._engine: RolloutEngine | None = None
         self._vocabulary: Vocabulary | None = None
-        self._readers: dict[str, WeightReader] = {}
+        self._readers: dict[str, FolderReader] = {}
         self._turn = asyncio.Lock()  # updates and pauses come one after the other
         self._paused = False
         self._fingerprint = self._failure = ""
@@ -142,15 +142,15 @@ class RolloutServer(Worker):
             fingerprint=report.fingerprint,
         )
 
-    def _reader(self, folder: str) -> WeightReader:
+    def _reader(self, folder: str) -> FolderReader:
         if folder not in self._readers:
             bucket_bytes = self.config.rollout.update_weights_bucket_mb << 20
             self._readers = {
-                folder: WeightReader(self.engine, Path(folder), bucket_bytes=bucket_bytes, timeout_s=self.runtime.deadline_s)
+                folder: folder_reader(self.engine, Path(folder), bucket_bytes=bucket_bytes, timeout_s=self.runtime.deadline_s)
             }
         return self._readers[folder]
 
-    def _take(self, reader: WeightReader, mapped: MappedVersion) -> SyncReport:
+    def _take(self, reader: FolderReader, mapped: Any) -> SyncReport:
         """Pause, copy, go on."""
         self.engine.pause()
         report = reader.place(mapped)
@@ -199,12 +199,3 @@ class RolloutServer(Worker):
     def close(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()
-
-
-def _refuse_tensor_parallelism(config: ActorRolloutRefConfig) -> None:
-    size = config.rollout.tensor_model_parallel_size
-    if size != 1:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} with rollout.mode=async: a replica of the rollout "
-            "service is one process with one device; set it to 1, or use rollout.mode=sync"
-        )

@@ -49,9 +49,19 @@ EngineFactory = Callable[[RolloutSetup], "RolloutEngine"]
 
 ROLLOUT_ENGINES: Registry[EngineFactory] = Registry("rollout engine")
 """`requires` names the Python packages an engine needs.  A companion `problems`, which loads no torch, says what is wrong with
-its part of the section: (rollout section, *, trains: whether the job updates the weights) -> sentences."""
-ROLLOUT_ENGINES.add_lazy("vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"})
-ROLLOUT_ENGINES.add_lazy("hf", "rlhub.engines.rollout.hf.engine:HFEngine")
+its part of the section: (rollout section, *, trains: whether the job updates the weights) -> sentences.  A companion
+PARALLEL_SERVICE is the engine to use in its place where single requests are served tensor-parallel."""
+
+PARALLEL_SERVICE = "parallel_service"
+_CHECKS = "rlhub.engines.rollout.service_checks"
+_PROCESSES = "rlhub.engines.rollout.vllm.async_engine:AsyncVLLMEngine"
+ROLLOUT_ENGINES.add_lazy(
+    "vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"}, companions={PARALLEL_SERVICE: _PROCESSES}
+)
+ROLLOUT_ENGINES.add_lazy("vllm_async", _PROCESSES, requires={"vllm"}, companions={"problems": f"{_CHECKS}:service_problems"})
+ROLLOUT_ENGINES.add_lazy(
+    "hf", "rlhub.engines.rollout.hf.engine:HFEngine", companions={"problems": f"{_CHECKS}:one_device_problems"}
+)
 ROLLOUT_ENGINES.add_lazy(
     "remote",
     "rlhub.engines.rollout.remote.engine:RemoteEngine",
@@ -67,6 +77,15 @@ def resolve_engine_name(name: str) -> str:
     return "vllm" if find_spec("vllm") is not None else "hf"
 
 
+def engine_factory(config: RolloutConfig) -> EngineFactory:
+    """The engine of this configuration.  Raises RegistryError for an unknown `config.name`."""
+    name = resolve_engine_name(config.name)
+    if config.mode == "async" and config.tensor_model_parallel_size > 1:
+        in_its_place: EngineFactory | None = ROLLOUT_ENGINES.companion(name, PARALLEL_SERVICE)
+        return in_its_place or ROLLOUT_ENGINES.get(name)
+    return ROLLOUT_ENGINES.get(name)
+
+
 def build_rollout_engine(
     config: RolloutConfig,
     model: ModelConfig,
@@ -80,8 +99,7 @@ def build_rollout_engine(
     load_checkpoint: bool = False,
 ) -> RolloutEngine:
     """The configured engine, not yet initialized.  Raises RegistryError for an unknown `config.name`."""
-    factory = ROLLOUT_ENGINES.get(resolve_engine_name(config.name))
-    return factory(
+    return engine_factory(config)(
         RolloutSetup(
             config=config,
             model=model,

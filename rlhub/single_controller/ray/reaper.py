@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 
 import psutil
 import ray
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 MARKER = "RLHUB_RUN_MARKER"
 GRACE_S = 3.0
+TRACKER = "multiprocessing.resource_tracker"
+"""Python's own child that removes the shared memory of killed processes, and ends, when the last of them is gone."""
 
 
 def marked_processes(marker: str) -> list[psutil.Process]:
@@ -41,16 +44,26 @@ def end_marked(marker: str, deadline_s: float) -> list[int]:
     psutil.wait_procs(marked_processes(marker), timeout=min(GRACE_S, deadline_s / 2))
     left = marked_processes(marker)
     while left and time.monotonic() < deadline:
-        for process in left:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(left, timeout=0.5)
+        trackers = [process for process in left if _is_tracker(process)]
+        _kill(process for process in left if process not in trackers)
+        psutil.wait_procs(left, timeout=GRACE_S if len(trackers) == len(left) else 0.5)
+        _kill(trackers if len(trackers) == len(left) else ())
         left = marked_processes(marker)
     if left:
         logger.warning("processes of this run that could not be ended: %s", [process.pid for process in left])
     return [process.pid for process in left]
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return any(TRACKER in argument for argument in process.cmdline())
+    return False
 
 
 def end_on_nodes(marker: str, node_ids: Collection[str], deadline_s: float) -> None:

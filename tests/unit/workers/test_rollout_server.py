@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhub.config.ppo import ActorRolloutRefConfig
-from rlhub.errors import ConfigError, EngineError, WeightMismatchError
+from rlhub.errors import EngineError, WeightMismatchError
 from rlhub.sharding_manager.files import WeightReader
 from rlhub.workers.rollout_server import RolloutServer
 from tests.support.rollout_service import RUNTIME, STEP_S, Weights, fake_config, request, sampling
@@ -155,13 +154,6 @@ def test_a_wrong_request_is_no_failure_of_the_engine(weights: Weights) -> None:
         assert "EngineError" in (await server.status()).failure
 
     asyncio.run(scenario())
-
-
-def test_tensor_parallel_replicas_are_refused() -> None:
-    config = ActorRolloutRefConfig()
-    config.rollout.tensor_model_parallel_size = 2
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size=2 with rollout.mode=async"):
-        RolloutServer(config, RUNTIME)
 
 
 def test_before_start_it_says_so() -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from rlhub.config.trainer import TrainerConfig
 from rlhub.engines.rollout.base import Completion
-from rlhub.errors import ConfigError, EngineError, ResourceError, WorkerError
+from rlhub.errors import EngineError, ResourceError, WorkerError
 from rlhub.single_controller import AsyncActorOptions, WorkerContext
+from rlhub.single_controller.ray.pool import RayResourcePool
 from rlhub.workers.replica_places import DevicePlace, ReplicaPlaces, device_place
 from rlhub.workers.rollout_service import RolloutService, ServiceOptions, service_options
 from tests.support.rollout_service import RUNTIME, Weights, fake_config, request, sampling
@@ -72,11 +73,11 @@ def test_closing_ends_waiting_requests_and_may_be_repeated(tmp_path: Path) -> No
 
 def test_a_failed_start_leaves_nothing(tmp_path: Path) -> None:
     config = fake_config()
-    config.rollout.tensor_model_parallel_size = 2
+    config.rollout.name = "vllm_async"
     service = RolloutService(config, RUNTIME, ServiceOptions(backend="local", run_folder=tmp_path))
-    with pytest.raises(WorkerError, match="tensor_model_parallel_size=2") as caught:
+    with pytest.raises(WorkerError, match="set rollout.mode=async") as caught:
         service.start()
-    assert isinstance(caught.value.__cause__, ConfigError) and not service.folder.exists()
+    assert isinstance(caught.value.__cause__, EngineError) and not service.folder.exists()
 
 
 def test_replicas_with_the_models_own_weights_serve_at_once(tmp_path: Path) -> None:
@@ -100,6 +101,8 @@ def test_one_replica_a_rank_of_the_rollouts_pool(tmp_path: Path) -> None:
     options = service_options(config, trainer(**pools), run_folder=tmp_path)
     assert options.counts == [3, 3] and options.num_replicas == 6
     assert options.limits.restarts == 7 and options.limits.update_s == trainer().deadline_s.sync
+    config.rollout.tensor_model_parallel_size = 3
+    assert service_options(config, trainer(**pools), run_folder=tmp_path).counts == [1, 1]
 
 
 def test_a_rank_says_where_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,3 +122,15 @@ def test_replicas_beside_the_actor_share_its_gpus(monkeypatch: pytest.MonkeyPatc
     assert (options.devices, options.node_id, options.num_gpus, options.num_cpus) == ("6", "node of a", 0.0, 0.0)
     with pytest.raises(ResourceError, match="GPUs for 2 replicas"):
         places.options(2, AsyncActorOptions(name="rollout-2", device="cuda"))
+
+
+def test_a_tensor_parallel_replica_has_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhub.workers.replica_places.node_at", lambda address: f"node of {address}")
+    ranks = [DevicePlace(node=node, device=device) for node in ("a", "b") for device in ("4", "6")]
+    places = ReplicaPlaces(device="cuda", counts=[1, 1], beside=ranks, devices_each=2)
+    options = places.options(1, AsyncActorOptions(name="rollout-1", device="cuda"))
+    assert (options.devices, options.node_id) == ("4,6", "node of b")
+    with pytest.raises(ResourceError, match="GPUs for 2 replicas"):
+        places.options(2, AsyncActorOptions(name="rollout-2", device="cuda"))
+    pool = RayResourcePool([1], use_gpu=True, gpus_per_rank=2)
+    assert pool.bundle() == {"CPU": 1.0, "GPU": 2.0}

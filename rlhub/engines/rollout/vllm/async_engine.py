@@ -53,6 +53,11 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
     """See the module docstring.  Requests that come while it is paused are sent when it goes on."""
 
     def __init__(self, setup: RolloutSetup) -> None:
+        if setup.config.mode != "async":
+            raise EngineError(
+                f"this engine serves single requests, but rollout.mode={setup.config.mode}: set rollout.mode=async, or "
+                "rollout.name=vllm for an engine in this process"
+            )
         self.version = -1
         self._setup = setup
         self._dtype = resolve_dtype(setup.config.dtype, setup.device)
@@ -70,8 +75,10 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
             with guarded_process(child_variables()):
                 self._client = self._thread.run(self._build())
             self._new_weights(self.version)
-        except BaseException:
+        except BaseException as error:
             self.shutdown()
+            if isinstance(error, RuntimeError) and not isinstance(error, EngineError):
+                raise EngineError(f"vLLM's processes did not start: {error}; what they said is in this process's log") from error
             raise
         self._ready = self._setup.load_checkpoint
 

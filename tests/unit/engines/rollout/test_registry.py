@@ -1,16 +1,20 @@
 import subprocess
 import sys
+from typing import Literal
 
 import pytest
+import torch
 
+from rlhub.config.model import ModelConfig
 from rlhub.config.rollout import RolloutConfig
-from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
-from rlhub.errors import RegistryError
+from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, RolloutSetup, engine_factory, resolve_engine_name
+from rlhub.engines.rollout.vllm.async_engine import AsyncVLLMEngine
+from rlhub.errors import EngineError, RegistryError
 
 LIGHT = """
 import sys
 import rlhub.engines.rollout.registry as registry
-assert registry.ROLLOUT_ENGINES.names() == ["fake", "hf", "remote", "vllm"]
+assert registry.ROLLOUT_ENGINES.names() == ["fake", "hf", "remote", "vllm", "vllm_async"]
 registry.resolve_engine_name("auto")
 assert not {"torch", "vllm", "transformers"} & set(sys.modules), "heavy import"
 """
@@ -31,3 +35,54 @@ def test_auto_is_vllm_where_installed_else_hf(monkeypatch: pytest.MonkeyPatch) -
 def test_an_unknown_engine_is_refused_with_a_suggestion() -> None:
     with pytest.raises(RegistryError, match="did you mean 'vllm'"):
         ROLLOUT_ENGINES.get("vlm")
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "size", "factory"),
+    [
+        ("vllm", "async", 1, "VLLMEngine"),
+        ("vllm", "async", 2, "AsyncVLLMEngine"),
+        ("vllm", "sync", 2, "VLLMEngine"),
+        ("vllm_async", "async", 1, "AsyncVLLMEngine"),
+        ("vllm_async", "async", 2, "AsyncVLLMEngine"),
+        ("hf", "async", 2, "HFEngine"),
+    ],
+)
+def test_which_engine_serves(name: str, mode: Literal["sync", "async"], size: int, factory: str) -> None:
+    config = RolloutConfig(name=name, mode=mode, tensor_model_parallel_size=size)
+    assert engine_factory(config).__name__ == factory  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "size", "parts"),
+    [
+        ("hf", "async", 2, ("tensor_model_parallel_size=2", "one device", "name=vllm")),
+        ("hf", "sync", 1, ()),
+        ("vllm_async", "sync", 1, ("mode=sync", "mode=async")),
+        ("vllm_async", "async", 2, ()),
+    ],
+)
+def test_what_an_engine_cannot_do_is_known_before_the_start(
+    name: str, mode: Literal["sync", "async"], size: int, parts: tuple[str, ...]
+) -> None:
+    config = RolloutConfig(name=name, mode=mode, tensor_model_parallel_size=size)
+    problems = ROLLOUT_ENGINES.companion(name, "problems")(config, trains=True)
+    assert len(problems) == bool(parts) and all(part in problem for part in parts for problem in problems)
+
+
+def test_an_engine_of_the_service_says_where_its_weights_are() -> None:
+    def setup(mode: Literal["sync", "async"]) -> RolloutSetup:
+        config = RolloutConfig(mode=mode)
+        return RolloutSetup(
+            config=config, model=ModelConfig(), device=torch.device("cpu"), seed=0, max_prompt_length=8, max_response_length=8
+        )
+
+    with pytest.raises(EngineError, match="set rollout.mode=async"):
+        AsyncVLLMEngine(setup("sync"))
+    engine = AsyncVLLMEngine(setup("async"))
+    with pytest.raises(EngineError, match="not initialized"):
+        engine.pause()
+    for action in (lambda: engine.update_weights([], 1), engine.live_weights):
+        with pytest.raises(EngineError, match="publish them through a folder"):
+            action()
+    engine.shutdown()
