@@ -115,10 +115,11 @@ def check_requirements(config: PPOConfig, requires: AbstractSet[str]) -> list[st
             f"{rollout_correction.KEY}.bypass_mode=true saves the forward pass from which {estimator} takes the policy's squared "
             "probabilities; set it to false"
         )
-    if "baseline_rewards" in requires and asynchronous.is_async(config):
+    if "baseline_rewards" in requires and asynchronous.is_collected(config):
         found.append(
-            f"{estimator} scores a greedy response of the newest policy beside each prompt's samples, which "
-            f"{_ROLLOUT}.mode=async does not generate; set {_ROLLOUT}.mode=sync or choose another estimator"
+            f"{estimator} scores a greedy response beside each prompt's samples, which the job that collects into "
+            f"{_ROLLOUT}.trajectories_folder={rollout.trajectories_folder} does not generate; set it to null or choose another "
+            "estimator"
         )
     return found + placement.unneeded(config, requires)
 

@@ -59,10 +59,11 @@ class ExecutorOptions:
 
 @dataclass(slots=True)
 class _Work:
-    """A group of which episodes run.  trajectories: of those that have ended; engines: what each episode has written."""
+    """A group of which episodes run.  workflows: of each; trajectories: of those that have ended; engines: what each episode has
+    written."""
 
     item: PromptItem
-    workflow: RolloutWorkflow
+    workflows: Sequence[RolloutWorkflow]
     trajectories: list[Trajectory | None]
     engines: list[TrackedEngine]
 
@@ -79,7 +80,8 @@ class _Work:
 
 
 class WorkflowExecutor:
-    """engine: what generates.  workflow_for: the workflow of a prompt's row.
+    """engine: what generates.  workflow_for: the workflow of a prompt's row.  baseline_for: that of its greedy response, one more
+    episode of each group; None: there is none.
 
     on_group: awaited once for each complete group, before the filter: scoring.  Its errors end the run (the reward has a policy
     for its failures), except Reject.  keep: the group filter; a group turned down is rejected and another prompt drawn.
@@ -98,8 +100,9 @@ class WorkflowExecutor:
         on_group: Callable[[Group], Awaitable[None]] | None = None,
         keep: Callable[[Group], bool] | None = None,
         interrupt: Interrupt | None = None,
+        baseline_for: Callable[[Mapping[str, Any]], RolloutWorkflow] | None = None,
     ) -> None:
-        self.runner, self.engine, self.workflow_for = runner, engine, workflow_for
+        self.runner, self.engine, self.workflow_for, self.baseline_for = runner, engine, workflow_for, baseline_for
         self.staleness, self.ledger, self.options = staleness, ledger, options
         self.on_group, self.keep, self.interrupt = on_group, keep, interrupt
         self.statistics = RolloutStatistics()
@@ -181,11 +184,12 @@ class WorkflowExecutor:
         """Go on from `state`; before `start`."""
         self._restored = {group["ordinal"]: group for group in state["finished"]}
         self._begun = {work["ordinal"]: work["samples"] for work in state["begun"]}
-        sizes = {len(group["trajectories"]) for group in state["finished"]} | {len(samples) for samples in self._begun.values()}
-        if sizes - {self.options.group_size}:
+        sizes = {len(group["trajectories"]) + ("baseline" in group) for group in state["finished"]}
+        sizes |= {len(samples) for samples in self._begun.values()}
+        if sizes - {self._num_episodes}:
             raise ValueError(
-                f"the run was stopped with {max(sizes)} samples a prompt and goes on with {self.options.group_size}: set "
-                "actor_rollout_ref.rollout.n back"
+                f"the run was stopped with {max(sizes)} samples a prompt and goes on with {self._num_episodes}: set "
+                "actor_rollout_ref.rollout.n back, or algorithm.adv_estimator where it has a greedy baseline, which counts"
             )
         self.ledger.load_state(state["ledger"], self._restored)
         self.staleness.load_state(state["staleness"], finished=len(self._restored), running=len(self._begun))
@@ -264,12 +268,22 @@ class WorkflowExecutor:
             self.ledger.issue(item.ordinal)
         return item
 
+    @property
+    def _num_episodes(self) -> int:
+        """Of a group: its samples, and the baseline after them."""
+        return self.options.group_size + (self.baseline_for is not None)
+
+    def _workflows(self, row: Mapping[str, Any]) -> list[RolloutWorkflow]:
+        """Of a group's episodes."""
+        samples = [self.workflow_for(row)] * self.options.group_size
+        return samples if self.baseline_for is None else [*samples, self.baseline_for(row)]
+
     def _launch(self, item: PromptItem, begun: Sequence[Mapping[str, Any]] = ()) -> None:
         """Start the group's episodes; of a group that was `begun` before, those that are missing."""
         self.ledger.run(item.ordinal)
-        work = _Work(item, self.workflow_for(item.row), [None] * self.options.group_size, [])
+        work = _Work(item, self._workflows(item.row), [None] * self._num_episodes, [])
         self._work[item.ordinal] = work
-        for sample in range(self.options.group_size):
+        for sample in range(self._num_episodes):
             before = begun[sample] if begun else {"trajectory": None, "written": None}
             data = self._data(item, sample, completion_of(before["written"]))
             work.engines.append(TrackedEngine(self.engine, data))
@@ -289,7 +303,8 @@ class WorkflowExecutor:
     def _submit(self, work: _Work, data: EpisodeData) -> None:
         self._episodes[data.session] = (work, data.sample)
         deadline = self.options.episode_timeout_s
-        self.runner.submit(episode, work.workflow, work.engines[-1], data, task_id=data.session, deadline=deadline)
+        workflow = work.workflows[data.sample]
+        self.runner.submit(episode, workflow, work.engines[-1], data, task_id=data.session, deadline=deadline)
 
     def _on_outcome(self, outcome: Outcome) -> None:
         """An episode has ended."""
@@ -324,7 +339,9 @@ class WorkflowExecutor:
                 self._failed(work, WorkflowError(f"episode {outcome.task_id} was cancelled by its own code"))
 
     def _complete(self, work: _Work) -> None:
-        group = Group(item=work.item, trajectories=[t for t in work.trajectories if t is not None])
+        done = [trajectory for trajectory in work.trajectories if trajectory is not None]
+        samples, baseline = done[: self.options.group_size], done[self.options.group_size :]
+        group = Group(item=work.item, trajectories=samples, baseline=baseline[0] if baseline else None)
         if self.on_group is None:
             self._filter(work, group)
         else:

@@ -23,10 +23,12 @@ class Group:
     """All samples of one prompt, finished.
 
     valid: whether each sample has a valid score; numbers: the scorer's other numbers of each.  Whoever scores sets both.
+    baseline: the prompt's greedy response, which is scored and neither trains nor counts in the group's age; None: nobody asks.
     """
 
     item: PromptItem
     trajectories: list[Trajectory]
+    baseline: Trajectory | None = None
     valid: list[bool] = field(default_factory=list)
     numbers: list[dict[str, float]] = field(default_factory=list)
 
@@ -37,6 +39,11 @@ class Group:
     @property
     def ordinal(self) -> int:
         return self.item.ordinal
+
+    @property
+    def scored(self) -> list[Trajectory]:
+        """What the reward function sees: the samples, and after them the baseline."""
+        return [*self.trajectories, *([] if self.baseline is None else [self.baseline])]
 
     @property
     def first_version(self) -> int:
@@ -51,13 +58,16 @@ class Group:
     def to_json(self) -> dict[str, Any]:
         """Without the prompt, which comes from the data again."""
         trajectories = [asdict(trajectory) for trajectory in self.trajectories]
-        return {"ordinal": self.ordinal, "trajectories": trajectories, "valid": self.valid, "numbers": self.numbers}
+        state = {"ordinal": self.ordinal, "trajectories": trajectories, "valid": self.valid, "numbers": self.numbers}
+        return state if self.baseline is None else state | {"baseline": asdict(self.baseline)}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], item: PromptItem) -> Group:
         """The inverse of `to_json`, with the prompt of that ordinal."""
         trajectories = [Trajectory(**trajectory) for trajectory in state["trajectories"]]
-        return cls(item=item, trajectories=trajectories, valid=list(state["valid"]), numbers=list(state["numbers"]))
+        baseline = Trajectory(**state["baseline"]) if "baseline" in state else None
+        valid, numbers = list(state["valid"]), list(state["numbers"])
+        return cls(item=item, trajectories=trajectories, baseline=baseline, valid=valid, numbers=numbers)
 
 
 def mask_older(group: Group, oldest: int) -> int:

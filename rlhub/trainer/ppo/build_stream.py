@@ -14,10 +14,12 @@ from rlhub.models.vocabulary import Vocabulary, read_vocabulary
 from rlhub.rewards import RewardManager
 from rlhub.trainer.ppo.episode_samples import EpisodeSamples
 from rlhub.trainer.ppo.episodes import (
+    BASELINE,
     VALIDATION,
     GroupScoring,
     SignalFilter,
     Workflows,
+    baseline_sampling,
     environment_hosts,
     episode_hosts,
     training_sampling,
@@ -27,6 +29,7 @@ from rlhub.trainer.ppo.groups import ROLLOUT_ROLE, Groups
 from rlhub.trainer.ppo.prompt_log import FILE as PROMPTS
 from rlhub.trainer.ppo.prompt_log import PromptLog
 from rlhub.trainer.ppo.publishing import Publisher
+from rlhub.trainer.ppo.requirements import requirements
 from rlhub.trainer.ppo.scoring import Scorer, build_scorer
 from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes, function_manager, no_turn_scores
 from rlhub.trainer.ppo.seen import SeenPublication
@@ -67,9 +70,11 @@ def build_stream(
     sampling = training_sampling(config, vocabulary)
     workflows = Workflows(config, tokenizer, sampling, score, hosts=hosts, environments=environments)
     stack.callback(lambda: on_loop(runner, workflows.aclose()))
+    baselines = dataclasses.replace(workflows, sampling=baseline_sampling(config, vocabulary), purpose=BASELINE)
+    stack.callback(lambda: on_loop(runner, baselines.aclose()))
     log = PromptLog(run.folder.path / PROMPTS)
     ledger = PromptLedger(on_end=log.ended)
-    executor = build_executor(config, runner, service.router, workflows, scoring, vocabulary, ledger, run)
+    executor = build_executor(config, runner, service.router, workflows, baselines, scoring, vocabulary, ledger, run)
     stack.callback(executor.close)
     publisher = Publisher(
         SeenPublication(service, run.spans.record),
@@ -157,6 +162,7 @@ def build_executor(
     runner: AsyncTaskRunner,
     router: Router,
     workflows: Workflows,
+    baselines: Workflows,
     scoring: GroupScoring,
     vocabulary: Vocabulary,
     ledger: PromptLedger,
@@ -187,6 +193,7 @@ def build_executor(
         on_group=scoring,
         keep=signal_filter(config, scoring, vocabulary, run),
         interrupt=router.abort,
+        baseline_for=baselines.of if requirements(config).baseline_rewards else None,
     )
 
 

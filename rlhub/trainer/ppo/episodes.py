@@ -36,7 +36,7 @@ from rlhub.workflows.settings import default_workflow, workflow_kwargs
 logger = logging.getLogger(__name__)
 
 
-TRAINING, VALIDATION = "training", "validation"
+TRAINING, VALIDATION, BASELINE = "training", "validation", "baseline"
 """What episodes are for: their sampling follows from it."""
 
 
@@ -50,6 +50,11 @@ def training_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingPara
 def validation_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingParams:
     """Of the episodes that measure."""
     return sampling_params(config, vocabulary, config.actor_rollout_ref.rollout.val_kwargs, log_probs=True)
+
+
+def baseline_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingParams:
+    """Of the episode to which the others of a prompt are compared: greedy."""
+    return sampling_params(config, vocabulary, ValSamplingConfig(do_sample=False), log_probs=True)
 
 
 def sampling_params(config: PPOConfig, vocabulary: Vocabulary, sampling: ValSamplingConfig, *, log_probs: bool) -> SamplingParams:
@@ -79,7 +84,7 @@ class Workflows:
     purpose: str = TRAINING
     hosts: EpisodeHosts | None = None
     environments: EnvironmentHosts | None = None
-    _built: dict[str, RolloutWorkflow] = field(default_factory=dict)
+    _built: dict[str, RolloutWorkflow] = field(init=False, default_factory=dict)
 
     def of(self, row: Mapping[str, Any]) -> RolloutWorkflow:
         """The workflow of this prompt."""
@@ -121,6 +126,7 @@ def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, *, log_dir: Path) -
         samplings={
             TRAINING: training_sampling(config, vocabulary),
             VALIDATION: validation_sampling(config, vocabulary),
+            BASELINE: baseline_sampling(config, vocabulary),
         },
         max_prompt_length=config.data.max_prompt_length,
         max_response_length=config.data.max_response_length,
@@ -173,7 +179,7 @@ class GroupScoring:
     outcomes: KeptOutcomes
 
     async def __call__(self, group: Group) -> None:
-        if self.ahead is not None and any(trajectory.rewards is None for trajectory in group.trajectories):
+        if self.ahead is not None and any(trajectory.rewards is None for trajectory in group.scored):
             self.outcomes.put(group.ordinal, await self.ahead.outcomes(group))
 
 

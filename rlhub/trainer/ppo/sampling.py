@@ -97,23 +97,10 @@ class Sampler:
         batch = self.generator.training(prompts)
         metrics = self.scorer(batch)
         if requirements(self.config).baseline_rewards:
-            metrics = merge(metrics, self._add_baseline(prompts, batch))
+            greedy = self.generator.greedy(prompts)
+            metrics = merge(metrics, add_baseline(batch, greedy, self.scorer))
         self._drawn.append(metrics)
         return batch
-
-    def _add_baseline(self, prompts: DataProto, batch: DataProto) -> dict[str, float]:
-        """Adds baseline_rewards (rows,): the reward of each prompt's greedy response (Li et al. 2024, arXiv 2310.10505).
-
-        Where that response has no valid score there is nothing to compare with, and the prompt's samples do not train.
-        """
-        greedy = self.generator.greedy(prompts)
-        metrics = self.scorer(greedy)
-        n = self.config.actor_rollout_ref.rollout.n
-        scores, valid = greedy.batch["scores"], greedy.batch["valid"]
-        batch.batch["baseline_rewards"] = scores.repeat_interleave(n)
-        batch.batch["valid"] = batch.batch["valid"] & valid.repeat_interleave(n)
-        counts = {name: value for name, value in metrics.items() if name.startswith(COUNTS)}
-        return counts | ({"reward/greedy_mean": scores[valid].mean().item()} if bool(valid.any()) else {})
 
     def _collect(self, prompts: Iterator[DataProto]) -> DataProto:
         """Draw until there are enough groups with signal, or the bound is reached."""
@@ -158,6 +145,21 @@ class Sampler:
             "the bound or actor_rollout_ref.rollout.n, or change the data",
             len(self._drawn), num_found, self.config.data.train_batch_size, groups.metric, filled,
         )  # fmt: skip
+
+
+def add_baseline(batch: DataProto, greedy: DataProto, scorer: Scorer) -> dict[str, float]:
+    """Adds baseline_rewards (rows,): the reward of each prompt's greedy response (Li et al. 2024, arXiv 2310.10505); returns
+    the metrics of scoring it.
+
+    greedy: one row a prompt, in the order in which `batch`, which is scored, has its samples side by side.  Where that response
+    has no valid score there is nothing to compare with, and the prompt's samples do not train.
+    """
+    metrics, n = scorer(greedy), len(batch) // len(greedy)
+    scores, valid = greedy.batch["scores"], greedy.batch["valid"]
+    batch.batch["baseline_rewards"] = scores.repeat_interleave(n)
+    batch.batch["valid"] = batch.batch["valid"] & valid.repeat_interleave(n)
+    counts = {name: value for name, value in metrics.items() if name.startswith(COUNTS)}
+    return counts | ({"reward/greedy_mean": scores[valid].mean().item()} if bool(valid.any()) else {})
 
 
 def groups_with_signal(batch: DataProto, n: int) -> Tensor:

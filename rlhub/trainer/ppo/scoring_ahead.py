@@ -46,13 +46,13 @@ class AheadScorer:
         self._work: asyncio.Task[None] | None = None
 
     async def outcomes(self, group: Group) -> list[RewardOutcome]:
-        """One a sample; the workflow's own reward where it set one."""
-        missing = [trajectory for trajectory in group.trajectories if trajectory.rewards is None]
+        """One a sample, and the baseline's after them; the workflow's own reward where it set one."""
+        missing = [trajectory for trajectory in group.scored if trajectory.rewards is None]
         texts = self._tokenizer.batch_decode([list(t.response_ids) for t in missing], skip_special_tokens=True) if missing else []
         found = iter(await self.score([request_of(group.item.row, text) for text in texts]))
         return [
             next(found) if trajectory.rewards is None else RewardOutcome(score=float(sum(trajectory.rewards)))
-            for trajectory in group.trajectories
+            for trajectory in group.scored
         ]
 
     async def score_text(self, row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
@@ -111,8 +111,12 @@ class KeptOutcomes:
         self.by_ordinal[ordinal] = outcomes
 
     def take(self, group: Group) -> Sequence[RewardOutcome | None]:
-        """Of a group that is about to train; None of a row that was not scored ahead."""
-        return self.by_ordinal.get(group.ordinal, [None] * len(group.trajectories))
+        """Of the samples of a group that is about to train; None of a row that was not scored ahead."""
+        return self.by_ordinal.get(group.ordinal, [None] * len(group.trajectories))[: len(group.trajectories)]
+
+    def take_baseline(self, group: Group) -> RewardOutcome | None:
+        """Of its greedy response."""
+        return self.by_ordinal[group.ordinal][len(group.trajectories)] if group.ordinal in self.by_ordinal else None
 
     def forget(self, frontier: int) -> None:
         """No prompt before this ordinal will be asked for again."""

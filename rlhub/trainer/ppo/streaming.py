@@ -29,7 +29,7 @@ from rlhub.rewards.naive import OUTCOMES
 from rlhub.trainer.ppo.positions import Positions
 from rlhub.trainer.ppo.prompt_log import PromptLog
 from rlhub.trainer.ppo.publishing import Publisher
-from rlhub.trainer.ppo.sampling import STREAMED
+from rlhub.trainer.ppo.sampling import STREAMED, add_baseline, merge
 from rlhub.trainer.ppo.scoring import Scorer
 from rlhub.trainer.ppo.scoring_ahead import KeptOutcomes
 from rlhub.utils.columns import object_array
@@ -82,8 +82,8 @@ class StreamSampler:
             self.executor.start(self.positions.items(prompts))
         with self.timers.measure("wait_for_episodes"):
             groups = self._groups(step)
-        batch = self._batch(groups)
-        self.metrics = self._measure() | episode_metrics(groups) | self.scorer(batch)
+        batch = self._batch(groups, [outcome for group in groups for outcome in self.outcomes.take(group)])
+        self.metrics = self._measure() | episode_metrics(groups) | self._score(batch, groups)
         batch.batch["valid"] = batch.batch["valid"] & torch.tensor([valid for group in groups for valid in group.valid])
         return batch
 
@@ -94,8 +94,16 @@ class StreamSampler:
             raise WorkflowError(f"step {step} needs {wanted} groups of episodes; only {len(groups)} came, and no prompt is left")
         return groups
 
-    def _batch(self, groups: Sequence[Group]) -> DataProto:
-        outcomes = [outcome for group in groups for outcome in self.outcomes.take(group)]
+    def _score(self, batch: DataProto, groups: Sequence[Group]) -> dict[str, float]:
+        """The metrics of scoring the samples, and their prompts' greedy responses where there are any."""
+        metrics = self.scorer(batch)
+        greedy = [Group(item=group.item, trajectories=[group.baseline]) for group in groups if group.baseline is not None]
+        if not greedy:
+            return metrics
+        baselines = self._batch(greedy, [self.outcomes.take_baseline(group) for group in groups])
+        return merge(metrics, add_baseline(batch, baselines, self.scorer))
+
+    def _batch(self, groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None]) -> DataProto:
         complete_rewards(groups, outcomes)
         batch = to_batch(groups, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size)
         batch.non_tensor_batch[OUTCOMES] = object_array(outcomes)

@@ -93,10 +93,10 @@ def test_what_another_job_collects_takes_no_processes_here() -> None:
     assert effects.without_effect(good(**ASYNC, **values), {key}) == []
 
 
-def test_a_greedy_baseline_is_refused() -> None:
-    (problem,) = checks.check_requirements(good(**ASYNC), {"baseline_rewards"})
-    assert "mode=sync" in problem
-    assert checks.check_requirements(good(), {"baseline_rewards"}) == []
+def test_a_greedy_baseline_is_not_collected_by_another_job() -> None:
+    (problem,) = checks.check_requirements(good(**COLLECTED), {"baseline_rewards"})
+    assert "trajectories_folder=s3://t" in problem and "greedy" in problem
+    assert checks.check_requirements(good(**ASYNC), {"baseline_rewards"}) == []
 
 
 def test_notes() -> None:

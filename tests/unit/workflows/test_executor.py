@@ -187,6 +187,35 @@ def test_an_engine_that_gets_no_new_weights_is_an_error_and_no_endless_generatio
             executor.next_groups(2, 5)
 
 
+def test_a_groups_baseline_is_one_more_episode_that_counts_in_nothing() -> None:
+    """It is older than the bound here, and the group is as young as its samples."""
+
+    class Greedy(Immediate):
+        async def arun_episode(self, engine, data):
+            return trajectory(0, 0, 0, prompt=data.prompt_ids)
+
+    greedy, policy = Greedy(parts()), Policy()
+    kwargs = {"group_size": 2, "baseline_for": lambda row: greedy}
+    with executing(Immediate(parts()), engine=policy, staleness=bound(2, 1), **kwargs) as executor:
+        executor.start(prompts())
+        for step in range(1, 5):
+            groups = executor.next_groups(2, 5)
+            policy.version = step
+            executor.set_version(step)
+        metrics = executor.metrics()
+        state = json.loads(json.dumps(executor.state()))
+    assert [len(group.trajectories) for group in groups] == [2, 2]
+    assert all(group.baseline is not None and len(group.baseline.response_ids) == 3 for group in groups)
+    assert metrics["staleness/max"] <= 1 and metrics["staleness/dropped_groups"] == 0
+    with executing(Immediate(parts()), staleness=bound(2, 1), **kwargs) as again:
+        again.load_state(state)
+        again.start(prompts(again.first_ordinal))
+        assert all(group.baseline is not None for group in again.next_groups(2, 5))
+    stopped_with_one = pytest.raises(ValueError, match="3 samples a prompt and goes on with 2.*greedy baseline")
+    with executing(Immediate(parts()), staleness=bound(2, 1), group_size=2) as without, stopped_with_one:
+        without.load_state(state)
+
+
 def test_an_episode_over_its_time_is_a_failure() -> None:
     class Slow(Immediate):
         async def arun_episode(self, engine, data):

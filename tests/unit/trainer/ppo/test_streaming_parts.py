@@ -168,6 +168,18 @@ def test_groups_that_wait_are_scored_together_and_each_gets_its_own() -> None:
     assert sum(pool.calls) == 10 and len(pool.calls) <= 3
 
 
+def test_a_baseline_is_scored_after_the_samples_and_is_none_of_them() -> None:
+    whole, kept = group(4, 1, 2, 3), KeptOutcomes()
+    *samples, baseline = whole.trajectories
+    one = Group(item=whole.item, trajectories=samples, baseline=baseline)
+    kept.put(4, asyncio.run(AheadScorer(manager()).outcomes(one)))
+    assert [outcome.score for outcome in kept.take(one) if outcome] == [1, 2]
+    found = kept.take_baseline(one)
+    assert found is not None and found.score == 3
+    assert kept.take_baseline(group(5, 1)) is None
+    assert Group.from_json(json.loads(json.dumps(one.to_json())), one.item) == one
+
+
 def test_a_workflows_own_reward_is_not_scored_again() -> None:
     scoring = AheadScorer(manager())
     (outcome,) = asyncio.run(scoring.outcomes(group(0, 3, rewards=0.5)))

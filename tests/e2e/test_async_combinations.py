@@ -1,0 +1,234 @@
+"""Asynchronous training together with what else a job may have, several of it in each job.
+
+Episodes that are too old do not come by chance of timing here: some wait, in the middle of their response, until the policy is
+two versions newer, which is one more than the bound.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhub.protocol import DataProto
+from rlhub.workflows.audit import TrainedGroup, audit
+from tests.e2e.conftest import Mains, Result, Task
+from tests.support.metrics import rows_of, rows_so_far
+from tests.support.reward_models import save_reward_model
+
+STEPS, SAMPLES, BOUND = 5, 2, 1
+RAY = ("trainer.backend=ray", "trainer.ray_init.num_cpus=4", "trainer.ray_init.object_store_memory=100000000")
+RAY_TIMEOUT_S = 500.0
+MASK, CORRECT = "trainer.stale_policy=mask", "trainer.stale_policy=correct"
+WORKFLOW = """
+import asyncio
+from dataclasses import replace
+
+from rlhub.workflows.base import RolloutWorkflow
+from rlhub.workflows.trajectory import Trajectory
+
+
+class Waits(RolloutWorkflow):
+    async def arun_episode(self, engine, data):
+        half = replace(self.parts.sampling, max_new_tokens=self.parts.max_response_length // 2, ignore_eos=True)
+        first = await engine.agenerate(self.request(data), half)
+        request = replace(self.request(data), prompt_ids=[*data.prompt_ids, *first.token_ids], seed=data.seed ^ 1)
+        then = await engine.agenerate(request, half)
+        if data.ordinal % 4 == 1 and data.sample == 0:
+            while then.versions[0] < first.versions[0] + 2:
+                await asyncio.sleep(0.05)
+                then = await engine.agenerate(request, half)
+        response = [*first.token_ids, *then.token_ids]
+        return Trajectory(
+            prompt_ids=list(data.prompt_ids),
+            response_ids=response,
+            response_mask=[1] * len(response),
+            rollout_log_probs=[*first.log_probs, *then.log_probs],
+            versions=[*first.versions, *then.versions],
+        )
+"""
+
+
+@pytest.fixture(scope="module")
+def workflow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("workflow") / "waits.py"
+    path.write_text(WORKFLOW)
+    return f"actor_rollout_ref.rollout.agent.default_agent_loop={path}:Waits"
+
+
+def arguments(task: Task, folder: Path, workflow: str, *more: str) -> list[str]:
+    """A run whose batches are recorded."""
+    return task.arguments(
+        folder,
+        workflow,
+        "actor_rollout_ref.rollout.mode=async",
+        f"trainer.max_staleness={BOUND}",
+        "trainer.record_batches=True",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.total_epochs=100",
+        *more,
+    )
+
+
+def finished(result: Result) -> None:
+    assert result.code == 0 and "Traceback" not in result.output, result.output
+
+
+def batches(run: Path) -> list[DataProto]:
+    return [DataProto.load_from_disk(run / "batches" / f"step-{step:06d}.safetensors") for step in range(1, STEPS + 1)]
+
+
+def trained_groups(run: Path) -> list[TrainedGroup]:
+    """From the recorded batches."""
+    found = []
+    for step, batch in enumerate(batches(run), 1):
+        columns = batch.batch
+        tokens = [
+            versions[mask.bool()].tolist()
+            for versions, mask in zip(columns["policy_version"], columns["response_mask"], strict=True)
+        ]
+        for row in range(0, len(batch), SAMPLES):
+            ordinal = int(columns["ordinal"][row])
+            found.append(TrainedGroup(ordinal=ordinal, step=step, versions=tokens[row : row + SAMPLES]))
+    return found
+
+
+def check_once(run: Path, bound: int | None) -> Counter[str]:
+    """Every prompt ended once at most, by the log of prompts and by the recorded batches alike; how many ended how."""
+    trained = trained_groups(run)
+    rows = [json.loads(line) for line in (run / "prompts.jsonl").read_text().splitlines()]
+    ends = {end: [row["ordinal"] for row in rows if row["end"] == end] for end in ("trained", "dropped", "rejected")}
+    assert sorted(ends["trained"]) == sorted(group.ordinal for group in trained)
+    ended = {row["ordinal"] for row in rows}
+    drawn = max(ended) + 1
+    findings = audit(
+        trained=trained,
+        dropped=ends["dropped"],
+        rejected=ends["rejected"],
+        unended=set(range(drawn)) - ended,  # what was in work when the run ended
+        next_ordinal=drawn,
+        scored=ended,
+        bound=bound,
+    )
+    assert findings == []
+    assert [row["step"] for row in rows_of(run) if row["step"]] == list(range(1, STEPS + 1))
+    return Counter(row["end"] for row in rows)
+
+
+def masked_for_age(run: Path) -> int:
+    """Sampled tokens beyond the bound, none of which trains."""
+    masked = 0
+    for step, batch in enumerate(batches(run), 1):
+        versions, mask = batch.batch["policy_version"], batch.batch["response_mask"].bool()
+        old = (versions >= 0) & (versions < step - 1 - BOUND)
+        assert not bool((old & mask).any()), "a token beyond the bound is trained"
+        assert bool(mask[(versions >= 0) & ~old].all()), "a token within the bound is masked"
+        masked += int(old.sum())
+    return masked
+
+
+def all_of(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
+    return [row[name] for row in rows if row["step"]]
+
+
+def test_masked_and_filtered_with_replicas_and_episodes_in_processes_of_their_own(
+    mains: Mains, task: Task, tmp_path: Path, workflow: str
+) -> None:
+    """vLLM on a pool of its own, an episode host, adaptive KL in the reward, validation beside training."""
+    run = tmp_path / "run"
+    more = (
+        MASK,
+        "trainer.pools.generation.n_gpus_per_node=1",
+        "trainer.placement.rollout=generation",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.kv_cache_gb=0.1",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.horizon=100",
+        f"data.val_files={task.folder / 'val.parquet'}",
+        "trainer.test_freq=2",
+    )
+    finished(mains.start(arguments(task, run, workflow, *RAY, *more)).wait(RAY_TIMEOUT_S))
+    ends, rows = check_once(run, BOUND), rows_of(run)
+    assert masked_for_age(run) > 0 and sum(all_of(rows, "staleness/masked_token_share")) > 0
+    assert ends["rejected"] == sum(all_of(rows, "rollout/filtered_groups")) > 0 or ends["rejected"] > 0
+    for batch in batches(run):
+        scores = batch.batch["scores"].view(-1, SAMPLES)
+        assert bool((scores[:, 0] != scores[:, 1]).all()), "a group without signal is trained"
+    coefficients = all_of(rows, "actor/reward_kl_penalty_coeff")
+    assert len(set(coefficients)) == STEPS, "the coefficient follows the KL"
+    assert {row["step"] for row in rows if "val/pass@1" in row} == {0, 2, 4, STEPS}
+    assert all(abs(row["mismatch/kl/staleness_0"]) < 1e-5 for row in rows if "mismatch/kl/staleness_0" in row)
+
+
+def weights(run: Path, role: str) -> dict[str, bytes]:
+    folder = run / f"global_step_{STEPS}" / role / "huggingface"
+    tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def test_a_correction_changes_the_policy_of_a_critic_job_and_nothing_else(
+    mains: Mains, task: Task, tmp_path: Path, workflow: str
+) -> None:
+    """PPO with a reward model beside the function, validation beside training, old samples corrected (decoupled: the old
+    log-probs are recomputed).  Its batches give the same weights again; without the correction the critic's alone."""
+    model = save_reward_model(tmp_path / "reward", task.folder / "model")
+    common = (
+        "algorithm.adv_estimator=gae",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        "critic.optim.lr=1e-3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "reward_model.enable=true",
+        f"reward_model.model.path={model}",
+    )
+    correction = "algorithm.rollout_correction.rollout_is=token"
+    run, again, without = (tmp_path / name for name in ("run", "again", "without"))
+    validation = (f"data.val_files={task.folder / 'val.parquet'}", "trainer.test_freq=1")
+    finished(mains.run(arguments(task, run, workflow, *common, CORRECT, correction, *validation)))
+    assert check_once(run, None)["trained"] == STEPS * 8
+    rows = rows_of(run)
+    assert max(all_of(rows, "staleness/max")) > BOUND and sum(all_of(rows, "staleness/beyond_share")) > 0
+    assert max(all_of(rows, "correction/weight_max")) > 1.001 and min(all_of(rows, "correction/weight_min")) < 0.999
+    assert all_of(rows, "correction/weight_min")[0] == pytest.approx(1, abs=1e-5), "the first batch is of the newest version"
+    assert abs(rows[-1]["mismatch/kl/staleness_2"]) > 1e-5
+    assert all(row["reward/mean"] == pytest.approx(row["reward/function"] + row["reward/model"], abs=1e-4) for row in rows[1:])
+
+    replay = ("actor_rollout_ref.rollout.mode=async", f"trainer.replay_from={run / 'batches'}", f"trainer.max_staleness={BOUND}")
+    length = f"trainer.total_training_steps={STEPS}"
+    finished(mains.run(task.arguments(again, *common, *replay, length, CORRECT, correction)))
+    finished(mains.run(task.arguments(without, *common, *replay, length)))
+    assert weights(again, "actor") == weights(run, "actor") and weights(again, "critic") == weights(run, "critic")
+    assert weights(without, "critic") == weights(run, "critic")
+    assert weights(without, "actor") != weights(run, "actor")
+
+
+def test_megatron_ranks_that_were_killed_go_on_with_masked_groups(
+    mains: Mains, task: Task, tmp_path: Path, workflow: str
+) -> None:
+    """Two tensor-parallel ranks; the driver is killed in the middle, with samples in work and masked ones waiting."""
+    run = tmp_path / "run"
+    more = (
+        MASK,
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "trainer.save_freq=1",
+    )
+    command = arguments(task, run, workflow, *RAY, *more)
+    running = mains.start(command)
+    running.until(lambda: any(row["step"] >= 3 for row in rows_so_far(run)), "three steps", RAY_TIMEOUT_S)
+    running.send(signal.SIGKILL)
+    running.wait()
+    assert running.leftovers(60.0) == []
+    finished(mains.start(command).wait(RAY_TIMEOUT_S))
+    check_once(run, BOUND)
+    assert masked_for_age(run) > 0
