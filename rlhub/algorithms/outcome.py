@@ -14,6 +14,7 @@ BLOCK = 64
 CACHED_ROWS = 128  # whose product with the mask stays in the cache
 SAMPLE = 256  # blocks, in which the share of tokens with a reward is measured
 DENSE_SHARE = 0.1  # of them, above which adding up all tokens is cheaper than picking
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of a number's bits, by its bytes
 
 
 def outcome_rewards(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
@@ -35,10 +36,10 @@ def outcome_rewards(token_level_rewards: Tensor, response_mask: Tensor) -> Tenso
         picked = torch.cat([picked, numbers[-rest:]])
         start = torch.cat([start, start.new_tensor([numbers.numel() - rest])])
     found = picked.nonzero().squeeze(1)
-    place = start[found // BLOCK] + found % BLOCK
-    counted = response_mask.reshape(-1)[place]
+    place = start.take(found // BLOCK).add_(found % BLOCK)
+    counted = masked(picked.take(found).double(), response_mask.take(place))
     total = torch.zeros(rows, dtype=torch.float64, device=numbers.device)
-    return total.index_add(0, place // max(width, 1), masked(picked[found].double(), counted))
+    return total.index_add_(0, place // max(width, 1), counted)
 
 
 def _share(numbers: Tensor) -> float:
@@ -57,14 +58,14 @@ def _added_up(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def on_tokens(per_sample: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A_{i,t} = a_i m_{i,t}, (batch, response) in `dtype`; exactly 0 outside the mask whatever a_i is."""
-    values = per_sample.to(dtype)[:, None]
-    if response_mask.dtype == torch.bool or not bool(values.sum().isfinite()):
-        return masked(values.expand(response_mask.shape), response_mask)
-    if response_mask.dtype == dtype:
-        return response_mask * values
-    out = torch.empty(response_mask.shape, dtype=dtype, device=response_mask.device)
-    parts = (torch.split(column, CACHED_ROWS) for column in (out, response_mask, values))
+    """A_{i,t} = a_i m_{i,t}, (batch, response) in `dtype`, for a mask of zeros and ones; exactly 0 outside it whatever a_i is.
+
+    The bits of a_i are multiplied as an integer: 0 even for NaN, and a mask of integers is cheaper to narrow than to convert.
+    """
+    bits = per_sample.to(dtype)[:, None].view(WORDS[dtype.itemsize])
+    mask = response_mask.view(torch.uint8) if response_mask.dtype == torch.bool else response_mask
+    out = torch.empty(mask.shape, dtype=bits.dtype, device=mask.device)
+    parts = (torch.split(column, CACHED_ROWS) for column in (out, mask, bits))
     for part, keep, value in zip(*parts, strict=True):
-        part.copy_(keep).mul_(value)  # half the cost of choosing, or of a product of two dtypes
-    return out
+        part.copy_(keep).mul_(value)
+    return out.view(dtype)

@@ -70,3 +70,6 @@ def test_on_tokens(mask_dtype: torch.dtype) -> None:
     broken = on_tokens(torch.tensor([0.5, torch.nan, -2.0]), mask, torch.float32)
     assert torch.equal(broken, expected), "a row without tokens is 0 whatever its number is"
     assert torch.equal(mask, kept_mask)
+    for dtype in (torch.float64, torch.bfloat16):
+        numbers = torch.tensor([0.5, torch.inf, -2.0], dtype=torch.float64)
+        assert torch.equal(on_tokens(numbers, mask, dtype), expected.to(dtype))
