@@ -113,7 +113,7 @@ def test_length() -> None:
 
 
 @given(st.integers(0, 9), st.integers(1, 12))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 def test_chunk_split_and_concat(rows: int, parts: int) -> None:
     data = make(rows)
     chunks = data.chunk(parts)
@@ -126,7 +126,7 @@ def test_chunk_split_and_concat(rows: int, parts: int) -> None:
 
 
 @given(st.integers(1, 8), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_indexing_follows_lists(rows: int, data: st.DataObject) -> None:
     batch, expected = make(rows), list(range(rows))
     start, stop = data.draw(st.integers(-9, 9)), data.draw(st.integers(-9, 9))
@@ -203,7 +203,7 @@ def test_padding() -> None:
 
 
 @given(st.integers(0, 7), st.integers(1, 20))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 def test_pad_to_divisor_wraps_round(rows: int, divisor: int) -> None:
     padded, pad = pad_dataproto_to_divisor(make(rows), divisor)
     assert len(padded) % divisor == 0 and 0 <= pad < divisor and len(padded) == rows + pad

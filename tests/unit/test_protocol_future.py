@@ -43,7 +43,7 @@ SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=5)
 
 
 @given(SIZES, st.integers(1, 7), st.booleans())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=30)
 def test_chunks_are_the_chunks_of_the_batch(sizes: list[int], parts: int, measured: bool) -> None:
     future = future_of(sizes, measured=measured)
     whole = future.get()
@@ -53,7 +53,7 @@ def test_chunks_are_the_chunks_of_the_batch(sizes: list[int], parts: int, measur
 
 
 @given(SIZES, st.integers(1, 4), st.integers(1, 4))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 def test_chunks_of_chunks_and_concat(sizes: list[int], outer: int, inner: int) -> None:
     future = future_of(sizes)
     for chunk, part in zip(future.chunk(outer), future.get().chunk(outer), strict=True):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhub.algorithms.registry import KL_ESTIMATORS
@@ -33,7 +33,7 @@ def check(named, case) -> None:
 @pytest.mark.parametrize("suffix", ["", "+"])
 @pytest.mark.parametrize("name", NAMES)
 def test_values(name: str, suffix: str) -> None:
-    @few
+    @settings(few, max_examples=15)  # hundreds are drawn in tests/integration/test_losses_random.py
     @given(cases)
     def run(case) -> None:
         check((name, KL_ESTIMATORS.get(name + suffix)), case)

@@ -67,7 +67,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 LAYOUTS = st.sampled_from(["rows", "columns", "blocks", "flat"])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     writers=st.integers(1, 5),
     readers=st.integers(1, 5),

@@ -162,7 +162,7 @@ def test_epochs_are_complete_permutations_with_running_ordinals(tmp_path: Path) 
 
 
 @given(st.integers(1, 9), st.integers(1, 5), st.booleans(), st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 def test_stopping_anywhere_changes_nothing(tmp_path_factory, rows: int, size: int, shuffle: bool, drop_last: bool) -> None:
     size = min(size, rows)
     data = numbered(tmp_path_factory.mktemp("rows"), rows)

@@ -52,7 +52,7 @@ def test_equals_dense_attention(monkeypatch: pytest.MonkeyPatch, lengths: list[i
         torch.testing.assert_close(ours, theirs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=60))
 def test_plan_places_every_token_once(lengths: list[int]) -> None:
     plan = plan_attention(lengths, CPU)

@@ -96,8 +96,8 @@ def test_no_text_breaks_it(text: str) -> None:
 
 @pytest.mark.parametrize("piece", ["####", "\\boxed{", "answer is ", "1,111,", "{", "answer ", "1+", "#### 1. a\n", " ", "$"])
 def test_long_odd_texts_are_read_in_linear_time(piece: str) -> None:
-    """A quadratic search of two million characters would not end within the suite's time."""
-    assert score(piece * (2_000_000 // len(piece)), "7") == 0.0
+    """A quadratic search of half a million characters would not end within the suite's time."""
+    assert score(piece * (500_000 // len(piece)), "7") == 0.0
 
 
 @pytest.mark.parametrize("truth", ["", "seventy", None, "#### ", "1,2"])

@@ -90,7 +90,7 @@ expressions = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(expressions)
 def test_it_agrees_with_python_on_fractions(expression: str) -> None:
     """The reference evaluates the same text, numbers as Fractions."""

@@ -34,7 +34,7 @@ def test_appends_and_reads_back(path: Path) -> None:
 
 
 @given(value=st.floats())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_floats_survive_bit_for_bit_in_standard_json(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
     path = tmp_path_factory.mktemp("log") / "m.jsonl"
     MetricsLog(path).append(1, {"x": value})

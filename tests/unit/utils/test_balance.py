@@ -29,7 +29,7 @@ def even_sizes(rows: int, parts: int) -> list[int]:
     return [len(part) for part in np.array_split(np.arange(rows), parts)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, num_parts=st.integers(1, 9))
 def test_free_sizes_leave_no_part_empty(lengths: list[int], num_parts: int) -> None:
     parts = partition(lengths, num_parts)
@@ -39,7 +39,7 @@ def test_free_sizes_leave_no_part_empty(lengths: list[int], num_parts: int) -> N
     assert all(part == sorted(part) for part in parts)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, num_parts=st.integers(1, 9), spare=st.integers(0, 3), data=st.data())
 def test_capacities_and_loads(lengths: list[int], num_parts: int, spare: int, data: st.DataObject) -> None:
     capacities = [size + data.draw(st.integers(0, spare)) for size in even_sizes(len(lengths), num_parts)]
@@ -52,7 +52,7 @@ def test_capacities_and_loads(lengths: list[int], num_parts: int, spare: int, da
         assert sizes == capacities
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lengths=st.lists(st.integers(1, 50), min_size=4, max_size=8), equal=st.booleans())
 def test_two_parts_are_close_to_the_best_there_is(lengths: list[int], equal: bool) -> None:
     sizes = [(len(lengths) + 1) // 2, len(lengths) // 2]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhub.utils.columns import chunk_bounds, column_of_values, copy_containers, merge_metrics, object_array, same_value
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 50), st.integers(1, 20))
 def test_chunk_bounds_cover_all_rows_evenly(rows: int, chunks: int) -> None:
     bounds = chunk_bounds(rows, chunks)
@@ -22,6 +23,7 @@ def test_chunk_bounds_cover_all_rows_evenly(rows: int, chunks: int) -> None:
 METRICS = st.dictionaries(st.sampled_from("abc"), st.integers() | st.lists(st.integers(), max_size=2), max_size=3)
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.lists(METRICS, min_size=1, max_size=4), st.lists(METRICS, min_size=1, max_size=4))
 def test_merging_metrics_is_associative(left: list[dict], right: list[dict]) -> None:
     assert merge_metrics([merge_metrics(left), merge_metrics(right)]) == merge_metrics([*left, *right])

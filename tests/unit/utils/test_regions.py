@@ -26,7 +26,7 @@ from rlhub.utils.regions import (
 )
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
-quick = settings(max_examples=60, deadline=None, derandomize=True)
+quick = settings(max_examples=30, deadline=None, derandomize=True)
 
 
 @st.composite

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhub.workflows.ledger import Phase, PromptLedger
@@ -51,6 +51,7 @@ def test_moves_that_would_lose_or_repeat_a_prompt() -> None:
         ledger.run(8)
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from(list(Phase)), max_size=40), st.data())
 def test_every_prompt_that_has_not_ended_is_issued_again(phases: list[Phase], data: st.DataObject) -> None:
     ledger = PromptLedger()

@@ -49,7 +49,7 @@ def _ours(name: str) -> bool:
 
 
 @every_run
-@few
+@quick
 @given(case=cases)
 def test_formula(name: str, knobs: dict[str, Any], case: Any) -> None:
     check(lambda inputs: estimate(name, knobs, inputs), case, name, knobs)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhub.engines.training.micro_batch import MicroBatchConfig, cut, cut_units, even_cut, extend_cut, rows_of, take_rows
@@ -15,6 +15,7 @@ def test_cut_by_rows() -> None:
     assert cut([], MicroBatchConfig(rows=2)) == []
 
 
+@settings(max_examples=30, deadline=None)
 @given(LENGTHS, st.integers(10, 80))
 def test_cut_by_tokens(lengths: list[int], budget: int) -> None:
     bins = cut(lengths, MicroBatchConfig(max_tokens=budget))
@@ -24,6 +25,7 @@ def test_cut_by_tokens(lengths: list[int], budget: int) -> None:
     assert all(a + b > budget for i, a in enumerate(loads) for b in loads[:i])  # no two passes could have been one
 
 
+@settings(max_examples=30, deadline=None)
 @given(LENGTHS, st.integers(1, 3), st.sampled_from([{"rows": 1}, {"rows": 5}, {"max_tokens": 60}, {}]))
 def test_units_are_never_cut(lengths: list[int], rows_per_unit: int, limits: dict[str, int]) -> None:
     lengths = lengths[: len(lengths) // rows_per_unit * rows_per_unit]
@@ -39,6 +41,7 @@ def test_units_are_never_cut(lengths: list[int], rows_per_unit: int, limits: dic
         assert passes == cut(lengths, config)
 
 
+@settings(max_examples=30, deadline=None)
 @given(LENGTHS, st.integers(0, 6))
 def test_extend_keeps_rows_and_reaches_the_count(lengths: list[int], more: int) -> None:
     bins = cut(lengths, MicroBatchConfig(rows=4))
@@ -49,6 +52,7 @@ def test_extend_keeps_rows_and_reaches_the_count(lengths: list[int], more: int) 
         assert all(longer)  # no rank idles while a pass could still be split
 
 
+@settings(max_examples=30, deadline=None)
 @given(LENGTHS, st.integers(10, 80), st.integers(0, 4), st.sampled_from([None, 1, 3]), st.sampled_from([1, 2]))
 def test_even_cut_keeps_rows_number_and_limits(
     lengths: list[int], budget: int, more: int, max_rows: int | None, rows_per_unit: int

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -52,6 +52,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
+@settings(max_examples=30, deadline=None)
 @given(tp=st.integers(1, 4), own=st.integers(1, 3), queries=st.integers(1, 4), width=st.integers(1, 4), bias=st.booleans())
 def test_fused_attention_is_taken_apart_by_groups(tp: int, own: int, queries: int, width: int, bias: bool) -> None:
     groups, rest = tp * own, () if bias else (HIDDEN,)
@@ -72,6 +73,7 @@ def test_fused_attention_is_taken_apart_by_groups(tp: int, own: int, queries: in
     )
 
 
+@settings(max_examples=30, deadline=None)
 @given(tp=st.integers(1, 4), vocab=st.integers(1, 20))
 def test_padding_of_the_vocabulary_belongs_to_no_part(tp: int, vocab: int) -> None:
     rows = -(-vocab // tp)
@@ -85,6 +87,7 @@ def test_padding_of_the_vocabulary_belongs_to_no_part(tp: int, vocab: int) -> No
         assert torch.equal(assembled(pieces)[name], table)
 
 
+@settings(max_examples=30, deadline=None)
 @given(ep=st.integers(1, 3), own=st.integers(1, 3), etp=st.integers(1, 3))
 def test_experts_are_numbered_over_their_ranks(ep: int, own: int, etp: int) -> None:
     gate, up, down = random(ep * own, etp * 2, HIDDEN), random(ep * own, etp * 2, HIDDEN) + 9, random(ep * own, HIDDEN, etp * 2)

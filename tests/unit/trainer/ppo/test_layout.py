@@ -15,7 +15,7 @@ def batch_of(lengths: list[int]) -> DataProto:
     return DataProto.from_dict(tensors={"attention_mask": mask, "row": torch.arange(len(lengths))})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
     per_mini_batch=st.integers(1, 17),
@@ -34,7 +34,7 @@ def test_membership_is_the_same_for_any_number_of_ranks(lengths, per_mini_batch,
     assert sorted(row for rows in members(ranks).values() for row in rows) == list(range(len(lengths)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), ranks=st.integers(1, 5))
 def test_capacities_fill_mini_batches_and_parts(sizes, ranks) -> None:
     plan = capacities_of(sizes, ranks)
