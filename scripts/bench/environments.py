@@ -1,0 +1,129 @@
+"""Episodes a second of an environment in the process that plays, in a local actor and in Ray actors; all within one run.
+
+    python scripts/bench/environments.py [--rounds 3] [--episodes 200] [--workers 4] [--hosts 1] [--no-ray]
+
+`grid_walk` runs in killable processes, the same number in each place, and says what the way to the actors costs an environment
+that does next to nothing.  Steps that wait for 10 ms, 50 at once, are an environment whose work is elsewhere.  The places take
+turns, and the median over the rounds counts.  No limit: the machine's other load decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from rich.console import Console
+from rich.table import Table
+
+from rlhub.envs.base import StepEnvironment, StepResult
+from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, OwnEnvironments
+from rlhub.single_controller.async_actor import Backend
+from rlhub.single_controller.ray import connect
+from rlhub.workers.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
+
+STEPS = 16
+WAIT_S = 0.01
+AT_ONCE = 50
+
+
+class Waiting(StepEnvironment):
+    """Steps that wait."""
+
+    async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        return "go", {}
+
+    async def step(self, action: Any) -> StepResult:
+        await asyncio.sleep(WAIT_S)
+        return "on", 0.0, False, False, {}
+
+    async def close(self) -> None:
+        """Holds nothing."""
+
+
+async def episode(source: EnvironmentSource, spec: EnvironmentSpec, number: int) -> None:
+    async with source.lease(spec, str(number)) as environment:
+        assert isinstance(environment, StepEnvironment)
+        await environment.reset(seed=number)
+        for _ in range(STEPS):
+            await environment.step("up")
+
+
+async def rate(source: EnvironmentSource, spec: EnvironmentSpec, number: int, at_once: int) -> float:
+    """Episodes a second, with `at_once` of them under way."""
+    places = asyncio.Semaphore(at_once)
+
+    async def one(index: int) -> None:
+        async with places:
+            await episode(source, spec, index)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(one(index) for index in range(number)))
+    return number / (time.perf_counter() - began)
+
+
+async def started(backend: Backend, num_hosts: int, stack: AsyncExitStack) -> EnvironmentHosts:
+    hosts = EnvironmentHosts(environment_host_starter(EnvironmentHostOptions(backend=backend)), num_hosts, idle_s=600.0)
+    stack.push_async_callback(hosts.close)
+    await hosts.start()
+    return hosts
+
+
+async def measure(arguments: argparse.Namespace) -> Table:
+    """Row by row: the environment, the place, and its share of the rate in process."""
+    table = Table(title=f"Episodes of {STEPS} steps ({os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start)")
+    for column in ("environment", "place", "episodes a second", "of in process"):
+        table.add_column(column)
+    workers = arguments.workers
+    spread = workers // arguments.hosts
+    loads = {
+        f"grid_walk, {workers} processes": ("grid_walk", workers, spread, arguments.episodes),
+        f"waits {WAIT_S * 1e3:.0f} ms a step, {AT_ONCE} at once": (f"{os.path.abspath(__file__)}:Waiting", 0, 0, 4 * AT_ONCE),
+    }
+    async with AsyncExitStack() as stack:
+        own = OwnEnvironments()
+        stack.push_async_callback(own.aclose)
+        places: dict[str, EnvironmentSource] = {"in process": own, "local actor": await started("local", 1, stack)}
+        if arguments.ray:
+            places[f"{arguments.hosts} Ray actor(s)"] = await started("ray", arguments.hosts, stack)
+        for load, (name, all_of_them, of_each, number) in loads.items():
+            found: dict[str, list[float]] = {place: [] for place in places}
+            for round_ in range(arguments.rounds + 1):  # the first one warms up
+                for place, source in places.items():
+                    processes = of_each if "Ray" in place else all_of_them
+                    spec = EnvironmentSpec(name=name, num_workers=processes)
+                    found[place] += [await rate(source, spec, number, AT_ONCE)] if round_ else []
+                    if not round_:
+                        await rate(source, spec, min(number, AT_ONCE), AT_ONCE)
+            base = found["in process"]
+            for place, rates in found.items():
+                ratio = statistics.median(mine / theirs for mine, theirs in zip(rates, base, strict=True))
+                table.add_row(load, place, f"{statistics.median(rates):,.0f}", f"{ratio:.2f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--episodes", type=int, default=200, help="of grid_walk, in each place and round")
+    parser.add_argument("--workers", type=int, default=4, help="processes that run grid_walk")
+    parser.add_argument("--hosts", type=int, default=1, help="Ray actors, which share the processes")
+    parser.add_argument("--ray", action=argparse.BooleanOptionalAction, default=True)
+    arguments = parser.parse_args()
+    connection = connect({"object_store_memory": 200 * 2**20}, device="cpu", num_ranks=1) if arguments.ray else None
+    try:
+        Console(width=130).print(asyncio.run(measure(arguments)))
+    finally:
+        if connection is not None:
+            connection.close()
+
+
+if __name__ == "__main__":
+    main()

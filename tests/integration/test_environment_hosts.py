@@ -1,0 +1,183 @@
+"""Environments in real Ray actors: many at once, killed processes and hosts, and nothing left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from rlhub.envs.base import EnvDiedError, ImageObservation, StepEnvironment
+from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, OwnEnvironments
+from rlhub.workers.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 120.0
+EPISODES, STEPS = 50, 10
+SIMULATORS = """
+import asyncio, os
+
+from rlhub.envs.base import StepEnvironment
+
+
+class Waiting(StepEnvironment):
+    running = 0
+    async def reset(self, *, seed=None, options=None):
+        return "go", {}
+    async def step(self, action):
+        Waiting.running += 1
+        at_once = Waiting.running
+        await asyncio.sleep(0.01)
+        Waiting.running -= 1
+        return f"{os.getpid()} {at_once}", 1.0, False, False, {}
+    async def close(self):
+        pass
+
+
+class Counts:
+    def reset(self, *, seed, options):
+        self.count = seed
+        return f"{os.getpid()}", {"parent": os.getppid()}
+    def step(self, action):
+        if action == "die":
+            os._exit(3)
+        self.count += 1
+        return f"{self.count}", 1.0, False, False, {}
+    def get_state(self):
+        return self.count
+    def load_state(self, state):
+        self.count = state
+    def close(self):
+        pass
+"""
+
+
+def within(folder: Path, play: Callable[[EnvironmentHosts], Awaitable[None]]) -> None:
+    """With two hosts, of which and of whose processes nothing is left."""
+    options = EnvironmentHostOptions(folder=str(folder), log_dir=str(folder / "logs"))
+    (folder / "simulators.py").write_text(SIMULATORS)
+
+    async def main() -> None:
+        hosts = EnvironmentHosts(environment_host_starter(options), 2, idle_s=60.0)
+        await hosts.start()
+        try:
+            await play(hosts)
+            hosted = pids_of(hosts)
+            started.extend([*hosted, *(child.pid for pid in hosted for child in psutil.Process(pid).children(recursive=True))])
+        finally:
+            await hosts.close()
+
+    started: list[int] = []
+    asyncio.run(asyncio.wait_for(main(), WAIT_S))
+    assert len(started) >= 3, "two hosts, and processes of theirs"
+    assert gone(started)
+
+
+def pids_of(hosts: EnvironmentHosts) -> list[int]:
+    return [host.actor.worker.pid for host in hosts.hosts]  # type: ignore[attr-defined]
+
+
+def gone(pids: list[int]) -> bool:
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    return not alive
+
+
+async def play_one(source: EnvironmentSource, spec: EnvironmentSpec, number: int) -> set[str]:
+    async with source.lease(spec, str(number)) as environment:
+        assert isinstance(environment, StepEnvironment)
+        await environment.reset(seed=number)
+        return {str((await environment.step("go"))[0]) for _ in range(STEPS)}
+
+
+async def rate(source: EnvironmentSource, spec: EnvironmentSpec) -> tuple[float, set[str]]:
+    """Episodes a second, and what was seen."""
+    began = time.monotonic()
+    seen = await asyncio.gather(*(play_one(source, spec, number) for number in range(EPISODES)))
+    return EPISODES / (time.monotonic() - began), {text for found in seen for text in found}
+
+
+async def walked(source: EnvironmentSource, seed: int) -> list[Any]:
+    """A walk by sight in a pool."""
+    spec = EnvironmentSpec(name="grid_walk", settings={"size": 30, "images": True}, num_workers=1)
+    async with source.lease(spec, str(seed)) as environment:
+        assert isinstance(environment, StepEnvironment)
+        seen = [(await environment.reset(seed=seed))[0], *[(await environment.step(way))[0] for way in ("up", "left", "up")]]
+    assert all(isinstance(one, ImageObservation) and one.pixels.shape == (240, 240, 3) for one in seen)
+    return [(one.text, one.pixels.tobytes()) for one in seen if isinstance(one, ImageObservation)]
+
+
+def test_environments_elsewhere_are_the_same_and_many_at_once(ray_cluster: None, tmp_path: Path) -> None:
+    async def play(hosts: EnvironmentHosts) -> None:
+        spec, own = EnvironmentSpec(name=f"{tmp_path / 'simulators.py'}:Waiting"), OwnEnvironments()
+        try:
+            here, _ = await rate(own, spec)
+            there, seen = await rate(hosts, spec)
+            logger.info("%d at once: %.0f a second in actors, %.0f in process, %.2fx", EPISODES, there, here, there / here)
+            assert {int(text.split()[0]) for text in seen} == set(pids_of(hosts))
+            assert max(int(text.split()[1]) for text in seen) == EPISODES // 2, "all of a host's step at the same time"
+            first = await walked(own, 3)
+            assert await walked(hosts, 3) == first != await walked(hosts, 4)
+        finally:
+            await own.aclose()
+
+    within(tmp_path, play)
+
+
+def test_a_killed_process_and_a_killed_host_cost_their_own_episodes(ray_cluster: None, tmp_path: Path) -> None:
+    spec = EnvironmentSpec(name="simulators.py:Counts", num_workers=2)
+
+    async def failed(step: Awaitable[Any]) -> EnvDiedError:
+        try:
+            await step
+        except EnvDiedError as error:
+            return error
+        raise AssertionError("it lives")
+
+    async def play(hosts: EnvironmentHosts) -> None:
+        leases = [hosts.lease(spec, str(number)) for number in range(4)]
+        found = [await lease.__aenter__() for lease in leases]
+        one, two, three, four = (environment for environment in found if isinstance(environment, StepEnvironment))
+        begun = [await environment.reset(seed=10) for environment in (one, two, three, four)]
+        parents = [info["parent"] for _, info in begun]
+        assert parents == [*pids_of(hosts)] * 2
+        simulators = [int(str(pid)) for pid, _ in begun]
+        assert "exit code 3" in str(await failed(one.step("die")))
+        assert [(await environment.step("go"))[0] for environment in (two, three)] == ["11", "11"]
+        os.kill(parents[1], signal.SIGKILL)
+        assert "environments-" in str(await failed(two.step("go"))) and "has died" in str(await failed(four.step("go")))
+        assert (await three.step("go"))[0] == "12", "the other host goes on"
+        for lease in leases:
+            await lease.__aexit__(None, None, None)
+        while len(hosts.hosts) < 2:
+            await asyncio.sleep(0.02)
+        assert hosts.counts == {"deaths": 1, "restarts": 1}
+        assert gone([parents[1], simulators[0], simulators[1], simulators[3]])
+        await asyncio.gather(*(play_one(hosts, spec, number) for number in range(8)))
+        await check_states(hosts)
+
+    async def check_states(hosts: EnvironmentHosts) -> None:
+        states = await hosts.get_state(spec)
+        assert sorted(map(len, states)) == [2, 2] and any(state is not None for host in states for state in host)
+        changed = [[100 + place if state is not None else None for place, state in enumerate(host)] for host in states]
+        await hosts.load_state(spec, changed)
+        assert await hosts.get_state(spec) == changed
+        status = (await hosts.status()).values()
+        assert sum(one.leased for one in status) == 0 and sum(one.replaced for one in status) == 1
+
+    within(tmp_path, play)
+
+
+def test_pixels_are_not_written_as_text(ray_cluster: None, tmp_path: Path) -> None:
+    """Between an actor and its caller a picture takes the bytes that it has."""
+    from rlhub.single_controller.ray.exchange import pack
+
+    picture = ImageObservation(pixels=np.zeros((240, 240, 3), np.uint8))
+    assert len(pack((picture, {}))) < picture.pixels.nbytes + 2000
