@@ -22,6 +22,8 @@ from rlhub.workflows.openai_server.server import OpenAIServer, ServerOptions
 from rlhub.workflows.openai_server.sessions import Limits, Session
 from rlhub.workflows.trajectory import Trajectory
 
+MAX_ENDPOINTS = 64
+"""Ports tried from a given one on: each process of rollout.agent.num_workers has an endpoint, and validation has its own."""
 CLIENT_LOGGERS = ("httpx", "httpx2")
 """OpenAI's client logs a line for every request, at the level at which a run reports its steps."""
 
@@ -84,6 +86,7 @@ class OpenAIAgent(RolloutWorkflow):
                     max_model_len=self._limits.prompt + self._limits.response,
                     host=self.knobs.host,
                     port=self.knobs.port,
+                    num_ports=MAX_ENDPOINTS if self.knobs.port else 1,
                     max_concurrent=self.knobs.max_concurrent,
                     find_calls=TOOL_FORMATS.get(self.knobs.format),
                     template_kwargs=self.knobs.chat_template_kwargs,

@@ -6,16 +6,19 @@ import asyncio
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
+from rlhub.models.tokenizer import load_tokenizer
 from rlhub.workers.episode_host import HostSettings, WorkflowKey
 from rlhub.workers.episode_hosts import EpisodeHosts, HostOptions, host_starter
 from rlhub.workers.remote_workflow import RemoteWorkflow
 from rlhub.workflows.base import EpisodeData, WorkflowParts
 from rlhub.workflows.trajectory import Trajectory
+from tests.support.chat_model import save_chat_model
 from tests.support.episodes import parts
 
 NUM_EPISODES = 8
@@ -37,6 +40,24 @@ class Where(RolloutWorkflow):
         )
         made.set_reward(reward)
         return made
+"""
+
+AGENT = """
+from pathlib import Path
+
+import openai
+
+
+async def reads_along(base_url, api_key, row):
+    http = openai.DefaultAsyncHttpxClient(verify=False)
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http) as client:
+        stream = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}], stream=True)
+        text = ""
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            if len(text) >= 3:
+                Path(row["heard"]).touch()
+    return float(len(text))
 """
 
 
@@ -117,3 +138,47 @@ def test_episodes_run_elsewhere_and_none_is_lost_with_its_host(ray_cluster: None
     assert len(pids) == 2 and os.getpid() not in pids
     gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
     assert not alive
+
+
+class Listened:
+    """It writes its last tokens when the first were heard."""
+
+    def __init__(self, tokens: list[int], heard: Path) -> None:
+        self.tokens, self.heard = tokens, heard
+
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+        assert follow is not None
+        for place, token in enumerate(self.tokens):
+            while place == 4 and not self.heard.exists():
+                await asyncio.sleep(0.01)
+            follow(Progress(token_ids=[token], log_probs=[-0.5], versions=[0]))
+        count = len(self.tokens)
+        return Completion(token_ids=self.tokens, log_probs=[-0.5] * count, finish_reason="length", versions=[0] * count)
+
+
+def test_an_agent_in_a_host_reads_its_answer_while_the_driver_samples_it(ray_cluster: None, tmp_path: Path) -> None:
+    (tmp_path / "reader.py").write_text(AGENT)
+    model = str(save_chat_model(tmp_path / "model"))
+    settings = HostSettings(
+        tokenizer=partial(load_tokenizer, model, trust_remote_code=False),
+        samplings={"training": SamplingParams(max_new_tokens=99)},
+        max_prompt_length=99,
+        max_response_length=99,
+        kwargs={"agent": "reader.py:reads_along", "reward": "agent"},
+        folder=str(tmp_path),
+    )
+    tokens = load_tokenizer(model, trust_remote_code=False)("1 + 2 = 3")["input_ids"]
+    data = EpisodeData(prompt_ids=(5, 6), ordinal=0, sample=0, seed=1, row={"heard": str(tmp_path / "heard")})
+
+    async def main() -> Trajectory | None:
+        hosts = EpisodeHosts(host_starter(settings, HostOptions(log_dir=str(tmp_path / "logs"))), 1, restarts=0)
+        await hosts.start()
+        try:
+            workflow = RemoteWorkflow(parts(), WorkflowKey("training", "openai_agent"), hosts)
+            return await workflow.arun_episode(Listened(tokens, tmp_path / "heard"), data)
+        finally:
+            await hosts.close()
+
+    found = asyncio.run(asyncio.wait_for(main(), WAIT_S))
+    assert found is not None and found.response_ids == tokens and found.rewards is not None
+    assert found.rewards[-1] == len("1 + 2 = 3")

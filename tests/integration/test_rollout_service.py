@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhub.config.ppo import ActorRolloutRefConfig
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams
 from rlhub.errors import EngineError, WeightMismatchError
 from rlhub.sharding_manager.files import WeightWriter
 from rlhub.single_controller import ClassWithInitArgs, launch
@@ -63,9 +63,9 @@ class Job:
         self.fingerprint = self.writer.write(self.version).fingerprint
         return dict(self.service.publish(str(self.service.folder), self.version))
 
-    def submit(self, seed: int, *, session: str = "") -> Future[Completion]:
+    def submit(self, seed: int, *, session: str = "", follow: Follow | None = None) -> Future[Completion]:
         request = GenerationRequest(prompt_ids=[5, 6, 7], seed=seed, session=session)
-        return asyncio.run_coroutine_threadsafe(self.service.router.agenerate(request, SAMPLING), self.service.loop)
+        return asyncio.run_coroutine_threadsafe(self.service.router.agenerate(request, SAMPLING, follow), self.service.loop)
 
     def statuses(self) -> dict[str, ReplicaStatus]:
         """Of all replicas, asked of themselves."""
@@ -118,10 +118,16 @@ def test_weights_are_published_while_requests_run(job: Job) -> None:
 def test_a_killed_replica_loses_no_request_and_comes_back_with_the_newest_weights(job: Job) -> None:
     undisturbed = results([job.submit(seed) for seed in range(4)])
     victim = job.statuses()["rollout-0"]
-    futures = [job.submit(seed) for seed in range(4)]
-    until(lambda: job.statuses()["rollout-0"].load > 0)
+    told: list[list[int]] = [[], []]
+    follows = [lambda progress, own=own: own.extend(progress.token_ids) for own in told]
+    futures = [job.submit(seed, follow=follow) for seed, follow in enumerate([*follows, None, None])]  # two a replica
+    until(lambda: job.statuses()["rollout-0"].load > 0 and min(map(len, told)) > 2)
+    assert not any(future.done() for future in futures)
     os.kill(victim.pid, signal.SIGKILL)
-    assert [done.token_ids for done in results(futures)] == [done.token_ids for done in undisturbed]
+    completions = results(futures)
+    assert [done.token_ids for done in completions] == [done.token_ids for done in undisturbed]
+    assert all(done.token_ids[: len(own)] == own for done, own in zip(completions, told, strict=False))
+    assert [len(done.versions) for done in completions] == [NEW_TOKENS] * 4
     metrics = job.service.metrics()
     assert metrics["rollout/retries"] >= 1 and metrics["rollout/lost_tokens"] >= 1
     published = job.publish()  # while it starts again: nobody waits for it

@@ -29,7 +29,8 @@ class AgentKnobs:
     host: str = "127.0.0.1"
     """Address the endpoint listens on. Another than loopback lets other machines in, with their session's key."""
     port: int = 0
-    """Its port; 0: a free one."""
+    """Its port; 0: a free one. Every process of rollout.agent.num_workers and validation have endpoints of their own: of those
+with a port that is set, each takes the first free one of the 64 from there on."""
     max_concurrent: int = 4096
     """Most requests answered at once; more are told to come back (429)."""
     max_agents: int = 64

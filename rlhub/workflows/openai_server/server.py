@@ -10,6 +10,7 @@ loopback unless it is given another host.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import json
 import logging
@@ -22,7 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
-from rlhub.errors import EngineError
+from rlhub.errors import ConfigError, EngineError
 from rlhub.workflows.base import EpisodeEngine
 from rlhub.workflows.openai_server.admin import Administration, admin_routes, read_json
 from rlhub.workflows.openai_server.answers import Answer, FindCalls, Writer
@@ -47,6 +48,8 @@ SHUTDOWN_S = 1.0  # for answers that are being written when the server closes
 class ServerOptions:
     """model: the name that clients see.  max_model_len: bound of prompt plus answer outside of sessions.
 
+    port: 0 is any free one; else the first free one of `num_ports` from there on.
+
     key: of requests outside of sessions; None: there are none.  fixed_sampling: temperature, top_p and top_k are the server's,
     whatever a client asks for: a trainer computes log-probs of that distribution.  max_concurrent: requests served at once;
     more are answered 429.  find_calls: finds tool calls in answers; None: answers are text.
@@ -56,6 +59,7 @@ class ServerOptions:
     max_model_len: int
     host: str = LOOPBACK
     port: int = 0
+    num_ports: int = 1
     key: str | None = None
     fixed_sampling: bool = True
     max_concurrent: int = 4096
@@ -111,10 +115,22 @@ class OpenAIServer:
         # Cancelling the handler when its client goes away cancels the generation, which aborts the request in the engine.
         self._runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._options.host, self._options.port).start()
+        await self._listen(self._runner)
         host, port = self._runner.addresses[0][:2]
         self._origin = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         return self._origin
+
+    async def _listen(self, runner: web.AppRunner) -> None:
+        host, first = self._options.host, self._options.port
+        for port in range(first, first + self._options.num_ports):
+            try:
+                await web.TCPSite(runner, host, port).start()
+                return
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+        tried = f"{first}" if self._options.num_ports == 1 else f"{first} to {first + self._options.num_ports - 1}"
+        raise ConfigError(f"no free port on {host}: tried {tried}; set another port, or 0 for any free one")
 
     async def aclose(self) -> None:
         """Stop listening and end what is being answered.  Idempotent."""
@@ -331,13 +347,13 @@ async def _stream(
     task = asyncio.ensure_future(answering)
     task.add_done_callback(lambda _: under_way.notify())
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    clock = task.get_loop().time
+    written_at = clock()
     try:
         await under_way.news(HEARTBEAT_S)
         if task.done():
             task.result()  # an error of its first moments is an answer with its own status
         await response.prepare(request)
-        clock = task.get_loop().time
-        written_at = -HEARTBEAT_S
         while not task.done():
             told = _events(writer.told(under_way))
             if not told and clock() - written_at >= HEARTBEAT_S:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.errors import ConfigError, WorkflowError
 from rlhub.utils.outcomes import Reject
+from rlhub.workflows import openai_agent
 from rlhub.workflows.base import EpisodeData, WorkflowParts
 from rlhub.workflows.load import build_workflow
 from rlhub.workflows.trajectory import Trajectory
@@ -75,6 +77,16 @@ async def test_an_agent_whose_conversation_is_full_has_ended() -> None:
     assert made is not None
     assert made.finish_reason == "length"
     assert len(made.response_ids) <= 150
+
+
+async def test_endpoints_with_one_port_in_the_settings_stand_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workflows are what two processes are: the second finds the port taken."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert await run(agent=f"{AGENTS}:two_turns", reward="agent", port=port) is not None
+        monkeypatch.setattr(openai_agent, "MAX_ENDPOINTS", 1)
+        with pytest.raises(ConfigError, match=f"no free port on 127.0.0.1: tried {port};"):
+            await run(agent=f"{AGENTS}:two_turns", reward="agent", port=port)
 
 
 async def test_agents_that_give_nothing() -> None:
