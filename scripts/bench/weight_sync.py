@@ -1,6 +1,6 @@
 """Weights from a training layout to a rollout layout, against other ways of bringing them there, in one run.
 
-    python scripts/bench/weight_sync.py [--millions 54] [--bucket-mb 64] [--repeats 5] [--only fsdp2]
+    python scripts/bench/weight_sync.py [--millions 54] [--bucket-mb 64] [--repeats 5] [--only fsdp2] [--profile]
 
 Four processes on this machine hold plain tensors in the named layouts; `planned` is what the sharding manager runs at every
 sync, its checks included.  Beside it, on the same processes, taking turns:
@@ -10,7 +10,8 @@ sync, its checks included.  Beside it, on the same processes, taking turns:
   file       the full model is gathered on rank 0, saved as safetensors, flushed to disk, and loaded by every rank
 
 wall is the slowest rank's time, the best of the repeats; CPU the sum over ranks in the same repeat; `extra` the highest resident
-memory above what was there, on the worst rank, planning and first use included.
+memory above what was there, on the worst rank, planning and first use included.  --profile shows where `planned` spends its
+time, and this machine's limits for the same bytes: see weight_sync_profile.py.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import weight_sync_profile
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -46,7 +48,7 @@ from rlhub.sharding_manager.layouts import (
 )
 from rlhub.sharding_manager.links import Links
 from rlhub.sharding_manager.plan import make_plan
-from rlhub.sharding_manager.route import make_route
+from rlhub.sharding_manager.route import Route, make_route
 from rlhub.sharding_manager.schedule import schedule
 from rlhub.sharding_manager.transports.collective import CollectiveTransport
 from rlhub.utils.atomic import fsync_file
@@ -128,6 +130,7 @@ class Rank:
     destination: Held = field(init=False)
     source_pieces: list[Piece] = field(init=False)
     destination_pieces: list[Piece] = field(init=False)
+    route: Route = field(init=False)
 
     def __post_init__(self) -> None:
         self.source_pieces = hold(self._layout(self.pair.sources, self.source_ranks), fill=True)
@@ -150,6 +153,15 @@ class Rank:
 
     def planned(self) -> Callable[[], None]:
         """What ShardingManager, WeightSender and WeightReceiver do after the first sync."""
+        route = self.route = self._route()
+
+        def sync() -> None:
+            outcome = route.execution.run(Held(self.source_pieces), Held(self.destination_pieces))
+            assert route.agree(len(outcome.differing)) == 0
+
+        return sync
+
+    def _route(self) -> Route:
         members = [
             Member(
                 side="both" if not self.pair.separate else "sender" if rank in self.source_ranks else "receiver",
@@ -160,13 +172,7 @@ class Rank:
             )
             for rank in range(self.pair.world)
         ]
-        route = make_route(self.links, members, memory_bytes=2 * self.bucket_bytes, check=True)
-
-        def sync() -> None:
-            outcome = route.execution.run(Held(self.source_pieces), Held(self.destination_pieces))
-            assert route.agree(len(outcome.differing)) == 0
-
-        return sync
+        return make_route(self.links, members, memory_bytes=2 * self.bucket_bytes, check=True)
 
     def copy(self) -> Callable[[], None]:
         spare = [torch.ones_like(piece.tensor, memory_format=torch.contiguous_format) for piece in self.destination_pieces]
@@ -331,6 +337,10 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, folder: Path) -> 
             results = measure(this, arguments.repeats)
             if rank == 0:
                 report(pair, results)
+            if arguments.profile:
+                ranks = weight_sync_profile.profile(this.planned(), this.route, group, arguments.repeats)
+                if rank == 0:
+                    weight_sync_profile.show(ranks, results["copy"].wall_s, results["copy"].cpu_s)
         dist.barrier()
     dist.destroy_process_group()
 
@@ -353,6 +363,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", default=None, help="where the file baseline writes; default: the system's temporary folder")
     parser.add_argument("--only", default="", help="pairs whose name has this in it")
+    parser.add_argument("--profile", action="store_true", help="where a sync's time goes, beside the machine's limits")
     arguments = parser.parse_args()
     model = decoder(arguments.millions)
     size = f"{num_parameters(model) / 1e6:.0f} M parameters in {len(shapes(model))} weights, float32"

@@ -1,0 +1,275 @@
+"""Where a weight sync's time goes on every rank, beside what this machine needs for the same bytes with nothing around them.
+
+`weight_sync.py --profile` calls it.  The parts of a sync are timed inside it (a part within another is counted once); the bare
+parts run right after, on all ranks at the same moment, for they share one memory.  A rank does its parts one after another on
+one thread, so the sum of its bare parts is the limit of a sync that moves and checks these bytes in this way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhub.sharding_manager import execution
+from rlhub.sharding_manager.held import Held
+from rlhub.sharding_manager.links import Links, Pending
+from rlhub.sharding_manager.route import Route
+from rlhub.sharding_manager.transports.shared_memory import ROUND_BYTES, SharedMemoryTransport
+from rlhub.utils.fingerprint import digests
+
+COPY = "copies inside the process"
+PACK = "packing messages"
+UNPACK = "unpacking messages"
+SOURCE = "fingerprints of what leaves"
+READ_BACK = "fingerprints of what arrived"
+STRIDED = "gathering strided weights for them"
+WAIT = "waiting for the other ranks"
+WORDS = "posting words, exchanging fingerprints"
+STEPS = "the plan's steps in Python"
+PARTS = (COPY, PACK, UNPACK, SOURCE, READ_BACK, STRIDED, WAIT, WORDS, STEPS)
+SOCKETS = "sockets instead (not part of a sync)"
+MB = 1e6
+
+
+@dataclass(slots=True)
+class Spent:
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+    @classmethod
+    def now(cls) -> Spent:
+        return cls(time.perf_counter(), time.process_time())
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
+
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(self.wall_s - other.wall_s, self.cpu_s - other.cpu_s)
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Time by part, without that of the parts inside it."""
+
+    spent: dict[str, Spent] = field(default_factory=dict)
+    inside: list[str] = field(default_factory=list)
+    _since: Spent = field(default_factory=Spent.now)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self._turn()
+        self.inside.append(name)
+        try:
+            yield
+        finally:
+            self._turn()
+            self.inside.pop()
+
+    def _turn(self) -> None:
+        """What passed since the last turn belongs to the innermost part."""
+        now = Spent.now()
+        if self.inside:
+            self.spent[self.inside[-1]] = self.spent.get(self.inside[-1], Spent()) + (now - self._since)
+        self._since = now
+
+
+@contextmanager
+def watched(watch: Stopwatch) -> Iterator[None]:
+    """While it is open, what a sync calls is timed as the part it belongs to."""
+
+    def around(owner: Any, attribute: str, name: str, within: str = "", only: str = "") -> None:
+        """within: another name for calls from inside a message or copy.  only: calls from inside that part belong to it."""
+        inner = getattr(owner, attribute)
+
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            outer = watch.inside[-1] if watch.inside else ""
+            with watch.part(outer if outer == only else within if within and "leaving" in watch.inside else name):
+                return inner(*arguments, **keywords)
+
+        patches.enter_context(mock.patch.object(owner, attribute, timed))
+
+    with ExitStack() as patches:
+        around(execution, "_copy_block", COPY)
+        around(Held, "read", PACK, only=COPY)
+        around(Held, "write", UNPACK, only=COPY)
+        around(Held, "contiguous", STRIDED)
+        around(execution, "digests", READ_BACK, within=SOURCE)
+        around(execution.Execution, "_copy", "leaving")
+        around(execution.Execution, "_pack", "leaving")
+        around(Pending, "wait", WAIT)
+        around(Links, "exchange", WORDS)
+        yield
+
+
+def profiled(sync: Callable[[], None]) -> dict[str, Spent]:
+    """The parts of one sync on this rank."""
+    watch = Stopwatch()
+    with watched(watch), watch.part(STEPS):
+        sync()
+    watch.spent[STEPS] += watch.spent.pop("leaving", Spent())
+    return watch.spent
+
+
+# The same bytes with nothing around them
+
+
+@dataclass(slots=True, kw_only=True)
+class Bare:
+    """Bytes of a rank's part of the plan, and how long this machine takes for them."""
+
+    copied: int
+    sent: dict[int, int]
+    received: dict[int, int]
+
+    @classmethod
+    def of(cls, route: Route) -> Bare:
+        plan = route.execution._plan
+        count = lambda by_peer: {peer: sum(t.num_bytes for t in transfers) for peer, transfers in by_peer.items()}  # noqa: E731
+        return cls(copied=sum(t.num_bytes for t in plan.copies), sent=count(plan.sent), received=count(plan.received))
+
+    def bytes(self) -> dict[str, int]:
+        sent, received = sum(self.sent.values()), sum(self.received.values())
+        return {
+            COPY: self.copied,
+            PACK: sent,
+            UNPACK: received,
+            SOURCE: self.copied + sent,
+            READ_BACK: self.copied + received,
+        }
+
+    def calls(self, group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
+        """Every rank runs the same ones, in this order."""
+        sizes = self.bytes()
+        memory, other = (torch.ones(max(sizes.values()), dtype=torch.uint8) for _ in range(2))
+        message = torch.ones(ROUND_BYTES, dtype=torch.uint8)
+        block = torch.ones(4 * execution.COPY_ELEMENTS, dtype=torch.uint8)
+        return {
+            COPY: lambda: other[: sizes[COPY]].copy_(memory[: sizes[COPY]]),
+            PACK: lambda: [message[: len(part)].copy_(part) for part in _split(memory, sizes[PACK], ROUND_BYTES)],
+            UNPACK: lambda: [part.copy_(message[: len(part)]) for part in _split(memory, sizes[UNPACK], ROUND_BYTES)],
+            SOURCE: lambda: digests(block[: len(part)] for part in _split(memory, sizes[SOURCE], len(block))),
+            READ_BACK: lambda: digests(_split(memory, sizes[READ_BACK], len(block))),
+            SOCKETS: lambda: self._sockets(group, memory, other),
+        }
+
+    def _sockets(self, group: dist.ProcessGroup, memory: Tensor, other: Tensor) -> None:
+        """The same messages over gloo, in rounds of the same size, two of them under way."""
+        queues = [(True, peer, list(_split(memory, size, ROUND_BYTES))) for peer, size in self.sent.items()]
+        queues += [(False, peer, list(_split(other, size, ROUND_BYTES))) for peer, size in self.received.items()]
+        under_way: list[list[dist.Work]] = []
+        for number in range(max((len(parts) for _, _, parts in queues), default=0)):
+            under_way.append(
+                [
+                    (group.send if sends else group.recv)([parts[number]], peer, 0)
+                    for sends, peer, parts in queues
+                    if number < len(parts)
+                ]
+            )
+            for work in under_way.pop(0) if len(under_way) > 1 else ():
+                work.wait()
+        for work in (work for round_ in under_way for work in round_):
+            work.wait()
+
+
+def _split(memory: Tensor, num_bytes: int, size: int) -> Sequence[Tensor]:
+    return torch.split(memory[:num_bytes], size) if num_bytes else ()
+
+
+# All ranks
+
+
+@dataclass(slots=True, kw_only=True)
+class RankProfile:
+    """One rank: parts and bare parts of the repeat in which the slowest rank was fastest, and bytes."""
+
+    parts: dict[str, Spent]
+    bare: dict[str, Spent]
+    bytes: dict[str, int]
+    transport: str
+
+
+def profile(sync: Callable[[], None], route: Route, group: dist.ProcessGroup, repeats: int) -> list[RankProfile]:
+    """Every rank calls it; every rank's profile."""
+    bare = Bare.of(route)
+    parts = _best(lambda: profiled(sync), group, repeats)
+    found = {}
+    for name, call in bare.calls(group).items():
+        found[name] = _best(lambda call=call, name=name: {name: _timed(call)}, group, repeats)[name]
+    transport = route.execution._transport
+    named = "shared memory" if isinstance(transport, SharedMemoryTransport) else "sockets" if transport else "nothing"
+    mine = RankProfile(parts=parts, bare=found, bytes=bare.bytes(), transport=named)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def _timed(call: Callable[[], object]) -> Spent:
+    start = Spent.now()
+    call()
+    return Spent.now() - start
+
+
+def _best(call: Callable[[], dict[str, Spent]], group: dist.ProcessGroup, repeats: int) -> dict[str, Spent]:
+    """Of the repeat in which the slowest rank was fastest."""
+    best, least = {}, float("inf")
+    for _ in range(repeats):
+        dist.barrier(group=group)
+        spent = call()
+        slowest = torch.tensor(sum(part.wall_s for part in spent.values()), dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        if float(slowest) < least:
+            best, least = spent, float(slowest)
+    return best
+
+
+def show(ranks: Sequence[RankProfile], copy_wall_s: float, copy_cpu_s: float) -> None:
+    """copy_*_s: of the plain copy of what each engine needs, on all ranks."""
+    columns = f"{'MB':>8}{'wall s':>9}{'share':>7}{'CPU s':>9}{'bare wall':>11}{'CPU':>9}"
+    for number, rank in enumerate(ranks):
+        print(f"  rank {number}, messages through {rank.transport:22}{columns}")
+        for name in (*PARTS, SOCKETS):
+            _show_part(rank, name)
+        total, limit = total_of(rank), limit_of(rank)
+        print(f"    {'in all':47}{total.wall_s:9.3f}{'':7}{total.cpu_s:9.3f}{limit.wall_s:11.3f}{limit.cpu_s:9.3f}")
+    totals, limits = [total_of(rank) for rank in ranks], [limit_of(rank) for rank in ranks]
+    wall_s, least_wall_s = max(spent.wall_s for spent in totals), max(spent.wall_s for spent in limits)
+    print(_verdict("wall, slowest rank", copy_wall_s, least_wall_s, wall_s))
+    print(_verdict("CPU, all ranks", copy_cpu_s, _sum(limits).cpu_s, _sum(totals).cpu_s), flush=True)
+
+
+def _show_part(rank: RankProfile, name: str) -> None:
+    part, bare, total = rank.parts.get(name), rank.bare.get(name), total_of(rank)
+    size = rank.bytes[PACK] + rank.bytes[UNPACK] if name == SOCKETS else rank.bytes.get(name, 0)
+    if part is None and not size:
+        return
+    spent = f"{part.wall_s:9.3f}{part.wall_s / total.wall_s:7.0%}{part.cpu_s:9.3f}" if part else " " * 25
+    alone = f"{bare.wall_s:11.3f}{bare.cpu_s:9.3f}" if bare and size else ""
+    print(f"    {name:39}{f'{size / MB:.0f}' if size else '':>8}{spent}{alone}")
+
+
+def _verdict(what: str, copy_s: float, limit_s: float, sync_s: float) -> str:
+    return (
+        f"  {what}: plain copy {copy_s:.3f} s; limit, the bare parts {limit_s:.3f} s = {copy_s / limit_s:.2f}x the copy's rate; "
+        f"sync {sync_s:.3f} s = {sync_s / limit_s:.2f} times the limit, {copy_s / sync_s:.2f}x the copy's rate"
+    )
+
+
+def total_of(rank: RankProfile) -> Spent:
+    return _sum(rank.parts.values())
+
+
+def limit_of(rank: RankProfile) -> Spent:
+    """The sum of what a sync cannot leave out."""
+    return _sum(spent for name, spent in rank.bare.items() if name != SOCKETS)
+
+
+def _sum(spent: Iterable[Spent]) -> Spent:
+    return sum(spent, Spent())
