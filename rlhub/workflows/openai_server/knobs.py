@@ -20,8 +20,10 @@ class AgentKnobs:
     reward: Literal["score", "agent"] = "score"
     """score: the run's reward function scores the last segment's text; agent: what the function returns, or the last line that
     the program prints, is the reward."""
-    segment: Literal["last", "longest"] = "last"
-    """What trains of an agent that had several conversations: the one of its last request, or that with the most tokens."""
+    segment: Literal["last", "longest", "random"] = "last"
+    """What trains of an agent that had several conversations, or that changed its history: the one of its last request, that
+    with the most tokens, or any of them, each as likely, so that over many episodes all of them train. random is for an agent
+    that shortens its history or has helpers, and whose own reward is that of the whole episode (reward=agent)."""
     format: str = field(default_factory=lambda: MultiTurnConfig().format)
     """How tool calls stand in the policy's text; a registered format."""
     model: str = "policy"
@@ -42,6 +44,11 @@ with a port that is set, each takes the first free one of the 64 from there on."
     def __post_init__(self) -> None:
         at_least(1, max_concurrent=self.max_concurrent, max_agents=self.max_agents)
         at_least(0, port=self.port)
-        for name, known in (("reward", ("score", "agent")), ("segment", ("last", "longest"))):
+        for name, known in (("reward", ("score", "agent")), ("segment", ("last", "longest", "random"))):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r}: must be one of {', '.join(known)}")
+        if self.segment == "random" and self.reward != "agent":
+            raise ValueError(
+                f"segment=random with reward={self.reward}: a conversation alone does not show how the episode ended; let the "
+                "agent give its reward (reward=agent), or set segment=last"
+            )

@@ -8,6 +8,7 @@ other starts a segment of its own.  So the record is a forest; each path from a 
 from __future__ import annotations
 
 import json
+import random
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from rlhub.workflows.openai_server.bodies import Message
 from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
 from rlhub.workflows.turns import turn_seed
 
-Which = Literal["last", "longest"]
+Which = Literal["last", "longest", "random"]
 TOKEN_BYTES = 32
 
 
@@ -114,11 +115,18 @@ class Session:
         }
 
     def trajectory(self, which: Which = "last") -> Trajectory | None:
-        """The segment with the last answer, or the one with the most tokens of the policy; None where nothing was sampled."""
+        """The segment with the last answer, the one with the most tokens of the policy, or any of them, drawn by the session's
+        seed; None where nothing was sampled."""
         leaves = [leaf for leaf in self.leaves() if any(turn.completion.token_ids for turn in leaf.path)]
         if not leaves:
             return None
-        chosen = leaves[-1] if which == "last" else max(leaves, key=lambda leaf: _num_written(leaf.path))
+        match which:
+            case "last":
+                chosen = leaves[-1]
+            case "longest":
+                chosen = max(leaves, key=lambda leaf: _num_written(leaf.path))
+            case "random":
+                chosen = random.Random(self.seed).choice(leaves)
         made = as_trajectory(chosen)
         made.metrics = self.metrics(chosen)
         return made

@@ -105,6 +105,7 @@ async def test_agents_that_give_nothing() -> None:
         ({"agent": "nowhere.py"}, "no such file"),
         ({"agent": f"{AGENTS}:none"}, "none"),
         ({"agent": AGENTS, "segment": "first"}, "segment='first'"),
+        ({"agent": AGENTS, "segment": "random"}, "segment=random with reward=score"),
         ({"agent": AGENTS, "rewrd": "agent"}, "rewrd"),
     ],
 )

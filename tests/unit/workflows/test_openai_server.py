@@ -113,6 +113,13 @@ async def test_a_changed_history_starts_a_segment_and_is_counted() -> None:
         longest = session.trajectory("longest")
         assert longest is not None
         assert longest.response_ids == at.engine.ids("one" + END)
+        drawn = []
+        for session.seed in (*range(40), *range(40)):
+            one = session.trajectory("random")
+            assert one is not None
+            drawn.append(at.engine.tokenizer.decode(one.response_ids))
+        assert drawn[:40] == drawn[40:]
+        assert 10 <= drawn[:40].count("one" + END) == 40 - drawn[:40].count("two" + END) <= 30
 
 
 @pytest.mark.parametrize("stream", [False, True])
