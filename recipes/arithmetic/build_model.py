@@ -8,39 +8,19 @@ an MLP can hold the table of additions, and two layers do not suffice to add six
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from generate import LARGEST_NUMBER, NUM_FACES
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are files beside each other, not an installed package
+
+from recipes.arithmetic.generate import LARGEST_NUMBER, NUM_FACES
+from recipes.tiny_qwen2 import main
 
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
 MAX_TOKENS = 64
-INITIALIZER_RANGE = 0.06  # 1 / sqrt(2 x hidden size): at Qwen2's own 0.02 a model this narrow takes twice the steps
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the folder; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Build the arithmetic task's model and tokenizer.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the model")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the weights (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    write_model(options.out, options.seed)
-    return 0
-
-
-def write_model(folder: Path, seed: int) -> None:
-    """Weights, configuration and tokenizer that `from_pretrained(folder)` loads."""
-    tokenizer = build_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(build_config(tokenizer))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -61,23 +41,5 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
-    """Heads are 32 wide, the smallest that vLLM's CPU attention has; two key-value heads allow two tensor-parallel ranks."""
-    return Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_TOKENS,
-        tie_word_embeddings=True,
-        initializer_range=INITIALIZER_RANGE,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None, "Build the arithmetic task's model and tokenizer.", build_tokenizer))

@@ -9,7 +9,6 @@ as the folder has the same path on both.
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 import subprocess
 import sys
@@ -18,11 +17,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlhub.utils.user_code import module_from_file
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are files beside each other, not an installed package
+
+from recipes.arithmetic import run as quickstart
+from recipes.stages import environment
 
 logger = logging.getLogger("disaggregated")
 
-ARITHMETIC = Path(__file__).resolve().parents[1] / "arithmetic"
 START_S = 300.0
 SETTINGS = (
     "algorithm.adv_estimator=grpo",
@@ -36,14 +37,10 @@ SETTINGS = (
 def main(arguments: Sequence[str]) -> int:
     """Warm start, then server and trainer; returns the trainer's exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    quickstart = module_from_file(str(ARITHMETIC / "run.py"))
     engine, rest = serving_engine(arguments)
     options = quickstart.parse(["--name=disaggregated", *SETTINGS, *rest])
     out = options.out
-    seed = ["--seed", str(options.seed), "--out"]
-    quickstart.make_folder("data", [sys.executable, str(ARITHMETIC / "generate.py"), *seed], out / "data")
-    quickstart.make_folder("model", [sys.executable, str(ARITHMETIC / "build_model.py"), *seed], out / "model")
-    warm_start = quickstart.train_sft(options)
+    warm_start = quickstart.prepare(options)
     shared, folder = out / "shared", out / options.name
     shared.mkdir(parents=True, exist_ok=True)
     with server(shared, warm_start, engine, out / "server.log") as address:
@@ -93,11 +90,6 @@ def server(shared: Path, model: Path, engine: str, log: Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
-
-
-def environment() -> dict[str, str]:
-    """One thread a process: on few cores, processes that each take all of them wait for one another."""
-    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are files beside each other, not an installed package
 
+from recipes import stages
 from recipes.arithmetic import run as arithmetic
 from rlhub.config.devices import count_gpus
 
@@ -30,66 +29,41 @@ STEPS = 100
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages that are not done; returns the exit status of the one that failed, or 0."""
-    parser = parser_of("Teach a tiny model by preference pairs: warm start, then DPO.", "dpo", STEPS)
-    options, _ = parse(parser, arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    started = time.monotonic()
-    run_folder = options.out / options.name
-    try:
-        warm_start = prepare(options)
-        before = evaluate(options, warm_start, "before")
-        settings = dpo_settings(options, warm_start, run_folder)
-        arithmetic.call("DPO", [sys.executable, "-m", "rlhub.trainer.main_dpo", *settings])
-        after = evaluate(options, model_of(run_folder, options.num_steps), f"{options.name}_after")
-    except subprocess.CalledProcessError as error:
-        logger.error("stopped: the command above ended with status %d", error.returncode)
-        return int(error.returncode)
-    logger.info("\n%s", summary(run_folder))
+    options, _ = stages.parse(parser_of("Teach a tiny model by preference pairs: warm start, then DPO.", "dpo", STEPS), arguments)
+    return stages.run(options, lambda: learn(options))
+
+
+def learn(options: stages.Options) -> None:
+    """All stages, and what came out."""
+    folder = options.out / options.name
+    warm_start = prepare(options)
+    before = evaluate(options, warm_start, "before")
+    stages.train("DPO", "main_dpo", dpo_settings(options, warm_start, folder))
+    after = evaluate(options, model_of(folder, options.num_steps), f"{options.name}_after")
+    logger.info("\n%s", summary(folder))
     logger.info("right answers: %.3f before, %.3f after", before, after)
-    logger.info("done in %.0f s; report: %s", time.monotonic() - started, run_folder / "report.html")
-    return 0
 
 
 def parser_of(description: str, name: str, steps: int) -> argparse.ArgumentParser:
     """The command line.  name, steps: of the last training."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for everything (default: outputs/arithmetic/seed<seed>)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of pairs, weights, data order and sampling")
-    parser.add_argument("--steps", type=int, default=steps, help="steps of the last training")
-    parser.add_argument("--sft-steps", type=int, default=arithmetic.SFT_STEPS, help="steps of the warm start")
-    parser.add_argument("--ranks", type=int, default=count_gpus() or arithmetic.NUM_RANKS_ON_CPU, help="worker processes")
-    parser.add_argument("--name", default=name, help="name of the last stage's folder; choose another to compare settings")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the last training")
-    return parser
-
-
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> tuple[arithmetic.Options, argparse.Namespace]:
-    """What the command line says; what is not ours must look like key=value."""
-    found = parser.parse_intermixed_args(arguments)
-    if wrong := [text for text in found.overrides if "=" not in text]:
-        parser.error(f"not understood: {' '.join(wrong)}; settings are given as key=value")
-    options = arithmetic.Options(
-        out=(found.out or Path("outputs/arithmetic") / f"seed{found.seed}").absolute(),
-        seed=found.seed,
-        num_steps=found.steps,
-        num_sft_steps=found.sft_steps,
-        num_ranks=found.ranks,
-        name=found.name,
-        overrides=found.overrides,
+    return stages.parser_of(
+        description,
+        task=arithmetic.PROJECT,
+        name=name,
+        steps=steps,
+        sft_steps=arithmetic.SFT_STEPS,
+        num_ranks=count_gpus() or arithmetic.NUM_RANKS_ON_CPU,
     )
-    return options, found
 
 
-def prepare(options: arithmetic.Options) -> Path:
+def prepare(options: stages.Options) -> Path:
     """Data, model, warm start and pairs; returns the warm start's folder."""
-    task, seed = HERE.parent / "arithmetic", ["--seed", str(options.seed), "--out"]
-    arithmetic.make_folder("data", [sys.executable, str(task / "generate.py"), *seed], options.out / "data")
-    arithmetic.make_folder("model", [sys.executable, str(task / "build_model.py"), *seed], options.out / "model")
-    arithmetic.make_folder("pairs", [sys.executable, str(HERE / "pairs.py"), *seed], options.out / "pairs")
-    return arithmetic.train_sft(options)
+    warm_start = arithmetic.prepare(options)
+    stages.make_folder(options, "pairs", HERE / "pairs.py")
+    return warm_start
 
 
-def pair_settings(options: arithmetic.Options, warm_start: Path) -> list[str]:
+def pair_settings(options: stages.Options, warm_start: Path) -> list[str]:
     """What training on pairs shares, whatever is trained."""
     return [
         f"data.train_files={options.out / 'pairs/train.parquet'}",
@@ -101,7 +75,7 @@ def pair_settings(options: arithmetic.Options, warm_start: Path) -> list[str]:
     ]
 
 
-def dpo_settings(options: arithmetic.Options, warm_start: Path, folder: Path) -> list[str]:
+def dpo_settings(options: stages.Options, warm_start: Path, folder: Path) -> list[str]:
     """main_dpo: 64 pairs a step."""
     return [
         *pair_settings(options, warm_start),
@@ -109,18 +83,18 @@ def dpo_settings(options: arithmetic.Options, warm_start: Path, folder: Path) ->
         "optim.lr=2e-4",
         f"trainer.total_training_steps={options.num_steps}",
         "trainer.test_freq=25",
-        *arithmetic.trainer_settings(options, folder),
+        *stages.trainer_settings(options, arithmetic.PROJECT, folder),
         *options.overrides,
     ]
 
 
-def machine_settings(options: arithmetic.Options) -> list[str]:
+def machine_settings(options: stages.Options) -> list[str]:
     """Of the user's settings those that say where to compute: they hold for every stage on pairs."""
     where = ("trainer.device", "trainer.backend", "trainer.n_gpus_per_node", "trainer.ray_init")
     return [text for text in options.overrides if text.startswith(where)]
 
 
-def evaluate(options: arithmetic.Options, model: Path, name: str) -> float:
+def evaluate(options: stages.Options, model: Path, name: str) -> float:
     """Share of right answers to the validation problems, one sample each at temperature 1; what is there is not done again."""
     folder = options.out / name
     if not (folder / "metrics.jsonl").is_file():
@@ -134,10 +108,10 @@ def evaluate(options: arithmetic.Options, model: Path, name: str) -> float:
             "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
             f"custom_reward_function.path={HERE.parent / 'arithmetic/reward.py'}",
             "reward_model.num_workers=1",
-            *arithmetic.trainer_settings(options, folder),
+            *stages.trainer_settings(options, arithmetic.PROJECT, folder),
             *machine_settings(options),
         ]
-        arithmetic.call(f"evaluation, {name}", [sys.executable, "-m", "rlhub.trainer.main_eval", *settings])
+        stages.train(f"evaluation, {name}", "main_eval", settings)
     return float(rows_of(folder)[0]["val/pass@1"])
 
 

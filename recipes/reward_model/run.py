@@ -10,14 +10,13 @@ to main_ppo.
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are files beside each other, not an installed package
 
+from recipes import stages
 from recipes.arithmetic import run as arithmetic
 from recipes.dpo import run as pairs
 
@@ -31,31 +30,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages that are not done; returns the exit status of the one that failed, or 0."""
     parser = pairs.parser_of("Train a reward model on preference pairs, then a policy on its scores.", "grpo_rm", STEPS)
     parser.add_argument("--rm-steps", type=int, default=RM_STEPS, help="steps of the reward model's training")
-    options, found = pairs.parse(parser, arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    started = time.monotonic()
-    run_folder, rm_folder = options.out / options.name, options.out / "rm"
-    try:
-        warm_start = pairs.prepare(options)
-        reward_model = pairs.model_of(rm_folder, found.rm_steps)
-        if not reward_model.is_dir():
-            command = [sys.executable, "-m", "rlhub.trainer.main_rm"]
-            arithmetic.call("reward model", [*command, *rm_settings(options, found.rm_steps, warm_start, rm_folder)])
-        before = pairs.evaluate(options, warm_start, "before")
-        settings = rl_settings(options, warm_start, reward_model, run_folder)
-        arithmetic.call("reinforcement learning", [sys.executable, "-m", "rlhub.trainer.main_ppo", *settings])
-        trained = pairs.model_of(run_folder, options.num_steps, "actor")
-        after = pairs.evaluate(options, trained, f"{options.name}_after")
-    except subprocess.CalledProcessError as error:
-        logger.error("stopped: the command above ended with status %d", error.returncode)
-        return int(error.returncode)
+    options, found = stages.parse(parser, arguments)
+    return stages.run(options, lambda: learn(options, found.rm_steps))
+
+
+def learn(options: stages.Options, rm_steps: int) -> None:
+    """All stages, and what came out."""
+    folder, rm_folder = options.out / options.name, options.out / "rm"
+    warm_start = pairs.prepare(options)
+    reward_model = pairs.model_of(rm_folder, rm_steps)
+    if not reward_model.is_dir():
+        stages.train("reward model", "main_rm", rm_settings(options, rm_steps, warm_start, rm_folder))
+    before = pairs.evaluate(options, warm_start, "before")
+    stages.train("reinforcement learning", "main_ppo", rl_settings(options, warm_start, reward_model, folder))
+    after = pairs.evaluate(options, pairs.model_of(folder, options.num_steps, "actor"), f"{options.name}_after")
     logger.info("\nreward model:\n%s", pairs.summary(rm_folder))
     logger.info("right answers, by the rule that training never saw: %.3f before, %.3f after", before, after)
-    logger.info("done in %.0f s; report: %s", time.monotonic() - started, run_folder / "report.html")
-    return 0
 
 
-def rm_settings(options: arithmetic.Options, steps: int, warm_start: Path, folder: Path) -> list[str]:
+def rm_settings(options: stages.Options, steps: int, warm_start: Path, folder: Path) -> list[str]:
     """main_rm: 128 pairs a step."""
     return [
         *pairs.pair_settings(options, warm_start),
@@ -65,12 +58,12 @@ def rm_settings(options: arithmetic.Options, steps: int, warm_start: Path, folde
         "optim.lr_warmup_steps=20",
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={max(steps // 10, 1)}",
-        *arithmetic.trainer_settings(options, folder),
+        *stages.trainer_settings(options, arithmetic.PROJECT, folder),
         *pairs.machine_settings(options),
     ]
 
 
-def rl_settings(options: arithmetic.Options, warm_start: Path, reward_model: Path, folder: Path) -> list[str]:
+def rl_settings(options: stages.Options, warm_start: Path, reward_model: Path, folder: Path) -> list[str]:
     """main_ppo as in recipes/arithmetic, but the rule is not run: a response is worth what the reward model says.
 
     Few steps, and a KL loss: further from the warm start a policy finds answers that the reward model wrongly likes.

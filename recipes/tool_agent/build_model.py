@@ -8,22 +8,22 @@ calling takes the model few steps.  The text is that of the hermes format: nothi
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from generate import CALL
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are files beside each other, not an installed package
+
+from recipes.tiny_qwen2 import main
+from recipes.tool_agent.generate import CALL
 
 PAD, END, UNKNOWN = "<|pad|>", "<|im_end|>", "<|unknown|>"
 TURNS = ("<|im_start|>user\n", "<|im_start|>assistant\n")
 ANSWER = ("\n<tool_response>\n", "\n</tool_response>")
 CHARACTERS = ["\n", *map(chr, range(32, 127))]
 MAX_TOKENS = 128
-INITIALIZER_RANGE = 0.06  # 1 / sqrt(2 x hidden size): at Qwen2's own 0.02 a model this narrow takes twice the steps
 CHAT_TEMPLATE = """{%- for message in messages %}
     {%- if message.role == 'tool' %}
         {{- '<|im_start|>user\\n\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
@@ -32,27 +32,6 @@ CHAT_TEMPLATE = """{%- for message in messages %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the folder; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Build the tool task's model and tokenizer.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the model")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the weights (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    write_model(options.out, options.seed)
-    return 0
-
-
-def write_model(folder: Path, seed: int) -> None:
-    """Weights, configuration and tokenizer that `from_pretrained(folder)` loads."""
-    tokenizer = build_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(build_config(tokenizer))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(folder)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -75,23 +54,5 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
-    """Heads are 32 wide, the smallest that vLLM's CPU attention has; two key-value heads allow two tensor-parallel ranks."""
-    return Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_TOKENS,
-        tie_word_embeddings=True,
-        initializer_range=INITIALIZER_RANGE,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None, "Build the tool task's model and tokenizer.", build_tokenizer))

@@ -8,18 +8,15 @@ on from its newest checkpoint.  `key=value` settings go to the last stage, for e
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are files beside each other, not an installed package
 
-from recipes.arithmetic import run as arithmetic
+from recipes import stages
 from recipes.tool_agent.reward import compute_score
 from rlhub.config.devices import count_gpus
 from rlhub.tracking.generations import read_generations
@@ -27,6 +24,7 @@ from rlhub.tracking.generations import read_generations
 logger = logging.getLogger("tool_agent")
 
 HERE = Path(__file__).resolve().parent
+PROJECT = "tool_agent"
 NUM_VALIDATION = 256  # as generate.py makes them
 SFT_STEPS = 120
 RL_STEPS = 24
@@ -35,82 +33,37 @@ RL_STEPS = 24
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages that are not done; returns the exit status of the one that failed, or 0."""
     options = parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    started = time.monotonic()
-    seed = ["--seed", str(options.seed), "--out"]
-    run_folder = options.out / options.name
-    try:
-        arithmetic.make_folder("data", [sys.executable, str(HERE / "generate.py"), *seed], options.out / "data")
-        arithmetic.make_folder("model", [sys.executable, str(HERE / "build_model.py"), *seed], options.out / "model")
-        warm_start = train_sft(options)
-        settings = rl_settings(options, warm_start, run_folder)
-        arithmetic.call("reinforcement learning", [sys.executable, "-m", "rlhub.trainer.main_ppo", *settings])
-    except subprocess.CalledProcessError as error:
-        logger.error("stopped: the command above ended with status %d", error.returncode)
-        return int(error.returncode)
-    logger.info("\n%s", summary(run_folder))
-    logger.info("done in %.0f s; report: %s", time.monotonic() - started, run_folder / "report.html")
-    return 0
+    return stages.run(options, lambda: learn(options))
 
 
-def parse(arguments: Sequence[str] | None) -> arithmetic.Options:
-    """The command line; what is not ours must look like key=value."""
-    parser = argparse.ArgumentParser(
-        description="Teach a tiny model to use a calculator: warm start, then GRPO on episodes with tools.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def parse(arguments: Sequence[str] | None) -> stages.Options:
+    """The command line."""
+    parser = stages.parser_of(
+        "Teach a tiny model to use a calculator: warm start, then GRPO on episodes with tools.",
+        task=PROJECT,
+        name="grpo",
+        steps=RL_STEPS,
+        sft_steps=SFT_STEPS,
+        num_ranks=count_gpus() or 1,
     )
-    parser.add_argument("--out", type=Path, help="folder for everything (default: outputs/tool_agent/seed<seed>)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of teacher, weights, data order and sampling")
-    parser.add_argument("--steps", type=int, default=RL_STEPS, help="reinforcement-learning steps")
-    parser.add_argument("--sft-steps", type=int, default=SFT_STEPS, help="steps of the warm start")
-    parser.add_argument("--ranks", type=int, default=max(1, count_gpus()), help="worker processes that train")
-    parser.add_argument("--name", default="grpo", help="name of the last stage's folder; choose another to compare settings")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of main_ppo")
-    found = parser.parse_intermixed_args(arguments)
-    if wrong := [text for text in found.overrides if "=" not in text]:
-        parser.error(f"not understood: {' '.join(wrong)}; settings are given as key=value")
-    return arithmetic.Options(
-        out=(found.out or Path("outputs/tool_agent") / f"seed{found.seed}").absolute(),
-        seed=found.seed,
-        num_steps=found.steps,
-        num_sft_steps=found.sft_steps,
-        num_ranks=found.ranks,
-        name=found.name,
-        overrides=found.overrides,
-    )
+    return stages.parse(parser, arguments)[0]
 
 
-def train_sft(options: arithmetic.Options) -> Path:
-    """The warm start's model folder, trained if it is not there."""
-    folder = options.out / "sft"
-    result = folder / f"global_step_{options.num_sft_steps}" / arithmetic.CHECKPOINTED_MODEL
-    if result.is_dir():
-        logger.info("\nwarm start: done before, %s", result)
-    else:
-        arithmetic.call("warm start", [sys.executable, "-m", "rlhub.trainer.main_sft", *sft_settings(options, folder)])
-    return result
+def learn(options: stages.Options) -> None:
+    """All stages, and what came out."""
+    folder = options.out / options.name
+    stages.make_task(options, HERE)
+    warm_start = stages.warm_start(options, sft_settings(options))
+    stages.train("reinforcement learning", "main_ppo", rl_settings(options, warm_start, folder))
+    logger.info("\n%s", summary(folder))
 
 
-def sft_settings(options: arithmetic.Options, folder: Path) -> list[str]:
+def sft_settings(options: stages.Options) -> list[str]:
     """main_sft on conversations: only what the teacher says is learned, not what the tool answers."""
-    return [
-        f"data.train_files={options.out / 'data/sft.parquet'}",
-        "data.train_batch_size=128",
-        "data.max_length=64",
-        f"data.seed={options.seed}",
-        f"model.path={options.out / 'model'}",
-        "model.enable_gradient_checkpointing=False",
-        "optim.lr=4e-3",
-        "optim.lr_scheduler_type=cosine",
-        "optim.min_lr_ratio=0.1",
-        "optim.lr_warmup_steps=20",
-        f"trainer.total_training_steps={options.num_sft_steps}",
-        f"trainer.save_freq={options.num_sft_steps}",
-        *trainer_settings(options, folder),
-    ]
+    return stages.sft_settings(options, PROJECT, max_length=64)
 
 
-def rl_settings(options: arithmetic.Options, warm_start: Path, folder: Path) -> list[str]:
+def rl_settings(options: stages.Options, warm_start: Path, folder: Path) -> list[str]:
     """main_ppo: 16 problems x 8 episodes a step, generated while the step before trains; validation runs episodes too."""
     return [
         f"data.train_files={options.out / 'data/train.parquet'}",
@@ -139,19 +92,8 @@ def rl_settings(options: arithmetic.Options, warm_start: Path, folder: Path) -> 
         "trainer.test_freq=12",
         f"trainer.save_freq={options.num_steps}",
         f"trainer.log_val_generations={NUM_VALIDATION}",
-        *trainer_settings(options, folder),
+        *stages.trainer_settings(options, PROJECT, folder),
         *options.overrides,
-    ]
-
-
-def trainer_settings(options: arithmetic.Options, folder: Path) -> list[str]:
-    """What both trainings share."""
-    return [
-        f"trainer.seed={options.seed}",
-        f"trainer.n_gpus_per_node={options.num_ranks}",
-        "trainer.project_name=tool_agent",
-        f"trainer.experiment_name={folder.name}",
-        f"trainer.default_local_dir={folder}",
     ]
 
 

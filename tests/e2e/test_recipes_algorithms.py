@@ -27,7 +27,7 @@ def out(mains: Mains, tmp_path_factory: pytest.TempPathFactory) -> Path:
         command = (str(RECIPES / "arithmetic" / script), "--seed=3", f"--out={folder / name}")
         done = run_recipe(mains, mains.interpreter, *command)
         assert done.returncode == 0, done.stdout + done.stderr
-    settings = sft_settings(parse(common(folder)), folder / "sft")
+    settings = sft_settings(parse(common(folder)))
     trained = mains.run([*settings, "trainer.device=cpu", "trainer.backend=local"], module="rlhub.trainer.main_sft")
     assert trained.code == 0, trained.output
     return folder

@@ -25,7 +25,7 @@ def warm_start(mains: Mains, tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = folder / ("data" if more else "model")
         done = run_recipe(mains, mains.interpreter, str(script / name), "--seed=3", f"--out={target}", *more)
         assert done.returncode == 0, done.stdout + done.stderr
-    settings = tool_agent.sft_settings(tool_agent.parse(options(folder)), folder / "sft")
+    settings = tool_agent.sft_settings(tool_agent.parse(options(folder)))
     trained = mains.run(
         [*settings, "data.train_batch_size=64", "trainer.device=cpu", "trainer.backend=local"], module="rlhub.trainer.main_sft"
     )
