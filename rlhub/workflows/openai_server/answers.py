@@ -122,9 +122,11 @@ class Writer:
         yield self._delta(
             index,
             {"delta": {"content": part.text}} if self.chat else {"text": part.text},
-            logprobs=self._log_probs(part.token_ids, part.log_probs, part.offset),
+            logprobs=self._log_probs(part.token_ids, part.log_probs, choice.offset),
             **self._extension(part, choice.prompt_ids if part.start == 0 else None),
         )
+        if self.log_probs and not self.chat:
+            choice.offset += sum(len(self.token(token)) for token in part.token_ids)
 
     def _end(self, index: int, answer: Answer, choice: Choice) -> Iterator[dict[str, Any]]:
         yield from self._begin(index, choice)

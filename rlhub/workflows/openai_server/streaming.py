@@ -65,10 +65,9 @@ class StableText:
 
 @dataclass(slots=True, kw_only=True)
 class Part:
-    """A piece of an answer.  start: number of its first token; offset: of its first character."""
+    """A piece of an answer.  start: number of its first token."""
 
     text: str
-    offset: int
     start: int
     token_ids: list[int]
     log_probs: list[float]
@@ -77,12 +76,13 @@ class Part:
 
 @dataclass(eq=False)
 class Choice:
-    """One answer under way.  begun: whether its client was told of it."""
+    """One answer under way.  Of who writes it down: begun, whether its client was told of it; offset, the tokens' characters."""
 
     prompt_ids: list[int]
     rules: Rules
     changed: Callable[[], None]
     begun: bool = False
+    offset: int = 0
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     written: Completion = field(default_factory=lambda: Completion(token_ids=[], log_probs=[], finish_reason="stop"))
 
@@ -132,7 +132,6 @@ class Choice:
         self._told_tokens, self._told_text = len(completion.token_ids), max(offset, len(text))
         return Part(
             text=text[offset:],
-            offset=offset,
             start=start,
             token_ids=completion.token_ids[start:],
             log_probs=completion.log_probs[start:],

@@ -222,7 +222,7 @@ async def test_completions_come_as_they_are_sampled_with_their_places() -> None:
                 assert at.engine.ended == 0
                 at.engine.given = None
         assert texts == ["one two", "three"]
-        assert offsets[:4] == [0, 1, 2, 3]
+        assert offsets == list(range(8))
 
 
 async def test_a_client_that_leaves_in_the_middle_ends_the_generation() -> None:
