@@ -204,6 +204,23 @@ def test_leases_wait_in_their_order_for_a_place() -> None:
     within(play, num_hosts=2, start=start_places)
 
 
+def test_a_place_that_is_handed_to_one_who_leaves_goes_to_the_next() -> None:
+    async def play(hosts: EnvironmentHosts) -> None:
+        spec = replace(WAITING, num_workers=1)
+        first = hosts.lease(spec, "first")
+        await first.__aenter__()
+        second = asyncio.create_task(hosts.lease(spec, "second").__aenter__())
+        await asyncio.sleep(0.01)
+        await first.__aexit__(None, None, None)
+        second.cancel()  # before it has noticed that it has the place
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        async with asyncio.timeout(5), hosts.lease(spec, "third"):
+            pass
+
+    within(play, start=start_places)
+
+
 # Trouble.
 
 
