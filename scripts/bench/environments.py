@@ -14,8 +14,9 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -27,6 +28,7 @@ from rlhub.envs.base import StepEnvironment, StepResult
 from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, OwnEnvironments
 from rlhub.single_controller.async_actor import Backend
 from rlhub.single_controller.ray import connect
+from rlhub.utils.loop_thread import new_event_loop
 from rlhub.workers.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
 
 STEPS = 16
@@ -46,6 +48,15 @@ class Waiting(StepEnvironment):
 
     async def close(self) -> None:
         """Holds nothing."""
+
+
+@dataclass(slots=True)
+class Place:
+    """Where environments run.  hosts: how many share the processes."""
+
+    name: str
+    source: EnvironmentSource
+    hosts: int = 1
 
 
 async def episode(source: EnvironmentSource, spec: EnvironmentSpec, number: int) -> None:
@@ -81,32 +92,29 @@ async def measure(arguments: argparse.Namespace) -> Table:
     table = Table(title=f"Episodes of {STEPS} steps ({os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start)")
     for column in ("environment", "place", "episodes a second", "of in process"):
         table.add_column(column)
-    workers = arguments.workers
-    spread = workers // arguments.hosts
-    loads = {
-        f"grid_walk, {workers} processes": ("grid_walk", workers, spread, arguments.episodes),
-        f"waits {WAIT_S * 1e3:.0f} ms a step, {AT_ONCE} at once": (f"{os.path.abspath(__file__)}:Waiting", 0, 0, 4 * AT_ONCE),
-    }
     async with AsyncExitStack() as stack:
         own = OwnEnvironments()
         stack.push_async_callback(own.aclose)
-        places: dict[str, EnvironmentSource] = {"in process": own, "local actor": await started("local", 1, stack)}
+        places = [Place("in process", own), Place("local actor", await started("local", 1, stack))]
         if arguments.ray:
-            places[f"{arguments.hosts} Ray actor(s)"] = await started("ray", arguments.hosts, stack)
-        for load, (name, all_of_them, of_each, number) in loads.items():
-            found: dict[str, list[float]] = {place: [] for place in places}
-            for round_ in range(arguments.rounds + 1):  # the first one warms up
-                for place, source in places.items():
-                    processes = of_each if "Ray" in place else all_of_them
-                    spec = EnvironmentSpec(name=name, num_workers=processes)
-                    found[place] += [await rate(source, spec, number, AT_ONCE)] if round_ else []
-                    if not round_:
-                        await rate(source, spec, min(number, AT_ONCE), AT_ONCE)
-            base = found["in process"]
-            for place, rates in found.items():
-                ratio = statistics.median(mine / theirs for mine, theirs in zip(rates, base, strict=True))
-                table.add_row(load, place, f"{statistics.median(rates):,.0f}", f"{ratio:.2f}")
+            remote = await started("ray", arguments.hosts, stack)
+            places.append(Place(f"{arguments.hosts} Ray actor(s)", remote, arguments.hosts))
+        waiting = f"waits {WAIT_S * 1e3:.0f} ms a step, {AT_ONCE} at once"
+        for load, name, workers, number in (
+            (f"grid_walk, {arguments.workers} processes", "grid_walk", arguments.workers, arguments.episodes),
+            (waiting, f"{os.path.abspath(__file__)}:Waiting", 0, 4 * AT_ONCE),
+        ):
+            rates = [await rates_of(places, name, workers, count) for count in (AT_ONCE, *[number] * arguments.rounds)][1:]
+            for place, mine in zip(places, zip(*rates, strict=True), strict=True):
+                ratio = statistics.median(one / base for one, (base, *_) in zip(mine, rates, strict=True))
+                table.add_row(load, place.name, f"{statistics.median(mine):,.0f}", f"{ratio:.2f}")
     return table
+
+
+async def rates_of(places: Sequence[Place], name: str, workers: int, number: int) -> list[float]:
+    """One round: of each place, with the same number of processes altogether."""
+    specs = [EnvironmentSpec(name=name, num_workers=workers // place.hosts) for place in places]
+    return [await rate(place.source, spec, number, AT_ONCE) for place, spec in zip(places, specs, strict=True)]
 
 
 def main() -> None:
@@ -119,7 +127,8 @@ def main() -> None:
     arguments = parser.parse_args()
     connection = connect({"object_store_memory": 200 * 2**20}, device="cpu", num_ranks=1) if arguments.ray else None
     try:
-        Console(width=130).print(asyncio.run(measure(arguments)))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            Console(width=130).print(runner.run(measure(arguments)))
     finally:
         if connection is not None:
             connection.close()
