@@ -20,10 +20,10 @@ for suite in unit integration e2e; do
   started=$SECONDS
   echo "=== tests/$suite"
   # The other suites start processes of their own, mostly one after the other: two files at a time keep two cores busy, and the
-  # tests of a file stay together because they share what was costly to make.
+  # tests of a file stay together because they share what was costly to make.  Long files come first (tests/support/order.py).
   case "$suite" in
     unit) parallel=(-n "$((NUM_CORES > 4 ? 4 : NUM_CORES))" --dist worksteal) ;;
-    *) parallel=(-n "$((NUM_CORES > 2 ? 2 : NUM_CORES))" --dist loadfile) ;;
+    *) parallel=(-n "$((NUM_CORES > 2 ? 2 : NUM_CORES))" --dist loadfile --no-loadscope-reorder) ;;
   esac
   .venv/bin/python -m pytest "tests/$suite" --durations=10 "${parallel[@]}" "$@"
   code=$?

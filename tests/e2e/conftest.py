@@ -19,11 +19,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.support.order import longest_first
+
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = "rlhub.trainer.main_ppo"
 MARK = "RLHUB_E2E_RUN"
 TIMEOUT_S = 240.0
 """Of one process: far above what it takes, so that a loaded machine fails nothing and a hang does not last."""
+
+LONGEST = ("test_main_job.py", "test_async_job.py", "test_kill_and_resume.py", "test_recipes_serving.py", "test_placement_job.py")
+"""Files that take longest: one to five minutes."""
 
 VOCABULARY = 64
 REWARD = """
@@ -31,6 +36,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     words = solution_str.split()
     return sum(word[-1:] in "02468" for word in words) / max(len(words), 1)
 """
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    longest_first(items, LONGEST)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,8 +6,25 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.order import longest_first
+
+LONGEST = (
+    "test_rollout_vllm.py",
+    "test_async_vllm.py",
+    "test_placement.py",
+    "test_ray_job.py",
+    "test_plugin_algorithms.py",
+    "test_reward_model.py",
+    "test_cluster_two_nodes.py",
+    "test_worker_group_cluster.py",
+)
+"""Files of few tests that take longest: up to three minutes."""
 NUM_CPUS = 4
 """Logical CPUs of the session's cluster: ranks of at most this many may live at once."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    longest_first(items, LONGEST)
 
 
 @pytest.fixture(scope="session")
