@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from torch import Tensor
 
@@ -60,7 +61,11 @@ class LookedInto(RolloutServer):
         while not told:
             await asyncio.sleep(0.001)
         completion = None
-        if how == "cancel":
+        if how == "a follower that raises":
+            task.cancel()
+            with pytest.raises(ZeroDivisionError):
+                await self.vllm.agenerate(request, params, lambda progress: 1 / 0)  # type: ignore[arg-type]
+        elif how == "cancel":
             task.cancel()
             await asyncio.wait([task])
         else:

@@ -30,7 +30,7 @@ from tests.support.rollout_contract import PROMPTS
 from tests.support.tiny_models import greedy_reference, save_tiny_model, sequence_log_probs, tiny_model
 
 TOLERANCE = 2e-5
-LIMIT_S = 240.0
+LIMIT_S = 600.0  # four processes import vLLM, on a machine that may be busy
 NEW_TOKENS = 60
 LONG_PROMPT = [3 + i % 60 for i in range(70)]  # more than two blocks of the cache
 RUNTIME = WorkerRuntime(device="cpu", seed=0, max_prompt_length=80, max_response_length=NEW_TOKENS, deadline_s=60.0)
@@ -148,6 +148,7 @@ def interrupted(replica: Replica, version: int, *, recompute: bool) -> tuple[lis
         assert len(completion.token_ids) == len(completion.log_probs) == NEW_TOKENS
         for name in ("token_ids", "log_probs", "versions"):
             assert [value for part in parts for value in getattr(part, name)] == getattr(completion, name), name
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
         old, new = (
             sequence_log_probs(replica.models[number], list(request.prompt_ids), completion.token_ids, 1.0)
             for number in (version, version + 1)
@@ -167,7 +168,7 @@ def test_requests_go_on_under_new_weights(replica: Replica) -> None:
     assert min(after) > 1e-3, "the control: old keys and values"
 
 
-@pytest.mark.parametrize("how", ["abort", "abort while paused", "cancel"])
+@pytest.mark.parametrize("how", ["abort", "abort while paused", "cancel", "a follower that raises"])
 def test_requests_end_early(replica: Replica, how: str) -> None:
     replica.publish(30, seed=1)
     request = GenerationRequest(prompt_ids=PROMPTS[0], seed=3, request_id="mine")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,6 +18,7 @@ import torch
 
 from rlhub.engines.rollout.base import (
     Completion,
+    FinishReason,
     Follow,
     GenerationRequest,
     Progress,
@@ -33,6 +34,7 @@ from rlhub.engines.rollout.vllm.environment import child_variables, guarded_proc
 from rlhub.errors import EngineError
 from rlhub.utils.loop_thread import LoopThread
 from rlhub.utils.pieces import Piece
+from rlhub.utils.resource_tracker import start_apart
 
 if TYPE_CHECKING:
     from rlhub.engines.rollout.vllm.client import AsyncClient
@@ -47,6 +49,42 @@ class _Live:
     go: asyncio.Event = field(default_factory=asyncio.Event)
     sent: bool = False
     aborted: bool = False
+
+
+class _Follower:
+    """Who follows a request, on the event loop that asked.  What `follow` raises ends the request and is the caller's."""
+
+    def __init__(self, follow: Follow) -> None:
+        self._follow = follow
+        self._loop = asyncio.get_running_loop()
+        self._answer: asyncio.Future[Completion] | None = None
+        self._error: Exception | None = None
+
+    def tell(self, progress: Progress) -> None:
+        """From the client's loop."""
+        with suppress(RuntimeError):  # the caller's loop is closed
+            self._loop.call_soon_threadsafe(self._hear, progress)
+
+    def _hear(self, progress: Progress) -> None:
+        if self._answer is None:
+            return
+        try:
+            self._follow(progress)
+        except Exception as error:  # noqa: BLE001  the caller's own code: `until` raises it
+            self._error = error
+            self._answer.cancel()
+
+    async def until(self, answer: asyncio.Future[Completion]) -> Completion:
+        """Nothing is told before and after."""
+        self._answer = answer
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self._error is not None:
+                raise self._error from None
+            raise
+        finally:
+            self._answer = None
 
 
 class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
@@ -71,6 +109,7 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
 
     def initialize(self) -> None:
         self._thread = LoopThread("vllm-client")
+        start_apart()  # vLLM's processes talk to each other through shared memory
         try:
             with guarded_process(child_variables()):
                 self._client = self._thread.run(self._build())
@@ -105,27 +144,23 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
         if not self._paused:
             self._refuse_unready("generate")
         check_requests([request], params, max_model_len=self._setup.max_model_len)
-        work = self._answer(self._enter(request), params, self._teller(follow))
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop().loop))
+        follower = None if follow is None else _Follower(follow)
+        work = self._answer(self._enter(request), params, follower)
+        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop().loop))
+        return await (answer if follower is None else follower.until(answer))
 
     def _enter(self, request: GenerationRequest) -> _Live:
         live = _Live(key=str(next(self._keys)), request=request)
         self._live[live.key] = live
         return live
 
-    def _teller(self, follow: Follow | None) -> Callable[[Progress], None] | None:
-        """Brings what is told to the caller's loop."""
-        if follow is None:
-            return None
-        loop = asyncio.get_running_loop()
-        return lambda progress: loop.call_soon_threadsafe(follow, progress)
-
-    async def _answer(self, live: _Live, params: SamplingParams, teller: Callable[[Progress], None] | None) -> Completion:
+    async def _answer(self, live: _Live, params: SamplingParams, follower: _Follower | None) -> Completion:
         """On the client's loop, from the arrival of a request to its end."""
 
-        def told(tokens: list[int], log_probs: list[float]) -> None:
-            assert teller is not None
-            teller(Progress(token_ids=tokens, log_probs=log_probs, versions=[self.version] * len(tokens)))
+        def told(tokens: list[int], log_probs: list[float], reason: FinishReason | None) -> None:
+            assert follower is not None
+            versions = [self.version] * len(tokens)
+            follower.tell(Progress(token_ids=tokens, log_probs=log_probs, versions=versions, finish_reason=reason))
 
         try:
             if self._paused and not live.aborted:
@@ -133,7 +168,7 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
             if live.aborted:
                 return Completion(token_ids=[], log_probs=[], finish_reason="abort")
             live.sent = True
-            listener = None if teller is None else told
+            listener = None if follower is None else told
             return await self._running().generate(live.key, live.request, params, self._salt, listener)
         except asyncio.CancelledError:
             if self._closed:

@@ -15,30 +15,36 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.vllm.arguments import engine_arguments
+from rlhub.engines.rollout.vllm.executors import CoreExecutor, WorkersExecutor
 from rlhub.engines.rollout.vllm.params import vllm_params
 from rlhub.errors import EngineError
 
 EXTENSION = "rlhub.engines.rollout.vllm.worker.WorkerExtension"
 SHUTDOWN_S = 30.0  # a process that is killed leaves its shared memory behind
-Told = Callable[[list[int], list[float]], None]
-"""Told of new tokens and their log-probs (none where they were not asked for)."""
+Told = Callable[[list[int], list[float], FinishReason | None], None]
+"""Told of new tokens, their log-probs (none where they were not asked for) and, with the last ones, why they end."""
 
 
 class AsyncClient:
     """See the module docstring.  Built on the loop, which it blocks while the processes start."""
 
     def __init__(self, setup: RolloutSetup, dtype: torch.dtype) -> None:
+        parallel = setup.config.tensor_model_parallel_size > 1
         arguments = AsyncEngineArgs(
             **engine_arguments(setup, dtype),
             # Chosen here: in a Ray actor vLLM would start workers that are Ray actors too.
-            distributed_executor_backend="mp" if setup.config.tensor_model_parallel_size > 1 else "uni",
+            distributed_executor_backend="mp" if parallel else "uni",
             worker_extension_cls=EXTENSION,
-            disable_log_stats=True,
         )
-        self._llm = AsyncLLM.from_engine_args(arguments)
+        self._llm = AsyncLLM(
+            vllm_config=arguments.create_engine_config(),
+            executor_class=WorkersExecutor if parallel else CoreExecutor,
+            log_stats=False,
+            log_requests=False,
+        )
         self._entry = asyncio.Lock()  # no request is on its way to the core while it is paused
 
     async def generate(
@@ -111,7 +117,7 @@ class _Answer:
         self._log_probs += log_probs
         self._last = part
         if self._told is not None and tokens:
-            self._told(tokens, log_probs)
+            self._told(tokens, log_probs, part.finish_reason if output.finished else None)
         return bool(output.finished)
 
     def completion(self) -> Completion:

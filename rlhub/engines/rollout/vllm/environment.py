@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
-import psutil
 import torch
 
 OWNER = "RLHUB_ENGINE_OWNER"
@@ -39,9 +38,9 @@ def child_variables() -> dict[str, str]:
     return {OWNER: str(os.getpid()), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would copy threads' locks
 
 
-def owner_process() -> psutil.Process | None:
-    """In a process of vLLM's: whose engine this is.  None elsewhere."""
-    return psutil.Process(int(os.environ[OWNER])) if OWNER in os.environ else None
+def owner_pid() -> int | None:
+    """In a process of vLLM's, and while these are started: whose engine it is.  None elsewhere."""
+    return int(os.environ[OWNER]) if OWNER in os.environ else None
 
 
 def job_identity() -> str:

@@ -1,35 +1,27 @@
-"""What vLLM's worker processes carry of ours: weights that can be written again, a way in for who writes them, and an end.
+"""What vLLM's worker processes carry of ours: weights that can be written again, and a way in for who writes them.
 
-vLLM imports this in each worker before it builds the model (`worker_extension_cls`).  The workers end with the process that
-owns the engine, however that ends: vLLM's engine core, between the two, would otherwise wait for requests for ever.
+vLLM imports this in each worker before it builds the model (`worker_extension_cls`).
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import pickle
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
 from rlhub.engines.rollout.base import WeightBucket
 from rlhub.engines.rollout.vllm.arguments import keep_weights_unpacked
-from rlhub.engines.rollout.vllm.environment import owner_process
+from rlhub.engines.rollout.vllm.environment import owner_pid
+from rlhub.engines.rollout.vllm.watch import end_with_owner
 from rlhub.engines.rollout.vllm.weights import live_weights
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import RlhubError
 from rlhub.utils.pieces import Piece
-
-WATCH_S = 0.5
-GRACE_S = 5.0  # for the engine core to take its shared memory along
 
 
 class WorkerWeights:
@@ -78,30 +70,6 @@ class WorkerExtension:
         return objects[target]
 
 
-def end_with(owner: psutil.Process) -> None:
-    """Watch the process that owns the engine, from a thread; when it is gone, end the engine core and this process."""
-    parent = os.getppid()
-    core = os.getpid() if parent == owner.pid else parent
-    threading.Thread(target=_watch, args=(owner, core), name="owner-watch", daemon=True).start()
-
-
-def _watch(owner: psutil.Process, core: int) -> None:
-    while _lives(owner):
-        time.sleep(WATCH_S)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if core in (os.getpid(), os.getppid()):  # else it has ended, and its number may be another's
-            os.kill(core, number)
-        time.sleep(GRACE_S)
-    os._exit(1)
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-if (owner := owner_process()) is not None:
+if owner_pid() is not None:
     keep_weights_unpacked()
-    end_with(owner)
+    end_with_owner()
