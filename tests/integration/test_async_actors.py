@@ -22,31 +22,17 @@ from rlhub.single_controller import (
     AsyncActor,
     AsyncActorOptions,
     ClassWithInitArgs,
-    Worker,
     astart_async_actor,
     start_async_actor,
 )
 from rlhub.utils.outcomes import Accepted, Cancelled, Failed, TimedOut
+from tests.support.hosted import Server
 
 LONG_S = 60.0
 
 
-class Server(Worker):
-    """A hosted object as engines and environments are."""
-
-    def __init__(self, base: int, fail: bool = False) -> None:
-        if fail:
-            raise ValueError("no such model")
-        self.base = base
-        self.cancelled: list[int] = []
-
-    async def add(self, value: int, seconds: float = 0.0) -> int:
-        try:
-            await asyncio.sleep(seconds)
-        except asyncio.CancelledError:
-            self.cancelled.append(value)
-            raise
-        return self.base + value
+class RayServer(Server):
+    """With what can be asked of a process of its own."""
 
     async def facts(self) -> dict[str, Any]:
         logging.getLogger("server").warning("a line for the log")
@@ -56,14 +42,8 @@ class Server(Worker):
     async def cancellations(self) -> list[int]:
         return self.cancelled
 
-    async def bad_row(self) -> None:
-        raise DataError("row 3 has no prompt")
-
     async def no_pickle(self) -> Any:
         return open(os.devnull, "rb")
-
-    async def give_up(self) -> None:
-        raise asyncio.CancelledError
 
     async def start_child(self) -> int:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid
@@ -102,7 +82,7 @@ def actors(ray_cluster: None, folder: Path) -> Iterator[list[AsyncActor]]:
     (folder / "actor_plugin.py").write_text("import os\nos.environ['RLHUB_TEST_PLUGIN'] = 'loaded'\n")
 
     async def both() -> list[AsyncActor]:
-        return await asyncio.gather(*[astart_async_actor(ClassWithInitArgs(Server, 10), options(folder, n)) for n in range(2)])
+        return await asyncio.gather(*[astart_async_actor(ClassWithInitArgs(RayServer, 10), options(folder, n)) for n in range(2)])
 
     sys.path.append(str(folder))
     started = asyncio.run(both())
@@ -196,7 +176,7 @@ def test_the_task_runner_works_over_them(actors: list[AsyncActor]) -> None:
 def test_a_death_fails_what_is_under_way_with_the_logs_end_and_takes_its_children_along(
     actors: list[AsyncActor], folder: Path
 ) -> None:
-    doomed = start_async_actor(ClassWithInitArgs(Server, 0), options(folder, 7))
+    doomed = start_async_actor(ClassWithInitArgs(RayServer, 0), options(folder, 7))
     runner = ActorTaskRunner([doomed, actors[1]])
 
     async def main() -> int:
@@ -227,21 +207,21 @@ def test_a_death_fails_what_is_under_way_with_the_logs_end_and_takes_its_childre
 
 def test_what_cannot_start_says_why_and_leaves_nothing(ray_cluster: None) -> None:
     with pytest.raises(WorkerError, match=r"\[model rank 0.* __init__ raised ValueError: no such model"):
-        start_async_actor(ClassWithInitArgs(Server, 1, fail=True), AsyncActorOptions(name="model", start_deadline_s=300.0))
+        start_async_actor(ClassWithInitArgs(RayServer, 1, fail=True), AsyncActorOptions(name="model", start_deadline_s=300.0))
     with pytest.raises(ConfigError, match="not override RANK"):
-        start_async_actor(ClassWithInitArgs(Server, 1), AsyncActorOptions(name="model", worker_env={"RANK": "3"}))
+        start_async_actor(ClassWithInitArgs(RayServer, 1), AsyncActorOptions(name="model", worker_env={"RANK": "3"}))
     with pytest.raises(DeadlineError, match="model.start"):
-        start_async_actor(ClassWithInitArgs(Server, 1), AsyncActorOptions(name="model", num_cpus=1000, start_deadline_s=0.5))
+        start_async_actor(ClassWithInitArgs(RayServer, 1), AsyncActorOptions(name="model", num_cpus=1000, start_deadline_s=0.5))
 
 
 DRIVER = """
 import asyncio, sys, time
 from rlhub.single_controller import AsyncActorOptions, ClassWithInitArgs, start_async_actor
 from rlhub.single_controller.ray import connect
-from tests.integration.test_async_actors import Server
+from tests.integration.test_async_actors import RayServer
 
 connect({"object_store_memory": 100 * 2**20}, device="cpu", num_ranks=1)
-actor = start_async_actor(ClassWithInitArgs(Server, 1), AsyncActorOptions(name="server"))
+actor = start_async_actor(ClassWithInitArgs(RayServer, 1), AsyncActorOptions(name="server"))
 print(asyncio.run(actor.call("facts"))["pid"], flush=True)
 asyncio.run(actor.call("add", 1, 600.0))
 """

@@ -15,49 +15,22 @@ from rlhub.single_controller import (
     AsyncActor,
     AsyncActorOptions,
     ClassWithInitArgs,
-    Worker,
     astart_async_actor,
     start_async_actor,
 )
 from rlhub.utils.outcomes import Accepted, Cancelled, Failed, TimedOut
+from tests.support.hosted import Server
 
 LONG_S = 10.0
 
 
-class Server(Worker):
-    """A hosted object as engines and environments are."""
-
-    def __init__(self, base: int, fail: bool = False) -> None:
-        if fail:
-            raise ValueError("no such model")
-        self.base = base
-        self.cancelled: list[int] = []
-        self.most = self.now = 0
-
-    async def add(self, value: int, seconds: float = 0.0) -> int:
-        self.now += 1
-        self.most = max(self.most, self.now)
-        try:
-            await asyncio.sleep(seconds)
-        except asyncio.CancelledError:
-            self.cancelled.append(value)
-            raise
-        finally:
-            self.now -= 1
-        return self.base + value
-
+class LocalServer(Server):
     def where(self) -> tuple[str, str]:
         return self.context.role, threading.current_thread().name
 
-    async def bad_row(self) -> None:
-        raise DataError("row 3 has no prompt")
-
-    async def give_up(self) -> None:
-        raise asyncio.CancelledError
-
 
 def start(name: str = "server", **options: Any) -> AsyncActor:
-    return start_async_actor(ClassWithInitArgs(Server, 10), AsyncActorOptions(name=name, **options), backend="local")
+    return start_async_actor(ClassWithInitArgs(LocalServer, 10), AsyncActorOptions(name=name, **options), backend="local")
 
 
 @pytest.fixture
@@ -131,7 +104,7 @@ def test_at_most_max_concurrency_calls_run() -> None:
 
 
 def test_what_cannot_start_says_why() -> None:
-    broken = ClassWithInitArgs(Server, 1, fail=True)
+    broken = ClassWithInitArgs(LocalServer, 1, fail=True)
     with pytest.raises(WorkerError, match=r"\[model rank 0.* __init__ raised ValueError: no such model"):
         start_async_actor(broken, AsyncActorOptions(name="model"), backend="local")
     with pytest.raises(WorkerError, match="no such model"):
