@@ -91,7 +91,7 @@ class EnvironmentHosts(HostSet):
             if isinstance(error, WorkerDiedError) and not host.actor.ended:  # the environment's own code raised it
                 raise
             self.lost(host, error)
-            raise EnvDiedError(f"{method}: the environment host {host.name} has died, and with it the environment") from error
+            raise EnvDiedError(f"the environment host {host.name} has died, and with it the environment") from error
         except WorkerError as error:
             own = own_error(error)
             if own is error:
