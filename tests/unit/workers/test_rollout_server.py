@@ -13,7 +13,7 @@ import pytest
 from rlhub.errors import EngineError, WeightMismatchError
 from rlhub.sharding_manager.files import WeightReader
 from rlhub.workers.rollout_server import RolloutServer
-from tests.support.rollout_service import RUNTIME, STEP_S, Weights, fake_config, request, sampling
+from tests.support.rollout_service import RUNTIME, Weights, fake_config, request, sampling
 
 
 @pytest.fixture
@@ -53,8 +53,9 @@ def test_requests_keep_their_tokens_over_an_update(weights: Weights) -> None:
         server = await started(weights, slow=True)
         whole = await server.agenerate(request(), sampling(40))
         weights.write(1)
-        running = asyncio.create_task(server.agenerate(request(), sampling(40)))
-        await asyncio.sleep(10 * STEP_S)
+        running = asyncio.create_task(server.agenerate(request(), sampling(40), "a"))
+        await asyncio.sleep(0)
+        await server.progress("a", 9)
         await server.update_weights(weights.folder, 1)
         completion = await running
         assert completion.token_ids == whole.token_ids
@@ -72,7 +73,7 @@ def test_only_the_copying_holds_up_requests(weights: Weights, monkeypatch: pytes
 
     def slow(self: WeightReader, *args: Any) -> Any:
         reached.set()
-        assert go_on.wait(5)
+        assert go_on.wait(10)
         return original(self, *args)
 
     async def scenario() -> None:
@@ -81,14 +82,16 @@ def test_only_the_copying_holds_up_requests(weights: Weights, monkeypatch: pytes
         monkeypatch.setattr(WeightReader, half, slow)
         update = asyncio.create_task(server.update_weights(weights.folder, 1))
         await asyncio.to_thread(reached.wait, 5)
+        since = time.perf_counter()
         running = asyncio.create_task(server.agenerate(request(), sampling()))
-        done, _ = await asyncio.wait([running], timeout=0.05)
+        done, _ = await asyncio.wait([running], timeout=5 if half == "prepare" else 0.05)
         assert bool(done) == (half == "prepare")
         assert (await server.status()).load == (0 if done else 1)
+        held = time.perf_counter() - since
         go_on.set()
         report = await update
         assert (await running).versions == [0 if half == "prepare" else 1] * 8
-        assert (report.pause_s > report.read_s / 2) == (half == "place")
+        assert (report.pause_s if half == "place" else report.read_s - report.pause_s) > held
         await server.shutdown()
 
     asyncio.run(scenario())
@@ -132,8 +135,9 @@ def test_an_explicit_pause_outlasts_an_update(weights: Weights) -> None:
 def test_abort_ends_requests_with_what_they_have(weights: Weights) -> None:
     async def scenario() -> None:
         server = await started(weights, slow=True)
-        running = asyncio.create_task(server.agenerate(request(), sampling(60)))
-        await asyncio.sleep(5 * STEP_S)
+        running = asyncio.create_task(server.agenerate(request(), sampling(60), "a"))
+        await asyncio.sleep(0)
+        await server.progress("a", 0)
         await server.abort()
         completion = await running
         assert completion.finish_reason == "abort" and 0 < len(completion.token_ids) < 60

@@ -222,7 +222,8 @@ async def test_sessions_are_isolated_and_keys_are_checked() -> None:
 
 
 async def test_over_capacity_is_refused_with_a_time_to_come_back() -> None:
-    async with endpoint(delay_s=0.2, max_concurrent=1) as at:
+    async with endpoint(max_concurrent=1) as at:
+        at.engine.given = 0
         session = at.server.open_session("a", seed=5, limits=LIMITS)
         client = at.client(session)
         first = asyncio.create_task(client.chat.completions.create(model="any", messages=[QUESTION]))
@@ -231,6 +232,7 @@ async def test_over_capacity_is_refused_with_a_time_to_come_back() -> None:
         with pytest.raises(openai.RateLimitError) as caught:
             await client.chat.completions.create(model="any", messages=[QUESTION])
         assert float(caught.value.response.headers["Retry-After"]) > 0
+        at.engine.given = None
         await first
         await client.chat.completions.create(model="any", messages=[QUESTION])
 
