@@ -50,7 +50,8 @@ class AgentConfig:
     are asked of the driver. 0: its event loop runs them too; set it where that code keeps the loop busy."""
     num_env_hosts: NonNegativeInt = 0
     """Actors, on any machines of the cluster, that run the environments of workflow `environment` with kwargs.num_env_workers
-    processes each; 0: the episodes' own process runs them. Set it for more simulators than the driver's machine carries."""
+    processes each; 0: the episodes' own process runs them. Set it for more simulators than the driver's machine carries,
+    where a step is slow beside the 5 to 10 ms that a call of a Ray actor and its answer take."""
     env_host_cpus: NonNegativeFloat = 0.0
     """CPUs that each of them reserves on its machine; 0: none, one machine after the other gets one."""
     env_host_gpus: NonNegativeFloat = 0.0

@@ -1,9 +1,10 @@
-"""Two ranks on two cores against one: the policy update and generation, timed apart.
+"""Two ranks on two cores against one: the policy update, generation, and the bare matrix products of generation, timed apart.
 
     python scripts/bench/two_ranks.py [--rounds 5]
 
 10M parameters, 128 rows of 64 tokens (16 prompt + 48 response), one thread a rank, through Ray.  Both groups stay alive
-and take turns; the figures are medians of wall-clock seconds, so run it on an idle machine.
+and take turns; the figures are medians of wall-clock seconds, so run it on an idle machine.  On a busy one look at the CPU
+seconds (of the rank that needs most), though others then also take cache and memory bandwidth.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 
+import psutil
 import tiny_model
 import torch
+from bare_products import BareProducts, weight_shapes
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoConfig
 
 from rlhub.config.derive import derive
 from rlhub.config.ppo import PPOConfig
@@ -56,17 +61,51 @@ def prompts() -> DataProto:
     return data
 
 
-def measure(group: WorkerGroup) -> tuple[float, float]:
-    """(generation, update) in seconds of wall clock."""
-    start = time.perf_counter()
-    batch = group.generate_sequences(prompts())
-    generated = time.perf_counter()
+Seconds = tuple[float, float]  # wall clock; CPU time of the rank that needs most
+PRODUCTS = "bare products of generation"
+
+
+def cpu_seconds(group: WorkerGroup) -> list[float]:
+    """Of each rank's process and its children so far."""
+    ranks = [psutil.Process(worker.pid) for worker in group.workers]
+    times = [[process.cpu_times() for process in (rank, *rank.children(recursive=True))] for rank in ranks]
+    return [sum(spent.user + spent.system for spent in rank) for rank in times]
+
+
+def timed(group: WorkerGroup, call: Callable[[], DataProto]) -> tuple[Seconds, DataProto]:
+    before, start = cpu_seconds(group), time.perf_counter()
+    out = call()
+    wall = time.perf_counter() - start
+    return (wall, max(late - early for early, late in zip(before, cpu_seconds(group), strict=True))), out
+
+
+def measure(group: WorkerGroup) -> dict[str, Seconds]:
+    generation, batch = timed(group, lambda: group.generate_sequences(prompts()))
     batch.batch["advantages"] = batch.batch["response_mask"].float()
-    update = batch.select(batch_keys=["input_ids", "attention_mask", "response_mask", "advantages", "rollout_log_probs"])
-    update.meta_info["num_mini_batches"] = 1
-    before = time.perf_counter()
-    group.update_actor(update)
-    return generated - start, time.perf_counter() - before
+    data = batch.select(batch_keys=["input_ids", "attention_mask", "response_mask", "advantages", "rollout_log_probs"])
+    data.meta_info["num_mini_batches"] = 1
+    update, _ = timed(group, lambda: group.update_actor(data))
+    return {"generation": generation, "update": update}
+
+
+def measure_products(products: BareProducts, ranks: int) -> Seconds:
+    """The products of `generation`: the prompts in one forward, then a step for every further token."""
+    rows = ROWS // ranks
+    return products.measure(ranks, [rows // SAMPLES * PROMPT_TOKENS] + [rows] * (RESPONSE_TOKENS - 1))
+
+
+def show(title: str, rounds: dict[int, list[dict[str, Seconds]]]) -> None:
+    table = Table(title=title)
+    for column in ("", "1 rank, s", "2 ranks, s", "speed-up", "wanted", "CPU s of 1", "CPU s of 2", "speed-up in CPU s"):
+        table.add_column(column)
+    for name in rounds[1][0]:
+        (wall, wall_of_two), (cpu, cpu_of_two) = (
+            [statistics.median(figures[name][index] for figures in rounds[ranks]) for ranks in (1, 2)] for index in (0, 1)
+        )
+        wanted = "(limit)" if name == PRODUCTS else f"{WANTED}"
+        clock = (f"{wall:.3f}", f"{wall_of_two:.3f}", f"{wall / wall_of_two:.2f}")
+        table.add_row(name, *clock, wanted, f"{cpu:.3f}", f"{cpu_of_two:.3f}", f"{cpu / cpu_of_two:.2f}")
+    Console(width=max(Console().width, 110)).print(table)
 
 
 def main() -> None:
@@ -74,32 +113,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engine", default="auto", help="rollout engine; auto is vllm where it is installed")
     arguments = parser.parse_args()
-    console = Console()
     folder = Path(tempfile.mkdtemp(prefix="rlhub-bench-"))
     parameters = tiny_model.build(folder, hidden=384, layers=6)
     config = configuration(folder, arguments.engine)
     runtime = WorkerRuntime(device="cpu", seed=1, max_prompt_length=PROMPT_TOKENS, max_response_length=RESPONSE_TOKENS)
     role = ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, runtime)
-    seconds: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
+    rounds: dict[int, list[dict[str, Seconds]]] = {1: [], 2: []}
     options = {"backend": "ray", "device": "cpu", "ray_init": {"num_cpus": 4}}
-    with launch({"one": role}, ranks_per_node=1, **options) as one, launch({"two": role}, ranks_per_node=2, **options) as two:
+    products = BareProducts(weight_shapes(AutoConfig.from_pretrained(folder)))
+    with (
+        launch({"one": role}, ranks_per_node=1, **options) as one,
+        launch({"two": role}, ranks_per_node=2, **options) as two,
+        products,
+    ):
         groups = {1: one.groups["one"], 2: two.groups["two"]}
         for group in groups.values():
             group.init_model()
             group.sync_weights(0)
             measure(group)
+        measure_products(products, 2)
         for _ in range(arguments.rounds):
             for ranks, group in groups.items():
-                seconds[ranks].append(measure(group))
-    table = Table(
-        title=f"two ranks against one, {parameters / 1e6:.1f}M parameters, {ROWS} x {PROMPT_TOKENS + RESPONSE_TOKENS} tokens"
-    )
-    for column in ("", "1 rank, s", "2 ranks, s", "speed-up", "wanted"):
-        table.add_column(column)
-    for index, name in enumerate(("generation", "update")):
-        single, double = (statistics.median(pair[index] for pair in seconds[ranks]) for ranks in (1, 2))
-        table.add_row(name, f"{single:.3f}", f"{double:.3f}", f"{single / double:.2f}", f"{WANTED}")
-    console.print(table)
+                rounds[ranks].append(measure(group) | {PRODUCTS: measure_products(products, ranks)})
+    tokens = PROMPT_TOKENS + RESPONSE_TOKENS
+    show(f"two ranks against one, {parameters / 1e6:.1f}M parameters, {ROWS} x {tokens} tokens", rounds)
 
 
 if __name__ == "__main__":
