@@ -10,17 +10,22 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 logger = logging.getLogger("recipes")
 
 CHECKPOINTED_MODEL = "model/huggingface"
 """Where a checkpoint folder holds the model for `from_pretrained`."""
+QUICKSTART = Path(__file__).resolve().parent / "arithmetic" / "run.py"
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit status of a command that a signal has ended."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,14 +51,16 @@ class Options:
 def parser_of(description: str, *, task: str, name: str, steps: int, sft_steps: int, num_ranks: int) -> argparse.ArgumentParser:
     """The command line with its defaults.  task: folder of the results below `outputs`; name, steps: of the last training."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", type=Path, help=f"folder for everything (default: outputs/{task}/seed<seed>)")
+    parser.add_argument(
+        "--out", type=Path, default=argparse.SUPPRESS, help=f"folder for everything (default: outputs/{task}/seed<seed>)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of teacher, weights, data order and sampling")
     parser.add_argument("--steps", type=int, default=steps, help="steps of the last training")
     parser.add_argument("--sft-steps", type=int, default=sft_steps, help="steps of the warm start")
     parser.add_argument("--ranks", type=int, default=num_ranks, help="worker processes that train")
     parser.add_argument("--name", default=name, help="name of the last stage's folder; choose another to compare settings")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the last training")
-    parser.set_defaults(task=task)
+    parser.set_defaults(task=task, out=None)
     return parser
 
 
@@ -63,7 +70,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> t
     if wrong := [text for text in found.overrides if "=" not in text]:
         parser.error(f"not understood: {' '.join(wrong)}; settings are given as key=value")
     options = Options(
-        out=(found.out or Path("outputs") / found.task / f"seed{found.seed}").absolute(),
+        out=Path(os.path.abspath(found.out or Path("outputs") / found.task / f"seed{found.seed}")),
         seed=found.seed,
         num_steps=found.steps,
         num_sft_steps=found.sft_steps,
@@ -81,11 +88,19 @@ def run(options: Options, stages: Callable[[], None]) -> int:
     try:
         stages()
     except subprocess.CalledProcessError as error:
-        logger.error("stopped: the command above ended with status %d", error.returncode)
+        if error.returncode in STOPPED:
+            logger.error("interrupted; the same command goes on from what is there")
+        else:
+            logger.error("stopped: the command above ended with status %d", error.returncode)
         return int(error.returncode)
     report = options.out / options.name / "report.html"
     logger.info("done in %.0f s; report: %s", time.monotonic() - started, report)
     return 0
+
+
+def quickstart_with(name: str, settings: Sequence[str]) -> int:
+    """The whole of a recipe that is the quickstart with other settings; the user's own come after them."""
+    return call_through([sys.executable, str(QUICKSTART), f"--name={name}", *settings, *sys.argv[1:]])
 
 
 def make_task(options: Options, task: Path) -> None:
@@ -130,13 +145,40 @@ def call(stage: str, command: list[str]) -> None:
     """Show and run a command; CalledProcessError if it fails."""
     logger.info("\n%s:\n  %s", stage, shlex.join(command))
     started = time.monotonic()
-    subprocess.run(command, check=True, env=environment())
+    if status := call_through(command):
+        raise subprocess.CalledProcessError(status, command)
     logger.info("%s: %.0f s", stage, time.monotonic() - started)
 
 
+def call_through(command: Sequence[str]) -> int:
+    """Run a command to its own end; its exit status, 128 + the signal's number if one has killed it.
+
+    A terminal sends Ctrl-C to the command as well, which then saves and ends: it is waited for, where subprocess.run would kill
+    it.  SIGTERM, which comes to this process alone, is passed on.
+    """
+    heard: list[int] = []
+    former = {number: signal.signal(number, lambda got, _frame: heard.append(got)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with subprocess.Popen(command, env=environment()) as child:
+
+            def terminate(_number: int, _frame: FrameType | None) -> None:
+                child.terminate()
+
+            signal.signal(signal.SIGTERM, terminate)
+            if signal.SIGTERM in heard:  # while the command was being started
+                child.terminate()
+            status = child.wait()
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    return status if status >= 0 else 128 - status
+
+
 def environment() -> dict[str, str]:
-    """One thread a process: on few cores, processes that each take all of them wait for one another."""
-    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+    """One thread a process: on few cores, processes that each take all of them wait for one another.  A recipe's own modules
+    (trainer.plugins=[recipes. ...]) are found from any folder."""
+    path = os.pathsep.join([str(QUICKSTART.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "PYTHONPATH": path}
 
 
 def sft_settings(options: Options, project: str, max_length: int) -> list[str]:

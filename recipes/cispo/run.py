@@ -5,11 +5,13 @@ python recipes/cispo/run.py [options and key=value settings of recipes/arithmeti
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
-ARITHMETIC = Path(__file__).resolve().parents[1] / "arithmetic" / "run.py"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are files beside each other, not an installed package
+
+from recipes import stages
+
 SETTINGS = (
     "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.actor.policy_loss.loss_mode=cispo",
@@ -19,4 +21,4 @@ SETTINGS = (
 )
 
 if __name__ == "__main__":
-    sys.exit(subprocess.run([sys.executable, str(ARITHMETIC), "--name=cispo", *SETTINGS, *sys.argv[1:]]).returncode)
+    sys.exit(stages.quickstart_with("cispo", SETTINGS))

@@ -6,11 +6,13 @@ reward shaping.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
-ARITHMETIC = Path(__file__).resolve().parents[1] / "arithmetic" / "run.py"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are files beside each other, not an installed package
+
+from recipes import stages
+
 SETTINGS = (
     "algorithm.adv_estimator=grpo",
     "algorithm.filter_groups.enable=True",
@@ -26,4 +28,4 @@ SETTINGS = (
 )
 
 if __name__ == "__main__":
-    sys.exit(subprocess.run([sys.executable, str(ARITHMETIC), "--name=dapo", *SETTINGS, *sys.argv[1:]]).returncode)
+    sys.exit(stages.quickstart_with("dapo", SETTINGS))

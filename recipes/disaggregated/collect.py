@@ -14,15 +14,16 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from rlhub.config.cli import prepare
+from rlhub.config.cli import run as run_cli
 from rlhub.config.ppo import PPOConfig
 from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.engines.rollout.registry import build_rollout_engine
-from rlhub.errors import DeadlineError
+from rlhub.errors import ConfigError, DeadlineError
 from rlhub.models.vocabulary import read_vocabulary
 from rlhub.sharding_manager.files import WeightReader
 from rlhub.trainer.ppo.build import build_data
@@ -50,15 +51,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--name", default="collector", help="of this collector among others (default: %(default)s)")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args(arguments)
-    config = prepare(PPOConfig, "ppo", options.settings)
+    job = partial(collect_until_stopped, name=options.name, num_groups=options.groups)
+    return run_cli(PPOConfig, "ppo", job, description=__doc__ or "", argv=options.settings)
+
+
+def collect_until_stopped(config: PPOConfig, *, name: str, num_groups: int | None) -> int:
+    """The job: returns its exit status."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.trajectories_folder is None or rollout.weights_folder is None:
-        parser.error("set actor_rollout_ref.rollout.trajectories_folder and actor_rollout_ref.rollout.weights_folder")
+        raise ConfigError(["set actor_rollout_ref.rollout.trajectories_folder and actor_rollout_ref.rollout.weights_folder"])
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
-    writer = TrajectoryWriter(rollout.trajectories_folder, options.name)
-    collect(config, Path(rollout.weights_folder), writer, options.groups, stopped)
+    writer = TrajectoryWriter(rollout.trajectories_folder, name)
+    collect(config, Path(rollout.weights_folder), writer, num_groups, stopped)
     writer.end()
     return 0
 

@@ -19,12 +19,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are files beside each other, not an installed package
 
+from recipes import stages
 from recipes.arithmetic import run as quickstart
-from recipes.stages import environment
 
 logger = logging.getLogger("disaggregated")
 
 START_S = 300.0
+LOG_CHARACTERS = 4000  # of a server that did not start
 SETTINGS = (
     "algorithm.adv_estimator=grpo",
     "algorithm.rollout_correction.rollout_is=token",
@@ -34,14 +35,20 @@ SETTINGS = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Warm start, then server and trainer; returns the trainer's exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    engine, rest = serving_engine(arguments)
-    options = quickstart.parse(["--name=disaggregated", *SETTINGS, *rest])
-    out = options.out
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Warm start, then server and trainer; returns the exit status of the one that failed, or 0."""
+    parser = quickstart.parser("disaggregated")
+    parser.add_argument("--engine", default="auto", help="generation engine of the server")
+    options, found = stages.parse(parser, arguments)
+    return stages.run(options, lambda: learn(options, found.engine))
+
+
+def learn(options: stages.Options, engine: str) -> None:
+    """All stages, and what came out."""
+    out, folder = options.out, options.out / options.name
+    options.overrides[:0] = SETTINGS
     warm_start = quickstart.prepare(options)
-    shared, folder = out / "shared", out / options.name
+    shared = out / "shared"
     shared.mkdir(parents=True, exist_ok=True)
     with server(shared, warm_start, engine, out / "server.log") as address:
         remote = "actor_rollout_ref.rollout.remote"
@@ -50,23 +57,8 @@ def main(arguments: Sequence[str]) -> int:
             f"{remote}.api_key_file={shared / 'key'}",
             f"{remote}.weights_folder={shared}",
         ]
-        settings = [*quickstart.rl_settings(options, warm_start, folder), *settings]
-        command = [sys.executable, "-m", "rlhub.trainer.main_ppo", *settings]
-        logger.info("\ntrainer:\n  %s", shlex.join(command))
-        status = subprocess.run(command, env=environment()).returncode
+        stages.train("trainer", "main_ppo", [*quickstart.rl_settings(options, warm_start, folder), *settings])
     logger.info("\n%s", quickstart.summary(folder / "metrics.jsonl"))
-    return status
-
-
-def serving_engine(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """--engine NAME: of the server (default auto); and what is not ours."""
-    rest = list(arguments)
-    if "--engine" not in rest:
-        return "auto", rest
-    place = rest.index("--engine")
-    name = rest[place + 1]
-    del rest[place : place + 2]
-    return name, rest
 
 
 @contextmanager
@@ -79,12 +71,14 @@ def server(shared: Path, model: Path, engine: str, log: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "rlhub.trainer.main_serve", *settings]
     logger.info("\ninference (log in %s):\n  %s", log, shlex.join(command))
     with log.open("w") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment())
+        # In a session of its own: Ctrl-C is for the trainer, whose last step still needs the server.
+        process = subprocess.Popen(command, stdout=stream, stderr=stream, env=stages.environment(), start_new_session=True)
     try:
         deadline = time.monotonic() + START_S
         while not ready.is_file():
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not start:\n{log.read_text()}")
+                logger.error("the server did not start: %s", log.read_text()[-LOG_CHARACTERS:])
+                raise subprocess.CalledProcessError(process.poll() or 1, command)
             time.sleep(0.1)
         yield ready.read_text()
     finally:
@@ -93,4 +87,4 @@ def server(shared: Path, model: Path, engine: str, log: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

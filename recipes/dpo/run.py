@@ -95,9 +95,10 @@ def machine_settings(options: stages.Options) -> list[str]:
 
 
 def evaluate(options: stages.Options, model: Path, name: str) -> float:
-    """Share of right answers to the validation problems, one sample each at temperature 1; what is there is not done again."""
+    """Share of right answers to the validation problems, one sample each at temperature 1; what is there for this model is not
+    done again."""
     folder = options.out / name
-    if not (folder / "metrics.jsonl").is_file():
+    if not is_evaluation_of(model, folder):
         settings = [
             f"data.val_files={options.out / 'data/val.parquet'}",
             "data.max_prompt_length=8",
@@ -113,6 +114,12 @@ def evaluate(options: stages.Options, model: Path, name: str) -> float:
         ]
         stages.train(f"evaluation, {name}", "main_eval", settings)
     return float(rows_of(folder)[0]["val/pass@1"])
+
+
+def is_evaluation_of(model: Path, folder: Path) -> bool:
+    """Whether the folder holds one of this very model: more steps leave another."""
+    config = folder / "config.yaml"
+    return (folder / "metrics.jsonl").is_file() and config.is_file() and f"path: {model}\n" in config.read_text(encoding="utf-8")
 
 
 def model_of(folder: Path, step: int, role: str = "model") -> Path:

@@ -5,11 +5,13 @@ python recipes/gspo/run.py [options and key=value settings of recipes/arithmetic
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
-ARITHMETIC = Path(__file__).resolve().parents[1] / "arithmetic" / "run.py"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are files beside each other, not an installed package
+
+from recipes import stages
+
 SETTINGS = (
     "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
@@ -18,4 +20,4 @@ SETTINGS = (
 )
 
 if __name__ == "__main__":
-    sys.exit(subprocess.run([sys.executable, str(ARITHMETIC), "--name=gspo", *SETTINGS, *sys.argv[1:]]).returncode)
+    sys.exit(stages.quickstart_with("gspo", SETTINGS))

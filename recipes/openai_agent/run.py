@@ -5,12 +5,14 @@ python recipes/openai_agent/run.py [options and key=value settings of recipes/ar
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are files beside each other, not an installed package
+
+from recipes import stages
+
 HERE = Path(__file__).resolve().parent
-ARITHMETIC = HERE.parent / "arithmetic" / "run.py"
 SETTINGS = (
     "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.rollout.mode=async",
@@ -22,4 +24,4 @@ SETTINGS = (
 )
 
 if __name__ == "__main__":
-    sys.exit(subprocess.run([sys.executable, str(ARITHMETIC), "--name=openai_agent", *SETTINGS, *sys.argv[1:]]).returncode)
+    sys.exit(stages.quickstart_with("openai_agent", SETTINGS))

@@ -6,11 +6,13 @@ with a clipped value loss that warms up first, and a KL in the reward whose weig
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
-ARITHMETIC = Path(__file__).resolve().parents[1] / "arithmetic" / "run.py"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are files beside each other, not an installed package
+
+from recipes import stages
+
 SETTINGS = (
     "algorithm.adv_estimator=gae",
     "algorithm.lam=0.95",
@@ -28,4 +30,4 @@ SETTINGS = (
 )
 
 if __name__ == "__main__":
-    sys.exit(subprocess.run([sys.executable, str(ARITHMETIC), "--name=ppo", *SETTINGS, *sys.argv[1:]]).returncode)
+    sys.exit(stages.quickstart_with("ppo", SETTINGS))

@@ -5,11 +5,13 @@ python recipes/remax/run.py [options and key=value settings of recipes/arithmeti
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
-ARITHMETIC = Path(__file__).resolve().parents[1] / "arithmetic" / "run.py"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are files beside each other, not an installed package
+
+from recipes import stages
+
 SETTINGS = (
     "algorithm.adv_estimator=remax",
     "data.train_batch_size=256",
@@ -18,4 +20,4 @@ SETTINGS = (
 )
 
 if __name__ == "__main__":
-    sys.exit(subprocess.run([sys.executable, str(ARITHMETIC), "--name=remax", *SETTINGS, *sys.argv[1:]]).returncode)
+    sys.exit(stages.quickstart_with("remax", SETTINGS))

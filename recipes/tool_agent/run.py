@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 PROJECT = "tool_agent"
 NUM_VALIDATION = 256  # as generate.py makes them
 SFT_STEPS = 120
-RL_STEPS = 24
+RL_STEPS = 40
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +75,8 @@ def rl_settings(options: stages.Options, warm_start: Path, folder: Path) -> list
         f"actor_rollout_ref.model.path={warm_start}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.optim.lr=6e-4",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
         "actor_rollout_ref.rollout.mode=async",
         "actor_rollout_ref.rollout.n=8",
         "actor_rollout_ref.rollout.multi_turn.enable=True",

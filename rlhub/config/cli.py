@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from rlhub.config import checks, effects, load, show
 from rlhub.config.derive import derive
+from rlhub.config.schema import sections
 from rlhub.errors import ConfigError, DataError, ResourceError, RlhubError
 
 C = TypeVar("C")
@@ -22,15 +23,17 @@ C = TypeVar("C")
 TEXT_WIDTH = 120
 EXIT_FAILURE = 1
 EXIT_USAGE = 2  # as argparse and most shells' tools: the command, not the program, is at fault
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
 
 Preflight = Callable[[C, frozenset[str]], list[str]]
 """(derived configuration, keys the user set) -> problems.  Must not load torch or start anything."""
 
 _USAGE = """\
-Settings are given as key=value, for example
-  data.train_files=train.parquet data.val_files=[a.parquet,b.jsonl] trainer.total_epochs=3
+Settings are given as key=value{example}
 (+key=value and ++key=value mean the same).  A YAML file of your own: --config-dir DIR --config-name NAME; to build on ours
 start it with `defaults: [{name}, _self_]`.  Without data or model of your own: bash scripts/quickstart.sh"""
+_EXAMPLE = ", for example\n  data.train_files=train.parquet data.val_files=[a.parquet,b.jsonl] trainer.total_epochs=3"
+"""For the mains that train; a main without data has one in its description."""
 
 
 def run(
@@ -47,7 +50,8 @@ def run(
 
     required: settings that must be given; default: what training needs.
     Returns the exit status: main's (None is 0), or after printing what is wrong: 2 for
-    configuration, data or resources, 1 for any other error of rlhub (a worker's carries its remote traceback).
+    configuration, data or resources, 1 for any other error of rlhub (a worker's carries its remote traceback), 130 for a
+    Ctrl-C that stops at once.
     """
     arguments = _parse(config_name, description, sys.argv[1:] if argv is None else argv, config_class)
     if isinstance(arguments, int):
@@ -71,6 +75,9 @@ def run(
         logging.getLogger(__name__).debug("stopped", exc_info=True)
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE if isinstance(error, ConfigError | DataError | ResourceError) else EXIT_FAILURE
+    except KeyboardInterrupt:  # a request of the user's, not a fault whose place a traceback would help to find
+        sys.stderr.write("interrupted\n")
+        return EXIT_INTERRUPTED
 
 
 def prepare(
@@ -113,7 +120,7 @@ def _parse(config_name: str, description: str, argv: Sequence[str], config_class
         add_help=False,
         usage="%(prog)s [--help] [--cfg job] [--config-dir DIR] [--config-name NAME] [key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_USAGE.format(name=config_name),
+        epilog=_USAGE.format(name=config_name, example=_EXAMPLE if _reads_data(config_class) else ""),
     )
     parser.add_argument("-h", "--help", action="store_true", help="all settings with their defaults and meaning")
     parser.add_argument("--cfg", choices=("job",), help="print the configuration this command would run with, and stop")
@@ -130,6 +137,10 @@ def _parse(config_name: str, description: str, argv: Sequence[str], config_class
         _write(f"{parser.format_help()}\n\nAll settings (name = default, meaning, [type]):\n{show.settings(config_class)}\n")
         return 0
     return arguments
+
+
+def _reads_data(config_class: type) -> bool:
+    return any(key == "data" for key, _ in sections(config_class))
 
 
 def _program() -> str | None:

@@ -52,7 +52,11 @@ def compose(config_name: str, overrides: Sequence[str], folder: str | None, prob
         if not folders[0].is_dir():
             problems.append(f"--config-dir {folder}: no such folder")
             return {}
+    config_name = config_name.removesuffix(".yaml")
     said = _checked(overrides, folders, problems)
+    if not any((place / f"{config_name}.yaml").is_file() for place in folders):
+        problems.append(_no_such_file(config_name, folders))
+        return {}
     folders.sort(key=lambda place: not (place / f"{config_name}.yaml").is_file())  # Hydra wants the named file in the first
     try:
         composed = _put_together(folders[0] / f"{config_name}.yaml", said)
@@ -66,6 +70,14 @@ def compose(config_name: str, overrides: Sequence[str], folder: str | None, prob
         problems.append(f"{config_name}: not readable as YAML: {' '.join(str(error).split())}")
         return {}
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
+
+
+def _no_such_file(config_name: str, folders: Sequence[Path]) -> str:
+    """Where a file was looked for, and which there are."""
+    names = sorted({file.stem for place in folders for file in place.glob("*.yaml")})
+    places = " and ".join(str(place) for place in folders)
+    hint = "" if len(folders) > 1 else "; for a file of your own name its folder with --config-dir"
+    return f"--config-name {config_name}: no {config_name}.yaml in {places}; there are {', '.join(names)}{hint}"
 
 
 def _by_hydra(config_name: str, said: Sequence[_Said], folders: Sequence[Path]) -> Any:

@@ -30,6 +30,9 @@ INHERITED = {
 }
 """Optional section -> the section whose values it takes, field by field, where the user said nothing."""
 
+SHORTEST_PART = 3
+"""Characters; shorter ones are part of too many names to be a hint."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Loaded(Generic[C]):
@@ -146,12 +149,14 @@ def _report_unknown(key: str, value: Any, known: set[str], problems: list[str], 
 
 
 def nearest(key: str, known: set[str]) -> list[str]:
-    """Up to three full keys that `key` may have meant: a slip in one name, a misplaced name, or a slip anywhere."""
+    """Up to three full keys that `key` may have meant: a part of a name, a slip in one, a misplaced name, or a slip anywhere."""
     parent, _, name = key.rpartition(".")
     while parent and parent not in known:
         parent, _, above = parent.rpartition(".")
         name = f"{above}.{name}"
     siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
+    if parts := [full for sibling, full in sorted(siblings.items()) if _is_part(name, sibling)]:
+        return parts[:3]
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
     if close:
         return [siblings[close[0]]]
@@ -160,3 +165,8 @@ def nearest(key: str, known: set[str]) -> list[str]:
     if same_name:
         return difflib.get_close_matches(key, same_name, n=3, cutoff=0.0)
     return difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.75)
+
+
+def _is_part(name: str, whole: str) -> bool:
+    """Whether `whole` begins with `name`, or has all of its words and more."""
+    return len(name) >= SHORTEST_PART and (whole.startswith(name) or set(name.split("_")) <= set(whole.split("_")))

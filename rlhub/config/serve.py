@@ -45,7 +45,8 @@ class ServerConfig:
 class ServeConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """The engine. Of its settings those for training (n, temperature, mode, weights, agents) are not read."""
+    """The engine. Of its settings those for training (n, temperature, mode, weights, agents) are not read. With
+    tensor_model_parallel_size above 1 vLLM runs in processes of its own, one a part of the model."""
     server: ServerConfig = field(default_factory=ServerConfig)
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where the engine computes; auto: cuda if this machine has GPUs."""
@@ -60,11 +61,6 @@ def problems(config: ServeConfig, set_keys: AbstractSet[str]) -> list[str]:
     found = []
     if config.server.port > MAX_PORT:
         found.append(f"server.port={config.server.port}: at most {MAX_PORT}")
-    if config.rollout.tensor_model_parallel_size != 1:
-        found.append(
-            f"rollout.tensor_model_parallel_size={config.rollout.tensor_model_parallel_size}: this server is one process with "
-            "one device; set it to 1, or serve with vLLM's own server and rollout.remote.server=vllm"
-        )
     if config.model.path is not None and _looks_like_folder(config.model.path) and not Path(config.model.path).is_dir():
         found.append(f"model.path: no such folder: {config.model.path}")
     return found

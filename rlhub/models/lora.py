@@ -2,28 +2,32 @@
 
 The model stays the Hugging Face class it was; an adapted layer q_proj becomes a peft layer that holds the frozen weight as
 `q_proj.base_layer.weight` and trains `q_proj.lora_A.default.weight` (rank, in) and `q_proj.lora_B.default.weight` (out, rank).
-Everything outside this file sees the frozen weight under the name it had before.
+Everything outside this file sees the frozen weight under the name it had before.  peft is imported by who has adapters: most
+processes have none, and it takes as long to load as the rest of rlhub.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, TaskType, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from rlhub.config.model import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import SCALAR_HEAD, ModelKind
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+
 ADAPTER = "default"  # peft's own name for the only adapter
 PEFT_MODEL = "base_model.model."  # where peft.PeftModel keeps the model it wraps; its files name tensors from there
-TASKS: dict[ModelKind, TaskType] = {"policy": TaskType.CAUSAL_LM, "value": TaskType.SEQ_CLS, "reward": TaskType.SEQ_CLS}
+TASKS: dict[ModelKind, str] = {"policy": "CAUSAL_LM", "value": "SEQ_CLS", "reward": "SEQ_CLS"}  # peft's TaskType
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -43,6 +47,8 @@ def add_lora(model: nn.Module, config: ModelConfig, *, head: nn.Module | None, s
     head: output layer, never adapted (its matrix is read directly).  seed: alone decides A; the process's random state is
     neither read nor changed.  Raises ConfigError when target_modules names no linear layer.
     """
+    from peft import inject_adapter_in_model
+
     lora = _peft_config(config, _targets(model, config, head))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # of the CPU, where models are built
@@ -50,6 +56,8 @@ def add_lora(model: nn.Module, config: ModelConfig, *, head: nn.Module | None, s
 
 
 def _peft_config(config: ModelConfig, targets: list[str], **others: Any) -> LoraConfig:
+    from peft import LoraConfig
+
     return LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # annotated int, used as a number
@@ -79,7 +87,10 @@ def _is_called(name: str, target: str) -> bool:
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
     """(name, layer) of all adapted layers, in the model's order."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    lora = sys.modules.get("peft.tuners.lora")
+    if lora is None:
+        return iter(())  # nobody in this process has adapted anything
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, lora.LoraLayer))
 
 
 def set_adapters(model: nn.Module, enabled: bool) -> None:
@@ -88,12 +99,11 @@ def set_adapters(model: nn.Module, enabled: bool) -> None:
     peft's switch also switches requires_grad, of whichever parameters the layer has at the moment: gathered ones, when a
     sharded model is between two passes, and then the shards would never be trained again.
     """
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            trained = [(param, param.requires_grad) for param in module.parameters()]
-            module.enable_adapters(enabled)
-            for param, flag in trained:
-                param.requires_grad_(flag)
+    for _, module in lora_layers(model):
+        trained = [(param, param.requires_grad) for param in module.parameters()]
+        module.enable_adapters(enabled)
+        for param, flag in trained:
+            param.requires_grad_(flag)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

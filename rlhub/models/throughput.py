@@ -11,8 +11,19 @@ from rlhub.config.model import ModelConfig
 from rlhub.models.shape import read_model_shape
 
 TERA = 1e12
-PEAK_BF16_TFLOPS = {"H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "L40": 181.0}
-"""Dense bf16 peaks of the vendor's data sheets, by a part of the device's name."""
+PEAK_BF16_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+}
+"""Dense bf16 peaks of the vendor's data sheets, by a part of the device's name; the first that fits."""
 
 
 class ThroughputMeter:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a request to stop at the next safe point; a second Ctrl-C stops at once."""
+"""SIGTERM and Ctrl-C: before the first step they stop at once, then they ask to stop at the next safe point."""
 
 from __future__ import annotations
 
@@ -12,19 +12,26 @@ logger = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """Context manager that turns the first SIGINT or SIGTERM into `requested`, so that the loop can save and leave.
+    """Context manager that turns the first SIGINT or SIGTERM after `defer` into `requested`, so that the loop can save and
+    leave.
 
-    A second SIGINT raises KeyboardInterrupt.  Former handlers are restored on exit.  Outside the main thread, where Python
-    allows no handlers, it does nothing.
+    Before `defer`, while models are built and there is nothing to save, SIGINT raises KeyboardInterrupt and SIGTERM
+    SystemExit; so does a second SIGINT.  Former handlers are restored on exit.  Outside the main thread, where Python allows
+    no handlers, it does nothing.
     """
 
     def __init__(self) -> None:
         self._received: signal.Signals | None = None
+        self._deferring = False
         self._former: dict[signal.Signals, Any] = {}
 
     @property
     def requested(self) -> bool:
         return self._received is not None
+
+    def defer(self) -> None:
+        """From now on a signal waits for whoever asks `requested`."""
+        self._deferring = True
 
     @property
     def exit_code(self) -> int:
@@ -50,4 +57,7 @@ class StopSignals:
         if self._received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._received = signal.Signals(number)
+        if not self._deferring:
+            logger.warning("%s: stopping at once, there is nothing to save yet", self._received.name)
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(self.exit_code)
         logger.warning("%s: stopping after this step; Ctrl-C again stops at once", self._received.name)

@@ -114,7 +114,7 @@ class CombinedManager:
             return {}
         requests = reward_requests(batch, lengths, self.tokenizer)
         try:
-            return check_failures(requests, outcomes, on_error=self.on_error, max_error_rate=self.max_error_rate)
+            return check_failures(requests.__getitem__, outcomes, on_error=self.on_error, max_error_rate=self.max_error_rate)
         except RewardError as error:
             raise RewardError(f"the {name} part of the reward: {error}") from error
 

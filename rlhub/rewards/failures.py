@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from rlhub.errors import RewardError
@@ -20,19 +20,22 @@ def max_failures(num_rows: int, *, on_error: Literal["fail", "mask", "zero"], ma
 
 
 def check_failures(
-    requests: Sequence[RewardRequest],
+    request: Callable[[int], RewardRequest],
     outcomes: Sequence[RewardOutcome],
     *,
     on_error: Literal["fail", "mask", "zero"],
     max_error_rate: float,
 ) -> dict[str, float]:
-    """Metrics of the failures; RewardError if `on_error` or `max_error_rate` does not let them pass."""
+    """Metrics of the failures; RewardError if `on_error` or `max_error_rate` does not let them pass.
+
+    request: that of a row, asked for the few that a message shows.
+    """
     kinds: Counter[str] = Counter(outcome.error.kind for outcome in outcomes if outcome.error is not None)
     num_skipped = kinds.pop("skipped", 0)
     num_failed = sum(kinds.values())
     share = num_failed / max(len(outcomes), 1)
     if num_failed:
-        report = _report(requests, outcomes, kinds)
+        report = _report(request, outcomes, kinds)
         if on_error == "fail":
             raise RewardError(
                 f"{report}\nThe run stops because reward_model.on_error=fail; mask and zero go on without such samples."
@@ -51,12 +54,14 @@ def check_failures(
     }
 
 
-def _report(requests: Sequence[RewardRequest], outcomes: Sequence[RewardOutcome], kinds: Counter[str]) -> str:
+def _report(request: Callable[[int], RewardRequest], outcomes: Sequence[RewardOutcome], kinds: Counter[str]) -> str:
     """Counts by kind, and one example each of the first few kinds."""
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     lines = [f"scoring failed for {sum(kinds.values())} of {len(outcomes)} samples ({counts})"]
     for kind in list(kinds)[:SHOWN]:
         row, error = next((i, o.error) for i, o in enumerate(outcomes) if o.error is not None and o.error.kind == kind)
-        source = requests[row].data_source
-        lines.append(f"row {row}, data_source {source!r}, {len(requests[row].solution_str)} characters: {kind}: {error.message}")
+        shown = request(row)
+        lines.append(
+            f"row {row}, data_source {shown.data_source!r}, {len(shown.solution_str)} characters: {kind}: {error.message}"
+        )
     return "\n".join(lines)

@@ -29,9 +29,12 @@ class NaiveManager:
     def __call__(self, batch: DataProto) -> RewardResult:
         parts = self.parts
         lengths = response_lengths(batch)
-        requests = reward_requests(batch, lengths, parts.tokenizer)
-        outcomes = self._outcomes(batch, requests)
-        metrics = check_failures(requests, outcomes, on_error=parts.on_error, max_error_rate=parts.max_error_rate)
+        outcomes = self._outcomes(batch, lengths)
+
+        def request(row: int) -> RewardRequest:
+            return reward_requests(batch, lengths, parts.tokenizer, [row])[0]
+
+        metrics = check_failures(request, outcomes, on_error=parts.on_error, max_error_rate=parts.max_error_rate)
         scored = np.array([outcome.error is None for outcome in outcomes], dtype=bool)
         raw = np.array([outcome.score for outcome in outcomes], dtype=np.float32)
         adjusted, added = self.adjust(raw, lengths.numpy())
@@ -45,15 +48,18 @@ class NaiveManager:
             metrics=metrics | numeric_means(extra),
         )
 
-    def _outcomes(self, batch: DataProto, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        """Of every row; only those that were not scored ahead go to the pool."""
+    def _outcomes(self, batch: DataProto, lengths: Tensor) -> list[RewardOutcome]:
+        """Of every row; only those that were not scored ahead are decoded and go to the pool."""
         parts = self.parts
         ahead = batch.non_tensor_batch.get(OUTCOMES)
-        known = [None] * len(requests) if ahead is None else list(ahead)
-        allowed = max_failures(len(requests), on_error=parts.on_error, max_error_rate=parts.max_error_rate)
-        missing = [request for request, outcome in zip(requests, known, strict=True) if outcome is None]
-        found = iter(parts.pool.score(missing, max_failures=allowed) if missing else ())
-        return [next(found) if outcome is None else outcome for outcome in known]
+        known = [None] * len(lengths) if ahead is None else list(ahead)
+        missing = [row for row, outcome in enumerate(known) if outcome is None]
+        if missing:
+            requests = reward_requests(batch, lengths, parts.tokenizer, missing)
+            allowed = max_failures(len(known), on_error=parts.on_error, max_error_rate=parts.max_error_rate)
+            for row, outcome in zip(missing, parts.pool.score(requests, max_failures=allowed), strict=True):
+                known[row] = outcome
+        return known
 
     def lenient(self) -> NaiveManager:
         """The same scores, from a manager that lets every failure pass as a sample without a valid score."""
@@ -80,16 +86,21 @@ def _tensor(batch: DataProto, name: str) -> Tensor:
     return column
 
 
-def reward_requests(batch: DataProto, lengths: Tensor, tokenizer: Decoder) -> list[RewardRequest]:
-    """One request a row, with the response's text less special tokens."""
-    rows = [ids[:length] for ids, length in zip(_tensor(batch, "responses").tolist(), lengths.tolist(), strict=True)]
-    texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
-    columns = batch.non_tensor_batch
+def reward_requests(
+    batch: DataProto, lengths: Tensor, tokenizer: Decoder, rows: Sequence[int] | None = None
+) -> list[RewardRequest]:
+    """One request a row (of `rows`, None: of all), with the response's text less special tokens."""
+    responses, columns = _tensor(batch, "responses"), batch.non_tensor_batch
+    chosen = range(len(lengths)) if rows is None else rows
+    texts = tokenizer.batch_decode([responses[row, : int(lengths[row])].tolist() for row in chosen], skip_special_tokens=True)
     return [
-        RewardRequest(data_source=source, solution_str=text, ground_truth=truth, extra_info=extra)
-        for text, source, truth, extra in zip(
-            texts, columns["data_source"], columns["ground_truth"], columns["extra_info"], strict=True
+        RewardRequest(
+            data_source=columns["data_source"][row],
+            solution_str=text,
+            ground_truth=columns["ground_truth"][row],
+            extra_info=columns["extra_info"][row],
         )
+        for row, text in zip(chosen, texts, strict=True)
     ]
 
 

@@ -21,8 +21,9 @@ from rlhub.sharding_manager.transports.base import RankRound, Transport
 from rlhub.utils.fingerprint import digests
 from rlhub.utils.regions import num_elements, sizes, split
 
-COPY_ELEMENTS = 1 << 19
-"""Copies inside a process go in blocks of about this size, so that the fingerprint finds the block in the cache."""
+COPY_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
+"""Copies inside a process go in blocks of about this size: on CPU the fingerprint finds the block in the cache, on a GPU a block
+costs the launch of a dozen kernels and, while it is copied, eight bytes an element."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,25 +58,27 @@ def rank_plan(
     destination: int | None,
     source_peers: Sequence[int],
     destination_peers: Sequence[int],
+    device: str = "cpu",
 ) -> RankPlan:
     """The part of the process that is source rank `source` and destination rank `destination` (None: not of that side).
 
-    *_peers: the group rank of each source and destination rank.
+    *_peers: the group rank of each source and destination rank.  device: the kind where the weights are.
     """
     mine: list[RankRound] = []
     for this in rounds:
         sends = [] if source is None else [(destination_peers[m.destination], m) for m in this.sent_by(source)]
         receives = [] if destination is None else [(source_peers[m.source], m) for m in this.received_by(destination)]
         mine.append(RankRound(sends=sends, receives=receives))
-    copies = [] if destination is None else [part for copy in plan.copies[destination] for part in _blocks(copy)]
+    copies = [] if destination is None else [part for copy in plan.copies[destination] for part in _blocks(copy, device)]
     return RankPlan(copies=copies, rounds=mine)
 
 
-def _blocks(copy: Transfer) -> Iterator[Transfer]:
-    if num_elements(copy.region) <= COPY_ELEMENTS:
+def _blocks(copy: Transfer, device: str) -> Iterator[Transfer]:
+    most = COPY_ELEMENTS[device]
+    if num_elements(copy.region) <= most:
         yield copy
         return
-    for region in split(copy.region, COPY_ELEMENTS):
+    for region in split(copy.region, most):
         yield replace(copy, region=region)
 
 

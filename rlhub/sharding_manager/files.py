@@ -17,9 +17,10 @@ maps its files and compares their checksums; `place` copies.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ from rlhub.sharding_manager.links import Links
 from rlhub.sharding_manager.plan import make_plan
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.sharding_manager.stream import CheckedStream, raise_first
-from rlhub.utils.atomic import TEMPORARY_SUFFIX, write_json
+from rlhub.utils.atomic import TEMPORARY_SUFFIX
 from rlhub.utils.fingerprint import combine, digests
 from rlhub.utils.pieces import Piece, PieceInfo, whole_piece
 from rlhub.utils.regions import Region, intersection, num_elements, relative, split, take, whole
@@ -105,33 +106,35 @@ class WeightWriter:
         aside = self._folder / f"version-{version}{TEMPORARY_SUFFIX}"
         aside.mkdir(parents=True, exist_ok=True)
         rows = [row for number, pieces in enumerate(self._files()) for row in self._write_file(aside, number, pieces)]
-        write_json(aside / f"rank-{self._rank}.json", {"blocks": rows})
+        (aside / f"rank-{self._rank}.json").write_text(json.dumps({"blocks": rows}))
         self._train.offload()
         self._all_done()
-        infos = [decode_info(row["piece"]) for row in rows]
-        checksums = {f"{info.name}{info.region}": row["checksum"] for info, row in zip(infos, rows, strict=True)}
+        blocks = [_block(aside, row) for row in rows]
         if self._rank == 0:
-            checksums = self._publish(aside, version)
+            blocks += self._publish(aside, version)
         self._all_done()
+        infos = [block.info for block in blocks[: len(rows)]]
         return SyncReport(
             seconds=time.perf_counter() - start,
             bytes=sum(info.num_bytes for info in infos),
             num_weights=len({info.name for info in infos}),
             version=version,
-            fingerprint=combine(checksums.items()),
+            fingerprint=combine((f"{block.info.name}{block.info.region}", block.checksum) for block in blocks),
         )
 
-    def _publish(self, aside: Path, version: int) -> dict[str, int]:
-        """Make what all ranks wrote visible under its name; the checksums of all blocks."""
-        write_json(aside / "manifest.json", {"version": version, "ranks": self._links.size if self._links else 1})
-        blocks = [block for parts in _read_manifest(aside).values() for block in parts]
+    def _publish(self, aside: Path, version: int) -> list[_Block]:
+        """Make what all ranks wrote visible under its name; the blocks of the other ranks."""
+        ranks = self._links.size if self._links else 1
+        (aside / "manifest.json").write_text(json.dumps({"version": version, "ranks": ranks}))
+        others = [block for rank in range(1, ranks) for block in _read_blocks(aside, rank)]
         final = _version_folder(self._folder, version)
         shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed from before it
         aside.rename(final)
-        kept = [number for number in _versions(self._folder) if number <= version][-KEPT_VERSIONS:]
-        for other in set(_versions(self._folder)) - set(kept):
+        versions = _versions(self._folder)
+        kept = [number for number in versions if number <= version][-KEPT_VERSIONS:]
+        for other in set(versions) - set(kept):
             shutil.rmtree(_version_folder(self._folder, other))
-        return {f"{block.info.name}{block.info.region}": block.checksum for block in blocks}
+        return others
 
     def _all_done(self) -> None:
         if self._links is not None:
@@ -339,7 +342,8 @@ def _cut(piece: PieceInfo, blocks: list[_Block], files: OpenFiles) -> list[_Part
             continue
         covered += num_elements(common)
         values = take(_read_block(block, files), relative(common, block.info.region))
-        sent = digests([values.to(piece.dtype).contiguous()])[0]
+        as_written = common == block.info.region and values.dtype == piece.dtype
+        sent = block.checksum if as_written else digests([values.to(piece.dtype).contiguous()])[0]
         parts.append(_Part(piece=piece, region=common, values=values, sent=sent))
     if covered != num_elements(piece.region):
         raise ReshardError(
@@ -368,11 +372,19 @@ def _read_manifest(folder: Path) -> dict[str, list[_Block]]:
     """Blocks by name, those of all ranks."""
     blocks: dict[str, list[_Block]] = {}
     for rank in range(int(json.loads((folder / "manifest.json").read_text())["ranks"])):
-        for row in json.loads((folder / f"rank-{rank}.json").read_text())["blocks"]:
-            info = decode_info(row["piece"])
-            block = _Block(info=info, path=folder / row["file"], key=row["key"], checksum=int(row["checksum"]))
-            blocks.setdefault(info.name, []).append(block)
+        for block in _read_blocks(folder, rank):
+            blocks.setdefault(block.info.name, []).append(block)
     return blocks
+
+
+def _read_blocks(folder: Path, rank: int) -> list[_Block]:
+    """What this rank wrote."""
+    return [_block(folder, row) for row in json.loads((folder / f"rank-{rank}.json").read_text())["blocks"]]
+
+
+def _block(folder: Path, row: Mapping[str, Any]) -> _Block:
+    info = decode_info(row["piece"])
+    return _Block(info=info, path=folder / row["file"], key=row["key"], checksum=int(row["checksum"]))
 
 
 def _version_folder(folder: Path, version: int) -> Path:
@@ -381,5 +393,6 @@ def _version_folder(folder: Path, version: int) -> Path:
 
 def _versions(folder: Path) -> list[int]:
     """Whole versions, oldest first."""
-    numbers = (path.parent.name.removeprefix("version-") for path in folder.glob("version-*/manifest.json"))
-    return sorted(int(number) for number in numbers if number.isdigit())
+    names = os.listdir(folder) if folder.is_dir() else []
+    numbers = sorted(int(number) for name in names if (number := name.removeprefix("version-")) != name and number.isdigit())
+    return [number for number in numbers if (_version_folder(folder, number) / "manifest.json").exists()]

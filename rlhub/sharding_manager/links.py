@@ -57,6 +57,7 @@ class Links:
         rank, size = dist.get_rank(), dist.get_world_size()
         group = dist.group.WORLD
         assert group is not None
+        _connect_devices(group, device)
         return cls(group, rank=rank, size=size, device=device, timeout_s=timeout_s, labels=["worker"] * size)
 
     @classmethod
@@ -76,6 +77,7 @@ class Links:
                 options._timeout = timeout
                 nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
                 group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+            _connect_devices(group, device)
         except (RuntimeError, ValueError) as error:  # torch's store and backend errors are RuntimeErrors
             raise DeadlineError(name, timeout_s, f"not all {size} processes joined: {error}") from error
         links = cls(group, rank=rank, size=size, device=device, timeout_s=timeout_s, labels=["peer"] * size)
@@ -152,3 +154,10 @@ class Links:
     def close(self) -> None:
         """Drop the connections; peers that wait for this process notice."""
         del self.group
+
+
+def _connect_devices(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Every rank takes part once.  NCCL connects a group's devices with its first message, for which it waits for all ranks; in a
+    transfer some have none to send or receive."""
+    if device.type != "cpu":
+        group.allreduce([torch.zeros(1, device=device)]).wait()

@@ -7,15 +7,14 @@ exactly once.  It is deterministic, so every process can make it from the same d
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 
 from rlhub.errors import ReshardError
+from rlhub.utils.collector import without_collector
 from rlhub.utils.pieces import PieceInfo
 from rlhub.utils.regions import Region, difference, intersection, merged, num_elements, overlapping, remainder
 
@@ -73,18 +72,6 @@ class Plan:
     def sends(self, source: int) -> list[Transfer]:
         """What a source rank sends to other processes, by destination and then as the destination receives it."""
         return [transfer for received in self.receives for transfer in received if transfer.source == source]
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Large plans are millions of objects and not one cycle: the garbage collector would walk them over and over."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @without_collector()

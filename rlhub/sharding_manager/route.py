@@ -65,6 +65,7 @@ def make_route(links: Links | None, members: Sequence[Member], *, memory_bytes: 
         destination=destination,
         source_peers=sources,
         destination_peers=destinations,
+        device=members[rank].device,
     )
     full = {info.name: info for member in members for info in member.destinations}
     return Route(

@@ -15,6 +15,8 @@ from rlhub.single_controller.observer import Call, CallObserver
 GRACE_S = 3.0
 """After a first failure, wait this long for the others': when a rank dies its peers fail too (their collective breaks), often
 sooner, and the death is what to report."""
+UNTOLD_S = 60.0
+"""Wait as much longer for the word of a death that has plainly happened: on a machine that is overloaded it comes late."""
 
 _POLL_S = 0.005
 
@@ -66,6 +68,10 @@ class PendingCall(ABC):
     def data_future(self, ranks: Sequence[int], watch: Watch) -> DataProtoFuture:
         """The outputs of `ranks` as one future batch in that order; reading it here ends `watch`.  Needs `Request.as_data`."""
 
+    def has_lost(self) -> bool:
+        """Whether a rank that has not answered is seen to be dead, though the backend has not said so yet."""
+        return False
+
 
 class Watch:
     """Tells the observers of one call: start at construction, end once."""
@@ -98,6 +104,10 @@ class CallFuture:
     def done(self) -> bool:
         return self._pending.done()
 
+    def has_lost(self) -> bool:
+        """See PendingCall."""
+        return self._pending.has_lost()
+
     def as_data(self, ranks: Sequence[int]) -> DataProtoFuture:
         """The same result as a batch that can be split and passed on without waiting."""
         return self._pending.data_future(ranks, self._watch)
@@ -111,6 +121,12 @@ class CallFuture:
             raise
         self._watch.end()
         return result
+
+
+def grace_is_over(ends: float, has_lost: Callable[[], bool]) -> bool:
+    """Whether to wait no longer for what explains a failure.  ends: of the grace; asked only after it: `has_lost`."""
+    now = time.monotonic()
+    return now >= ends and (now >= ends + UNTOLD_S or not has_lost())
 
 
 def cause_of(errors: Sequence[Exception]) -> Exception:
@@ -132,7 +148,9 @@ def wait_all(futures: Iterable[CallFuture]) -> list[Any]:
     results: dict[int, Any] = {}
     errors: list[Exception] = []
     grace_ends = float("inf")
-    while waiting and time.monotonic() < grace_ends:
+    over = False
+    while waiting and not over:
+        over = grace_is_over(grace_ends, lambda: any(future.has_lost() for future in waiting.values()))  # then one last look
         done = [index for index, future in waiting.items() if future.done()]
         for index in done:
             try:
@@ -140,7 +158,7 @@ def wait_all(futures: Iterable[CallFuture]) -> list[Any]:
             except Exception as error:  # noqa: BLE001  # raised below, when it is known which of them is the cause
                 errors.append(error)
                 grace_ends = min(grace_ends, time.monotonic() + GRACE_S)
-        if not done:
+        if not done and not over:
             time.sleep(_POLL_S)
     if errors:
         raise cause_of(errors)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhub.utils.tool_calls import ToolCall
 
-HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+HERMES = re.compile(rf"{OPEN}(.*?)({CLOSE}|\Z)", re.DOTALL)
 MAX_OBJECTS = 16  # looked at in one reply: each failed attempt reads on from its brace, so their number must be bounded
 _DECODER = json.JSONDecoder()
 
@@ -76,10 +76,6 @@ def parse_json(text: str) -> ParsedReply:
         start = end
     reply.text = "".join([*kept, text[start:]]).strip()
     return reply
-
-
-CALL_MARKERS: dict[Callable[[str], ParsedReply], str] = {parse_hermes: "<tool_call>", parse_json: "{"}
-"""Format -> what every call begins with.  Without its calls a reply reads the same up to there, but for spaces around it."""
 
 
 def as_call(value: Any) -> ToolCall | str:

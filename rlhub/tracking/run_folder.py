@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # some network file systems
 KEPT_ON_RESTART = {"run.lock"}
+LENGTH = "optim.total_training_steps"
+"""End of the names of what follows from the length of the run."""
 
 
 class RunFolder:
@@ -128,6 +130,17 @@ class RunFolder:
             write_text(_unused(self.path, "config.{}.yaml"), old)
         write_text(self.config, text)
 
+    def changes(self, config: Mapping[str, Any]) -> list[str]:
+        """`key: before -> now` of the settings in which config.yaml differs from these, leaving out the section `trainer` and
+        derived lengths, which say how long, where and how often, and not what is trained; [] without a readable file."""
+        try:
+            before = dict(_leaves(yaml.safe_load(self.config.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, yaml.YAMLError):
+            return []
+        now = dict(_leaves(yaml.safe_load(yaml.safe_dump(redact(config)))))
+        names = [name for name in now if name in before and not name.startswith("trainer.") and not name.endswith(LENGTH)]
+        return [f"{name}: {before[name]} -> {now[name]}" for name in names if before[name] != now[name]]
+
     def note(self, name: str) -> str | None:
         """A short text that an earlier start left with `write_note` (a tracker's run id), or None."""
         return self._notes().get(name)
@@ -189,3 +202,12 @@ def _may_be_alive(holder: Mapping[str, Any]) -> bool:
         return bool(abs(psutil.Process(int(holder["pid"])).create_time() - float(holder["started"])) < 1.0)
     except (psutil.Error, KeyError, ValueError):
         return False
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(full name, value) of nested mappings."""
+    if not isinstance(tree, Mapping):
+        yield prefix, tree
+        return
+    for name, value in tree.items():
+        yield from _leaves(value, f"{prefix}.{name}" if prefix else str(name))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from rlhub.config.cli import run as run_cli
-from rlhub.config.serve import ServeConfig, problems
+from rlhub.config.serve import ServeConfig
+from rlhub.trainer.serve_checks import check
 
 DESCRIPTION = (
     "Serve a model folder by OpenAI's interface (/v1/chat/completions with streaming, tools and log-probs, /v1/completions, "
@@ -23,4 +24,4 @@ def main(config: ServeConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(ServeConfig, "serve", main, description=DESCRIPTION, preflight=problems, required=("model.path",)))
+    sys.exit(run_cli(ServeConfig, "serve", main, description=DESCRIPTION, preflight=check, required=("model.path",)))

@@ -104,7 +104,7 @@ def _(config: SFTConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
 def _(config: DPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
     problems = _check_supervised(config, check_pairs(config.data))
     loss, mentioned = config.dpo.loss_type, [name for name in _SHARED_KNOBS["dpo"] if f"dpo.{name}" in set_keys]
-    problems += _unknown("dpo.loss_type", PREFERENCE_LOSSES, loss)
+    problems += unknown("dpo.loss_type", PREFERENCE_LOSSES, loss)
     problems += _check_knobs("dpo", PREFERENCE_LOSSES, loss, config.dpo, config.dpo.kwargs, always=bool(mentioned))
     if mentioned and not problems:
         unread = tuple(f"dpo.{name}" for name in mentioned if name not in _knob_names(PREFERENCE_LOSSES, loss))
@@ -224,7 +224,7 @@ def check_names(config: PPOConfig) -> list[str]:
         (f"{_ROLLOUT}.name", ROLLOUT_ENGINES, engine),
         ("reward_model.reward_manager", REWARD_MANAGERS, reward.reward_manager),
     ]
-    problems = [problem for key, registry, name in named for problem in _unknown(key, registry, name)]
+    problems = [problem for key, registry, name in named for problem in unknown(key, registry, name)]
     packages = ROLLOUT_ENGINES.row(engine).requires if engine in ROLLOUT_ENGINES else frozenset()
     if missing := [package for package in sorted(packages) if find_spec(package) is None]:
         free = ", ".join(name for name in ROLLOUT_ENGINES.names() if not ROLLOUT_ENGINES.row(name).requires)
@@ -242,7 +242,7 @@ def check_names(config: PPOConfig) -> list[str]:
 
 def check_trackers(names: Sequence[str]) -> list[str]:
     """Trackers exist and the packages they need are installed."""
-    problems = [problem for name in names for problem in _unknown("trainer.logger", TRACKERS, name)]
+    problems = [problem for name in names for problem in unknown("trainer.logger", TRACKERS, name)]
     for name in names:
         needed = TRACKERS.row(name).requires if name in TRACKERS else frozenset()
         missing = [package for package in sorted(needed) if find_spec(package) is None]
@@ -251,7 +251,8 @@ def check_trackers(names: Sequence[str]) -> list[str]:
     return problems
 
 
-def _unknown(key: str, registry: Registry[Any], name: str) -> list[str]:
+def unknown(key: str, registry: Registry[Any], name: str) -> list[str]:
+    """What is wrong with a setting that must be a registered name; [] if nothing."""
     try:
         registry.row(name)
     except RegistryError as error:
@@ -386,7 +387,7 @@ def check_scoring_models(config: PPOConfig) -> list[str]:
             read(value)
         except ConfigError as error:
             problems += error.problems
-    problems += _unknown("reward_model.judge.name", ROLLOUT_ENGINES, resolve_engine_name(judge.name or ""))
+    problems += unknown("reward_model.judge.name", ROLLOUT_ENGINES, resolve_engine_name(judge.name or ""))
     shape = read_shape(judge.model.as_model(), "reward_model.judge.model", problems)
     if shape is not None:
         prompt, answer = judge.max_prompt_length, judge.max_tokens

@@ -29,6 +29,8 @@ from rlhub.utils.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
 
+SHOWN_CHANGES = 8
+"""Most changed settings that a message names."""
 SaveFunction = Callable[[Path], list[FileEntry]]
 StateFunction = Callable[[], Mapping[str, Any]]
 
@@ -80,6 +82,7 @@ class Run:
         self.signals.__enter__()
         try:
             self.checkpoint = self._find_checkpoint()
+            self._warn_of_changes()
             self._complete_log()
         except BaseException:
             self.__exit__(None, None, None)
@@ -95,6 +98,19 @@ class Run:
         if mode == "resume_path":
             return self.store.open(Path(self.config.resume_from_path or ""))
         return self.store.latest()
+
+    def _warn_of_changes(self) -> None:
+        """A folder may hold another experiment's run: going on with it under other settings is said before anything starts."""
+        if self.checkpoint is None or not (changes := self.folder.changes(self.resolved)):
+            return
+        more = f" and {len(changes) - SHOWN_CHANGES} more" if len(changes) > SHOWN_CHANGES else ""
+        logger.warning(
+            "%s holds a run with other settings (%s%s). It is this run that goes on; for a new one set trainer.experiment_name "
+            "or trainer.default_local_dir to another name, or trainer.resume_mode=disable",
+            self.folder.path,
+            "; ".join(changes[:SHOWN_CHANGES]),
+            more,
+        )
 
     def _complete_log(self) -> None:
         """Of a finished run that was killed between its last checkpoint and that step's line: write the line and the report."""
@@ -147,7 +163,9 @@ class Run:
         return frequency > 0 and (step % frequency == 0 or last)
 
     def begin_step(self, step: int) -> None:
-        """Start the step's clock."""
+        """Start the step's clock.  From the first update on a stop signal waits for the step's end, to save it."""
+        if step > 0:
+            self.signals.defer()
         self.timers.drain()
         self._step_started = time.perf_counter()
 
@@ -228,7 +246,7 @@ class Run:
         if kind is None:
             self.finish("interrupted" if self.stop_requested else "finished")
         else:
-            interrupted = issubclass(kind, KeyboardInterrupt)
+            interrupted = issubclass(kind, KeyboardInterrupt | SystemExit)
             self.finish("interrupted" if interrupted else "failed", str(error))
         self.signals.__exit__(None, None, None)
         self.folder.close()

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import os
 import secrets
 import signal
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from rlhub.config.devices import count_gpus, torch_has_cuda
 from rlhub.config.serve import ServeConfig
-from rlhub.engines.rollout.base import RolloutEngine, SamplingParams, WeightBucket
-from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, RolloutSetup, resolve_engine_name
-from rlhub.errors import ConfigError, EngineError
+from rlhub.engines.rollout.base import RolloutEngine, SamplingParams
+from rlhub.engines.rollout.elsewhere import WeightsElsewhere
+from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.errors import ConfigError
 from rlhub.models.shape import read_model_shape
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.models.vocabulary import read_vocabulary
-from rlhub.sharding_manager.files import WeightReader
 from rlhub.tools.registry import TOOL_FORMATS
+from rlhub.trainer.serve_weights import EngineAdministration
 from rlhub.utils.atomic import write_text
 from rlhub.workflows.openai_server.server import OpenAIServer, ServerOptions
 
@@ -37,8 +35,6 @@ INITIAL_VERSION = 0
 
 def serve(config: ServeConfig) -> int:
     """Until SIGINT or SIGTERM; the exit status is 0."""
-    for plugin in config.plugins:
-        importlib.import_module(plugin)
     engine = build_engine(config)
     try:
         return asyncio.run(_serve(config, engine))
@@ -64,18 +60,22 @@ async def _serve(config: ServeConfig, engine: RolloutEngine) -> int:
 def build_engine(config: ServeConfig) -> RolloutEngine:
     """With the model's weights, as version 0."""
     config.rollout.max_model_len = max_model_len(config)
-    setup = RolloutSetup(
-        config=config.rollout,
-        model=config.model,
-        device=torch.device(_device(config)),
+    config.rollout.mode = "async"  # single requests, that come and go
+    engine = build_rollout_engine(
+        config.rollout,
+        config.model,
+        device=torch.device(device_of(config)),
         seed=config.seed,
         max_prompt_length=0,
         max_response_length=0,
         load_checkpoint=True,
     )
-    engine = ROLLOUT_ENGINES.get(resolve_engine_name(config.rollout.name))(setup)
     engine.initialize()
-    engine.version = INITIAL_VERSION
+    if isinstance(engine, WeightsElsewhere):
+        with engine.overwriting(INITIAL_VERSION):
+            """They are those of the files already; its workers are told the version."""
+    else:
+        engine.version = INITIAL_VERSION
     return engine
 
 
@@ -88,7 +88,8 @@ def max_model_len(config: ServeConfig) -> int:
     return min(positions or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN)
 
 
-def _device(config: ServeConfig) -> str:
+def device_of(config: ServeConfig) -> str:
+    """Where the engine computes."""
     if config.device != "auto":
         return config.device
     return "cuda" if count_gpus() > 0 and torch_has_cuda() else "cpu"
@@ -140,65 +141,3 @@ def read_key(file: str | None) -> str:
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         stream.write(key)
     return key
-
-
-class EngineAdministration:
-    """See `Administration`.  Calls that block run in a thread, one after the other."""
-
-    def __init__(self, engine: RolloutEngine, *, recompute: bool, bucket_bytes: int) -> None:
-        self._engine, self._recompute, self._bucket_bytes = engine, recompute, bucket_bytes
-        self._turn = asyncio.Lock()
-        self._paused = False
-        self._readers: dict[str, WeightReader] = {}
-
-    async def pause(self) -> None:
-        async with self._turn:
-            await asyncio.to_thread(self._engine.pause)
-            self._paused = True
-
-    async def resume(self, *, recompute: bool) -> None:
-        async with self._turn:
-            self._paused = False
-            await asyncio.to_thread(self._engine.resume, recompute=recompute and self._recompute)
-
-    async def reload(self, folder: str, version: int) -> dict[str, Any]:
-        async with self._turn:
-            await asyncio.to_thread(self._reload, Path(folder), version)
-        logger.info("version %d from %s", version, folder)
-        return await self.status()
-
-    async def status(self) -> dict[str, Any]:
-        return {"version": self._engine.version, "load": self._engine.load, "paused": self._paused}
-
-    def _reload(self, folder: Path, version: int) -> None:
-        """From a Hugging Face folder, or from that of a trainer's WeightWriter.  What cannot be read changes nothing."""
-        files = sorted(folder.glob("*.safetensors"))
-        if files:
-            buckets = [_bucket(file) for file in files]
-            self._engine.pause()
-            self._engine.update_weights(without_tied_head(buckets, self._engine), version)
-        elif list(folder.glob("version-*")):
-            reader = self._readers.setdefault(
-                str(folder), WeightReader(self._engine, folder, bucket_bytes=self._bucket_bytes, timeout_s=1.0)
-            )
-            mapped = reader.prepare(version)
-            self._engine.pause()
-            reader.place(mapped)
-        else:
-            raise EngineError(f"no weights in {folder}: neither *.safetensors files nor version-<n> folders")
-        if not self._paused:
-            self._engine.resume(recompute=self._recompute)
-
-
-def _bucket(file: Path) -> WeightBucket:
-    """Mapped tensors: the file is read when they are copied."""
-    with safe_open(file, framework="pt") as opened:
-        return [(name, opened.get_tensor(name)) for name in opened.keys()]
-
-
-def without_tied_head(buckets: list[WeightBucket], engine: RolloutEngine) -> list[WeightBucket]:
-    """A folder may name a tied head besides its embedding; an engine has the two once."""
-    known = {piece.name for piece in engine.live_weights()}
-    if "lm_head.weight" in known:
-        return buckets
-    return [[(name, tensor) for name, tensor in bucket if name != "lm_head.weight"] for bucket in buckets]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
@@ -10,6 +11,8 @@ from rlhub.config.placement import MAIN, pool_name, pools_of
 from rlhub.config.trainer import TrainerConfig
 from rlhub.single_controller import ClassWithInitArgs, Launched, WorkerGroup, launch, wait_all
 from rlhub.trainer.run import Run
+
+logger = logging.getLogger(__name__)
 
 DEADLINES = {
     "init_model": "start",
@@ -41,6 +44,9 @@ def launch_workers(roles: Mapping[str, ClassWithInitArgs], config: TrainerConfig
     """
     seconds, pools = config.deadline_s, pools_of(config)
     placement = {role: pool_name(config, role) for role in roles if pool_name(config, role) != MAIN}
+    ranks = config.nnodes * (config.n_gpus_per_node or 1)
+    where = "in this process" if config.backend == "local" else f"with Ray, {ranks} ranks on {config.device}"
+    logger.info("starting %s, %s", ", ".join(roles), where)
     launched = launch(
         roles,
         backend=config.backend,
@@ -61,6 +67,7 @@ def launch_workers(roles: Mapping[str, ClassWithInitArgs], config: TrainerConfig
         for group in launched.groups.values():
             group.set_deadlines({name: getattr(seconds, DEADLINES[name]) for name in group.methods() if name in DEADLINES})
         for groups in in_turn(launched.groups, placement):
+            logger.info("building %s", " and ".join(group.role for group in groups))
             wait_all(group.init_model.submit() for group in groups)
     except BaseException:
         launched.close()

@@ -10,6 +10,7 @@ dead worker breaks their whole pool.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -31,6 +32,7 @@ GATHER_S = (
 )
 LOAD_TIMEOUT_S = 120.0
 MAX_CHUNK = 256
+TRIVIAL_CHUNK, TRIVIAL_CHUNK_S = 32, 0.002  # so many calls at once, if they are done so soon: a round trip takes half as long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,9 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """The state of one `map`: the calls, those not yet handed out, those that get a second chance, and the outcomes."""
+    """The state of one `map`: the calls, those not yet handed out, those that get a second chance, and the outcomes.
+
+    call_s: what a call of the chunk that was answered last took, its round trip included."""
 
     calls: Sequence[Mapping[str, Any]]
     pending: deque[int]
@@ -65,6 +69,7 @@ class _Run:
     retries: deque[int] = field(default_factory=deque)
     retried: set[int] = field(default_factory=set)
     began: float = field(default_factory=time.monotonic)
+    call_s: float = math.inf
 
     @property
     def unfinished(self) -> bool:
@@ -138,9 +143,10 @@ class KillablePool:
         while run.unfinished or not any(child.ready for child in self._children):
             self._grow(run)
             self._feed(run)
+            now = time.monotonic()  # a reply that is there by now is read, however long this thread then waits for a core
             self._pump(run, self._patience(run))
             for child in list(self._children):
-                self._settle(run, child)
+                self._settle(run, child, now)
         for child in [child for child in self._children if child.items]:
             self._discard(child)  # at work on calls that are skipped
 
@@ -154,18 +160,24 @@ class KillablePool:
             self._children.append(spawn(self.target, self.parameters, timeout_s=self.timeout_s, memory_gb=self.memory_gb))
 
     def _feed(self, run: _Run) -> None:
-        """Give every idle child calls: large chunks first, smaller ones towards the end, so that all end together."""
+        """Give every idle child calls: large chunks first, smaller ones towards the end, so that all end together; but none that
+        is done at once."""
         for child in self._children:
             if not child.idle:
                 continue
             if run.retries and not child.served:
                 chunk = [run.retries.popleft()]
             else:
-                size = min(MAX_CHUNK, -(-len(run.pending) // (2 * self.num_workers)))
-                chunk = [run.pending.popleft() for _ in range(size)]
+                chunk = [run.pending.popleft() for _ in range(self._chunk_size(run))]
             sendable, line = run.request(chunk) if chunk else ([], b"")
             if sendable:
                 child.give(sendable, line)
+
+    def _chunk_size(self, run: _Run) -> int:
+        left = len(run.pending)
+        shares = 1 if self.num_workers == 1 else 2 * self.num_workers
+        least = min(TRIVIAL_CHUNK, int(TRIVIAL_CHUNK_S / run.call_s))
+        return min(MAX_CHUNK, left, max(-(-left // shares), least))
 
     def _patience(self, run: _Run) -> float:
         """Seconds until something may have to be done without a reply."""
@@ -217,10 +229,12 @@ class KillablePool:
                 run.fail(number, reply["failed"], reply["message"])
             else:
                 run.outcomes[number] = Outcome(value=reply.get("value"))
+            if not child.items:
+                run.call_s = (time.monotonic() - child.given_at) / child.num_given
 
-    def _settle(self, run: _Run, child: ChildProcess) -> None:
-        """Take a child out that has ended or is past its deadline, and see to the calls it had."""
-        late = (child.items or not child.ready) and time.monotonic() > self._deadline(child)
+    def _settle(self, run: _Run, child: ChildProcess, now: float) -> None:
+        """Take a child out that has ended or was past its deadline at `now`, and see to the calls it had."""
+        late = (child.items or not child.ready) and now > self._deadline(child)
         if not (child.finished or late):
             return
         how = self._discard(child)

@@ -28,12 +28,13 @@ MAX_UNREAD_BYTES = 1 << 22  # four of the largest replies a child sends; more wi
 READ_BYTES = 1 << 16  # the size of a pipe
 KILL_ROUNDS = 20
 CRASH_TEXT = 1500
+EXIT_S = 2.0  # between the closed pipes of a process that ends and its exit code: it needs a core for a moment
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChildProcess:
-    """items: numbers of the calls it has been given and not answered, in order; since: when it last got or did something
-    (monotonic); served: answers given; ready: its function is loaded."""
+    """items: numbers of the calls it has been given and not answered, in order; num_given, given_at: how many it was given last,
+    and when; since: when it last got or did something (both monotonic); served: answers given; ready: its function is loaded."""
 
     process: subprocess.Popen[bytes]
     request_fd: int
@@ -41,6 +42,8 @@ class ChildProcess:
     crash_file: IO[bytes]
     since: float = field(default_factory=time.monotonic)
     items: deque[int] = field(default_factory=deque)
+    num_given: int = 0
+    given_at: float = 0.0
     served: int = 0
     ready: bool = False
     finished: bool = False
@@ -59,7 +62,8 @@ class ChildProcess:
         """Hand over calls; `line` is written as far as the pipe takes it now, the rest by `write`."""
         self.items.extend(items)
         self._outgoing = memoryview(line)
-        self.since = time.monotonic()
+        self.num_given = len(self.items)
+        self.given_at = self.since = time.monotonic()
         self.write()
 
     def write(self) -> None:
@@ -89,9 +93,9 @@ class ChildProcess:
 
     def kill(self) -> str:
         """End the child and all its descendants; says how the child ended, with the crash's traceback if there is one."""
-        if self.finished:  # its pipes close a moment before its exit code is there
+        if self.finished:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=0.2)
+                self.process.wait(timeout=EXIT_S)
         ended_before = self.process.poll() is not None
         kill_tree(self.process.pid, self.process)
         code = self.process.wait()

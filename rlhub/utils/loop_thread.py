@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,22 @@ class LoopThread:
             self.loop.call_soon(function, *args)
         else:
             self.loop.call_soon_threadsafe(function, *args)
+
+    def ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """What a function returns or raises that is called on the loop: soon, or at once where this is the loop's own thread."""
+        answer: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(function(*args))
+            except BaseException as error:  # noqa: BLE001  handed to the thread that asked
+                answer.set_exception(error)
+
+        if self.is_current:
+            run()
+        else:
+            self.loop.call_soon_threadsafe(run)
+        return answer
 
     def run(self, coroutine: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
         """Run a coroutine to its end and return its result; the calling thread, which must be another, waits."""

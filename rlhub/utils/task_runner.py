@@ -18,6 +18,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any
 
 from rlhub.errors import DeadlineError
@@ -110,6 +111,10 @@ class AsyncTaskRunner:
     @property
     def paused(self) -> bool:
         return self._paused
+
+    def ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """What a function returns or raises that is called on the loop: soon, or at once where this is the loop's own thread."""
+        return self._thread.ask(function, *args)
 
     # -- submitting --------------------------------------------------------------------------------------------------------
 
@@ -388,4 +393,4 @@ class AsyncTaskRunner:
     def _expire(self, entry: _Entry) -> None:
         if entry.task is not None:
             entry.expired = True
-            entry.task.cancel()
+            self._thread.loop.call_soon(entry.task.cancel)  # see `_cancel`: uvloop looks at timers before its queue

@@ -22,6 +22,7 @@ from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.engine_worker import EngineWorker
 from rlhub.workers.replica_places import DevicePlace, device_place
+from rlhub.workers.room import make_room
 from rlhub.workers.runtime import WorkerRuntime, memory_metrics
 from rlhub.workers.transfer import Meeting, open_meeting
 
@@ -64,6 +65,7 @@ class ActorPart(EngineWorker):
                 scale=self.config.actor.loss_scale_factor or self.runtime.max_response_length,
                 correction=self.correction,
             )
+        self.engine.offload()  # what generates in this process is built next, and takes a share of the memory
 
     def _build_reference(self) -> TrainEngine | None:
         """The policy itself where it carries adapters (they are switched off), else a frozen copy."""
@@ -74,13 +76,10 @@ class ActorPart(EngineWorker):
         reference.offload()
         return reference
 
-    def _make_room(self) -> None:
-        """Called before training computes: take back memory from whatever generates in this process."""
-
     @register(dispatch_mode=ACTOR)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """old_log_probs (rows, response) of the current policy, and sum_pi_squared where meta_info asks for it."""
-        self._make_room()
+        make_room()
         extra = ("sum_pi_squared",) if batch.meta_info.get("sum_pi_squared") else ()
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs", *extra))
         columns = {"old_log_probs": outputs["log_probs"]} | {name: outputs[name] for name in extra}
@@ -89,7 +88,7 @@ class ActorPart(EngineWorker):
     @register(dispatch_mode=ACTOR)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """ref_log_prob (rows, response) of the frozen starting policy."""
-        self._make_room()
+        make_room()
         engine = self.reference or self.engine
         outputs = engine.infer(dict(batch.batch.items()), outputs=("log_probs",), adapters=False)
         if self.reference is not None:
@@ -99,7 +98,7 @@ class ActorPart(EngineWorker):
     @register(dispatch_mode=ACTOR)
     def update_actor(self, batch: DataProto) -> DataProto:
         """All optimizer steps of the batch; meta_info["metrics"] are global."""
-        self._make_room()
+        make_room()
         started = time.perf_counter()
         metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
         seconds = time.perf_counter() - started
@@ -109,7 +108,7 @@ class ActorPart(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def write_weights(self, folder: str, version: int) -> SyncReport:
         """Leave the policy's weights in the folder as `version` (collective); whoever generates with them goes on meanwhile."""
-        self._make_room()
+        make_room()
         if self._writer is None or self._writer[0] != folder:
             bucket_bytes = self.config.rollout.update_weights_bucket_mb << 20
             writer = WeightWriter(self.engine, Path(folder), bucket_bytes=bucket_bytes, timeout_s=self.runtime.deadline_s)

@@ -7,9 +7,10 @@ from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Dispatch, register
 from rlhub.workers.actor import ActorPart
 from rlhub.workers.rollout import RolloutPart
+from rlhub.workers.room import GivesRoom, holds_memory
 
 
-class ActorRolloutRefWorker(ActorPart, RolloutPart):
+class ActorRolloutRefWorker(ActorPart, RolloutPart, GivesRoom):
     """Training and generation take turns on the same devices.  All methods run on every rank."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -18,6 +19,8 @@ class ActorRolloutRefWorker(ActorPart, RolloutPart):
         self._init_actor()
         self._init_rollout()
         self.rollout_asleep = False
+        holds_memory(self)
+        self.give_room()  # to the roles that are built next, and to the trainer until the first weights
         self.sharding = ShardingManager(
             self.engine, self.rollout, bucket_bytes=self.bucket_bytes, timeout_s=self.runtime.deadline_s
         )
@@ -28,7 +31,7 @@ class ActorRolloutRefWorker(ActorPart, RolloutPart):
         self.rollout_asleep = False
         return self.sharding.sync(version)
 
-    def _make_room(self) -> None:
+    def give_room(self) -> None:
         """Give the GPU memory of the rollout engine to training; it wakes with the next weights."""
         if self.device.type == "cuda" and self.config.rollout.free_cache_engine and not self.rollout_asleep:
             self.rollout.sleep()

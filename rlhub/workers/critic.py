@@ -10,6 +10,7 @@ from rlhub.models.hf import ModelKind
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.engine_worker import EngineWorker
+from rlhub.workers.room import make_room
 from rlhub.workers.runtime import WorkerRuntime, memory_metrics
 
 CRITIC = make_nd_compute_dataproto_dispatch_fn(mesh_name="critic")
@@ -40,12 +41,14 @@ class CriticWorker(EngineWorker):
     @register(dispatch_mode=CRITIC)
     def compute_values(self, batch: DataProto) -> DataProto:
         """values (rows, response), of the state before each response token."""
+        make_room()
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("values",))
         return DataProto.from_dict(tensors={"values": outputs["values"]})
 
     @register(dispatch_mode=CRITIC)
     def update_critic(self, batch: DataProto) -> DataProto:
         """All optimizer steps of the batch; meta_info["metrics"] are global."""
+        make_room()
         metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
         self.engine.offload()
         return DataProto(meta_info={"metrics": metrics | memory_metrics("critic", self.device)})

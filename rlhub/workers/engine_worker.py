@@ -25,6 +25,7 @@ class EngineWorker(Worker):
     def save_checkpoint(self, folder: str) -> list[FileEntry]:
         """This rank's shards below `folder`, and from rank 0 the weights under their Hugging Face names."""
         entries = save_engine(self.engine, Path(folder), self.rank, self.world_size)
+        self.engine.offload()
         if self.rank == 0 and self.hf_model is not None:
             save_sidecars(self.hf_model, Path(folder) / HF_FOLDER, self.hf_kind)
         return entries
@@ -33,3 +34,4 @@ class EngineWorker(Worker):
     def load_checkpoint(self, folder: str) -> None:
         """Weights, optimizer and schedule as they were saved, whatever the number of ranks then."""
         load_engine(self.engine, Path(folder))
+        self.engine.offload()

@@ -78,7 +78,11 @@ class Fleet:
 
     def serving(self) -> list[Replica]:
         """Those that new requests may go to."""
-        return [r for r in self.replicas.values() if r.state == "serving" and r.publication >= self._settled]
+        return [replica for replica in self.replicas.values() if self.serves(replica)]
+
+    def serves(self, replica: Replica) -> bool:
+        """Whether new requests may go there."""
+        return replica.state == "serving" and replica.publication >= self._settled
 
     async def changed(self) -> None:
         """Wait until a replica has come, gone or taken weights.  Raises `failure` where nothing can come any more."""

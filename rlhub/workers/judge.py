@@ -32,6 +32,7 @@ class JudgeWorker(Worker):
             gpu_memory_utilization=config.gpu_memory_utilization,
             max_model_len=config.max_prompt_length + config.max_tokens,
             ignore_eos=False,
+            free_cache_engine=False,  # it never sleeps, and vLLM can let one engine of a process sleep, not two
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -26,6 +26,7 @@ class RewardModelWorker(EngineWorker):
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         self.engine = build_reward_engine(self.config, device=self.device, seed=self.runtime.seed)
         self.engine.initialize()
+        self.engine.offload()
         self._register_dispatch_collect_info("reward_model", self.engine.dp_rank, self.engine.is_collect)
 
     @register(dispatch_mode=REWARD_MODEL)

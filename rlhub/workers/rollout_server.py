@@ -13,7 +13,6 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -64,12 +63,16 @@ class ReplicaStatus:
 class RolloutServer(Worker):
     """See the module docstring.  `start` comes first, then `update_weights`, then requests.
 
-    load_checkpoint: start with the weights of the model's files, so that requests can come before any update.
+    replica: its number among the service's.  load_checkpoint: start with the weights of the model's files, so that requests can
+    come before any update.
     """
 
-    def __init__(self, config: ActorRolloutRefConfig, runtime: WorkerRuntime, *, load_checkpoint: bool = False) -> None:
+    def __init__(
+        self, config: ActorRolloutRefConfig, runtime: WorkerRuntime, *, replica: int = 0, load_checkpoint: bool = False
+    ) -> None:
         self.config, self.runtime = config, runtime
-        self._setup = rollout_setup(config, runtime, runtime.torch_device(0), load_checkpoint=load_checkpoint)
+        device = runtime.torch_device(0)
+        self._setup = rollout_setup(config, runtime, device, dp_rank=replica, load_checkpoint=load_checkpoint)
         self._engine: RolloutEngine | None = None
         self._vocabulary: Vocabulary | None = None
         self._readers: dict[str, FolderReader] = {}
@@ -129,9 +132,7 @@ class RolloutServer(Worker):
         started = time.perf_counter()
         reader = self._reader(folder)
         async with self._turn:
-            mapped = await asyncio.to_thread(reader.prepare, version)
-            paused_at = time.time()
-            report = await asyncio.to_thread(self._take, reader, mapped)
+            paused_at, report = await asyncio.to_thread(self._take, reader, version)
         self._fingerprint, self._failure = report.fingerprint, ""
         return UpdateReport(
             version=version,
@@ -150,13 +151,15 @@ class RolloutServer(Worker):
             }
         return self._readers[folder]
 
-    def _take(self, reader: FolderReader, mapped: Any) -> SyncReport:
-        """Pause, copy, go on."""
+    def _take(self, reader: FolderReader, version: int) -> tuple[float, SyncReport]:
+        """Map the version beside generation; then pause, copy, go on.  Also the time at which the pause began."""
+        mapped = reader.prepare(version)
+        paused_at = time.time()
         self.engine.pause()
         report = reader.place(mapped)
         if not self._paused:
             self.engine.resume(recompute=self.config.rollout.recompute_kv_cache)
-        return report
+        return paused_at, report
 
     async def pause(self) -> None:
         """Sample nothing until `resume`, also when weights are updated meanwhile; requests wait with their tokens."""

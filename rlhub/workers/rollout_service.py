@@ -116,11 +116,10 @@ class RolloutService:
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.options = options
-        self._config = config
+        self._config, self._runtime, self._server = config, runtime, RolloutServer
         self._own_thread = LoopThread("rollout-service") if loop is None else None
         self.loop = loop or self._own_thread.loop  # type: ignore[union-attr]
         self.router = Router(self._start_replica, options.limits, generate_s=options.generate_s, own_weights=options.own_weights)
-        self._spec = ClassWithInitArgs(RolloutServer, config, runtime, load_checkpoint=options.own_weights)
         self._places = ReplicaPlaces(
             device=options.device,
             counts=options.counts,
@@ -181,9 +180,12 @@ class RolloutService:
             max_concurrency=UNLIMITED,
             start_deadline_s=self.options.limits.start_s,
         )
+        number = int(name.rpartition("-")[2])
         if self.options.backend == "ray":
-            common = await asyncio.to_thread(self._places.options, int(name.rpartition("-")[2]), common)
-        return await astart_async_actor(self._spec, common, backend=self.options.backend)
+            common = await asyncio.to_thread(self._places.options, number, common)
+        own = self.options.own_weights
+        spec = ClassWithInitArgs(self._server, self._config, self._runtime, replica=number, load_checkpoint=own)
+        return await astart_async_actor(spec, common, backend=self.options.backend)
 
     def publish(self, folder: str, version: int) -> list[tuple[str, UpdateReport]]:
         """Give all replicas the weights `version`, which are written; (replica, its report).  See Fleet.update."""

@@ -152,22 +152,23 @@ class Router:
     async def _choose(self, session: str) -> Replica:
         while True:
             self.fleet.raise_failure()
-            serving = {replica.name: replica for replica in self.fleet.serving()}
-            if serving:
-                return self._pick(serving, session)
+            home = self.fleet.replicas.get(self._sessions.get(session, "")) if session else None
+            if home is not None and self.fleet.serves(home):
+                self._sessions.move_to_end(session)
+                return home
+            if serving := self.fleet.serving():
+                chosen = min(serving, key=lambda replica: (replica.cost, replica.requests))
+                self._settle(session, chosen)
+                return chosen
             await self.fleet.changed()
 
-    def _pick(self, serving: dict[str, Replica], session: str) -> Replica:
-        name = self._sessions.get(session, "") if session else ""
-        if name not in serving:
-            chosen = min(serving.values(), key=lambda replica: (replica.cost, replica.requests))
-            name = chosen.name
+    def _settle(self, session: str, chosen: Replica) -> None:
+        """Where the session's next request goes."""
         if session:
-            self._sessions[session] = name
+            self._sessions[session] = chosen.name
             self._sessions.move_to_end(session)
             if len(self._sessions) > self._max_sessions:
                 self._sessions.popitem(last=False)
-        return serving[name]
 
     # -- replicas ----------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ right to the longest of the batch, so equal samples give an equal batch whatever
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,30 +35,32 @@ def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = N
 
     policy_version is NOT_SAMPLED on what the policy did not write.  vocab_size: WorkflowError for tokens outside of it.
     """
-    check(groups, vocab_size)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     counts = [len(group.trajectories) for group in groups]
     columns = token_columns(trajectories, pad_id)
-    columns["ordinal"] = torch.tensor([group.ordinal for group in groups]).repeat_interleave(torch.tensor(counts))
-    columns["uid"] = torch.arange(len(groups)).repeat_interleave(torch.tensor(counts))
+    columns["ordinal"] = torch.from_numpy(np.repeat(np.array([group.ordinal for group in groups], dtype=np.int64), counts))
+    columns["uid"] = torch.from_numpy(np.repeat(np.arange(len(groups)), counts))
+    check(columns, vocab_size)
     columns |= score_columns(groups, columns["responses"].shape[1])
     return DataProto.from_dict(columns, prompt_columns(groups))
 
 
-def check(groups: Sequence[Group], vocab_size: int | None = None) -> None:
+def check(columns: Mapping[str, Tensor], vocab_size: int | None) -> None:
     """WorkflowError for what would corrupt training silently: tokens outside the vocabulary, log-probs that are not finite."""
-    for group in groups:
-        for trajectory in group.trajectories:
-            tokens = trajectory.response_ids
-            if vocab_size is not None and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-                bad = min(tokens) if min(tokens) < 0 else max(tokens)
-                raise WorkflowError(
-                    f"a sample of prompt {group.ordinal} has token id {bad}, outside the vocabulary of {vocab_size}"
-                )
-            if not np.isfinite(trajectory.rollout_log_probs).all():
-                raise WorkflowError(
-                    f"a sample of prompt {group.ordinal} has a log-prob that is not finite; check dtype and sampling settings"
-                )
+    tokens, log_probs = columns["responses"].numpy(), columns["rollout_log_probs"].numpy()
+    finite = np.isfinite(log_probs).all(1)
+    if not finite.all():
+        ordinal = int(columns["ordinal"][int(finite.argmin())])
+        raise WorkflowError(f"a sample of prompt {ordinal} has a log-prob that is not finite; check dtype and sampling settings")
+    if vocab_size is not None:
+        written = columns["attention_mask"].numpy()[:, -tokens.shape[1] :] == 1
+        outside = written & ((tokens < 0) | (tokens >= vocab_size))
+        if outside.any():
+            row, position = np.argwhere(outside)[0]
+            raise WorkflowError(
+                f"a sample of prompt {int(columns['ordinal'][row])} has token id {tokens[row, position]}, outside the vocabulary "
+                f"of {vocab_size}"
+            )
 
 
 def token_columns(trajectories: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
@@ -67,31 +70,35 @@ def token_columns(trajectories: Sequence[Trajectory], pad_id: int) -> dict[str, 
     filled = np.arange(lengths.max())[None, :] < lengths[:, None]
 
     def padded(column: Iterable[Sequence[Any]], fill: float, dtype: Any) -> Tensor:
-        values = np.full(filled.shape, fill, dtype=dtype)
-        values[filled] = [value for row in column for value in row]
-        return torch.from_numpy(values)
+        return torch.from_numpy(placed(column, filled, fill, dtype))
 
-    responses = padded((t.response_ids for t in trajectories), pad_id, np.int64)
+    responses = placed((t.response_ids for t in trajectories), filled, pad_id, np.int64)
     return {
-        "input_ids": torch.cat([prompts, responses], 1),
-        "attention_mask": torch.cat([prompt_mask, torch.from_numpy(filled).long()], 1),
-        "responses": responses,
+        "input_ids": torch.from_numpy(np.concatenate([prompts, responses], 1)),
+        "attention_mask": torch.from_numpy(np.concatenate([prompt_mask, filled], 1).astype(np.int64)),
+        "responses": torch.from_numpy(responses),
         "response_mask": padded((t.response_mask for t in trajectories), 0, np.int64),
         "response_length": torch.from_numpy(lengths),
-        "finish_reason": torch.tensor([FINISH_CODES[t.finish_reason] for t in trajectories]),
+        "finish_reason": torch.from_numpy(np.array([FINISH_CODES[t.finish_reason] for t in trajectories], dtype=np.int64)),
         "rollout_log_probs": padded((t.rollout_log_probs for t in trajectories), 0.0, np.float32),
         "policy_version": padded((t.versions for t in trajectories), NOT_SAMPLED, np.int64),
     }
 
 
-def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Tokens and their mask, both (rows, longest) int64."""
+def placed(column: Iterable[Sequence[Any]], filled: np.ndarray, fill: float, dtype: Any) -> np.ndarray:
+    """The rows' values one after the other where `filled` (rows, width) is true, `fill` elsewhere.  ValueError if their number
+    is another."""
+    values = np.full(filled.shape, fill, dtype=dtype)
+    values[filled] = np.fromiter(chain.from_iterable(column), dtype)
+    return values
+
+
+def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens int64 and where they are bool, both (rows, longest)."""
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     width = int(lengths.max())
     filled = np.arange(width)[None, :] >= width - lengths[:, None]
-    tokens = np.full((len(rows), width), pad_id, dtype=np.int64)
-    tokens[filled] = [token for row in rows for token in row]
-    return torch.from_numpy(tokens), torch.from_numpy(filled).long()
+    return placed(rows, filled, pad_id, np.int64), filled
 
 
 def score_columns(groups: Sequence[Group], width: int) -> dict[str, Tensor]:

@@ -90,9 +90,10 @@ class Delivery:
 
     def trained(self, step: int) -> None:
         """What was taken for this step, or before, is trained."""
-        for ordinal in [ordinal for ordinal, (taken_for, _) in self._taken.items() if taken_for <= step]:
+        trained = [ordinal for ordinal, (taken_for, _) in self._taken.items() if taken_for <= step]
+        for ordinal in trained:
             del self._taken[ordinal]
-            self.ledger.train(ordinal)
+        self.ledger.train(*trained)
 
     def untrained(self) -> list[Group]:
         """Ready or taken for a step that is not over, in order."""

@@ -119,7 +119,7 @@ class WorkflowExecutor:
         self._failed_in_a_row = self._num_failed = self._fruitless = 0
         runner.on_outcome = self._on_outcome
 
-    # What training calls, from its own thread.
+    # What training calls, from its own thread or on the event loop; `next_groups` and `state` wait, so not on the loop.
 
     @property
     def first_ordinal(self) -> int:
@@ -137,7 +137,7 @@ class WorkflowExecutor:
         nothing is lost.  Raises the error that ended the run.
         """
         request = GroupRequest(count, step)
-        self._call(self._ask, request)
+        self.runner.loop.call_soon_threadsafe(self._ask, request)
         try:
             return request.answer.result(timeout)
         except TimeoutError:
@@ -169,6 +169,10 @@ class WorkflowExecutor:
     def metrics(self) -> dict[str, float]:
         """Since the last call; see statistics.py."""
         return self._call(self._metrics)
+
+    def metrics_soon(self) -> Future[dict[str, float]]:
+        """`metrics`, without waiting for them."""
+        return self.runner.ask(self._metrics)
 
     def state(self) -> dict[str, Any]:
         """JSON-able.  With finished groups that were not trained (what was taken for a step that is not over is among them) and
@@ -202,17 +206,8 @@ class WorkflowExecutor:
     # On the event loop.
 
     def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run `fn` on the event loop and wait for what it returns."""
-        answer: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(fn(*args))
-            except BaseException as error:  # noqa: BLE001  handed to the thread that asked
-                answer.set_exception(error)
-
-        self.runner.loop.call_soon_threadsafe(run)
-        return answer.result(CALL_DEADLINE_S)
+        """What `fn` returns on the event loop."""
+        return self.runner.ask(fn, *args).result(CALL_DEADLINE_S)
 
     def _start(self, source: Iterator[PromptItem]) -> None:
         self._source, self._exhausted = iter(source), False  # a version may have been announced before there were prompts
@@ -245,7 +240,8 @@ class WorkflowExecutor:
             try:
                 self._serve()
                 self._admit()
-                self._serve()  # the prompts may just have run out
+                if self._exhausted:  # perhaps just now
+                    self._serve()
                 self._check_progress()
             except Exception as error:  # noqa: BLE001  the loop's boundary: training gets the error
                 self._fail(error)
@@ -441,10 +437,10 @@ class WorkflowExecutor:
         self.delivery.trained(step)
 
     def _set_version(self, version: int) -> None:
-        self.delivery.trained(version)
         self.staleness.set_version(version)
         self.delivery.age(version + 1)
         self._react()
+        self.delivery.trained(version)
 
     def _pause(self) -> None:
         self._paused = True

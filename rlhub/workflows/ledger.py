@@ -7,7 +7,7 @@ resumed run begins to read prompts again, passing over those that have ended too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -30,8 +30,8 @@ _NEXT = {
     Phase.FINISHED: (Phase.TRAINED, Phase.DROPPED),
 }
 
-OnEnd = Callable[[int, Phase, str], None]
-"""`on_end(ordinal, phase, reason)`: a prompt has come to one of its ends."""
+OnEnd = Callable[[Sequence[int], Phase, str], None]
+"""`on_end(ordinals, phase, reason)`: these prompts have come to one of their ends, all at once."""
 
 
 class PromptLedger:
@@ -73,16 +73,17 @@ class PromptLedger:
         """Its group is complete and may be trained."""
         self._move(ordinal, Phase.FINISHED)
 
-    def train(self, ordinal: int) -> None:
-        self._end(ordinal, Phase.TRAINED, "")
+    def train(self, *ordinals: int) -> None:
+        """Those of a step."""
+        self._end(ordinals, Phase.TRAINED, "")
 
     def reject(self, ordinal: int, reason: str) -> None:
         """Its group gave nothing to train."""
-        self._end(ordinal, Phase.REJECTED, reason)
+        self._end((ordinal,), Phase.REJECTED, reason)
 
     def drop(self, ordinal: int, reason: str) -> None:
         """Its group was too old when training came to it."""
-        self._end(ordinal, Phase.DROPPED, reason)
+        self._end((ordinal,), Phase.DROPPED, reason)
 
     def _move(self, ordinal: int, phase: Phase) -> None:
         now = self._open.get(ordinal)
@@ -91,12 +92,13 @@ class PromptLedger:
             raise ValueError(f"prompt {ordinal} cannot become {phase}: it {was}")
         self._open[ordinal] = phase
 
-    def _end(self, ordinal: int, phase: Phase, reason: str) -> None:
-        self._move(ordinal, phase)
-        del self._open[ordinal]
-        self.counts[phase] += 1
-        if self.on_end is not None:
-            self.on_end(ordinal, phase, reason)
+    def _end(self, ordinals: Sequence[int], phase: Phase, reason: str) -> None:
+        for ordinal in ordinals:
+            self._move(ordinal, phase)
+            del self._open[ordinal]
+        self.counts[phase] += len(ordinals)
+        if self.on_end is not None and ordinals:
+            self.on_end(ordinals, phase, reason)
 
     def state(self) -> dict[str, Any]:
         """JSON-able and whole: what is not listed below next_ordinal has ended."""

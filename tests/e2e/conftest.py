@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -24,8 +25,40 @@ from tests.support.order import longest_first
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = "rlhub.trainer.main_ppo"
 MARK = "RLHUB_E2E_RUN"
-TIMEOUT_S = 240.0
-"""Of one process: far above what it takes, so that a loaded machine fails nothing and a hang does not last."""
+TIMEOUT_S = 300.0
+"""Of one wait: far above what it takes, so that a loaded machine fails nothing and a hang does not last."""
+LEFTOVERS_S = 90.0
+"""For what a run has started to end after it: seconds, but for a machine on which these processes do not get a turn."""
+HOLD = "RLHUB_E2E_HOLD"
+HOLDING = ("trainer.plugins=[holding]", "trainer.logger=[console,holding]")
+HOLDING_MODULE = f"""
+import math, os, time
+from pathlib import Path
+
+from rlhub.tracking.registry import TRACKERS
+from rlhub.tracking.tracker import Tracker
+
+
+@TRACKERS.register("holding")
+class Holding(Tracker):
+    def start(self, run):
+        self.file = Path(os.environ["{HOLD}"])
+
+    def log(self, step, metrics):
+        while step >= self.last():
+            time.sleep(0.02)
+
+    def last(self):
+        try:
+            return int(self.file.read_text())
+        except FileNotFoundError:
+            return math.inf
+
+    def finish(self, status, message=""):
+        pass
+"""
+"""A run stands still after the step that the file names, when its line is written: however fast it is, it is not over before a
+test has done to it what the test is about.  A tracker holds up training and nothing else."""
 
 LONGEST = ("test_main_job.py", "test_async_job.py", "test_kill_and_resume.py", "test_recipes_serving.py", "test_placement_job.py")
 """Files that take longest: one to five minutes."""
@@ -54,7 +87,7 @@ class Result:
 @dataclass(slots=True, kw_only=True)
 class Running:
     """A main that was started.  pid: its process, the leader of its session.  log: its output so far.
-    operations: its changes of the watched folder so far."""
+    operations: its changes of the watched folder so far.  All waits count from when they are begun."""
 
     pid: int
     mark: str
@@ -64,8 +97,9 @@ class Running:
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> Result:
         """Its end; one that takes longer is killed and fails the test."""
+        deadline = time.monotonic() + timeout_s
         while (code := self.poll()) is None:
-            if time.monotonic() - self.since > timeout_s:
+            if time.monotonic() > deadline:
                 self.end()
                 pytest.fail(f"no end after {timeout_s} s:\n{self.output()}")
             time.sleep(0.02)
@@ -79,12 +113,25 @@ class Running:
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
         """Wait until `condition()` is true and return its value; the process must not end before."""
-        while not (value := condition()):
-            if self.poll() is not None or time.monotonic() - self.since > timeout_s:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            over = self.poll() is not None or time.monotonic() > deadline  # before the look at what it may have done last
+            if value := condition():
+                return value
+            if over:
                 self.end()
                 pytest.fail(f"the run ended, or {timeout_s} s passed, before {what}:\n{self.output()}")
             time.sleep(0.005)
-        return value
+
+    def hold(self, after: int) -> None:
+        """Of a run that was started with `hold`: let it go on, but not beyond this step."""
+        part = Path(f"{self.log}.hold.part")
+        part.write_text(str(after))
+        part.rename(f"{self.log}.hold")
+
+    def let_go(self) -> None:
+        """Let it go on to its end."""
+        Path(f"{self.log}.hold").unlink()
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
@@ -101,17 +148,33 @@ class Running:
                 continue
         return found
 
-    def leftovers(self, within_s: float = 20.0) -> list[str]:
-        """What is still alive `within_s` seconds after its end."""
-        deadline = time.monotonic() + within_s
+    def leftovers(self) -> list[str]:
+        """What is still alive some time after its end."""
+        deadline = time.monotonic() + LEFTOVERS_S
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return [" ".join(process.cmdline()) for process in left if process.is_running()]
+        return [command for process in left if (command := command_of(process))]
+
+    def writer(self, log: str) -> psutil.Process:
+        """The process whose output goes to the file of this name."""
+        for process in self.processes():
+            with contextlib.suppress(OSError):
+                if any(Path(f"/proc/{process.pid}/fd/{fd}").resolve().name == log for fd in (1, 2)):
+                    return process
+        raise AssertionError(f"no process writes {log}")
 
     def end(self) -> None:
         for process in self.processes():
-            if process.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def command_of(process: psutil.Process) -> str:
+    """Empty when it has ended since."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return " ".join(process.cmdline()) or process.name()
+    return ""
 
 
 class Preloaded:
@@ -141,6 +204,7 @@ class Mains:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        (folder / "holding.py").write_text(HOLDING_MODULE)
         self.env = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -160,14 +224,16 @@ class Mains:
         env: dict[str, str] | None = None,
         watch: Path | None = None,
         die: dict[str, Any] | None = None,
+        hold: int | None = None,
     ) -> Running:
-        """watch, die: see preloaded.py."""
+        """watch, die: see preloaded.py.  hold: it stands still after this step, see Running.hold."""
         preloaded, mark = self._preload(), uuid.uuid4().hex
         log = self.folder / f"{mark}.log"
+        held = self._held(log, hold)
         pid = preloaded.ask(
             module=module,
-            arguments=list(arguments),
-            env={**(env or {}), MARK: mark},
+            arguments=[*arguments, *(HOLDING if held else ())],
+            env={**held, **(env or {}), MARK: mark},
             cwd=str(self.folder),
             log=str(log),
             watch=str(watch) if watch is not None else None,
@@ -182,13 +248,16 @@ class Mains:
 
         return self._kept(Running(pid=pid, mark=mark, log=log, poll=poll))
 
-    def start_fresh(self, arguments: Sequence[str], *, module: str = MAIN, env: dict[str, str] | None = None) -> Running:
+    def start_fresh(
+        self, arguments: Sequence[str], *, module: str = MAIN, env: dict[str, str] | None = None, hold: int | None = None
+    ) -> Running:
         mark = uuid.uuid4().hex
         log = self.folder / f"{mark}.log"
+        held = self._held(log, hold)
         with log.open("wb") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                env={**self.env, **(env or {}), MARK: mark},
+                [sys.executable, "-m", module, *arguments, *(HOLDING if held else ())],
+                env={**self.env, **held, **(env or {}), MARK: mark},
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
@@ -212,6 +281,13 @@ class Mains:
 
     def run_fresh(self, arguments: Sequence[str], **options: Any) -> Result:
         return self.start_fresh(arguments, **options).wait()
+
+    def _held(self, log: Path, after: int | None) -> dict[str, str]:
+        """The environment of a run that is to stand still after this step."""
+        if after is None:
+            return {}
+        Path(f"{log}.hold").write_text(str(after))
+        return {"PYTHONPATH": str(self.folder), HOLD: f"{log}.hold"}
 
     def _kept(self, running: Running) -> Running:
         self._started.append(running)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 from collections import Counter
@@ -10,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -82,11 +80,13 @@ def check_metrics(rows: Sequence[dict[str, Any]]) -> None:
     """Validation stands with its step; staleness grows to the bound, and the mismatch is told apart by it."""
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert all(row["val/num_prompts"] == 4 for row in rows)
-    assert [row["staleness/max"] for row in rows[1:]] == [0, 1, 2, 2]
-    assert abs(rows[1]["mismatch/kl/staleness_0"]) < 1e-6 < abs(rows[3]["mismatch/kl/staleness_2"])
-    for name in ("rollout/pause_s", "rollout/idle_share", "trainer/idle_share", "rollout/wasted_token_share"):
+    staleness = [row["staleness/max"] for row in rows[1:]]
+    assert max(staleness) == 2 and all(found <= bound for found, bound in zip(staleness, [0, 1, 2, 2], strict=True))
+    assert abs(rows[1]["mismatch/kl/staleness_0"]) < 1e-6 < max(abs(row.get("mismatch/kl/staleness_2", 0)) for row in rows)
+    for name in ("rollout/idle_share", "trainer/idle_share", "rollout/wasted_token_share"):
         assert 0 <= rows[4][name] < 1
-    assert rows[4]["rollout/in_flight_share"] > 0
+    assert rows[4]["rollout/pause_s"] > 0
+    assert 0 <= rows[4]["rollout/in_flight_share"] <= 1, "none when all that may be in work is done"
 
 
 # Every prompt is trained, or explicitly left out, exactly once.
@@ -138,7 +138,7 @@ def audit(folder: Path, num_rows: int, steps: int = STEPS) -> None:
 def kill_after(running: Running, folder: Path, step: int) -> None:
     running.until(lambda: any(row["step"] >= step for row in rows_so_far(folder / "run")), f"step {step}")
     running.send(signal.SIGKILL)
-    running.wait()
+    assert running.wait().code == -signal.SIGKILL
 
 
 def test_no_prompt_is_lost_when_the_driver_is_killed(mains: Mains, task: Task, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_no_prompt_is_lost_when_the_driver_is_killed(mains: Mains, task: Task, t
     stands a second time is noticed."""
     arguments = audited(task, tmp_path)
     for step in (1, 3):
-        kill_after(mains.start(arguments), tmp_path, step)
+        kill_after(mains.start(arguments, hold=step + 1), tmp_path, step)
     finished(mains.run(arguments))
     audit(tmp_path, len(task.rows))
     path = tmp_path / "run" / "batches" / "step-000003.safetensors"
@@ -157,26 +157,19 @@ def test_no_prompt_is_lost_when_the_driver_is_killed(mains: Mains, task: Task, t
         audit(tmp_path, len(task.rows))
 
 
-def process_of(running: Running, log: str) -> psutil.Process:
-    """The process whose output goes to that file."""
-    for process in running.processes():
-        with contextlib.suppress(OSError):
-            if any(Path(f"/proc/{process.pid}/fd/{fd}").resolve().name == log for fd in (1, 2)):
-                return process
-    raise AssertionError(f"no process writes {log}")
-
-
 def test_no_prompt_is_lost_when_a_replica_and_a_training_rank_are_killed(mains: Mains, task: Task, tmp_path: Path) -> None:
     """On Ray.  The replica is replaced and the run goes on; the rank's death ends it, and it is started again."""
     steps = 24
     more = ("trainer.backend=ray", "trainer.ray_init.num_cpus=4", "trainer.ray_init.object_store_memory=100000000")
     arguments = audited(task, tmp_path, *more, steps=steps)
-    running = mains.start(arguments)
+    running = mains.start(arguments, hold=4)
     running.until(lambda: len(rows_so_far(tmp_path / "run")) >= 2, "two steps", RAY_TIMEOUT_S)
-    process_of(running, "rollout-0.log").kill()
+    running.writer("rollout-0.log").kill()
+    running.hold(after=16)  # samples for so many steps are not there without the replica
     restarted = lambda: any(row.get("rollout/replica_restarts") for row in rows_so_far(tmp_path / "run"))  # noqa: E731
     running.until(restarted, "a replica's return", RAY_TIMEOUT_S)
-    process_of(running, "actor_rollout_ref-rank0.log").kill()
+    running.writer("actor_rollout_ref-rank0.log").kill()
+    running.let_go()
     assert running.wait(RAY_TIMEOUT_S).code == 1 and running.leftovers() == []
     assert 2 < len(rows_so_far(tmp_path / "run")) < steps
     finished(mains.start(arguments).wait(RAY_TIMEOUT_S))

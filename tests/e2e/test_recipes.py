@@ -17,7 +17,7 @@ from tests.support.chat_model import save_chat_model
 from tests.support.metrics import rows_of
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-TIMEOUT_S = 420.0
+TIMEOUT_S = 600.0
 IN_PROCESS = ("trainer.device=cpu", "trainer.backend=local", "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.name=hf")
 
 

@@ -30,8 +30,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A local cluster on loopback; `rlhub.single_controller.launch` uses it and leaves it running."""
-    from rlhub.single_controller.ray import connect
+    from rlhub.single_controller.ray import cluster, connect
 
+    cluster.START_ATTEMPTS = 10  # of 30 s: most tests need it, and a machine may be busy for a while
     connection = connect({"num_cpus": NUM_CPUS, "object_store_memory": 300 * 2**20}, device="cpu", num_ranks=NUM_CPUS)
     yield
     connection.close()
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    """Of this process alone, for engines that are built in it, and only for the tests of a file."""
+    import torch
+
+    from rlhub.engines.training.process_group import ensure_process_group
+
+    ensure_process_group(torch.device("cpu"))
+    yield
+    torch.distributed.destroy_process_group()

@@ -55,8 +55,14 @@ class Probe(Worker):
         return DataProto.from_dict(tensors, meta_info={"metrics": {f"rows{self.rank}": len(batch)}})
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def double_later(self, batch: DataProto, delay: float = 0.0) -> DataProto:
+    def double_later(self, batch: DataProto, delay: float = 0.0, after: str = "") -> DataProto:
+        """After a delay, or when there is a file of that name; a minute without it is an error."""
         time.sleep(delay)
+        deadline = time.monotonic() + 60
+        while after and not os.path.exists(after):
+            if time.monotonic() > deadline:
+                raise TimeoutError(after)
+            time.sleep(0.01)
         return self.double(batch)
 
     @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)

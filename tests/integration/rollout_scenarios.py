@@ -37,6 +37,7 @@ from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.errors import EngineError, WeightMismatchError
 from rlhub.sharding_manager.execution import Execution
 from rlhub.sharding_manager.manager import ShardingManager
+from tests.integration import vllm_batches
 from tests.support import interruptions
 from tests.support import rollout_contract as contract
 from tests.support.plain_train_engine import PlainTrainEngine
@@ -248,6 +249,9 @@ def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, 
     contract.check_live_weights(engine, weights)
     contract.check_overwriting(engine, weights)
     contract.check_generation(engine)
+    if case.family == "qwen2":
+        out["batches"] = vllm_batches.compare(engine)
+    out["errors"] = vllm_batches.observe_errors(engine)
     contract.check_refusals(engine, MAX_MODEL_LEN)
     contract.check_weight_stream(engine, list(weights.items()))
     if case.tp == 1:
@@ -255,12 +259,14 @@ def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, 
         contract.check_interruptions(engine, weights)
         if world_size == 1 and case.family == "qwen2":
             out["interrupted"] = interrupt(engine, model)
+            out["ahead"] = vllm_batches.observe_ahead(engine)
         out["experts"] = error_of(lambda: mixture_of_experts(path.parent / f"experts-{rank}").initialize())
     else:
         out["agenerate"] = error_of(lambda: next(iter(engine.agenerate(contract.requests()[0], SamplingParams()).__await__())))
     last = rank == world_size - 1
     out["flips"] = {name: caught_flip(engine, manager, name, here=last) for name in FLIPPED[case.family]}
     out["healed"] = error_of(lambda: manager.sync(10))
+    out["failure"] = vllm_batches.observe_failure(engine)
     engine.shutdown()
     engine.shutdown()
     out["after_shutdown"] = error_of(lambda: greedy(engine))

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,19 @@ from rlhub.envs.base import StepEnvironment
 
 
 class Waiting(StepEnvironment):
-    running = 0
+    running = most = 0
+    def __init__(self, together=1):
+        self.together = together
     async def reset(self, *, seed=None, options=None):
         return "go", {}
     async def step(self, action):
         Waiting.running += 1
-        at_once = Waiting.running
+        Waiting.most = max(Waiting.most, Waiting.running)
+        while Waiting.most < self.together:  # one after the other they would wait for ever
+            await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)
         Waiting.running -= 1
-        return f"{os.getpid()} {at_once}", 1.0, False, False, {}
+        return f"{os.getpid()} {Waiting.most}", 1.0, False, False, {}
     async def close(self):
         pass
 
@@ -86,7 +91,7 @@ def pids_of(hosts: EnvironmentHosts) -> list[int]:
 
 
 def gone(pids: list[int]) -> bool:
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
     return not alive
 
 
@@ -119,7 +124,7 @@ def test_environments_elsewhere_are_the_same_and_many_at_once(ray_cluster: None,
         spec, own = EnvironmentSpec(name=f"{tmp_path / 'simulators.py'}:Waiting"), OwnEnvironments()
         try:
             here, _ = await rate(own, spec)
-            there, seen = await rate(hosts, spec)
+            there, seen = await rate(hosts, replace(spec, settings={"together": EPISODES // 2}))
             logger.info("%d at once: %.0f a second in actors, %.0f in process, %.2fx", EPISODES, there, here, there / here)
             assert {int(text.split()[0]) for text in seen} == set(pids_of(hosts))
             assert max(int(text.split()[1]) for text in seen) == EPISODES // 2, "all of a host's step at the same time"

@@ -136,7 +136,7 @@ def test_episodes_run_elsewhere_and_none_is_lost_with_its_host(ray_cluster: None
 
     asyncio.run(asyncio.wait_for(main(), WAIT_S))
     assert len(pids) == 2 and os.getpid() not in pids
-    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
     assert not alive
 
 

@@ -1,9 +1,12 @@
 """Real children, with functions that do everything a function must not."""
 
+import select
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,7 +16,7 @@ from rlhub.utils import killable
 from rlhub.utils.killable import KillablePool, Outcome
 
 FUNCTION = """
-import ctypes, os, signal, subprocess, sys, time
+import ctypes, glob, os, signal, subprocess, sys, time
 KEPT = []
 
 def act(x):
@@ -34,13 +37,17 @@ def act(x):
         subprocess.Popen(["sh", "-c", "sleep 98765.25 & exit"], start_new_session=True)
         while True: pass
     if x == "pid": return os.getpid()
-    if x == "slow": time.sleep(0.4); return os.getpid()
+    if x == "meet":  # two children at least
+        open(f"{__file__}.{os.getpid()}.met", "w").close()
+        while len(glob.glob(f"{__file__}.*.met")) < 2: time.sleep(0.01)
+        return os.getpid()
     if x == "modules": return sorted(sys.modules)
     return x
 
 async def later(x): return x
 NUMBER = 3
 """
+DEADLINE_S = 2.5  # calls that hang wait for it; others take longer only where a process gets no core for so long
 
 
 @pytest.fixture
@@ -108,16 +115,35 @@ def test_an_argument_that_cannot_be_sent_fails_alone(make: Callable[..., Killabl
 
 
 def test_a_call_that_holds_the_interpreter_lock_is_killed_at_its_deadline(make: Callable[..., KillablePool]) -> None:
-    pool = make(timeout_s=0.6)
+    pool = make(timeout_s=DEADLINE_S)
     assert kinds(run(pool, 1, "hang", 2, "hang", 3)) == [None, "timeout", None, "timeout", None]
 
 
+def test_a_driver_that_was_held_up_reads_the_answer_that_is_there_before_it_looks_at_the_deadline(
+    make: Callable[..., KillablePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, pump, held_up = make(timeout_s=0.05), KillablePool._pump, [True]
+    pool.start()
+
+    def late(pool: KillablePool, *arguments: Any) -> None:
+        """It wakes for something else, and then has no core until the answer is there and its time has passed."""
+        if held_up:
+            held_up.clear()
+            assert select.select([pool._children[0].reply_fd], [], [], 60.0)[0]
+            time.sleep(0.1)
+        else:
+            pump(pool, *arguments)
+
+    monkeypatch.setattr(KillablePool, "_pump", late)
+    assert kinds(run(pool, 1)) == [None] and not held_up
+
+
 def test_after_too_many_failures_the_rest_is_skipped(make: Callable[..., KillablePool]) -> None:
-    """With the control: without a limit every call is done."""
-    pool = make(timeout_s=0.6)
-    calls = [{"x": x} for x in (1, "hang", "hang", *[2] * 5)]
-    assert kinds(pool.map(calls, max_failures=1)) == [None, "timeout", "timeout", *["skipped"] * 5]
-    assert kinds(pool.map(calls)) == [None, "timeout", "timeout", *[None] * 5]
+    """Its child is at work then.  With the control: without a limit every call is done."""
+    pool = make(timeout_s=DEADLINE_S)
+    calls = [{"x": x} for x in (1, "raise", "raise", "hang", *[2] * 5)]
+    assert kinds(pool.map(calls, max_failures=1)) == [None, "raised", "raised", *["skipped"] * 6]
+    assert kinds(pool.map(calls)) == [None, "raised", "raised", "timeout", *[None] * 5]
     assert kinds(pool.map([{"x": "raise"}] * 3, max_failures=0))[0] == "raised"
 
 
@@ -127,7 +153,9 @@ def test_output_goes_nowhere_whatever_its_size(make: Callable[..., KillablePool]
 
 def test_descendants_in_sessions_of_their_own_die_with_the_call(make: Callable[..., KillablePool]) -> None:
     assert kinds(run(make(timeout_s=0.5), "spawn")) == ["timeout"]
-    assert not [p for p in psutil.process_iter(["cmdline"]) if "98765.25" in (p.info["cmdline"] or [])]
+    deadline = time.monotonic() + 30  # what was killed ends when it gets a core
+    while [p for p in psutil.process_iter(["cmdline"]) if "98765.25" in (p.info["cmdline"] or [])]:
+        assert time.monotonic() < deadline, "a descendant is still there"
 
 
 def test_a_leak_costs_fresh_children_but_no_call(make: Callable[..., KillablePool]) -> None:
@@ -145,11 +173,35 @@ def test_a_child_that_died_between_calls_is_replaced(make: Callable[..., Killabl
 def test_slow_calls_spread_over_the_workers_and_trivial_ones_do_not(
     make: Callable[..., KillablePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(killable, "GROW_AFTER_S", 0.5)  # trivial calls may have to wait for a core
-    pool = make(num_workers=2)
+    pool = make(num_workers=2, timeout_s=60.0)
     pool.start()
-    assert len({outcome.value for outcome in run(pool, *["pid"] * 64)}) == 1
-    assert len({outcome.value for outcome in run(pool, *["slow"] * 4)}) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(killable, "GROW_AFTER_S", 60.0)  # trivial calls may have to wait for a core
+        assert len({outcome.value for outcome in run(pool, *["pid"] * 64)}) == 1
+    assert len({outcome.value for outcome in run(pool, *["meet"] * 4)}) == 2
+
+
+def test_trivial_calls_cost_few_round_trips(make: Callable[..., KillablePool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the control: by shares of what is left alone there are many."""
+    chunks: list[int] = []
+    give = killable.ChildProcess.give
+
+    def counted(child: killable.ChildProcess, items: list[int], line: bytes) -> None:
+        chunks.append(len(items))
+        give(child, items, line)
+
+    monkeypatch.setattr(killable.ChildProcess, "give", counted)
+    monkeypatch.setattr(killable, "TRIVIAL_CHUNK_S", 60.0)  # trivial calls may have to wait for a core
+    alone, two = make(), make(num_workers=2)
+    run(alone, *range(64))
+    assert chunks == [64]
+    chunks.clear()
+    run(two, *range(64))
+    assert sum(chunks) == 64 and len(chunks) <= 4
+    chunks.clear()
+    monkeypatch.setattr(killable, "TRIVIAL_CHUNK", 1)
+    run(two, *range(64))
+    assert len(chunks) > 8
 
 
 @pytest.mark.parametrize(

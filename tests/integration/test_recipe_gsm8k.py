@@ -18,7 +18,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "gsm8k"
 
 def preprocess(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(RECIPE / "preprocess.py"), "--source", str(source), "--out", str(out)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def test_rows_load_and_their_own_answers_score_one(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_the_commands_are_valid_configurations(tmp_path: Path, script: str, esti
     (tmp_path / "question.jsonl").write_text(json.dumps({"question": "q", "answer": "#### 1"}))
     environment = {**os.environ, "PYTHON": sys.executable, "DATA": str(tmp_path)}
     command = ["bash", str(RECIPE / f"{script}.sh"), "--cfg", "job", "trainer.n_gpus_per_node=1", "trainer.total_epochs=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     shown = yaml.safe_load(done.stdout)
     assert shown["algorithm"]["adv_estimator"] == estimator
@@ -83,6 +83,6 @@ def test_the_commands_stop_at_what_is_missing_not_at_a_key(tmp_path: Path) -> No
     for extra, says in (([], "no-model"), (["trainer.total_epoch=2"], "total_epochs")):
         command = ["bash", str(RECIPE / "grpo.sh"), "trainer.n_gpus_per_node=1", "data.train_batch_size=8", *extra]
         command.append("actor_rollout_ref.actor.ppo_mini_batch_size=8")
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path)
         assert done.returncode == 2 and says in done.stdout + done.stderr, done.stdout + done.stderr
         assert ("total_epoch" in done.stdout + done.stderr) == bool(extra)

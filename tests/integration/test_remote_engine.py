@@ -3,104 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
-import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RemoteConfig, RolloutConfig
-from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import ConfigError, EngineError
-from tests.support.chat_model import save_chat_model
-from tests.support.tiny_models import sequence_log_probs
+from tests.support.serving import Server, build, difference, expected, serving, under_way, weights
+from tests.support.wire import wire
 
-START_S = 120.0
 CLOSE = 2e-4  # between cached and whole forward passes in float32
 PROMPTS = [[5, 6, 7, 13], [8, 9, 14, 5, 6], [20]]
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
 
 
-@dataclass
-class Server:
-    """A running main_serve."""
-
-    model: Path
-    address: str
-    key_file: Path
-    log: Path
-
-    @property
-    def key(self) -> str:
-        return self.key_file.read_text()
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("serve")
-    model, ready, key, log = save_chat_model(folder / "model"), folder / "ready", folder / "key", folder / "log"
-    command = [sys.executable, "-m", "rlhub.trainer.main_serve", f"model.path={model}", "rollout.name=hf", "server.port=0"]
-    settings = [f"server.ready_file={ready}", f"server.api_key_file={key}", "rollout.max_model_len=400", "device=cpu"]
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            [*command, *settings], stdout=stream, stderr=stream, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-    deadline = time.monotonic() + START_S
-    while not ready.is_file():
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
-    yield Server(model=model, address=ready.read_text(), key_file=key, log=log)
-    process.terminate()
-    assert process.wait(30) == 0, log.read_text()
-
-
-def build(server: Server, name: str, folder: Path | None = None) -> RolloutEngine:
-    remote = RemoteConfig(
-        urls=[server.address], api_key_file=str(server.key_file), weights_folder=str(folder) if folder else None, start_s=20.0
-    )
-    engine = build_rollout_engine(
-        RolloutConfig(name=name, remote=remote),
-        ModelConfig(path=str(server.model)),
-        device=torch.device("cpu"),
-        seed=0,
-        max_prompt_length=100,
-        max_response_length=300,
-        load_checkpoint=True,
-    )
-    engine.initialize()
-    return engine
+    with serving(tmp_path_factory.mktemp("serve"), "rollout.name=hf", "rollout.max_model_len=400") as found:
+        yield found
 
 
 def requests(seed: int = 0) -> list[GenerationRequest]:
     return [GenerationRequest(prompt_ids=prompt, seed=seed + index) for index, prompt in enumerate(PROMPTS)]
-
-
-def weights(server: Server, seed: int) -> dict[str, Tensor]:
-    """The model's, moved."""
-    model = AutoModelForCausalLM.from_pretrained(server.model)
-    generator = torch.Generator().manual_seed(seed)
-    return {name: p.detach() + 0.03 * torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
-
-
-def expected(server: Server, values: dict[str, Tensor], prompt: list[int], completion: list[int]) -> list[float]:
-    model = AutoModelForCausalLM.from_pretrained(server.model).eval()
-    model.load_state_dict(values, strict=False)
-    model.tie_weights()
-    return sequence_log_probs(model, prompt, completion, 1.0)
-
-
-def difference(found: list[float], right: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(found, right, strict=True))
 
 
 def test_a_server_samples_what_the_engine_itself_samples_and_a_tokenizer_would_not(server: Server) -> None:
@@ -140,14 +68,41 @@ def test_new_weights_through_the_folder_are_those_that_generate(server: Server, 
     remote.shutdown()
 
 
-def test_requests_go_on_under_weights_that_change(server: Server, tmp_path: Path) -> None:
+class Heard:
+    """Follows a request."""
+
+    def __init__(self) -> None:
+        self.parts: list[Progress] = []
+        self.changed = asyncio.Event()
+
+    def __call__(self, progress: Progress) -> None:
+        self.parts.append(progress)
+        self.changed.set()
+
+    def all(self, name: str) -> list[Any]:
+        return [value for part in self.parts for value in getattr(part, name)]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.changed.clear()
+            await asyncio.wait_for(self.changed.wait(), 60)
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_requests_go_on_under_weights_that_change(server: Server, tmp_path: Path, followed: bool) -> None:
     remote, params = build(server, "remote", tmp_path), SamplingParams(max_new_tokens=290, ignore_eos=True)
     moved = [weights(server, seed=11), weights(server, seed=12)]
     remote.update_weights([list(moved[0].items())], 11)
+    heard = [Heard() for _ in PROMPTS]
 
     async def run() -> list[Completion]:
-        tasks = [asyncio.create_task(remote.agenerate(request, params)) for request in requests()]
-        await asyncio.sleep(0.25)
+        asked = zip(requests(), heard, strict=True)
+        tasks = [asyncio.create_task(remote.agenerate(one, params, ear if followed else None)) for one, ear in asked]
+        if followed:
+            for ear in heard:
+                await ear.until(lambda ear=ear: bool(ear.parts))
+        else:
+            await under_way(server, len(tasks))
         assert remote.load == len(tasks)
         with pytest.raises(EngineError, match="pause before"):
             remote.update_weights([list(moved[1].items())], 12)
@@ -156,7 +111,7 @@ def test_requests_go_on_under_weights_that_change(server: Server, tmp_path: Path
         await asyncio.to_thread(remote.resume)
         return list(await asyncio.gather(*tasks))
 
-    for prompt, one in zip(PROMPTS, asyncio.run(run()), strict=True):
+    for prompt, one, ear in zip(PROMPTS, asyncio.run(run()), heard, strict=True):
         assert len(one.token_ids) == len(one.log_probs) == len(one.versions) == 290
         assert set(one.versions) == {11, 12}
         assert one.versions == sorted(one.versions)
@@ -164,21 +119,58 @@ def test_requests_go_on_under_weights_that_change(server: Server, tmp_path: Path
         for values, part in zip(moved, (slice(0, cut), slice(cut, None)), strict=True):
             right = expected(server, values, prompt, one.token_ids)
             assert difference(one.log_probs[part], right[part]) < CLOSE
+        if followed:
+            for name in ("token_ids", "log_probs", "versions"):
+                assert ear.all(name) == getattr(one, name)
+            assert [part.finish_reason for part in ear.parts][-2:] == [None, "length"]
     remote.shutdown()
+
+
+def test_a_stream_that_breaks_off_goes_on_where_it_broke(server: Server) -> None:
+    """Through a wire that is cut again and again; what comes is what comes through a whole one, each token told once."""
+    params, request = SamplingParams(max_new_tokens=120, ignore_eos=True), requests(seed=3)[0]
+    whole = build(server, "remote")
+    right = whole.generate([request], params)[0]
+    whole.shutdown()
+
+    async def run() -> None:
+        async with wire(server.address) as cut:
+            remote = await asyncio.to_thread(build, server, "remote", None, cut.address)
+            cut.after = [4000, 300, 9000]  # bytes: the second brings no token
+            heard = Heard()
+            with pytest.raises(EngineError, match="does the server still run"):
+                await remote.agenerate(request, params, heard)
+            assert 0 < len(heard.all("token_ids")) < 60 and cut.after == [9000]
+            heard = Heard()
+            cut.after = [4000, 9000]
+            found = await remote.agenerate(request, params, heard)
+            assert found.token_ids == right.token_ids and difference(found.log_probs, right.log_probs) < CLOSE
+            assert heard.all("token_ids") == right.token_ids and cut.after == []
+            assert heard.all("versions") == right.versions and heard.parts[-1].finish_reason == "length"
+            cut.after = [4000]
+            with pytest.raises(EngineError, match="does the server still run"):  # the control: whole answers do not go on
+                await remote.agenerate(request, params)
+            await asyncio.to_thread(remote.shutdown)
+
+    asyncio.run(run())
 
 
 def test_cancelled_and_aborted_requests_end_on_the_server(server: Server) -> None:
     remote, params = build(server, "remote"), SamplingParams(max_new_tokens=290, ignore_eos=True)
 
     async def run() -> None:
-        tasks = [asyncio.create_task(remote.agenerate(request, params)) for request in requests()]
-        await asyncio.sleep(0.2)
+        heard = [Heard() for _ in PROMPTS]
+        tasks = [asyncio.create_task(remote.agenerate(one, params, ear)) for one, ear in zip(requests(), heard, strict=True)]
+        for ear in heard:
+            await ear.until(lambda ear=ear: bool(ear.parts))
         tasks[0].cancel()
-        await asyncio.sleep(0.05)
         remote.abort()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(ended[0], asyncio.CancelledError)
-        assert [one.finish_reason for one in ended[1:] if isinstance(one, Completion)] == ["abort", "abort"]
+        for one, ear in zip(ended[1:], heard[1:], strict=True):
+            assert isinstance(one, Completion) and one.finish_reason == "abort"
+            assert 0 < len(one.token_ids) < 290 and ear.all("token_ids") == one.token_ids
+            assert len(one.token_ids) == len(one.log_probs) == len(one.versions)
 
     asyncio.run(run())
     assert remote.load == 0

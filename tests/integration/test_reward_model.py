@@ -47,7 +47,7 @@ def reward_config(path: Path, **model: Any) -> RewardModelConfig:
 
 @pytest.fixture(scope="module")
 def launched(ray_cluster: None, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
-    runtime = WorkerRuntime(device="cpu", seed=1, max_prompt_length=8, max_response_length=4, deadline_s=120.0)
+    runtime = WorkerRuntime(device="cpu", seed=1, max_prompt_length=8, max_response_length=4, deadline_s=600.0)
     judge = JudgeConfig(
         model=JudgeModelConfig(path=str(folders["judge"])),
         n=SAMPLES,
@@ -63,7 +63,7 @@ def launched(ray_cluster: None, folders: dict[str, Path], tmp_path_factory: pyte
         "judge": ClassWithInitArgs(JudgeWorker, judge, RolloutConfig(), runtime),
     }
     logs = tmp_path_factory.mktemp("logs")
-    with launch(roles, ranks_per_node=RANKS, log_dir=logs, start_deadline_s=120.0) as run:
+    with launch(roles, ranks_per_node=RANKS, log_dir=logs, start_deadline_s=600.0) as run:
         for group in run.groups.values():
             group.init_model()
         yield run
@@ -109,7 +109,7 @@ def test_judgements_depend_on_prompt_and_number_alone(launched: Launched) -> Non
 
 def test_a_greedy_judge_writes_what_its_checkpoint_would(folders: dict[str, Path]) -> None:
     """In process: the weights come from the checkpoint, no update follows."""
-    runtime = WorkerRuntime(device="cpu", seed=1, max_prompt_length=8, max_response_length=4, deadline_s=120.0)
+    runtime = WorkerRuntime(device="cpu", seed=1, max_prompt_length=8, max_response_length=4, deadline_s=600.0)
     judge = JudgeConfig(
         model=JudgeModelConfig(path=str(folders["judge"])), max_prompt_length=16, max_tokens=NEW_TOKENS, name="hf"
     )

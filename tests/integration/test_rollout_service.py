@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams
-from rlhub.errors import EngineError, WeightMismatchError
+from rlhub.engines.rollout.stepped import SteppedEngine
+from rlhub.errors import EngineError, WeightMismatchError, WorkerDiedError
 from rlhub.sharding_manager.files import WeightWriter
 from rlhub.single_controller import ClassWithInitArgs, launch
 from rlhub.trainer.workers import DEADLINES
@@ -31,11 +33,29 @@ from rlhub.workers.runtime import WorkerRuntime
 from rlhub.workers.weights_folder import SHARED_MEMORY
 from tests.support.chat_model import save_chat_model
 from tests.support.plain_train_engine import PlainTrainEngine
+from tests.support.rollout_service import PACE, HeldSteps
 
 NEW_TOKENS = 150
 RUNTIME = WorkerRuntime(device="cpu", seed=0, max_prompt_length=32, max_response_length=NEW_TOKENS, deadline_s=60.0)
 SAMPLING = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
 WAIT_S = 240.0  # a replica starts in seconds, unless the machine has much else to do
+
+
+class Paced(RolloutServer):
+    """Its requests get no more tokens than they are allowed."""
+
+    async def start(self) -> None:
+        await super().start()
+        assert isinstance(self.engine, SteppedEngine)
+        loop = self.engine._loop
+        make = loop._make_stepper
+        loop._make_stepper = lambda: HeldSteps(make(), PACE)
+
+    async def hold(self, limit: int | None) -> None:
+        PACE.hold(limit)
+
+    async def furthest(self) -> int:
+        return PACE.furthest
 
 
 class Job:
@@ -50,6 +70,7 @@ class Job:
             counts=(2,), log_dir=str(folder / "logs"), run_folder=folder, limits=FleetLimits(restarts=2, update_s=60.0)
         )
         self.service = RolloutService(self.config, RUNTIME, self.options)
+        self.service._server = Paced
         self.service.start()
         self.trainer = PlainTrainEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
         self.writer = WeightWriter(self.trainer, self.service.folder, bucket_bytes=1 << 20)
@@ -69,10 +90,21 @@ class Job:
 
     def statuses(self) -> dict[str, ReplicaStatus]:
         """Of all replicas, asked of themselves."""
+        return self.ask("status")
 
-        async def ask() -> dict[str, ReplicaStatus]:
-            replicas = list(self.service.router.fleet.replicas.values())
-            return {replica.name: await replica.actor.call("status") for replica in replicas}
+    def hold(self, limit: int | None) -> None:
+        """No request gets more tokens than these; what is in work then stays so, however slow this process is."""
+        self.ask("hold", limit)
+
+    def ask(self, method: str, *args: Any) -> dict[str, Any]:
+        """All replicas that live."""
+
+        async def ask() -> dict[str, Any]:
+            answers = {}
+            for replica in list(self.service.router.fleet.replicas.values()):
+                with suppress(WorkerDiedError):
+                    answers[replica.name] = await replica.actor.call(method, *args)
+            return answers
 
         return asyncio.run_coroutine_threadsafe(ask(), self.service.loop).result(WAIT_S)
 
@@ -98,14 +130,19 @@ def results(futures: list[Future[Completion]]) -> list[Completion]:
 
 def test_weights_are_published_while_requests_run(job: Job) -> None:
     before = job.version
+    job.hold(0)
     futures = [job.submit(seed) for seed in range(6)]
-    until(lambda: all(status.load for status in job.statuses().values()))
-    reports = [job.publish() for _ in range(2)]
+    reports = []
+    for limit in (20, 40):
+        job.hold(limit)
+        until(lambda: set(job.ask("furthest").values()) == {limit})  # noqa: B023  it is called at once
+        reports.append(job.publish())
+    job.hold(None)
     completions = results(futures)
     for completion in completions:
         assert len(completion.token_ids) == len(completion.versions) == len(completion.log_probs) == NEW_TOKENS
         assert completion.versions == sorted(completion.versions)
-    assert max(len(set(completion.versions)) for completion in completions) >= 2, "updated in the middle of requests"
+    assert max(len(set(completion.versions)) for completion in completions) == 3, "updated in the middle of requests"
     assert {version for completion in completions for version in completion.versions} <= {before, before + 1, before + 2}
     for update in reports:
         assert set(update) == {"rollout-0", "rollout-1"}
@@ -120,10 +157,13 @@ def test_a_killed_replica_loses_no_request_and_comes_back_with_the_newest_weight
     victim = job.statuses()["rollout-0"]
     told: list[list[int]] = [[], []]
     follows = [lambda progress, own=own: own.extend(progress.token_ids) for own in told]
+    job.hold(20)
     futures = [job.submit(seed, follow=follow) for seed, follow in enumerate([*follows, None, None])]  # two a replica
     until(lambda: job.statuses()["rollout-0"].load > 0 and min(map(len, told)) > 2)
+    time.sleep(0.2)  # what is lost is estimated from the time
     assert not any(future.done() for future in futures)
     os.kill(victim.pid, signal.SIGKILL)
+    job.hold(None)
     completions = results(futures)
     assert [done.token_ids for done in completions] == [done.token_ids for done in undisturbed]
     assert all(done.token_ids[: len(own)] == own for done, own in zip(completions, told, strict=False))
@@ -156,7 +196,7 @@ def test_sessions_stay_until_their_replica_is_removed(job: Job) -> None:
     assert other != home and job.service.metrics()["rollout/num_replicas"] == 1
 
 
-class Skips(RolloutServer):
+class Skips(Paced):
     """A joiner that claims the newest weights and holds older ones."""
 
     async def update_weights(self, folder: str, version: int) -> UpdateReport:
@@ -166,7 +206,7 @@ class Skips(RolloutServer):
 def test_a_joiner_that_does_not_read_the_newest_weights_never_serves(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.publish()
     with monkeypatch.context() as patch:
-        patch.setattr(job.service, "_spec", ClassWithInitArgs(Skips, job.config, RUNTIME))
+        patch.setattr(job.service, "_server", Skips)
         with pytest.raises(WeightMismatchError, match=f"was to take version {job.version}"):
             job.service.add()
     assert len(job.statuses()) == 1, "the test before has removed one"
@@ -191,6 +231,7 @@ def test_the_actor_writes_its_weights_for_the_service(job: Job) -> None:
 def test_closing_leaves_no_process_and_no_weights(job: Job) -> None:
     pids, folder = [status.pid for status in job.statuses().values()], job.service.folder
     assert folder.is_relative_to(SHARED_MEMORY) and folder.exists()
+    job.hold(0)
     waiting = job.submit(1)
     job.service.close()
     job.service.close()

@@ -28,7 +28,8 @@ def run_job(folder: Path, world_size: int) -> list[dict[str, Any]]:
     """What each rank of one job saw."""
     port = free_port()
     command = [sys.executable, "-m", "tests.integration.rollout_scenarios", str(folder), str(port), str(world_size)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    # Other than what the ranks tell torch, which must count in the threads of their engines too.
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment) for rank in range(world_size)]
     try:
         for process in ranks:
@@ -133,3 +134,34 @@ def test_a_mixture_of_experts_is_refused_on_cpu(job: list[dict[str, Any]]) -> No
     for name, case in cases(job):
         assert ("experts" in case) == name.endswith("tp1")
         assert "rollout.name=hf" in case.get("experts", "rollout.name=hf")
+
+
+def test_whole_batches_are_what_vllms_own_interface_gives(job: list[dict[str, Any]]) -> None:
+    for name, case in cases(job):
+        assert ("batches" in case) == name.startswith("qwen2")
+        if not name.startswith("qwen2"):
+            continue
+        batches = case["batches"]
+        assert len(batches["same"]) == 7 and all(batches["same"].values()), (name, batches["same"])
+        assert batches["reasons"]["stops"] == ["length", "stop"] and batches["reasons"]["ignored stops"] == ["length"]
+        assert not batches["other seeds"], "the comparison must be able to fail"
+
+
+def test_whole_batches_leave_nothing_in_a_core_that_runs_ahead(job: list[dict[str, Any]]) -> None:
+    if len(job) > 1:
+        pytest.skip("one rank shows it")
+    ahead = job[0]["qwen2-tp1"]["ahead"]
+    assert ahead["same"] and not ahead["left"]
+    assert ahead["left by LLM"], "without the draining this test would have to fail"
+    assert "rollout.mode=async" in ahead["refusal"]
+
+
+def test_errors_beside_the_steps_leave_the_engine_as_it_was(job: list[dict[str, Any]]) -> None:
+    for name, case in cases(job):
+        assert case["errors"] == {"vllm_params": True, "finish_reason_of": True}, name
+
+
+def test_after_an_error_inside_a_step_the_engine_generates_no_more(job: list[dict[str, Any]]) -> None:
+    for name, case in cases(job):
+        assert case["failure"]["left"] == 0 < case["failure"]["left by LLM"], name
+        assert "built anew" in case["failure"]["answer"], name

@@ -17,7 +17,7 @@ from rlhub.checkpoint.store import CheckpointStore
 
 def try_all_points(scenario: str, store: str, folder: Path) -> dict[str, Any]:
     program = [sys.executable, str(Path(__file__).with_name("kill_points.py")), scenario, store, str(folder)]
-    return json.loads(subprocess.run(program, stdout=subprocess.PIPE, check=True, timeout=120).stdout)
+    return json.loads(subprocess.run(program, stdout=subprocess.PIPE, check=True, timeout=600).stdout)
 
 
 @pytest.mark.parametrize("scenario", ["next_step", "same_step_again"])

@@ -81,12 +81,12 @@ def test_a_program_leaves_nothing_behind() -> None:
     mark = f"rlhub-left-{os.getpid()}"
     spoil = "import builtins, json\nbuiltins.len = json.dumps = lambda *a, **k: 0\nx = 1"
     leave = (
-        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', '{mark}'])\nprint('ok')"
+        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', '{mark}'])\nprint('ok')"
     )
     _, second, third = programs(spoil, "print(len([1, 2]), 'x' in dir())", leave, num_workers=1)
     assert third.text == "ok\n"
     assert second.text == "2 False\n"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(mark in process.info["cmdline"] for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]):
         assert time.monotonic() < deadline, "a process that a program started is still there"
         time.sleep(0.1)
@@ -95,9 +95,9 @@ def test_a_program_leaves_nothing_behind() -> None:
 def test_programs_are_bounded() -> None:
     """Time, memory and output; and the tool goes on after each."""
     endless, huge, talkative, after = programs(
-        "while True: pass", "x = bytearray(10**10)", "print('a' * 10**6)", "print('fine')", num_workers=1, timeout_s=2.0
+        "while True: pass", "x = bytearray(10**10)", "print('a' * 10**6)", "print('fine')", num_workers=1, timeout_s=4.0
     )
-    assert endless.failed and "not done after 2 s" in endless.text
+    assert endless.failed and "not done after 4 s" in endless.text
     assert huge.failed and "MemoryError" in huge.text
     assert len(talkative.text) < 21_000 and "more characters" in talkative.text
     assert after.text == "fine\n"
@@ -124,8 +124,10 @@ def test_an_mcp_server_over_standard_input(server: Path) -> None:
     assert [schema["function"]["name"] for schema in schemas] == ["x_add", "x_fail"] and texts == ["42"] * 5
     assert schemas[0]["function"]["description"] == "Add two numbers."
     assert failed.failed and "fail" in failed.text
-    left = [process for process in psutil.process_iter(["cmdline"]) if str(server) in (process.info["cmdline"] or [])]
-    assert not left, "the server ends with the toolbox"
+    deadline = time.monotonic() + 60
+    while any(str(server) in (process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])):
+        assert time.monotonic() < deadline, "the server ends with the toolbox"
+        time.sleep(0.05)
 
 
 def test_an_mcp_server_over_http(server: Path) -> None:

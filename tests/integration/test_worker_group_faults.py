@@ -67,26 +67,26 @@ def test_exceptions_deadlines_and_a_death_with_hanging_peers(start: Start) -> No
         actor.double(failing)
     assert actor.replicate(1) == [(0, 1), (1, 1)], "the workers go on"
 
-    actor.set_deadlines({"sleep_on": 1.0})
+    actor.set_deadlines({"sleep_on": 3.0})
     begin = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"actor.sleep_on: not done after 1 s; still running: rank 1 on") as late:
-        actor.sleep_on(1, 6.0)
-    assert time.monotonic() - begin < 5 and late.value.seconds == 1.0
+    with pytest.raises(DeadlineError, match=r"actor.sleep_on: not done after 3 s; still running: rank 1 on") as late:
+        actor.sleep_on(1, 300.0)
+    assert time.monotonic() - begin < 60 and late.value.seconds == 3.0
     assert wait_for(lambda: "sleep_on" in Path(actor.workers[1].log).read_text()), "the stacks are in the log"
 
     begin = time.monotonic()
     with pytest.raises(WorkerDiedError, match=f"process {actor.workers[0].pid} died") as died:
         actor.die_on(0, others_sleep_s=300.0)
-    assert (died.value.role, died.value.rank) == ("actor", 0) and time.monotonic() - begin < 15
+    assert (died.value.role, died.value.rank) == ("actor", 0) and time.monotonic() - begin < 60
     with pytest.raises(WorkerDiedError, match="rank 0"):
         actor.only_zero(1)
     begin = time.monotonic()
     run.close()
-    assert time.monotonic() - begin < 10, "a hanging peer is not waited for"
+    assert time.monotonic() - begin < 60, "a hanging peer is not waited for"
     assert all(gone(worker.pid) for worker in actor.workers)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def wait_for(condition: Callable[[], bool], seconds: float = 90.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -108,7 +108,7 @@ def test_a_death_is_reported_rather_than_what_it_did_to_its_peers_and_children_a
 
 def test_an_idle_death_and_a_stopped_process(start: Start) -> None:
     plan = parse_fault_plan([{"kind": "stop", "call": "actor.replicate", "rank": 1, "at": 2}])
-    run = start(observers=[FaultInjector(plan)], shutdown_deadline_s=20.0)
+    run = start(observers=[FaultInjector(plan)], shutdown_deadline_s=90.0)
     actor = run.groups["actor"]
     actor.set_deadlines({}, default=5.0)
     assert len(actor.replicate(1)) == 2
@@ -119,7 +119,7 @@ def test_an_idle_death_and_a_stopped_process(start: Start) -> None:
         actor.only_zero(1)
     begin = time.monotonic()
     run.close()
-    assert time.monotonic() - begin < 20 and all(gone(worker.pid) for worker in actor.workers)
+    assert time.monotonic() - begin < 90 and all(gone(worker.pid) for worker in actor.workers)
 
 
 def host_processes() -> set[int]:
@@ -160,12 +160,12 @@ def test_what_cannot_start_says_why_and_gives_its_places_back(
 def test_a_start_that_hangs_has_a_deadline(ray_cluster: None) -> None:
     class Stuck(Second):
         def __init__(self) -> None:
-            time.sleep(60)
+            time.sleep(600)
 
     begin = time.monotonic()
     with pytest.raises(DeadlineError, match=r"(actor.__init__|workers\.\w+): not done"):
         launch({"actor": ClassWithInitArgs(Stuck)}, start_deadline_s=10.0)
-    assert time.monotonic() - begin < 40
+    assert time.monotonic() - begin < 200
 
 
 def test_more_than_the_cluster_has_is_refused_with_numbers_and_knobs(ray_cluster: None) -> None:
@@ -175,7 +175,7 @@ def test_more_than_the_cluster_has_is_refused_with_numbers_and_knobs(ray_cluster
     begin = time.monotonic()
     with pytest.raises(ResourceError, match=r"asked for 99 worker processes .*4 of 4 CPUs free.*n_gpus_per_node.*num_cpus"):
         RayResourcePool([99]).slots()
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
     with pytest.raises(ResourceError, match=r"not given within 2 s .*trainer.device=cpu"):
         RayResourcePool([1], use_gpu=True, deadline_s=2, wait_for_nodes=True).slots()
     held = RayResourcePool([4])

@@ -80,9 +80,10 @@ class Held(Immediate):
 
         async def open_gate() -> None:
             self.gates[ordinal].set()
-            await asyncio.sleep(0.01)
+            while executor._scoring or any(work.item.ordinal == ordinal for work, _ in executor._episodes.values()):
+                await asyncio.sleep(0)
 
-        asyncio.run_coroutine_threadsafe(open_gate(), executor.runner.loop).result(5)
+        asyncio.run_coroutine_threadsafe(open_gate(), executor.runner.loop).result(60)
 
 
 def prompts(first: int = 0, end: int = 1 << 40) -> Iterator[PromptItem]:

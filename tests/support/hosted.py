@@ -9,7 +9,7 @@ from rlhub.single_controller import Worker
 
 
 class Server(Worker):
-    """A hosted object as engines and environments are.  most: calls of `add` that ran at the same time."""
+    """A hosted object as engines and environments are.  most: calls that ran at the same time."""
 
     def __init__(self, base: int, fail: bool = False) -> None:
         if fail:
@@ -29,6 +29,19 @@ class Server(Worker):
         finally:
             self.now -= 1
         return self.base + value
+
+    async def meet(self, value: int, count: int) -> int:
+        """`add`, which takes until so many have been here at the same time."""
+        self.now += 1
+        self.most = max(self.most, self.now)
+        while self.most < count:
+            await asyncio.sleep(0.001)
+        self.now -= 1
+        return self.base + value
+
+    async def running(self) -> int:
+        """Calls of `add` now."""
+        return self.now
 
     async def bad_row(self) -> None:
         raise DataError("row 3 has no prompt")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -12,37 +11,11 @@ from transformers import PreTrainedModel
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.engines.rollout.stepped import SteppedEngine
-from rlhub.engines.rollout.stepping import EngineLoop, Stepper, TokenEvent
 from tests.support.rollout_contract import PROMPTS, requests
+from tests.support.stopping import LIMIT_S, halt, run_to
 from tests.support.tiny_models import sequence_log_probs
 
-LIMIT_S = 60.0
 LONG_PROMPT = [3 + i % 60 for i in range(70)]  # several blocks of a paged cache
-
-
-class StopAt:
-    """A stepper whose loop is told to pause during step number `at`."""
-
-    def __init__(self, inner: Stepper, loop: EngineLoop, at: int) -> None:
-        self.inner, self._loop, self._left = inner, loop, at
-        self.reached = threading.Event()
-
-    def step(self) -> Sequence[TokenEvent]:
-        events = self.inner.step()
-        self._left -= 1
-        if self._left == 0:
-            self._loop._paused = True  # what pause() does first; it would wait here for itself
-            self.reached.set()
-        return events
-
-    def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
-        self.inner.add(key, request, params)
-
-    def remove(self, keys: Collection[int]) -> None:
-        self.inner.remove(keys)
-
-    def recompute(self) -> None:
-        self.inner.recompute()
 
 
 async def interrupted(
@@ -56,16 +29,10 @@ async def interrupted(
     late: Sequence[GenerationRequest] = (),
 ) -> list[Completion]:
     """The requests, all in one batch, with `update` after `at` steps, and `late`, which come just after it."""
-    loop = engine._loop
     engine.pause()
     tasks = [asyncio.create_task(engine.agenerate(request, params)) for request in wanted]
     await asyncio.sleep(0)
-    assert loop._stepper is not None
-    stop = loop._stepper = StopAt(loop._stepper, loop, at)
-    engine.resume()
-    assert await asyncio.to_thread(stop.reached.wait, LIMIT_S)
-    engine.pause()
-    loop._stepper = stop.inner
+    await halt(engine, await run_to(engine, at))
     assert engine.load == len(tasks)
     update()
     tasks += [asyncio.create_task(engine.agenerate(request, params)) for request in late]

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams, WeightBucket
+from rlhub.engines.rollout.stepped import SteppedEngine
 from rlhub.errors import EngineError
 from rlhub.utils.regions import take
+from tests.support.stopping import LIMIT_S, StopAt, halt, run_to
 
 PROMPTS = [[5, 6, 7, 13], [8, 9, 14, 5, 6], [20], [3] * 17, [5, 6, 7, 13]]
 
@@ -164,7 +166,7 @@ async def _check_follow(engine: RolloutEngine, params: SamplingParams) -> None:
     assert len(told) > 1
 
 
-def check_interruptions(engine: RolloutEngine, weights: dict[str, Tensor], *, num_tokens: int = 40) -> None:
+def check_interruptions(engine: SteppedEngine, weights: dict[str, Tensor], *, num_tokens: int = 40) -> None:
     """Pause, resume, abort, cancel and weights that change under running requests; `num_tokens` must fit the engine."""
     params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
     engine.update_weights([list(weights.items())], 1)
@@ -180,20 +182,27 @@ def _start(engine: RolloutEngine, params: SamplingParams) -> list[asyncio.Task[C
     return [asyncio.create_task(engine.agenerate(request, params)) for request in named]
 
 
-async def _paused_midway(engine: RolloutEngine, params: SamplingParams) -> list[asyncio.Task[Completion]]:
-    """Requests that are running, held up by a pause.  On a busy machine they may end before it: then again, with less time."""
-    for delay_s in (0.01, 0.003, 0.0, 0.0, 0.0):
-        tasks = _start(engine, params)
-        await asyncio.sleep(delay_s)
-        engine.pause()
-        if engine.load == len(tasks):
-            return tasks
-        engine.resume()
-        await asyncio.gather(*tasks)
-    raise AssertionError("the requests always ended before the pause: they must be longer")
+STEP = 3
+"""In which requests are met: they have some tokens by then, and are far from their end."""
 
 
-async def _check_pause(engine: RolloutEngine, _: dict[str, Tensor], params: SamplingParams, whole: list[Completion]) -> None:
+async def _running(engine: SteppedEngine, params: SamplingParams) -> tuple[list[asyncio.Task[Completion]], StopAt]:
+    """Requests, and the step of theirs that is under way."""
+    engine.pause()
+    tasks = _start(engine, params)
+    await asyncio.sleep(0)
+    return tasks, await run_to(engine, STEP)
+
+
+async def _paused_midway(engine: SteppedEngine, params: SamplingParams) -> list[asyncio.Task[Completion]]:
+    """Requests that are running, held up by a pause."""
+    tasks, stop = await _running(engine, params)
+    await halt(engine, stop)
+    assert engine.load == len(tasks)
+    return tasks
+
+
+async def _check_pause(engine: SteppedEngine, _: dict[str, Tensor], params: SamplingParams, whole: list[Completion]) -> None:
     """A pause holds requests up and changes nothing; the batch path is refused meanwhile; new requests wait."""
     tasks = await _paused_midway(engine, params)
     engine.pause()
@@ -209,14 +218,13 @@ async def _check_pause(engine: RolloutEngine, _: dict[str, Tensor], params: Samp
 
 
 async def _check_update_in_flight(
-    engine: RolloutEngine, weights: dict[str, Tensor], params: SamplingParams, whole: list[Completion]
+    engine: SteppedEngine, weights: dict[str, Tensor], params: SamplingParams, whole: list[Completion]
 ) -> None:
     """Refused while steps go on; after a pause the same weights under another version give the same tokens."""
-    tasks = _start(engine, params)
-    await asyncio.sleep(0)
+    tasks, stop = await _running(engine, params)
     with pytest.raises(EngineError, match="pause"):
         engine.update_weights([list(weights.items())], 2)
-    engine.pause()
+    await halt(engine, stop)
     with pytest.raises(ConnectionError), engine.overwriting(2):
         raise ConnectionError("lost")
     with pytest.raises(EngineError, match="update_weights"):
@@ -233,11 +241,11 @@ async def _check_update_in_flight(
     engine.update_weights([list(weights.items())], 1)
 
 
-async def _check_abort(engine: RolloutEngine, _: dict[str, Tensor], params: SamplingParams, whole: list[Completion]) -> None:
+async def _check_abort(engine: SteppedEngine, _: dict[str, Tensor], params: SamplingParams, whole: list[Completion]) -> None:
     """By name, also while paused; the others go on; the tokens so far continue under `start`."""
     tasks = await _paused_midway(engine, params)
     engine.abort(["r1", "nobody"])
-    part = await asyncio.wait_for(tasks[1], 5)
+    part = await asyncio.wait_for(tasks[1], LIMIT_S)
     assert part.finish_reason == "abort"
     assert part.token_ids == whole[1].token_ids[: len(part.token_ids)]
     assert len(part.log_probs) == len(part.versions) == len(part.token_ids)
@@ -248,13 +256,14 @@ async def _check_abort(engine: RolloutEngine, _: dict[str, Tensor], params: Samp
     resumed = replace(first, prompt_ids=[*first.prompt_ids, *part.token_ids], start=len(part.token_ids))
     continued = await engine.agenerate(resumed, params)
     assert len(part.token_ids) + len(continued.token_ids) == params.max_new_tokens
-    tasks = _start(engine, params)
-    await asyncio.sleep(0)
+    tasks, stop = await _running(engine, params)
     engine.abort()
+    await halt(engine, stop)
+    engine.resume()
     assert {completion.finish_reason for completion in await asyncio.gather(*tasks)} == {"abort"}
 
 
-async def _check_cancel(engine: RolloutEngine, _: dict[str, Tensor], params: SamplingParams, whole: list[Completion]) -> None:
+async def _check_cancel(engine: SteppedEngine, _: dict[str, Tensor], params: SamplingParams, whole: list[Completion]) -> None:
     """A cancelled task's request leaves, running or still waiting; the others do not notice."""
     tasks = await _paused_midway(engine, params)
     late = asyncio.create_task(engine.agenerate(requests()[0], params))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +12,8 @@ from torch import nn
 from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
 from rlhub.engines.rollout.fake import FakeEngine
-from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, RolloutSetup
+from rlhub.engines.rollout.registry import ROLLOUT_ENGINES
+from rlhub.engines.rollout.stepping import Stepper, TokenEvent
 from rlhub.sharding_manager.files import WeightWriter
 from rlhub.single_controller import ClassWithInitArgs
 from rlhub.single_controller.async_actor import AsyncActor, AsyncActorOptions, astart_async_actor
@@ -18,22 +21,72 @@ from rlhub.workers.rollout_server import RolloutServer
 from rlhub.workers.runtime import WorkerRuntime
 from tests.support.plain_train_engine import PlainTrainEngine
 
-SLOW_FAKE = "slow_fake"
-STEP_S = 0.004
+HELD_FAKE = "held_fake"
+STEP_S = 0.002
 RUNTIME = WorkerRuntime(device="cpu", seed=0, max_prompt_length=32, max_response_length=64, deadline_s=5.0)
 
 
-def slow_fake(setup: RolloutSetup) -> FakeEngine:
-    """A token takes STEP_S seconds."""
-    return FakeEngine(setup, step_s=STEP_S)
+@dataclass
+class Pace:
+    """How many tokens a request may get: what is in work then stays so, however slow whoever looks at it is."""
+
+    limit: int | None = None
+    furthest: int = 0
+    """Tokens of the request that has most."""
+
+    def hold(self, limit: int | None) -> None:
+        self.limit, self.furthest = limit, 0
 
 
-def fake_config(*, slow: bool = False) -> ActorRolloutRefConfig:
-    """For a service without a model."""
-    if slow and SLOW_FAKE not in ROLLOUT_ENGINES:
-        ROLLOUT_ENGINES.register(SLOW_FAKE)(slow_fake)
+PACE = Pace()
+"""Of the engines in this process."""
+
+
+class HeldSteps:
+    """A stepper that steps no further than the pace allows."""
+
+    def __init__(self, inner: Stepper, pace: Pace) -> None:
+        self.inner, self.pace = inner, pace
+        self.given: dict[int, int] = {}
+
+    def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
+        self.given[key] = 0
+        self.inner.add(key, request, params)
+
+    def step(self) -> Sequence[TokenEvent]:
+        if self.pace.limit is not None and max(self.given.values(), default=0) >= self.pace.limit:
+            time.sleep(STEP_S)
+            return []
+        events = self.inner.step()
+        for event in events:
+            self.given[event.key] += 1
+            self.pace.furthest = max(self.pace.furthest, self.given[event.key])
+            if event.finish is not None:
+                del self.given[event.key]
+        return events
+
+    def remove(self, keys: Collection[int]) -> None:
+        for key in keys:
+            self.given.pop(key, None)
+        self.inner.remove(keys)
+
+    def recompute(self) -> None:
+        self.inner.recompute()
+
+
+class HeldFake(FakeEngine):
+    """At the pace of this process."""
+
+    def _make_stepper(self) -> Stepper:
+        return HeldSteps(super()._make_stepper(), PACE)
+
+
+def fake_config(*, held: bool = False) -> ActorRolloutRefConfig:
+    """For a service without a model.  held: its engines keep the pace."""
+    if held and HELD_FAKE not in ROLLOUT_ENGINES:
+        ROLLOUT_ENGINES.register(HELD_FAKE)(HeldFake)
     config = ActorRolloutRefConfig()
-    config.rollout.name = SLOW_FAKE if slow else "fake"
+    config.rollout.name = HELD_FAKE if held else "fake"
     return config
 
 
@@ -63,6 +116,10 @@ class Weights:
     def write(self, version: int) -> str:
         """Changed weights; their fingerprint."""
         self.engine.perturb(version)
+        return self.write_unchanged(version)
+
+    def write_unchanged(self, version: int) -> str:
+        """The weights as they are; their fingerprint."""
         return self._writer.write(version).fingerprint
 
 

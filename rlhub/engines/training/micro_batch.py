@@ -97,13 +97,17 @@ def even_cut(bins: list[list[int]], lengths: Sequence[int], config: MicroBatchCo
     return bins
 
 
-def take_rows(rows: Rows, indices: list[int], device: torch.device, fillers: int = 1) -> dict[str, Tensor]:
-    """The rows of one pass on `device`; for no indices `fillers` rows of zeros (masked everywhere)."""
+def take_rows(rows: Rows, indices: list[int], fillers: int = 1) -> dict[str, Tensor]:
+    """The rows of one pass, where they lie; for no indices `fillers` rows of zeros (masked everywhere)."""
     if not indices:
-        shapes = {name: (fillers, *column.shape[1:]) for name, column in rows.items()}
-        return {name: torch.zeros(shapes[name], dtype=column.dtype, device=device) for name, column in rows.items()}
+        return {name: column.new_zeros((fillers, *column.shape[1:])) for name, column in rows.items()}
     count = next(iter(rows.values())).shape[0]
     if indices == list(range(count)):
-        return {name: column.to(device, non_blocking=True) for name, column in rows.items()}
+        return dict(rows.items())
     index = torch.tensor(indices)
-    return {name: column[index.to(column.device)].to(device, non_blocking=True) for name, column in rows.items()}
+    return {name: column[index.to(column.device)] for name, column in rows.items()}
+
+
+def on_device(rows: Rows, device: torch.device) -> dict[str, Tensor]:
+    """The same rows there; the host does not wait for the copies."""
+    return {name: column.to(device, non_blocking=True) for name, column in rows.items()}

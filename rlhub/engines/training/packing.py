@@ -45,8 +45,8 @@ class ModelInputs:
 
 
 def model_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs:
-    """Plan one micro-batch for numbers per token.  Indices are worked out where the rows lie (the CPU, normally) and then moved
-    to `device`.
+    """Plan one micro-batch for numbers per token.  Indices are worked out where the rows lie (on the CPU: a GPU would be waited
+    for at every step of it) and then moved to `device`.
 
     Raises EngineError where response_mask marks a token that attention_mask hides, or the first token of a row.
     """
@@ -115,8 +115,8 @@ def _finished(inputs: ModelInputs, lengths: Tensor, *, pack: bool, device: torch
     """Packed or padded as asked, on `device`.  lengths: needed tokens of each row."""
     lengths = lengths[lengths > 0]
     if lengths.numel() == 0:  # the model must still run, its peers wait for it: one token that nothing depends on
-        lengths = torch.ones(1, dtype=torch.int64)
-        inputs.input_ids = inputs.position_ids = torch.zeros(1, 1, dtype=torch.int64)
+        lengths = lengths.new_ones(1)
+        inputs.input_ids = inputs.position_ids = lengths.new_zeros(1, 1)
     if pack:
         inputs.plan = plan_attention(lengths.tolist(), device)
     else:
@@ -126,10 +126,10 @@ def _finished(inputs: ModelInputs, lengths: Tensor, *, pack: bool, device: torch
 
 def _pad(inputs: ModelInputs, lengths: Tensor) -> None:
     """From packed to right padded rows, in place."""
-    longest, starts = int(lengths.max()), lengths.cumsum(0) - lengths
-    row = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
-    place = row * longest + torch.arange(row.numel()) - starts[row]  # of each packed token in the padded batch
-    mask = torch.zeros(lengths.numel() * longest, dtype=torch.int64)
+    longest, starts, device = int(lengths.max()), lengths.cumsum(0) - lengths, lengths.device
+    row = torch.repeat_interleave(torch.arange(lengths.numel(), device=device), lengths)
+    place = row * longest + torch.arange(row.numel(), device=device) - starts[row]  # of each packed token in the padded batch
+    mask = lengths.new_zeros(lengths.numel() * longest)
     mask[place] = 1
     for name in ("input_ids", "position_ids"):
         padded = torch.zeros_like(mask)

@@ -51,8 +51,20 @@ def _not_found(names: tuple[str, ...]) -> Iterator[None]:
             del sys.modules[name]
 
 
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """`torch.compile` leaves functions as they are: megatron has it on functions of its modules' own, and to name it there alone
+    loads torch's compiler, a second and a half.  On CPU they would be compiled by a C++ compiler, at their first call."""
+    real = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = real
+
+
 if not torch.cuda.is_available():
-    with warnings.catch_warnings(), _not_found(UNUSED):
+    with warnings.catch_warnings(), _not_found(UNUSED), _uncompiled():
         warnings.filterwarnings("ignore", message=MISSING_KERNELS)
         import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.models.gpt.gpt_model

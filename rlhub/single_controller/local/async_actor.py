@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 from rlhub.errors import DeadlineError, WorkerDiedError
@@ -16,6 +18,62 @@ from rlhub.single_controller.hosted import HostedObject
 from rlhub.single_controller.invoke import RemoteError
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext
 from rlhub.utils.loop_thread import LoopThread
+
+
+class _Call:
+    """One call, on its way from the loop of who calls to the actor's and back: each way is one message between the threads.
+
+    A concurrent.futures.Future in between (asyncio.run_coroutine_threadsafe) costs a lock and a chain of callbacks on both
+    sides, several times what a short method takes.
+    """
+
+    __slots__ = ("caller", "ended", "expired", "loop", "task", "work")
+
+    def __init__(self, work: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> None:
+        self.work, self.loop = work, loop
+        self.caller = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self.caller.create_future()
+        self.task: asyncio.Task[Any] | None = None
+        self.expired = False
+
+    def send(self) -> bool:
+        """False if the actor's loop was closed a moment ago."""
+        try:
+            self.loop.call_soon_threadsafe(self._start)
+        except RuntimeError:
+            self.work.close()
+            return False
+        return True
+
+    def cancel(self) -> None:
+        """Whoever called waits no longer."""
+        with suppress(RuntimeError):  # the loop is closed: nothing runs there
+            self.loop.call_soon_threadsafe(self._cancel)
+
+    def expire(self) -> None:
+        """The time is over."""
+        if not self.ended.done():
+            self.expired = True
+            self.ended.set_result(None)
+            self.cancel()
+
+    def _start(self) -> None:
+        self.task = self.loop.create_task(self.work)
+        self.task.add_done_callback(self._answer)
+
+    def _cancel(self) -> None:
+        if self.task is not None:  # it was sent before this was
+            self.task.cancel()
+
+    def _answer(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled():
+            task.exception()  # so that one whose caller has gone is not logged as never retrieved
+        with suppress(RuntimeError):  # the caller's loop is closed: nobody waits
+            self.caller.call_soon_threadsafe(self._settle)
+
+    def _settle(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
 
 
 class LocalAsyncActor:
@@ -50,24 +108,24 @@ class LocalAsyncActor:
     async def call(self, method: str, *args: Any, deadline_s: float | None = None, **kw: Any) -> Any:
         if self._killed:
             raise self._death(method)
-        running = self._object.run(method, args, kw)
+        call = _Call(self._object.run(method, args, kw), self._thread.loop)
+        if not call.send():
+            raise self._death(method)
+        timer = None if deadline_s is None else call.caller.call_later(deadline_s, call.expire)
         try:
-            outcome = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(running, self._thread.loop))
-        except RuntimeError:  # its loop was closed a moment ago
-            running.close()
-            raise self._death(method) from None
-        try:
-            done, _ = await asyncio.wait((outcome,), timeout=deadline_s)
+            await call.ended
         except asyncio.CancelledError:
-            outcome.cancel()
+            call.cancel()
             raise
-        if not done:
-            outcome.cancel()
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if call.expired:
             raise DeadlineError(f"{self.name}.{method}", float(deadline_s or 0.0))
-        if outcome.cancelled():
+        if call.task is None or call.task.cancelled():
             raise self._death(method) if self._killed else self._object.cancelled_itself(method).error
         try:
-            return outcome.result()
+            return call.task.result()
         except RemoteError as failure:
             raise failure.error from (failure.__cause__ or failure.cause)
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 from ray._private import ray_constants
 
@@ -24,6 +27,9 @@ from rlhub.single_controller.worker import applied_env
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+START_ATTEMPTS = 3
+RAYS_FOLDER = os.path.dirname(ray.__file__) + os.sep
+TIMED_OUT = "The current node timed out during startup"  # how Ray says so
 _ONLY_WHEN_STARTING = ("num_cpus", "num_gpus", "resources", "object_store_memory")
 
 
@@ -53,14 +59,58 @@ def connect(ray_init: Mapping[str, Any], *, device: str, num_ranks: int) -> Conn
     address = options.pop("address", None) or os.environ.get("RAY_ADDRESS")
     joining = address not in (None, "local")
     options = _join_options(options) if joining else _start_options(options, device, num_ranks)
+    variables = _start_environment(with_dashboard=joining or bool(options.get("include_dashboard")))
     try:
-        with applied_env(_start_environment()), _on_loopback(options.get("_node_ip_address") == LOOPBACK):
-            ray.init(address=address or "local", **options)
+        with applied_env(variables), _on_loopback(options.get("_node_ip_address") == LOOPBACK), _programs_sigterm():
+            _patiently(lambda: ray.init(address=address or "local", **options))
     except (ConnectionError, RuntimeError, OSError) as error:
         what = f"join the Ray cluster at {address!r} (ray_init.address or RAY_ADDRESS)" if joining else "start Ray here"
         raise ResourceError(f"cannot {what}: {error}") from error
     logger.info("%s Ray cluster: %s", "joined a" if joining else "started a", describe_nodes())
     return Connection(owned=not joining)
+
+
+def _patiently(start: Callable[[], object]) -> None:
+    """Again where Ray's own limit of 30 s for its processes was too short, as on a machine that is very busy for a while; what
+    the attempt has started is ended first."""
+    for attempt in range(1, START_ATTEMPTS + 1):
+        before = _rays_processes()
+        try:
+            start()
+            return
+        except Exception as error:
+            if not str(error).startswith(TIMED_OUT):  # Ray raises no type of its own for it
+                raise
+            for process in _rays_processes() - before:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            if attempt == START_ATTEMPTS:
+                raise ResourceError(
+                    f"cannot start Ray here: its processes were not up after 30 s, {attempt} times in a row. Is the machine very "
+                    "busy, or short of memory? Wait, end other work, or join a cluster that runs (ray_init.address)"
+                ) from error
+            logger.warning("Ray's processes were not up after 30 s: attempt %d of %d", attempt + 1, START_ATTEMPTS)
+
+
+def _rays_processes() -> set[psutil.Process]:
+    """Of a cluster that this process started or is starting."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if RAYS_FOLDER in " ".join(process.cmdline()):
+                found.add(process)
+    return found
+
+
+@contextmanager
+def _programs_sigterm() -> Iterator[None]:
+    """Keep the program's own answer to SIGTERM, such as saving the step and leaving, where ray.init puts one that exits."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -95,11 +145,12 @@ def _join_options(options: dict[str, Any]) -> dict[str, Any]:
     return {"log_to_driver": False, "logging_level": logging.WARNING, **options}
 
 
-def _start_environment() -> dict[str, str]:
+def _start_environment(with_dashboard: bool) -> dict[str, str]:
     """Variables that Ray's processes read at their start; a user's own setting wins."""
     wanted = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
+        "RAY_enable_metrics_collection": "1" if with_dashboard else "0",  # which alone reads them
         # Ray starts processes ahead, one per CPU, which ranks never use: each of these has an environment of its own.
         "RAY_prestart_worker_first_driver": "0",
     }

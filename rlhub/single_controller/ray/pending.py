@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import (
     GetTimeoutError,
@@ -25,13 +26,14 @@ from ray.exceptions import (
 
 from rlhub.errors import DeadlineError, WorkerDiedError, WorkerError
 from rlhub.protocol import DataProto, DataProtoFuture
-from rlhub.single_controller.calls import GRACE_S, PendingCall, Watch, cause_of
+from rlhub.single_controller.calls import GRACE_S, PendingCall, Watch, cause_of, grace_is_over
 from rlhub.single_controller.invoke import RemoteError
 from rlhub.single_controller.observer import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 60.0
+_LOOK_EVERY_S = 0.1
 _DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OwnerDiedError, ObjectLostError, OutOfMemoryError)
 _LOG_TAIL_BYTES = 2000
 
@@ -102,8 +104,9 @@ class Gather:
         """Outputs by rank; raises WorkerDiedError, WorkerError or DeadlineError."""
         if self._late is not None:
             raise self._late
-        while self._open and time.monotonic() < self._grace_ends:
-            self._take_ready(min(self._seconds_left(), self._grace_ends - time.monotonic(), _LOG_EVERY_S))
+        while self._open and not grace_is_over(self._grace_ends, self.has_lost):
+            grace = max(self._grace_ends - time.monotonic(), _LOOK_EVERY_S)
+            self._take_ready(min(self._seconds_left(), grace, _LOG_EVERY_S))
             if self._open and not self._errors and self._seconds_left() <= 0:
                 self._late = self._pass_deadline()
                 self._on_failure()
@@ -114,6 +117,11 @@ class Gather:
                 self._on_failure()
             raise worst
         return self._outputs
+
+    def has_lost(self) -> bool:
+        """See PendingCall; of workers on this machine."""
+        late = [self._workers[rank] for rank in self._late_ranks()]
+        return any(os.path.isfile(worker.log) and not _lives(worker.pid) for worker in late)
 
     def _seconds_left(self) -> float:
         return float("inf") if self._deadline_s is None else self._sent + self._deadline_s - time.monotonic()
@@ -153,6 +161,13 @@ class Gather:
             if error is not worst:
                 logger.warning("%s also failed: %s", self.name, str(error).splitlines()[0])
         return worst
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _ask_for_stacks(pid: int) -> None:
@@ -230,6 +245,9 @@ class RayPending(PendingCall):
 
     def done(self) -> bool:
         return self._gather.done()
+
+    def has_lost(self) -> bool:
+        return self._gather.has_lost()
 
     def data_future(self, ranks: Sequence[int], watch: Watch) -> DataProtoFuture:
         reader = PartReader(self._deadline, self._gather, watch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from contextlib import ExitStack
 from typing import Any
 
@@ -35,6 +36,7 @@ from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes, function_
 from rlhub.trainer.ppo.seen import SeenPublication
 from rlhub.trainer.ppo.streaming import StreamSampler
 from rlhub.trainer.run import Run
+from rlhub.utils.collector import heap_set_aside
 from rlhub.utils.task_runner import AsyncTaskRunner
 from rlhub.workers.environment_hosts import EnvironmentHosts
 from rlhub.workers.episode_hosts import EpisodeHosts
@@ -45,6 +47,8 @@ from rlhub.workflows.base import Score
 from rlhub.workflows.executor import ExecutorOptions, WorkflowExecutor
 from rlhub.workflows.ledger import PromptLedger
 from rlhub.workflows.staleness import StalenessManager
+
+logger = logging.getLogger(__name__)
 
 
 def build_stream(
@@ -77,7 +81,8 @@ def build_stream(
     executor = build_executor(config, runner, service.router, workflows, baselines, scoring, vocabulary, ledger, run)
     stack.callback(executor.close)
     publisher = Publisher(
-        SeenPublication(service, run.spans.record),
+        SeenPublication(service.router, run.spans.record),
+        service.loop,
         str(service.folder),
         write=groups.actor.write_weights,
         fail=executor.fail,
@@ -96,7 +101,9 @@ def build_stream(
         timers=run.timers,
         hosts=[found for found in (hosts, environments) if found is not None],
     )
-    return batches, build_samples(config, service, runner, tokenizer, vocabulary, score, stack, hosts, environments)
+    samples = build_samples(config, service, runner, tokenizer, vocabulary, score, stack, hosts, environments)
+    stack.enter_context(heap_set_aside())
+    return batches, samples
 
 
 def build_evaluation_samples(
@@ -142,6 +149,7 @@ def start_service(config: PPOConfig, runtime: WorkerRuntime, groups: Groups, run
     beside = () if is_separate(config.trainer, ROLLOUT_ROLE) else groups.actor.device_places()
     options = service_options(config.actor_rollout_ref, config.trainer, run_folder=run.folder.path, beside=beside)
     service = RolloutService(config.actor_rollout_ref, runtime, options, loop=runner.loop)
+    logger.info("starting the rollout service, replicas: %d", options.num_replicas)
     service.start()
     return service
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,12 @@ class PromptLog:
         """Of a run from the beginning: what an earlier one left here is not its own."""
         self.path.unlink(missing_ok=True)
 
-    def ended(self, ordinal: int, phase: Phase, reason: str) -> None:
-        """Append a line."""
-        row = {"ordinal": ordinal, "end": phase.value, "step": self.step, "reason": reason}
+    def ended(self, ordinals: Sequence[int], phase: Phase, reason: str) -> None:
+        """Append a line for each, all in one write."""
+        rows = [{"ordinal": ordinal, "end": phase.value, "step": self.step, "reason": reason} for ordinal in ordinals]
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            os.write(descriptor, (json.dumps(row) + "\n").encode("utf-8"))
+            os.write(descriptor, "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8"))
         finally:
             os.close(descriptor)
 

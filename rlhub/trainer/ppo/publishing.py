@@ -5,19 +5,21 @@ The trainer waits only for its own ranks to write.  Replicas read in the backgro
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from typing import Protocol
 
 from rlhub.utils.timing import PhaseTimer
 
 
 class Publication(Protocol):
-    """What publishes: the rollout service."""
+    """What publishes, on its event loop: the rollout service's router."""
 
-    def publish(self, folder: str, version: int) -> object:
-        """Every living replica generates with the version in `folder` from now on.  Blocking."""
+    async def update(self, folder: str, version: int) -> object:
+        """Every living replica generates with the version in `folder` from now on."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -27,11 +29,15 @@ class Publication(Protocol):
 
 class Publisher:
     """write: the training ranks leave their weights in the folder as this version.  fail: told why no version will come any
-    more.  One publication at a time."""
+    more.  One publication at a time.
+
+    loop: the service's, on which everything but the writing happens: whom the version is announced to needs no other thread.
+    """
 
     def __init__(
         self,
         service: Publication,
+        loop: asyncio.AbstractEventLoop,
         folder: str,
         *,
         write: Callable[[str, int], object],
@@ -39,25 +45,24 @@ class Publisher:
         timers: PhaseTimer,
     ) -> None:
         self.service, self.folder = service, folder
-        self._write, self._fail, self._timers = write, fail, timers
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._loop, self._write, self._fail, self._timers = loop, write, fail, timers
         self._under_way: Future[None] | None = None
         self.metrics: dict[str, float] = {}  # of the last publication, and of the service so far
 
     def publish(self, version: int, announce: Callable[[int], None]) -> None:
         """Returns when the weights are written; the one before must have arrived, since its files may go now.
 
-        announce: told, in another thread, that all living replicas have the version.
+        announce: told, on the service's loop, that all living replicas have the version.
         """
         self.wait()
         with self._timers.measure("write_weights"):
             self._write(self.folder, version)
-        self._under_way = self._thread.submit(self._deliver, version, announce)
+        self._under_way = asyncio.run_coroutine_threadsafe(self._deliver(version, announce), self._loop)
 
-    def _deliver(self, version: int, announce: Callable[[int], None]) -> None:
+    async def _deliver(self, version: int, announce: Callable[[int], None]) -> None:
         started = time.perf_counter()
         try:
-            self.service.publish(self.folder, version)
+            await self.service.update(self.folder, version)
         except Exception as error:
             self._fail(error)  # whoever waits for samples of this version would wait for ever
             raise
@@ -67,9 +72,13 @@ class Publisher:
 
     def wait(self) -> None:
         """Until all living replicas have the version that was published last.  Raises what it failed with."""
-        under_way, self._under_way = self._under_way, None
+        under_way = self._under_way
         if under_way is not None:
+            wait_for([under_way])
+            self._under_way = None
             under_way.result()
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Returns when nothing is under way."""
+        if self._under_way is not None:
+            wait_for([self._under_way])

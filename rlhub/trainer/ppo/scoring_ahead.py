@@ -74,6 +74,7 @@ class AheadScorer:
         return await asked.answer
 
     async def _run(self) -> None:
+        await self._gather()
         while self._waiting:
             asked, self._waiting = self._waiting, []
             requests = [request for one in asked for request in one.requests]
@@ -89,6 +90,13 @@ class AheadScorer:
                 if not one.answer.done():
                     one.answer.set_result(outcomes)
         self._work = None
+
+    async def _gather(self) -> None:
+        """Groups that end together ask in one pass of the loop after the other: wait for the first in which none does."""
+        seen = 0
+        while len(self._waiting) > seen:
+            seen = len(self._waiting)
+            await asyncio.sleep(0)
 
 
 def request_of(row: Mapping[str, Any], text: str) -> RewardRequest:

@@ -13,14 +13,14 @@ PUBLICATION = "publication"
 
 
 class Replicas(Protocol):
-    """The rollout service, as far as publishing goes."""
+    """The router of the rollout service, as far as publishing goes."""
 
-    def publish(self, folder: str, version: int) -> Sequence[tuple[str, UpdateReport]]:
-        """See RolloutService."""
+    async def update(self, folder: str, version: int) -> Sequence[tuple[str, UpdateReport]]:
+        """See Router."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """See RolloutService."""
+        """See Router."""
         ...
 
 
@@ -30,9 +30,9 @@ class SeenPublication:
     def __init__(self, replicas: Replicas, record: RecordSpan) -> None:
         self._replicas, self._record = replicas, record
 
-    def publish(self, folder: str, version: int) -> None:
+    async def update(self, folder: str, version: int) -> None:
         started = time.perf_counter()
-        reports = self._replicas.publish(folder, version)
+        reports = await self._replicas.update(folder, version)
         ended = time.perf_counter()
         self._record(PUBLICATION, f"version {version}", started, ended, replicas=len(reports))
         clock = ended - time.time()  # reports tell the time of day, for they may come from another machine

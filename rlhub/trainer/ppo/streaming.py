@@ -82,8 +82,10 @@ class StreamSampler:
             self.executor.start(self.positions.items(prompts))
         with self.timers.measure("wait_for_episodes"):
             groups = self._groups(step)
+        counters = self.executor.metrics_soon()
         batch = self._batch(groups, [outcome for group in groups for outcome in self.outcomes.take(group)])
-        self.metrics = self._measure() | episode_metrics(groups) | self._score(batch, groups)
+        metrics = episode_metrics(groups) | self._score(batch, groups)
+        self.metrics = self._measure(counters.result()) | metrics
         batch.batch["valid"] = batch.batch["valid"] & torch.tensor([valid for group in groups for valid in group.valid])
         return batch
 
@@ -110,13 +112,13 @@ class StreamSampler:
         batch.meta_info["policy_version"] = self.policy_version
         return batch
 
-    def _measure(self) -> dict[str, float]:
+    def _measure(self, counters: Mapping[str, float]) -> dict[str, float]:
         """Counters since the last batch, and the share of this time in which training had nothing to train on."""
         now = time.perf_counter()
         passed, self._sampled_at = now - self._sampled_at, now
-        metrics = self.executor.metrics()
-        return metrics | {
-            "trainer/idle_share": min(metrics["rollout/wait_s"] / max(passed, 1e-9), 1.0),
+        return {
+            **counters,
+            "trainer/idle_share": min(counters["rollout/wait_s"] / max(passed, 1e-9), 1.0),
             **self.publisher.metrics,
             **{name: value for hosts in self.hosts for name, value in hosts.metrics().items()},
         }
@@ -127,8 +129,8 @@ class StreamSampler:
         self.publisher.publish(version, self.arrived)
 
     def arrived(self, version: int) -> None:
-        """Generation has this version from now on, and what was taken for the step that made it is trained.  In the publisher's
-        thread, so that training waits for no event loop."""
+        """Generation has this version from now on, and what was taken for the step that made it is trained.  On the event loop:
+        training does not wait for it."""
         self.executor.set_version(version)
         frontier = self.executor.first_ordinal
         self.positions.forget(frontier)

@@ -1,37 +1,22 @@
 """Request bodies of the endpoint, from JSON to dataclasses; whatever is wrong is an ApiError that names the field.
 
-Fields that change nothing about the answer (user, metadata, ...) are ignored, as servers of this interface do; a field that
-would change it and cannot be followed is refused rather than ignored.
+What is refused altogether is in `refusals`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.workflows.openai_server.errors import ApiError, bad_field, unsupported
+from rlhub.workflows.openai_server.refusals import CHAT, COMPLETION, refuse
+from rlhub.workflows.openai_server.tool_choice import ToolUse, read_tools
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_CHOICES = 128  # OpenAI's own bound on n
 MAX_STOPS = 16
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "response_format": (None, {"type": "text"}),
-    "suffix": (None, ""),
-    "echo": (None, False),
-    "best_of": (None, 1),
-    "functions": (None, []),
-    "audio": (None,),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
-}
-"""Fields that no engine here follows -> the values with which they ask for nothing."""
-
 Message = dict[str, Any]
 
 
@@ -59,11 +44,10 @@ class Asked:
 
 @dataclass(slots=True, kw_only=True)
 class ChatBody(Asked):
-    """messages: checked, contents as text.  tools: function schemas as given.  call_tools: whether calls are looked for."""
+    """messages: checked, contents as text."""
 
     messages: list[Message] = field(default_factory=list)
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    call_tools: bool = True
+    tool_use: ToolUse = field(default_factory=ToolUse)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,24 +60,22 @@ class CompletionBody(Asked):
 
 def read_chat(body: Any, defaults: SamplingParams) -> ChatBody:
     """Of /v1/chat/completions."""
-    body = _checked(body)
+    body = _checked(body, CHAT)
     if body.get("top_logprobs"):
         raise unsupported("top_logprobs", "log-probs of the sampled tokens only are kept; set logprobs without top_logprobs")
-    tools = _tools(body.get("tools"))
     return ChatBody(
         **_shared(body, defaults),
         log_probs=_flag(body, "logprobs"),
         messages=_messages(body.get("messages")),
-        tools=tools,
-        call_tools=bool(tools) and _may_call(body.get("tool_choice")),
+        tool_use=read_tools(body),
     )
 
 
 def read_completion(body: Any, defaults: SamplingParams) -> CompletionBody:
     """Of /v1/completions."""
-    body = _checked(body)
+    body = _checked(body, COMPLETION)
     log_probs = body.get("logprobs")
-    if log_probs is not None and (isinstance(log_probs, bool) or log_probs not in (0, 1)):
+    if log_probs is not None and (isinstance(log_probs, bool) or log_probs != 0):
         raise unsupported("logprobs", f"got {log_probs!r}; log-probs of the sampled tokens only are kept, which is logprobs=0")
     return CompletionBody(
         **_shared(body, defaults),
@@ -103,12 +85,11 @@ def read_completion(body: Any, defaults: SamplingParams) -> CompletionBody:
     )
 
 
-def _checked(body: Any) -> dict[str, Any]:
+def _checked(body: Any, followed: frozenset[str]) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(f"the body must be a JSON object, got {type(body).__name__}")
-    for name, neutral in NEUTRAL.items():
-        if body.get(name) not in neutral:
-            raise unsupported(name, f"got {body[name]!r:.100}, but sampling here knows temperature, top_p and top_k only")
+    n = body.get("n")
+    refuse({**body, "best_of": None} if n is not None and body.get("best_of") == n else body, followed)
     return body
 
 
@@ -116,7 +97,8 @@ def _shared(body: dict[str, Any], defaults: SamplingParams) -> dict[str, Any]:
     sampling, differing = _sampling(body, defaults)
     stream = _flag(body, "stream")
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    options = body.get("stream_options") or {}
+    options = body.get("stream_options")
+    options = {} if options is None else options
     if not isinstance(options, dict):
         raise bad_field("stream_options", options, "an object")
     return {
@@ -127,7 +109,7 @@ def _shared(body: dict[str, Any], defaults: SamplingParams) -> dict[str, Any]:
         "seed": _integer(body, "seed", None, low=-(1 << 63), high=(1 << 63) - 1),
         "stop": _stops(body.get("stop")),
         "stream": stream,
-        "usage_chunk": bool(options.get("include_usage")),
+        "usage_chunk": _flag(options, "include_usage", within="stream_options."),
         "token_ids": _flag(body, "return_token_ids"),
     }
 
@@ -173,12 +155,12 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _flag(body: dict[str, Any], name: str, *, default: bool = False) -> bool:
+def _flag(body: dict[str, Any], name: str, *, default: bool = False, within: str = "") -> bool:
     value = body.get(name)
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise bad_field(name, value, "true or false")
+        raise bad_field(within + name, value, "true or false")
     return value
 
 
@@ -200,24 +182,6 @@ def _prompts(value: Any) -> list[str | list[int]]:
         if all(isinstance(item, list) and item and all(_is_integer(token) for token in item) for item in value):
             return list(value)
     raise bad_field("prompt", value, "a text, a list of token ids, or a list of either")
-
-
-def _tools(value: Any) -> list[dict[str, Any]]:
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise bad_field("tools", value, "a list of function tools")
-    for index, tool in enumerate(value):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad_field(f"tools[{index}]", tool, "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}")
-    return value
-
-
-def _may_call(choice: Any) -> bool:
-    if choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", f"got {choice!r:.100}; the model decides for itself: use 'auto' or 'none'")
-    return choice != "none"
 
 
 def _messages(value: Any) -> list[Message]:
@@ -262,17 +226,17 @@ def _calls(place: str, value: Any) -> list[dict[str, Any]]:
             {
                 "id": str(call.get("id") or ""),
                 "type": "function",
-                "function": {"name": function["name"], "arguments": _arguments(function.get("arguments"))},
+                "function": {"name": function["name"], "arguments": read_arguments(function.get("arguments"))},
             }
         )
     return calls
 
 
-def _arguments(value: Any) -> Any:
+def read_arguments(value: Any) -> Any:
     """As an object, which chat templates write as JSON; text that is none stays as it is."""
     if not isinstance(value, str):
         return value if value is not None else {}
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
-from rlhub.tools.formats import CALL_MARKERS
 from rlhub.workflows.base import EpisodeEngine
-from rlhub.workflows.openai_server.answers import Answer, FindCalls, call_object
+from rlhub.workflows.openai_server.answers import Answer
 from rlhub.workflows.openai_server.errors import ApiError
 from rlhub.workflows.openai_server.rendering import Renderer
-from rlhub.workflows.openai_server.streaming import Choice
+from rlhub.workflows.openai_server.streaming import Choice, Rules
+
+T = TypeVar("T")
 
 
 async def sample(
-    engine: EpisodeEngine, requests: Sequence[GenerationRequest], params: SamplingParams, choices: Sequence[Choice] | None
+    engine: EpisodeEngine, requests: Sequence[GenerationRequest], params: SamplingParams, choices: Sequence[Choice | None]
 ) -> list[Completion]:
     """One completion a request.  choices: are told of the tokens, and may end their request.  ApiError 503 where the engine
     ended one early."""
-    followers: Sequence[Choice | None] = choices if choices is not None else [None] * len(requests)
-    asked = zip(requests, followers, strict=True)
-    try:
-        async with asyncio.TaskGroup() as group:  # when the client is gone, every one of them is cancelled
-            tasks = [group.create_task(_complete(engine, request, params, choice)) for request, choice in asked]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from errors
-    completions = [task.result() for task in tasks]
+    asked = zip(requests, choices, strict=True)
+    completions = await gathered(_complete(engine, request, params, choice) for request, choice in asked)
     if any(completion.finish_reason == "abort" for completion in completions):
         raise ApiError("the engine ended the request before it was answered", status=503, kind="server_error")
     return completions
+
+
+async def gathered(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What they return, in their order; all begin at once, in their order.  An error, or the client's leaving, ends all."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    return [task.result() for task in tasks]
 
 
 async def _complete(
@@ -48,32 +54,19 @@ async def _complete(
         stopped.cancel()
 
 
-def as_answer(
-    prompt_ids: list[int],
-    completion: Completion,
-    renderer: Renderer,
-    *,
-    stop: Sequence[str],
-    stop_token_ids: Sequence[int],
-    find_calls: FindCalls | None,
-) -> Answer:
-    """The completion as the client reads it."""
-    text = _text(completion, renderer, stop_token_ids)
-    if any(item in text for item in stop):
-        completion = _cut(completion, renderer, stop)
+def as_answer(prompt_ids: list[int], completion: Completion, renderer: Renderer, rules: Rules, choice: Choice | None) -> Answer:
+    """The completion as the client reads it.  choice: whose stream told of its calls."""
+    text = _text(completion, renderer, rules.stop_token_ids)
+    if rules.may_end and rules.complete(text):
+        completion = _cut(completion, renderer, rules)
         text = renderer.decode(completion.token_ids)
-        text = text[: min(place for item in stop if (place := text.find(item)) >= 0)]
-    answer = Answer(prompt_ids=prompt_ids, completion=completion, text=text)
-    if find_calls is not None and (reply := find_calls(text)).calls:
-        # A stream has told the spaces before the text when the first call comes.
-        spaces = text[: len(text) - len(text.lstrip())] if reply.text and call_marker(find_calls) else ""
-        answer.text, answer.calls = spaces + reply.text, [call_object(call) for call in reply.calls]
+        text = text[: min((place for item in rules.stop if (place := text.find(item)) >= 0), default=len(text))]
+    call_id = (choice or Choice(prompt_ids, rules, lambda: None)).call_id
+    answer = Answer(prompt_ids=prompt_ids, completion=completion, written=text, content="", call_id=call_id)
+    stream = rules.stream()
+    for part in (*stream.add(text), *stream.end()):
+        answer.add(part)
     return answer
-
-
-def call_marker(find_calls: FindCalls | None) -> str | None:
-    """As in Rules."""
-    return CALL_MARKERS.get(find_calls, "") if find_calls is not None else None
 
 
 def ending_token(completion: Completion, stop_token_ids: Sequence[int]) -> int | None:
@@ -87,13 +80,12 @@ def _text(completion: Completion, renderer: Renderer, stop_token_ids: Sequence[i
     return renderer.decode(completion.token_ids[:-1] if ended else completion.token_ids)
 
 
-def _cut(completion: Completion, renderer: Renderer, stop: Sequence[str]) -> Completion:
-    """Up to the token with which a stop text is complete: the tokens after it were sampled for nothing."""
+def _cut(completion: Completion, renderer: Renderer, rules: Rules) -> Completion:
+    """Up to the token with which the answer is complete: those after it were sampled for nothing."""
     low, high = 1, len(completion.token_ids)
     while low < high:
         middle = (low + high) // 2
-        text = renderer.decode(completion.token_ids[:middle])
-        if any(item in text for item in stop):
+        if rules.complete(renderer.decode(completion.token_ids[:middle])):
             high = middle
         else:
             low = middle + 1

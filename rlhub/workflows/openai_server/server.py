@@ -15,24 +15,27 @@ import hmac
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.errors import ConfigError, EngineError
+from rlhub.tools.call_streams import opening
 from rlhub.workflows.base import EpisodeEngine
 from rlhub.workflows.openai_server.admin import Administration, admin_routes, read_json
-from rlhub.workflows.openai_server.answers import Answer, FindCalls, Writer
+from rlhub.workflows.openai_server.answers import Answer, Writer
 from rlhub.workflows.openai_server.bodies import Asked, ChatBody, CompletionBody, read_chat, read_completion
-from rlhub.workflows.openai_server.errors import ApiError, bad_field
+from rlhub.workflows.openai_server.errors import ApiError, bad_field, unsupported
 from rlhub.workflows.openai_server.rendering import Renderer
-from rlhub.workflows.openai_server.sampling import as_answer, call_marker, ending_token, sample
+from rlhub.workflows.openai_server.sampling import as_answer, ending_token, gathered, sample
 from rlhub.workflows.openai_server.sessions import Limits, Session, Turn, has_answers, history_of, tools_key
-from rlhub.workflows.openai_server.streaming import Rules, UnderWay
+from rlhub.workflows.openai_server.streaming import Choice, FindCalls, Rules, UnderWay
+from rlhub.workflows.openai_server.tool_choice import ToolUse
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,7 @@ MAX_BODY_BYTES = 64 << 20
 RETRY_AFTER_S = 1.0
 HEARTBEAT_S = 10.0  # below the minute after which proxies commonly close a silent connection
 SEED_BITS = 31
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 SHUTDOWN_S = 1.0  # for answers that are being written when the server closes
 
 
@@ -106,6 +110,7 @@ class OpenAIServer:
             app.router.add_routes(admin_routes(self._admin, self._admit))
         for prefix in ("/v1", "/s/{session}/v1"):
             app.router.add_get(f"{prefix}/models", self._models)
+            app.router.add_get(f"{prefix}/models/{{model:.+}}", self._model)
             app.router.add_post(f"{prefix}/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/completions", self._completions)
         return app
@@ -163,8 +168,18 @@ class OpenAIServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._admit(request)
-        model = {"id": self._options.model, "object": "model", "created": 0, "owned_by": "rlhub"}
-        return web.json_response({"object": "list", "data": [model]})
+        return web.json_response({"object": "list", "data": [self._described]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        self._admit(request)
+        if (asked := request.match_info["model"]) != self._options.model:
+            message = f"model: no model {asked!r}; this server has {self._options.model!r}"
+            raise ApiError(message, status=404, param="model", code="model_not_found")
+        return web.json_response(self._described)
+
+    @property
+    def _described(self) -> dict[str, Any]:
+        return {"id": self._options.model, "object": "model", "created": 0, "owned_by": "rlhub"}
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
@@ -212,17 +227,21 @@ class OpenAIServer:
 
     async def _answer_chat(self, asked: _Request, body: ChatBody) -> list[Answer]:
         session = asked.session
-        history, tools = history_of(body.messages), tools_key(body.tools)
-        parent = session.find(body.messages, body.tools) if session is not None else None
+        use = body.tool_use
+        history, tools = history_of(body.messages), tools_key(use.tools)
+        parent = session.find(body.messages, use.tools) if session is not None else None
         added: list[int] | None = None
         if parent is not None:
             ended = ending_token(parent.completion, body.sampling.stop_token_ids) is not None
             added = self._renderer.added(body.messages[len(parent.history) :], turn_ended=ended)
         if added is None:
-            parent, added = None, self._renderer.prompt(body.messages, body.tools)
+            parent, added = None, self._renderer.prompt(body.messages, use.tools)
             if session is not None and has_answers(body.messages):
                 session.num_mismatches += 1
-        answers = await self._sample(asked, parent, added, self._options.find_calls if body.call_tools else None)
+        begun = self._opening(use)
+        if begun:
+            added = [*added, *self._renderer.text_ids(begun, special=False)]
+        answers = await self._sample(asked, parent, added, use, begun)
         if session is not None:
             for answer in answers:
                 told = (*history, *history_of([answer.recorded]))
@@ -230,21 +249,33 @@ class OpenAIServer:
         return answers
 
     async def _answer_prompts(self, asked: _Request, body: CompletionBody) -> list[Answer]:
-        session = asked.session
-        answers: list[Answer] = []
-        for prompt in body.prompts:
-            ids = self._renderer.text_ids(prompt, special=True) if isinstance(prompt, str) else prompt
-            if not ids:
-                raise bad_field("prompt", prompt, "at least one token")
-            parent = session.find_ids(ids) if session is not None else None
-            added = ids[len(parent.ids) :] if parent is not None else ids
-            found = await self._sample(asked, parent, added, None)
-            if session is not None:
-                session.turns += [Turn(parent=parent, added=added, completion=answer.completion) for answer in found]
-            answers += found
-        return answers
+        session, prompts = asked.session, [self._prompt_ids(prompt) for prompt in body.prompts]
+        parents = [session.find_ids(ids) if session is not None else None for ids in prompts]
+        new = [ids[len(parent.ids) :] if parent is not None else ids for ids, parent in zip(prompts, parents, strict=True)]
+        found = await gathered(self._sample(asked, parent, added) for parent, added in zip(parents, new, strict=True))
+        if session is not None:
+            for parent, added, answers in zip(parents, new, found, strict=True):
+                session.turns += [Turn(parent=parent, added=added, completion=answer.completion) for answer in answers]
+        return [answer for answers in found for answer in answers]
 
-    async def _sample(self, asked: _Request, parent: Turn | None, added: list[int], find_calls: FindCalls | None) -> list[Answer]:
+    def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
+        ids = self._renderer.text_ids(prompt, special=True) if isinstance(prompt, str) else prompt
+        if not ids:
+            raise bad_field("prompt", prompt, "at least one token")
+        return ids
+
+    def _opening(self, use: ToolUse) -> str:
+        """With what the answer is begun, so that it is a call where it must be one."""
+        begun = opening(self._options.find_calls, use.name)
+        if begun is None and (use.must or (use.one and use.look)):
+            field, other = ("tool_choice", "'auto'") if use.must else ("parallel_tool_calls", "true")
+            raise unsupported(field, f"calls in this server's tool format are found in whole answers only: use {other}")
+        return begun if begun is not None and use.must else ""
+
+    async def _sample(
+        self, asked: _Request, parent: Turn | None, added: list[int], use: ToolUse | None = None, begun: str = ""
+    ) -> list[Answer]:
+        """use: None: it is no chat, and has no tools."""
         body = asked.body
         params = self._params(body, asked.session, parent, added)
         prompt_ids = [*parent.ids, *added] if parent is not None else added
@@ -252,22 +283,19 @@ class OpenAIServer:
             decode=self._renderer.decode,
             stop=body.stop,
             stop_token_ids=params.stop_token_ids,
-            call_marker=call_marker(find_calls),
+            find_calls=self._options.find_calls if use is not None and use.look else None,
+            opening=begun,
+            one_call=use is not None and use.look and use.one,
         )
-        completions = await self._generate(asked, prompt_ids, params, rules)
+        completions, choices = await self._generate(asked, prompt_ids, params, rules)
         return [
-            as_answer(
-                prompt_ids,
-                completion,
-                self._renderer,
-                stop=body.stop,
-                stop_token_ids=params.stop_token_ids,
-                find_calls=find_calls,
-            )
-            for completion in completions
+            as_answer(prompt_ids, completion, self._renderer, rules, choice)
+            for completion, choice in zip(completions, choices, strict=True)
         ]
 
-    async def _generate(self, asked: _Request, prompt_ids: list[int], params: SamplingParams, rules: Rules) -> list[Completion]:
+    async def _generate(
+        self, asked: _Request, prompt_ids: list[int], params: SamplingParams, rules: Rules
+    ) -> tuple[list[Completion], Sequence[Choice | None]]:
         session = asked.session
         engine, name = (self._engine, "") if session is None else (session.engine, session.name)
         start = _start(asked.body, session)
@@ -275,10 +303,12 @@ class OpenAIServer:
             GenerationRequest(prompt_ids=prompt_ids, seed=seed, session=name, start=start)
             for seed in self._seeds(asked.body, session)
         ]
-        followed = asked.body.stream or rules.stop
-        choices = asked.under_way.begin(prompt_ids, rules, len(requests)) if followed else None
+        followed = asked.body.stream or rules.may_end
+        choices: Sequence[Choice | None] = [None] * len(requests)
+        if followed:
+            choices = asked.under_way.begin(prompt_ids, rules, len(requests))
         try:
-            return await sample(engine, requests, params, choices)
+            return await sample(engine, requests, params, choices), choices
         except EngineError as error:
             raise ApiError(f"the engine: {error}", status=500, kind="server_error") from error
 
@@ -328,6 +358,7 @@ class OpenAIServer:
             log_probs=body.log_probs,
             token_ids=body.token_ids,
             usage_chunk=body.usage_chunk,
+            n=body.n,
         )
         if body.stream:
             return await _stream(request, writer, answering, asked.under_way)
@@ -400,7 +431,8 @@ def _as_api_error(request: web.Request, error: Exception) -> ApiError:
         case ApiError():
             return error
         case web.HTTPException():
-            return ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
+            known = f"; there are {', '.join(PATHS)}" if error.status == HTTPStatus.NOT_FOUND else ""
+            return ApiError(f"{request.method} {request.path}: {error.reason}{known}", status=error.status)
         case _:
             logger.error("%s %s failed", request.method, request.path, exc_info=error)
             return ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error")

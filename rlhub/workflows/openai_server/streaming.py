@@ -1,37 +1,64 @@
 """Answers under way: what of their text and tokens may be told before their end is known.
 
 What a client has read cannot be taken back, so text waits while more tokens could still change it: for the token after it (a
-character may be spread over several, and tokenizers join neighbours), while it may be the beginning of a stop text, and from
-where a tool call may begin.  What is told is a beginning of what the whole answer says.
+character may be spread over several, and tokenizers join neighbours), while it may be the beginning of a stop text, and where
+it may be the beginning of a tool call.  What is told is a beginning of what the whole answer says.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from os.path import commonprefix
 
 from rlhub.engines.rollout.base import Completion, Progress
+from rlhub.tools.call_streams import CallStream, beginning, call_stream
+from rlhub.tools.call_streams import Part as Written
+from rlhub.tools.formats import ParsedReply
 
 INCOMPLETE = "\ufffd"
 """What bytes that are no whole character decode to."""
 WINDOW_TOKENS = 32
 """Tokens decoded anew with each token are at least so many, and at most twice as many: no tokenizer joins tokens so far apart."""
+ID_BYTES = 12
+
+FindCalls = Callable[[str], ParsedReply]
+"""Finds the tool calls in an answer's text; `rlhub.tools.registry.TOOL_FORMATS` has some."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Rules:
     """How a request's answers are read; see `as_answer`.
 
-    call_marker: text with which every tool call begins, "" where that is not known; None: no calls are looked for.
+    find_calls: None: no calls are looked for.  opening: with which text the prompt has begun the answer.  one_call: the answer
+    ends with its first call.
     """
 
     decode: Callable[[Sequence[int]], str]
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    call_marker: str | None = None
+    find_calls: FindCalls | None = None
+    opening: str = ""
+    one_call: bool = False
+
+    def stream(self) -> CallStream:
+        """Of one answer's text, which goes on after the opening."""
+        made = call_stream(self.find_calls)
+        told = made.add(self.opening)
+        assert not told, "an opening alone says nothing for sure"
+        return made
+
+    def complete(self, text: str) -> bool:
+        """Whether the answer ends with this text or has ended in it."""
+        return any(item in text for item in self.stop) or (self.one_call and self.stream().closes_with(text))
+
+    @property
+    def may_end(self) -> bool:
+        """Whether an answer can be `complete` before its last token."""
+        return bool(self.stop) or self.one_call
 
 
 class StableText:
@@ -65,9 +92,9 @@ class StableText:
 
 @dataclass(slots=True, kw_only=True)
 class Part:
-    """A piece of an answer.  start: number of its first token."""
+    """A piece of an answer: text and tool calls in their order.  start: number of its first token."""
 
-    text: str
+    written: list[Written]
     start: int
     token_ids: list[int]
     log_probs: list[float]
@@ -88,7 +115,10 @@ class Choice:
 
     def __post_init__(self) -> None:
         self._text = StableText(self.rules.decode)
+        self._stream = self.rules.stream()
+        self._first_call = self.rules.stream()  # all that is stable, where the first call ends the answer
         self._told_tokens = self._told_text = 0
+        self._call_ids: list[str] = []
 
     def follow(self, progress: Progress) -> None:
         """More tokens.  Those after the one that completes a stop text are not the answer's: then `stopped` is set, and
@@ -105,7 +135,13 @@ class Choice:
     def _read(self, token: int) -> None:
         known = len(self._text.stable)
         self._text.add(token)
-        if not self.rules.stop or token in self.rules.stop_token_ids:  # the latter's text is not the answer's
+        if token in self.rules.stop_token_ids:  # whose text is not the answer's
+            return
+        if self.rules.one_call:
+            self._first_call.add(self._text.stable[known:])
+            if self._first_call.closes_with(self._text.unsure):
+                self.stopped.set()
+        if not self.rules.stop:
             return
         recent = self._text.stable[max(0, known - max(map(len, self.rules.stop))) :] + self._text.unsure
         if any(item in recent for item in self.rules.stop):
@@ -116,22 +152,26 @@ class Choice:
         return self._part(self._text.stable[: self._sayable()], self.written)
 
     def rest(self, text: str, completion: Completion) -> Part:
-        """The answer is complete: all that was not told yet."""
-        return self._part(text, completion)
+        """The answer is complete: all that was not told yet.  text: all of it, calls included."""
+        part = self._part(text, completion)
+        part.written += self._stream.end()
+        return part
+
+    def call_id(self, index: int) -> str:
+        """Of the answer's so many-th call."""
+        while len(self._call_ids) <= index:
+            self._call_ids.append(f"call_{secrets.token_hex(ID_BYTES)}")
+        return self._call_ids[index]
 
     def _sayable(self) -> int:
         text, first = self._text.stable, self._told_text
-        end = first + min((_beginning(text[first:], item) for item in self.rules.stop), default=len(text) - first)
-        if self.rules.call_marker is None:
-            return end
-        end = min(end, first + _beginning(text[first:], self.rules.call_marker))
-        return len(text[:end].rstrip())  # an answer with calls ends before the spaces in front of them
+        return first + min((beginning(text[first:], item) for item in self.rules.stop), default=len(text) - first)
 
     def _part(self, text: str, completion: Completion) -> Part:
         start, offset = self._told_tokens, self._told_text
         self._told_tokens, self._told_text = len(completion.token_ids), max(offset, len(text))
         return Part(
-            text=text[offset:],
+            written=self._stream.add(text[offset:]),
             start=start,
             token_ids=completion.token_ids[start:],
             log_probs=completion.log_probs[start:],
@@ -161,13 +201,3 @@ class UnderWay:
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
         self._news.clear()
-
-
-def _beginning(text: str, item: str) -> int:
-    """Where `item` stands or may be beginning in `text`; its length if nowhere."""
-    if (place := text.find(item)) >= 0:
-        return place
-    for length in range(min(len(item) - 1, len(text)), 0, -1):
-        if text.endswith(item[:length]):
-            return len(text) - length
-    return len(text)

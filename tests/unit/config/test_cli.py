@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from rlhub.config.cli import EXIT_FAILURE, EXIT_USAGE, run
+from rlhub.config.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, run
+from rlhub.config.export import ExportConfig
 from rlhub.config.ppo import PPOConfig
 from rlhub.config.schema import leaves, to_dict
 from rlhub.errors import DataError, EngineError
@@ -86,12 +87,21 @@ def test_help_lists_every_setting_with_its_default(capsys: pytest.CaptureFixture
     assert "train_batch_size = 1024" in text and "scripts/quickstart.sh" in text
 
 
+def test_the_example_of_help_has_settings_of_its_main(capsys: pytest.CaptureFixture[str]) -> None:
+    run(ExportConfig, "export", lambda config: None, description="Export.", argv=["--help"])
+    assert "data.train_files" not in capsys.readouterr().out
+    start("--help")
+    assert "for example\n  data.train_files=train.parquet" in capsys.readouterr().out
+
+
 def test_help_into_a_pipe_that_closes_is_no_error() -> None:
     code = "from rlhub.config.cli import run; from rlhub.config.ppo import PPOConfig; import sys\n"
     code += "sys.exit(run(PPOConfig, 'ppo', lambda config: None, description='', argv=['--help']))"
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300, check=False
+    )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -155,3 +165,11 @@ def test_mains_result_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("error: a.parquet row 3")
     assert run(PPOConfig, "ppo", broken, description="", argv=ENOUGH) == EXIT_FAILURE
     assert capsys.readouterr().err.startswith("error: a bug")
+
+
+def test_ctrl_c_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(config: PPOConfig) -> int:
+        raise KeyboardInterrupt
+
+    assert run(PPOConfig, "ppo", interrupted, description="", argv=ENOUGH) == EXIT_INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"

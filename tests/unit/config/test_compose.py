@@ -116,9 +116,14 @@ def test_what_is_left_to_hydra(text: str, overrides: tuple[str, ...], folder: st
 
 
 @pytest.mark.usefixtures("no_hydra")
-def test_an_absent_file_is_left_to_hydra() -> None:
-    with pytest.raises(CalledError):
-        compose("nonsense", (), None, [])
+def test_of_an_absent_file_it_says_where_it_looked_and_what_there_is(folder: str) -> None:
+    Path(folder, "own.yaml").write_text("seed: 1")
+    problems: list[str] = []
+    assert compose("nonsense", (), folder, problems) == {}
+    (problem,) = problems
+    assert problem.startswith("--config-name nonsense: no nonsense.yaml in ")
+    assert folder in problem and "own, ppo" in problem
+    assert compose("own.yaml", (), folder, []) == {"seed": 1}
 
 
 def test_interpolations() -> None:

@@ -102,6 +102,8 @@ def test_a_wrong_value_is_named(override: str, parts: tuple[str, ...]) -> None:
         ("actor_rollout_ref.rolout.temperature", "actor_rollout_ref.rollout.temperature"),
         ("gamma", "algorithm.gamma"),
         ("data.prompt_key.x", "data.prompt_key"),
+        ("trainer.n_gpu", "trainer.n_gpus_per_node"),
+        ("trainer.total_steps", "trainer.total_training_steps"),
         ("entirely.different", None),
     ],
 )

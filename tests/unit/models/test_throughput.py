@@ -51,3 +51,15 @@ def test_no_tokens_no_figure(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
     meter = ThroughputMeter(ModelConfig(path=str(tmp_path)), torch.device("cpu"))
     assert meter.metrics(torch.zeros(2, 3), epochs=1, seconds=1.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA L40S", 362), ("NVIDIA L40", 181), ("NVIDIA H100 PCIe", 756), ("NVIDIA GH200", 989), ("other", None)],
+)
+def test_the_peak_is_of_the_device_by_its_name(
+    name: str, peak: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert ThroughputMeter(ModelConfig(path=str(tmp_path)), torch.device("cuda", 0)).peak == peak

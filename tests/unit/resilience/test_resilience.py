@@ -19,15 +19,25 @@ def test_the_first_signal_is_a_request(number: signal.Signals) -> None:
     former = signal.getsignal(number)
     with StopSignals() as stop:
         assert not stop.requested and stop.exit_code == 0
+        stop.defer()
         os.kill(os.getpid(), number)
         assert stop.requested and stop.exit_code == 128 + number and stop.reason == number.name
     assert signal.getsignal(number) is former
 
 
 def test_the_second_interrupt_stops_at_once() -> None:
-    with StopSignals(), pytest.raises(KeyboardInterrupt):
+    with StopSignals() as stop, pytest.raises(KeyboardInterrupt):
+        stop.defer()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_before_the_first_step_a_signal_stops_at_once(number: signal.Signals, raised: type[BaseException]) -> None:
+    with StopSignals() as stop:
+        with pytest.raises(raised):
+            os.kill(os.getpid(), number)
+        assert stop.requested and stop.exit_code == 128 + number
 
 
 def call(method: str = "update", pid: int = 0) -> Call:
@@ -48,12 +58,12 @@ def test_kill_and_stop_reach_the_ranks_process() -> None:
         plan = [{"kind": "stop", "call": "actor.a", "rank": 1}, {"kind": "kill", "call": "actor.b", "rank": 1}]
         injector = FaultInjector(parse_fault_plan(plan))
         injector.on_start(call("a", child.pid))
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while _state(child.pid) != "T" and time.monotonic() < deadline:
             time.sleep(0.01)
         assert _state(child.pid) == "T"
         injector.on_start(call("b", child.pid))
-        assert child.wait(5) == -signal.SIGKILL
+        assert child.wait(60) == -signal.SIGKILL
 
 
 def _state(pid: int) -> str:

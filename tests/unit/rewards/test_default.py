@@ -31,4 +31,4 @@ def test_scoring_gsm8k_loads_neither_torch_nor_sympy() -> None:
         "import sys; from rlhub.rewards.default import compute_score; assert compute_score('gsm8k', '#### 5', '5') == 1; "
         "assert not {'torch', 'sympy', 'ray', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

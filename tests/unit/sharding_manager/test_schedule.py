@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from rlhub.errors import ReshardError
+from rlhub.sharding_manager.execution import rank_plan
 from rlhub.sharding_manager.layouts import fsdp_layout, full_layout
 from rlhub.sharding_manager.plan import Plan, make_plan
 from rlhub.sharding_manager.schedule import schedule
 from rlhub.utils.pieces import PieceInfo
+from rlhub.utils.regions import num_elements
 from tests.unit.sharding_manager.plan_execution import Layout, assert_fits
 
 BF16 = torch.bfloat16
@@ -64,3 +66,11 @@ def test_both_ends_see_the_same_messages_and_the_widest_dtype_comes_first() -> N
     assert one.sent_by(0) == one.messages and [one.received_by(rank) for rank in (0, 1)] == [
         [message] for message in one.messages
     ]
+
+
+@pytest.mark.parametrize(("device", "blocks"), [("cpu", 32), ("cuda", 1)])
+def test_a_gpu_copies_in_larger_blocks(device: str, blocks: int) -> None:
+    layout = full_layout({"a": (4096, 4096)}, 1)
+    plan = make_plan(layout, layout, source_processes=[0], destination_processes=[0])
+    mine = rank_plan(plan, [], source=0, destination=0, source_peers=[0], destination_peers=[0], device=device)
+    assert len(mine.copies) == blocks and sum(num_elements(copy.region) for copy in mine.copies) == 4096 * 4096

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -11,14 +10,33 @@ from rlhub.errors import DeadlineError, WorkerDiedError, WorkerError
 from rlhub.single_controller import calls, wait_all
 
 
-class Future:
-    """Done `after_s` seconds from now; then it returns or raises its result.  asked: in which order results were taken."""
+class Clock:
+    """Time passes while somebody sleeps.  nap_s: how long a sleep lasts at least."""
 
-    def __init__(self, result: object, after_s: float = 0.0) -> None:
-        self.result, self.since = result, time.monotonic() + after_s
+    def __init__(self) -> None:
+        self.now = self.nap_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, self.nap_s)
+
+
+CLOCK = Clock()
+
+
+class Future:
+    """Done `after_s` seconds from now; then it returns or raises its result.  lost: until then its rank is seen to be dead."""
+
+    def __init__(self, result: object, after_s: float = 0.0, *, lost: bool = False) -> None:
+        self.result, self.since, self.lost = result, CLOCK.now + after_s, lost
 
     def done(self) -> bool:
-        return time.monotonic() >= self.since
+        return CLOCK.now >= self.since
+
+    def has_lost(self) -> bool:
+        return self.lost
 
     def get(self) -> object:
         assert self.done(), "wait_all would have blocked on one of them"
@@ -33,8 +51,9 @@ DEAD = WorkerDiedError("process 7 died", role="rollout", rank=0, remote_type="Ac
 
 
 @pytest.fixture(autouse=True)
-def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "GRACE_S", 0.3)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CLOCK, "nap_s", 0.0)
+    monkeypatch.setattr(calls, "time", CLOCK)
 
 
 def waited(*futures: Future) -> list[object]:
@@ -68,7 +87,28 @@ def test_a_report_of_a_death_comes_before_other_failures_and_the_first_before_la
 
 
 def test_a_call_that_hangs_does_not_hide_the_failure() -> None:
-    begin = time.monotonic()
+    begin = CLOCK.now
     with pytest.raises(WorkerError, match="the connection broke"):
         waited(Future("never", 60.0), Future(BROKEN))
-    assert time.monotonic() - begin < 5
+    assert CLOCK.now - begin < 5
+
+
+@pytest.mark.parametrize(("dies_after_s", "told"), [(1.0, DEAD), (99.0, BROKEN)])
+def test_a_driver_that_was_held_up_sees_what_failed_meanwhile(dies_after_s: float, told: Exception) -> None:
+    """It has no core from the first failure until long after the time that it gives to the others."""
+    CLOCK.nap_s = 50.0
+    with pytest.raises(WorkerError) as caught:
+        waited(Future(BROKEN), Future(DEAD, dies_after_s))
+    assert caught.value is told
+
+
+def test_the_word_of_a_death_that_is_seen_is_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nobody seen dead, and after the longest wait, the failure itself is raised."""
+    monkeypatch.setattr(calls, "GRACE_S", 0.0)
+    with pytest.raises(WorkerDiedError, match="process 7 died"):
+        waited(Future(BROKEN), Future(DEAD, 0.1, lost=True))
+    with pytest.raises(WorkerError, match="the connection broke"):
+        waited(Future(BROKEN), Future(DEAD, 60.0))
+    monkeypatch.setattr(calls, "UNTOLD_S", 0.05)
+    with pytest.raises(WorkerError, match="the connection broke"):
+        waited(Future(BROKEN), Future(DEAD, 60.0, lost=True))

@@ -156,7 +156,7 @@ def test_an_instance_lives_from_its_first_call_to_the_end_of_its_episode() -> No
     tool = Counter()
 
     async def use() -> None:
-        box = Toolbox([Source(tool)], timeout_s=0.05)
+        box = Toolbox([Source(tool)], timeout_s=60.0)
         await asyncio.gather(*(box.aopen() for _ in range(5)))
         async with box.session("unused", {"x": 0}):
             pass
@@ -165,6 +165,7 @@ def test_an_instance_lives_from_its_first_call_to_the_end_of_its_episode() -> No
                 call = ToolCall(name="count", arguments={"query": "q"})
                 both = await asyncio.gather(session.execute(call), session.execute(call))
                 assert [result.text for result in both] == ["q", "q"]
+                session._timeout_s = 0.05
                 late = await session.execute(ToolCall(name="count", arguments={"query": "hang"}))
                 assert late.failed and "not done after 0.05 s" in late.text
                 raise KeyError

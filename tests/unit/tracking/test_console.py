@@ -21,7 +21,10 @@ def play(*, terminal: bool) -> str:
     tracker = ConsoleTracker(stream, terminal=terminal)
     tracker.start(RUN)
     tracker.phase("generate_sequences")
-    time.sleep(0.1 if terminal else 0.0)  # the bar is redrawn by a thread
+    deadline = time.monotonic() + 60
+    while terminal and "generate_sequences" not in stream.getvalue():  # the bar is redrawn by a thread
+        assert time.monotonic() < deadline, "the bar is not redrawn"
+        time.sleep(0.005)
     tracker.log_generations(0, "val", [GenerationRow(prompt="1+1=", response="[red]2\x1b[2J\n", score=1.0)])
     tracker.log(0, {"val/pass@1": 0.25})
     tracker.log(1, {"reward/mean": 0.5, "critic/score/mean": 9.0, "actor/skipped_steps": 1, "other": 3.0})

@@ -72,3 +72,22 @@ def test_an_error_of_what_is_late_ends_the_run(tmp_path: Path) -> None:
         end(run, 1, Late(error=RewardError("no scores")))
         with pytest.raises(RewardError, match="no scores"):
             end(run, 2, last=True)
+
+
+def test_going_on_under_other_settings_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The folder's default name is one for all experiments: a run of another model must not go on unseen."""
+
+    def said(model: str, steps: int) -> str:
+        caplog.clear()
+        trainer = TrainerConfig(default_local_dir=str(tmp_path), logger=[], total_training_steps=steps)
+        settings = {"model": {"path": model, "betas": (0.9, 0.999)}, "trainer": {"total_training_steps": steps}}
+        with Run(trainer, settings, steps) as run:
+            if not run.already_finished:
+                run.start()
+                end(run, steps, last=True)
+        return caplog.text
+
+    assert "other settings" not in said("first", 1)
+    assert "other settings" not in said("first", 2), "only longer"
+    text = said("second", 2)
+    assert "other settings (model.path: first -> second)" in text and "trainer.experiment_name" in text

@@ -6,9 +6,12 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
-from rlhub.config.trainer import DeadlineConfig
-from rlhub.single_controller import Worker
+import pytest
+
+from rlhub.config.trainer import DeadlineConfig, TrainerConfig
+from rlhub.single_controller import ClassWithInitArgs, Worker
 from rlhub.single_controller.decorator import registered_methods
+from rlhub.trainer import workers
 from rlhub.trainer.workers import DEADLINES, in_turn
 from rlhub.workers.actor import ActorWorker
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -38,3 +41,17 @@ def test_one_role_of_each_pool_at_a_time() -> None:
     }
     turns = in_turn(groups, {"rollout": "generation", "reward_model": "scoring", "judge": "scoring"})
     assert [[group.role for group in turn] for turn in turns] == [["actor", "rollout", "reward_model"], ["critic", "judge"]]
+
+
+def test_the_start_is_told_step_by_step(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It takes minutes with large models, and a silent program looks like one that hangs."""
+    seen: list[list[str]] = []
+    model = SimpleNamespace(submit=lambda: seen.append([record.message for record in caplog.records]))
+    group = SimpleNamespace(role="actor", init_model=model, methods=list, set_deadlines=lambda seconds: None)
+    monkeypatch.setattr(workers, "launch", lambda *_, **__: SimpleNamespace(groups={"actor": group}))
+    monkeypatch.setattr(workers, "wait_all", list)
+    with caplog.at_level("INFO"):
+        workers.launch_workers(
+            {"actor": ClassWithInitArgs(Worker)}, TrainerConfig(backend="ray", device="cpu", n_gpus_per_node=2)
+        )
+    assert seen == [["starting actor, with Ray, 2 ranks on cpu", "building actor"]]

@@ -18,7 +18,7 @@ from rlhub.utils import loop_thread
 from rlhub.utils.outcomes import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
 from rlhub.utils.task_runner import AsyncTaskRunner
 
-LONG_S = 10.0
+LONG_S = 60.0
 """Nothing here takes so long, unless it hangs."""
 
 
@@ -103,8 +103,9 @@ def test_pause_starts_nothing_and_still_delivers(runner: AsyncTaskRunner) -> Non
 def test_a_wait_that_times_out_loses_nothing(runner: AsyncTaskRunner) -> None:
     for value in range(3):
         runner.submit(give, value + 1)
+    until(lambda: runner.num_ready == 3)
     with pytest.raises(DeadlineError, match="3 of 5 are there, 0 tasks run, 0 are queued"):
-        runner.wait(5, timeout=0.1)
+        runner.wait(5, timeout=0.02)
     assert runner.num_ready == 3
     runner.submit(give, 4)
     runner.submit(give, 5)
@@ -207,6 +208,22 @@ def test_a_task_that_catches_its_cancellation_ends_as_what_it_returns(runner: As
     assert values(runner.wait(1, timeout=LONG_S)) == ["what there was"]
 
 
+def test_a_deadline_that_passes_before_the_first_step_is_a_deadline(runner: AsyncTaskRunner) -> None:
+    """The loop is held up between a task's start and its first step, where uvloop looks at timers."""
+    go, begun = threading.Event(), threading.Event()
+
+    async def slow() -> None:
+        begun.set()
+        await asyncio.sleep(LONG_S)
+
+    runner.loop.call_soon_threadsafe(go.wait)
+    task = runner.submit(slow, deadline=0.01)
+    runner.loop.call_soon_threadsafe(time.sleep, 0.05)
+    go.set()
+    assert runner.wait(1, timeout=LONG_S) == [TimedOut(task_id=task, deadline_s=0.01)]
+    assert begun.is_set() and runner.num_running == 0
+
+
 def test_ids_are_unique_among_tasks_that_live(runner: AsyncTaskRunner) -> None:
     assert runner.submit(give, 1, LONG_S, task_id="0") == "0"  # which the runner would have chosen next, too
     assert runner.submit(give, 2) != "0"
@@ -240,7 +257,7 @@ def test_a_waiter_that_was_served_and_cancelled_in_the_same_moment_gives_back(ru
         waiting = asyncio.create_task(runner.await_outcomes(1))
         await asyncio.sleep(0.02)
         runner.submit(give, 1)
-        time.sleep(0.1)  # it is served, and its loop has not noticed
+        until(lambda: not runner._results._waiters)  # it is served, and its loop has not noticed
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
 
@@ -409,7 +426,7 @@ def test_whatever_threads_do_each_task_has_exactly_one_outcome() -> None:
         runner.resume()
     for thread in feeders:
         thread.join(LONG_S)
-    until(lambda: len(found) >= len(submitted) or not runner.num_running + runner.num_queued + runner.num_ready)
+    until(lambda: len(found) >= len(submitted))
     busy.clear()
     for thread in drainers:
         thread.join(LONG_S)

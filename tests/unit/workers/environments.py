@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,14 +16,16 @@ HERE = f"{__name__}:"
 
 
 class Waiting(StepEnvironment):
-    """Each step takes `seconds`; notes how many wait at once."""
+    """Each step takes `seconds`, and until so many have been `together`; notes how many wait at once, in all hosts."""
 
     running = most = open = 0
+    lock = threading.Lock()
 
-    def __init__(self, seconds: float = 0.002) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float = 0.002, together: int = 1) -> None:
+        self._seconds, self._together = seconds, together
         self._count = 0
-        Waiting.open += 1
+        with Waiting.lock:
+            Waiting.open += 1
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         self._count = 0
@@ -31,12 +34,16 @@ class Waiting(StepEnvironment):
     async def step(self, action: Any) -> StepResult:
         if action == "raise":
             raise ValueError("no such move")
-        Waiting.running += 1
-        Waiting.most = max(Waiting.most, Waiting.running)
+        with Waiting.lock:
+            Waiting.running += 1
+            Waiting.most = max(Waiting.most, Waiting.running)
         try:
+            while Waiting.most < self._together:
+                await asyncio.sleep(0.001)
             await asyncio.sleep(3600.0 if action == "hang" else self._seconds)
         finally:
-            Waiting.running -= 1
+            with Waiting.lock:
+                Waiting.running -= 1
         self._count += 1
         return f"{action} {self._count}", 0.5, False, False, {}
 
@@ -47,7 +54,8 @@ class Waiting(StepEnvironment):
         self._count = state
 
     async def close(self) -> None:
-        Waiting.open -= 1
+        with Waiting.lock:
+            Waiting.open -= 1
 
 
 def buy(item: str, count: int = 1) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,10 +27,11 @@ HERE = f"{__name__}:"
 
 
 class Policy:
-    """An engine whose tokens follow from prompt and seed.  hold: requests with these seeds wait."""
+    """An engine whose tokens follow from prompt and seed.  hold: requests with these seeds wait; all wait until there have been
+    so many `together`."""
 
-    def __init__(self, *hold: int, error: Exception | None = None) -> None:
-        self.hold, self.error = hold, error
+    def __init__(self, *hold: int, error: Exception | None = None, together: int = 1) -> None:
+        self.hold, self.error, self.together = hold, error, together
         self.sessions: list[str] = []
         self.running = self.most = self.cancelled = 0
 
@@ -38,6 +40,8 @@ class Policy:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
+            while self.most < self.together:
+                await asyncio.sleep(0.001)
             await asyncio.sleep(600.0 if request.seed in self.hold else 0.002)
         except asyncio.CancelledError:
             self.cancelled += 1
@@ -82,15 +86,17 @@ class BestOfTwo(RolloutWorkflow):
 
 
 class Impatient(RolloutWorkflow):
-    """Withdraws a question, and asks another."""
+    """Withdraws a question when it is being answered, and asks another."""
+
+    asked = threading.Event()
 
     async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
         first = self.request(data)
-        try:
-            await asyncio.wait_for(engine.agenerate(first, self.parts.sampling), 0.02)
-        except TimeoutError:
-            return whole(await engine.agenerate(replace(first, seed=0), self.parts.sampling), data.prompt_ids)
-        raise AssertionError("it was answered")
+        asking = asyncio.create_task(engine.agenerate(first, self.parts.sampling))  # type: ignore[arg-type]
+        while not Impatient.asked.is_set():
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        return whole(await engine.agenerate(replace(first, seed=0), self.parts.sampling), data.prompt_ids)
 
 
 class Ends(RolloutWorkflow):
@@ -149,7 +155,7 @@ def within(
         finally:
             await hosts.close()
 
-    return asyncio.run(asyncio.wait_for(main(), 20))
+    return asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def remotely(name: str, engine: EpisodeEngine, data: EpisodeData = DATA, settings: HostSettings = SETTINGS) -> Any:
@@ -164,17 +170,17 @@ def remote(name: str, hosts: EpisodeHosts) -> RemoteWorkflow:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize("name", ["single_turn", f"{HERE}BestOfTwo"])
-def test_a_trajectory_is_that_of_an_episode_on_the_driver(name: str) -> None:
-    there, here = Policy(), Policy()
+@pytest.mark.parametrize(("name", "at_once"), [("single_turn", 1), (f"{HERE}BestOfTwo", 2)])
+def test_a_trajectory_is_that_of_an_episode_on_the_driver(name: str, at_once: int) -> None:
+    there, here = Policy(together=at_once), Policy(together=at_once)
     found = remotely(name, there)
     assert found == asyncio.run(build_workflow(name, PARTS).arun_episode(here, DATA))
-    assert (there.sessions, there.most) == (here.sessions, here.most)
+    assert there.sessions == here.sessions and there.most == here.most == at_once
     other = remotely(name, Policy(), settings=replace(SETTINGS, samplings={"training": SamplingParams(max_new_tokens=3)}))
     assert other != found  # the host's own sampling counts
 
@@ -233,7 +239,9 @@ def test_a_withdrawn_question_is_not_answered() -> None:
         """Answers the second question when it is rid of the first."""
 
         async def agenerate(self, request: GenerationRequest, params: SamplingParams) -> Completion:
-            if request.seed not in self.hold:
+            if request.seed in self.hold:
+                Impatient.asked.set()
+            else:
                 await until(lambda: self.cancelled == 1)
             return await super().agenerate(request, params)
 
@@ -269,7 +277,7 @@ def test_an_episode_begins_anew_when_its_host_dies_as_often_as_is_allowed() -> N
         trajectory = await waiting
         assert trajectory == await build_workflow("single_turn", PARTS).arun_episode(Policy(), DATA)
         assert hosts.counts == {"deaths": 1, "restarts": 1, "episodes_again": 1}
-        assert engine.cancelled == 1  # what the first attempt had asked for
+        await until(lambda: engine.cancelled == 1)  # what the first attempt had asked for
         hosts.hosts[0].actor.kill()
         with pytest.raises(WorkflowError, match="replica_restarts=1"):
             await workflow.arun_episode(engine, DATA)
@@ -281,16 +289,23 @@ def test_a_host_that_starts_while_all_are_ended_is_ended_too() -> None:
     started: list[AsyncActor] = []
 
     async def slowly(name: str) -> AsyncActor:
-        await asyncio.sleep(0.05 if started else 0.0)
+        if started:
+            await go_on.wait()
         started.append(await host_starter(SETTINGS, HostOptions(backend="local"))(name))
         return started[-1]
+
+    go_on = asyncio.Event()
 
     async def play() -> None:
         hosts = EpisodeHosts(slowly, 1)
         await hosts.start()
         started[0].kill()
         await until(lambda: hosts.counts["restarts"] == 1)
-        await hosts.close()
+        closing = asyncio.create_task(hosts.close())
+        await asyncio.sleep(0.01)
+        assert len(started) == 1 and not closing.done()
+        go_on.set()
+        await closing
         assert [actor.ended for actor in started] == [True, True]
 
     asyncio.run(play())

@@ -50,7 +50,7 @@ class Workers(WeightsElsewhere):
         self.calls.append("written")
 
 
-def reader(workers: Workers, folder: Path, *, timeout_s: float = 5.0) -> WorkersReader:
+def reader(workers: Workers, folder: Path, *, timeout_s: float = 60.0) -> WorkersReader:
     return WorkersReader(workers, folder, bucket_bytes=1 << 20, timeout_s=timeout_s)
 
 

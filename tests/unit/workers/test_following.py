@@ -20,7 +20,7 @@ from rlhub.workers.rollout_server import RolloutServer
 from rlhub.workers.router import Router
 from rlhub.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.workflows.trajectory import Trajectory
-from tests.support.rollout_service import STEP_S, Replicas, Weights, request, sampling
+from tests.support.rollout_service import PACE, HeldFake, Replicas, Weights, request, sampling
 from tests.unit.workers.test_episode_host import DATA, remotely, whole
 from tests.unit.workers.test_router import holding, play, until
 
@@ -40,7 +40,7 @@ def own_tokens(number: int, request: GenerationRequest, params: SamplingParams) 
 
 def wilful_fake(setup: RolloutSetup) -> FakeEngine:
     """No two write the same."""
-    return FakeEngine(setup, script=partial(own_tokens, next(built)), step_s=STEP_S)
+    return HeldFake(setup, script=partial(own_tokens, next(built)))
 
 
 class Wilful(RolloutServer):
@@ -62,27 +62,37 @@ class Follower:
         assert len(progress.token_ids) == len(progress.log_probs) == len(progress.versions) > 0
 
 
+async def hear(follower: Follower, *counts: int) -> None:
+    """Let it hear so many tokens, one count after the other; then nothing holds anything up."""
+    for count in counts:
+        PACE.hold(count)
+        await until(lambda: len(follower.tokens) == count)  # noqa: B023  it is called at once
+    PACE.hold(None)
+
+
 def test_tokens_are_told_before_the_completion_is_there(weights: Weights) -> None:
     async def scenario(router: Router, weights: Weights, replicas: Replicas) -> None:
         follower = Follower()
+        PACE.hold(None)
         alone = await router.agenerate(request(), sampling(20))
+        PACE.hold(0)
         task = asyncio.create_task(router.agenerate(request(), sampling(20), follower))
-        await until(lambda: follower.calls >= 2)
-        assert not task.done()
+        await hear(follower, 3, 11)
         completion = await task
         assert completion == alone
-        assert completion.token_ids[: len(follower.tokens)] == follower.tokens and len(follower.tokens) > 10
+        assert completion.token_ids[: len(follower.tokens)] == follower.tokens and follower.calls >= 2
 
-    play(scenario, weights, slow=True)
+    play(scenario, weights, held=0)
 
 
 def test_what_was_told_stays_true_when_the_replica_dies(weights: Weights) -> None:
     async def scenario(router: Router, weights: Weights, replicas: Replicas) -> None:
         follower = Follower()
         task = asyncio.create_task(router.agenerate(request(), sampling(40), follower))
-        await until(lambda: len(follower.tokens) >= 5)
+        await until(lambda: len(follower.tokens) == 5)
         first, victim = list(follower.tokens), holding(router)
         victim.actor.kill()
+        PACE.hold(None)
         completion = await task
         assert completion.token_ids[: len(first)] == first
         assert completion.token_ids[: len(follower.tokens)] == follower.tokens
@@ -92,7 +102,7 @@ def test_what_was_told_stays_true_when_the_replica_dies(weights: Weights) -> Non
         assert [token % 100 for token in completion.token_ids] == list(range(40))
         assert router.metrics()["rollout/lost_tokens"] == 0
 
-    play(scenario, weights, server=Wilful)
+    play(scenario, weights, server=Wilful, held=5)
 
 
 class Mute(Wilful):
@@ -114,7 +124,7 @@ def test_a_completion_of_which_only_the_answer_was_lost_is_complete(weights: Wei
         await asyncio.sleep(0.02)
         assert not task.done()
         holding(router).actor.kill()
-        completion = await asyncio.wait_for(task, 5)
+        completion = await asyncio.wait_for(task, 60)
         assert completion.token_ids == follower.tokens and completion.finish_reason == "length"
 
     play(scenario, weights, server=Mute)
@@ -130,35 +140,38 @@ def test_a_follower_that_fails_ends_its_request(weights: Weights) -> None:
         for replica in router.fleet.replicas.values():
             status = await replica.actor.call("status")
             assert status.num_tokens == 0 and replica.requests == 0
+        PACE.hold(None)
         await router.agenerate(request(), sampling())
 
-    play(scenario, weights, slow=True)
+    play(scenario, weights, held=3)
 
 
 def test_a_cancelled_request_is_told_of_no_more(weights: Weights) -> None:
     async def scenario(router: Router, weights: Weights, replicas: Replicas) -> None:
         follower = Follower()
         task = asyncio.create_task(router.agenerate(request(), sampling(60), follower))
-        await until(lambda: follower.calls >= 1)
+        await until(lambda: len(follower.tokens) == 5)
         replica = holding(router)
         task.cancel()
         await asyncio.wait([task])
-        calls = follower.calls
-        await asyncio.sleep(5 * STEP_S)
-        assert follower.calls == calls
-        assert (await replica.actor.call("status")).load == 0
+        PACE.hold(None)
+        while (await replica.actor.call("status")).load:  # until the limit of the whole scenario
+            await asyncio.sleep(0.001)
+        assert len(follower.tokens) == 5 and (await replica.actor.call("status")).num_tokens == 0
 
-    play(scenario, weights, slow=True)
+    play(scenario, weights, held=5)
 
 
 def test_a_pin_tells_too(weights: Weights) -> None:
     async def scenario(router: Router, weights: Weights, replicas: Replicas) -> None:
         follower = Follower()
         async with await router.pin(0) as pin:
-            completion = await pin.agenerate(request(), sampling(20), follower)
+            task = asyncio.create_task(pin.agenerate(request(), sampling(20), follower))
+            await hear(follower, 3, 11)
+            completion = await task
         assert follower.calls >= 2 and completion.token_ids[: len(follower.tokens)] == follower.tokens
 
-    play(scenario, weights, slow=True)
+    play(scenario, weights, held=0)
 
 
 def one(token: int, reason: Any = None) -> Progress:
@@ -188,7 +201,7 @@ def test_trails_wait_for_requests_that_were_overtaken_and_forget_those_that_ende
         await asyncio.wait([vain])
         assert not trails._begun and not trails._awaited
 
-    asyncio.run(asyncio.wait_for(scenario(), 5))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 heard: list[int] = []

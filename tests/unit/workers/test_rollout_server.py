@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,24 @@ import pytest
 from rlhub.errors import EngineError, WeightMismatchError
 from rlhub.sharding_manager.files import WeightReader
 from rlhub.workers.rollout_server import RolloutServer
-from tests.support.rollout_service import RUNTIME, Weights, fake_config, request, sampling
+from tests.support.rollout_service import PACE, RUNTIME, Weights, fake_config, request, sampling
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Weights:
-    return Weights(tmp_path)
+def weights(tmp_path: Path) -> Iterator[Weights]:
+    yield Weights(tmp_path)
+    PACE.hold(None)
 
 
-async def started(weights: Weights, *, slow: bool = False) -> RolloutServer:
-    server = RolloutServer(fake_config(slow=slow), RUNTIME)
+async def reach(tokens: int) -> None:
+    """Until somebody has so many."""
+    async with asyncio.timeout(60):
+        while PACE.furthest < tokens:
+            await asyncio.sleep(0.001)
+
+
+async def started(weights: Weights, *, held: bool = False) -> RolloutServer:
+    server = RolloutServer(fake_config(held=held), RUNTIME)
     await server.start()
     weights.write(0)
     await server.update_weights(weights.folder, 0)
@@ -50,16 +59,17 @@ def test_it_serves_the_weights_of_the_folder(weights: Weights) -> None:
 
 def test_requests_keep_their_tokens_over_an_update(weights: Weights) -> None:
     async def scenario() -> None:
-        server = await started(weights, slow=True)
+        server = await started(weights, held=True)
         whole = await server.agenerate(request(), sampling(40))
         weights.write(1)
-        running = asyncio.create_task(server.agenerate(request(), sampling(40), "a"))
-        await asyncio.sleep(0)
-        await server.progress("a", 9)
+        PACE.hold(10)
+        running = asyncio.create_task(server.agenerate(request(), sampling(40)))
+        await reach(10)
         await server.update_weights(weights.folder, 1)
+        PACE.hold(None)
         completion = await running
         assert completion.token_ids == whole.token_ids
-        assert set(completion.versions) == {0, 1} and completion.versions == sorted(completion.versions)
+        assert completion.versions == [0] * 10 + [1] * 30
         await server.shutdown()
 
     asyncio.run(scenario())
@@ -73,7 +83,7 @@ def test_only_the_copying_holds_up_requests(weights: Weights, monkeypatch: pytes
 
     def slow(self: WeightReader, *args: Any) -> Any:
         reached.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return original(self, *args)
 
     async def scenario() -> None:
@@ -81,10 +91,10 @@ def test_only_the_copying_holds_up_requests(weights: Weights, monkeypatch: pytes
         weights.write(1)
         monkeypatch.setattr(WeightReader, half, slow)
         update = asyncio.create_task(server.update_weights(weights.folder, 1))
-        await asyncio.to_thread(reached.wait, 5)
+        assert await asyncio.to_thread(reached.wait, 60)
         since = time.perf_counter()
         running = asyncio.create_task(server.agenerate(request(), sampling()))
-        done, _ = await asyncio.wait([running], timeout=5 if half == "prepare" else 0.05)
+        done, _ = await asyncio.wait([running], timeout=60 if half == "prepare" else 0.05)
         assert bool(done) == (half == "prepare")
         assert (await server.status()).load == (0 if done else 1)
         held = time.perf_counter() - since
@@ -134,10 +144,10 @@ def test_an_explicit_pause_outlasts_an_update(weights: Weights) -> None:
 
 def test_abort_ends_requests_with_what_they_have(weights: Weights) -> None:
     async def scenario() -> None:
-        server = await started(weights, slow=True)
-        running = asyncio.create_task(server.agenerate(request(), sampling(60), "a"))
-        await asyncio.sleep(0)
-        await server.progress("a", 0)
+        server = await started(weights, held=True)
+        PACE.hold(5)
+        running = asyncio.create_task(server.agenerate(request(), sampling(60)))
+        await reach(5)
         await server.abort()
         completion = await running
         assert completion.finish_reason == "abort" and 0 < len(completion.token_ids) < 60

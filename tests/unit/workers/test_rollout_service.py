@@ -5,25 +5,32 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhub.config.trainer import TrainerConfig
 from rlhub.engines.rollout.base import Completion
+from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError, ResourceError, WorkerError
 from rlhub.single_controller import AsyncActorOptions, WorkerContext
 from rlhub.single_controller.ray.pool import RayResourcePool
+from rlhub.workers import rollout_server
 from rlhub.workers.replica_places import DevicePlace, ReplicaPlaces, device_place
+from rlhub.workers.rollout_parts import rollout_setup
 from rlhub.workers.rollout_service import RolloutService, ServiceOptions, service_options
-from tests.support.rollout_service import RUNTIME, Weights, fake_config, request, sampling
+from tests.support.rollout_service import PACE, RUNTIME, Weights, fake_config, request, sampling
+
+LIMIT_S = 60.0
+"""Nothing here takes so long, unless it hangs."""
 
 
 def submit(service: RolloutService, tokens: int = 8) -> Future[Completion]:
     return asyncio.run_coroutine_threadsafe(service.router.agenerate(request(), sampling(tokens)), service.loop)
 
 
-def local(tmp_path: Path, *, slow: bool = False, **options: object) -> RolloutService:
-    config = fake_config(slow=slow)
+def local(tmp_path: Path, *, held: bool = False, **options: object) -> RolloutService:
+    config = fake_config(held=held)
     return RolloutService(config, RUNTIME, ServiceOptions(backend="local", run_folder=tmp_path, **options))  # type: ignore[arg-type]
 
 
@@ -35,7 +42,7 @@ def test_it_publishes_and_generates_for_threads(tmp_path: Path) -> None:
         weights.write(3)
         ((name, report),) = service.publish(str(service.folder), 3)
         assert (name, report.version) == ("rollout-0", 3)
-        assert waiting.result(5).versions == [3] * 8, "it waited for weights"
+        assert waiting.result(LIMIT_S).versions == [3] * 8, "it waited for weights"
         metrics = service.metrics()
         assert metrics["rollout/requests"] == 1 and metrics["rollout/tokens"] == 8 and metrics["rollout/num_replicas"] == 1
         assert service.add() == "rollout-1"
@@ -44,6 +51,24 @@ def test_it_publishes_and_generates_for_threads(tmp_path: Path) -> None:
         assert service.add() == "rollout-0"
         folder = service.folder
     assert not folder.exists()
+
+
+def test_each_replica_has_a_number_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it replicas of a remote engine choose their server and name their folder of weights."""
+    numbers: list[int] = []
+
+    def noting(*arguments: Any, dp_rank: int = 0, **rest: Any) -> RolloutSetup:
+        numbers.append(dp_rank)
+        return rollout_setup(*arguments, dp_rank=dp_rank, **rest)
+
+    monkeypatch.setattr(rollout_server, "rollout_setup", noting)
+    with local(tmp_path) as service:
+        service.start()
+        Weights(service.folder).write(0)
+        service.publish(str(service.folder), 0)
+        service.add()
+        service.restart("rollout-1")
+    assert numbers == [0, 1, 1]
 
 
 def test_pause_holds_up_everybody(tmp_path: Path) -> None:
@@ -56,19 +81,23 @@ def test_pause_holds_up_everybody(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError):
             waiting.result(0.03)
         service.resume()
-        waiting.result(5)
+        waiting.result(LIMIT_S)
 
 
 def test_closing_ends_waiting_requests_and_may_be_repeated(tmp_path: Path) -> None:
-    service = local(tmp_path, slow=True)
+    service = local(tmp_path, held=True)
     service.start()
     Weights(service.folder).write(0)
     service.publish(str(service.folder), 0)
-    waiting = submit(service, 60)
-    service.close()
-    service.close()
-    with pytest.raises(EngineError, match="was closed"):
-        waiting.result(5)
+    PACE.hold(2)
+    try:
+        waiting = submit(service, 60)
+        service.close()
+        service.close()
+        with pytest.raises(EngineError, match="was closed"):
+            waiting.result(LIMIT_S)
+    finally:
+        PACE.hold(None)
 
 
 def test_a_failed_start_leaves_nothing(tmp_path: Path) -> None:
@@ -83,10 +112,10 @@ def test_a_failed_start_leaves_nothing(tmp_path: Path) -> None:
 def test_replicas_with_the_models_own_weights_serve_at_once(tmp_path: Path) -> None:
     with local(tmp_path, own_weights=True) as service:
         service.start()
-        assert len(submit(service).result(5).token_ids) == 8
+        assert len(submit(service).result(LIMIT_S).token_ids) == 8
         Weights(service.folder).write(0)
         service.publish(str(service.folder), 0)
-        assert submit(service).result(5).versions == [0] * 8
+        assert submit(service).result(LIMIT_S).versions == [0] * 8
 
 
 def trainer(**settings: object) -> TrainerConfig:

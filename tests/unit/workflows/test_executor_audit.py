@@ -11,6 +11,7 @@ import pytest
 
 from rlhub.errors import DeadlineError
 from rlhub.workflows.audit import TrainedGroup, audit
+from rlhub.workflows.executor import WorkflowExecutor
 from rlhub.workflows.groups import Group
 from rlhub.workflows.ledger import Phase, PromptLedger
 from rlhub.workflows.staleness import StalenessManager
@@ -44,11 +45,12 @@ def life(
     staleness: type[StalenessManager] = StalenessManager,
     max_staleness: int = BOUND,
     ledger_class: type[PromptLedger] = PromptLedger,
+    wait_s: float = 60.0,
 ) -> tuple[dict[str, Any], PromptLedger]:
     """Train these steps; every eighth prompt ends two steps after it was first waited for.  The state at the end."""
     policy, since = Policy(), {}
     policy.version = steps[0] - 1
-    ledger = ledger_class(on_end=lambda ordinal, phase, _: records.ends.append((ordinal, phase)))
+    ledger = ledger_class(on_end=lambda ended, phase, _: records.ends.extend((ordinal, phase) for ordinal in ended))
     workflow = Held(lambda data: data.ordinal % 8 == 2)
 
     async def score(group: Group) -> None:
@@ -62,10 +64,20 @@ def life(
             for held in [ordinal for ordinal, gate in list(workflow.gates.items()) if not gate.is_set()]:
                 if step >= since.setdefault(held, step) + 2:
                     workflow.release(executor, held)
-            records.train(executor.next_groups(BATCH, 1), step)
+            records.train(take(executor, wait_s), step)
             policy.version = step
             executor.set_version(step)
         return json.loads(json.dumps(executor.state())), ledger
+
+
+def take(executor: WorkflowExecutor, wait_s: float) -> list[Group]:
+    """A batch; waits on where more may be started, which only needs a core."""
+    while True:
+        try:
+            return executor.next_groups(BATCH, wait_s)
+        except DeadlineError as late:
+            if "0 more may be started" in str(late):
+                raise
 
 
 def findings(records: Records, ledger: PromptLedger, unended: Sequence[int] | None = None) -> list[str]:
@@ -143,7 +155,7 @@ class Keeping(StalenessManager):
 
 def test_a_drop_that_keeps_its_place_ends_in_a_deadline_and_not_in_a_hang() -> None:
     with pytest.raises(DeadlineError, match="0 more may be started"):
-        life(Records(), staleness=Keeping, steps=range(1, 40))
+        life(Records(), staleness=Keeping, steps=range(1, 40), wait_s=0.5)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_what_has_ended_leaves_and_is_told() -> None:
     ledger = PromptLedger(on_end=lambda *end: told.append(end))
     for ordinal, phase in enumerate((Phase.TRAINED, Phase.RUNNING, Phase.REJECTED, Phase.DROPPED, Phase.FINISHED)):
         moved(ledger, ordinal, phase)
-    assert told == [(0, Phase.TRAINED, ""), (2, Phase.REJECTED, "no"), (3, Phase.DROPPED, "old")]
+    assert told == [((0,), Phase.TRAINED, ""), ((2,), Phase.REJECTED, "no"), ((3,), Phase.DROPPED, "old")]
     assert ledger.counts == {Phase.TRAINED: 1, Phase.REJECTED: 1, Phase.DROPPED: 1}
     assert (ledger.frontier, ledger.next_ordinal) == (1, 5)
     assert ledger.in_phase(Phase.RUNNING, Phase.FINISHED) == [1, 4]

@@ -246,38 +246,10 @@ async def test_a_client_that_leaves_ends_the_generation(stream: bool) -> None:
         while len(at.engine.requests) < 2:
             await asyncio.sleep(0.01)
         task.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while at.engine.cancelled < 2:
                 await asyncio.sleep(0.01)
         assert session.turns == []
-
-
-@pytest.mark.parametrize(
-    ("field", "options"),
-    [
-        ("messages", {"messages": []}),
-        ("messages[0].role", {"messages": [{"role": "wizard", "content": "x"}]}),
-        ("messages[0].content", {"messages": [{"role": "user", "content": 3}]}),
-        ("messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
-        ("temperature", {"temperature": -1}),
-        ("top_p", {"top_p": 0}),
-        ("n", {"n": 0}),
-        ("max_tokens", {"max_tokens": "many"}),
-        ("top_logprobs", {"logprobs": True, "top_logprobs": 5}),
-        ("presence_penalty", {"presence_penalty": 1}),
-        ("tool_choice", {"tools": [TOOL], "tool_choice": "required"}),
-        ("tools[0]", {"tools": [{"type": "function"}]}),
-        ("stop", {"stop": [""]}),
-    ],
-)
-async def test_a_bad_request_names_its_field(field: str, options: dict[str, Any]) -> None:
-    async with endpoint() as at:
-        session = at.server.open_session("a", seed=5, limits=LIMITS)
-        with pytest.raises(openai.BadRequestError) as caught:
-            await at.client(session).chat.completions.create(**{"model": "any", "messages": [QUESTION], **options})
-        assert caught.value.param == field
-        assert field in caught.value.message
-        assert at.engine.requests == []
 
 
 async def test_no_more_tokens_than_the_session_has_room_for() -> None:

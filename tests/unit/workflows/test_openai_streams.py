@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from rlhub.errors import EngineError
+from rlhub.tools.formats import parse_hermes, parse_json
 from rlhub.workflows.openai_server import server as server_module
 from rlhub.workflows.openai_server.streaming import StableText
 from rlhub.workflows.trajectory import Trajectory
@@ -50,8 +51,19 @@ class Reader:
     def text(self, index: int = 0) -> str:
         return "".join(choice.delta.content or "" for choice in self.choices(index))
 
+    def calls(self, index: int = 0) -> list[tuple[str, str]]:
+        """Names and arguments, put together; what says that a call begins comes once."""
+        made: list[tuple[str, str]] = []
+        for part in [part for choice in self.choices(index) for part in choice.delta.tool_calls or ()]:
+            assert (part.id is None) == (part.type is None) == (part.function.name is None) == (part.index < len(made))
+            if part.index == len(made):
+                made.append((part.function.name, ""))
+            name, arguments = made[part.index]
+            made[part.index] = (name, arguments + part.function.arguments)
+        return made
+
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not condition():
                 assert not self.task.done() or not self.task.exception(), self.task.exception()
                 await asyncio.sleep(0.001)
@@ -71,7 +83,7 @@ async def test_text_comes_while_the_answer_is_being_sampled() -> None:
         assert at.engine.ended == 0 and len(reader.chunks) >= 3
         assert all(choice.finish_reason is None for choice in reader.choices())
         at.engine.given = None
-        await asyncio.wait_for(reader.task, 5)
+        await asyncio.wait_for(reader.task, 60)
         assert reader.text() == "four it is"
         assert [choice.finish_reason for choice in reader.choices()][-2:] == [None, "stop"]
         assert reader.chunks[-1].usage.completion_tokens == 11
@@ -96,13 +108,13 @@ async def test_characters_of_several_tokens_come_whole() -> None:
         await reader.until(lambda: smile in reader.text())
         assert at.engine.ended == 0
         at.engine.given = None
-        await asyncio.wait_for(reader.task, 5)
+        await asyncio.wait_for(reader.task, 60)
         assert reader.text() == f"gr\u00fc\u00df {smile}{smile}."
 
 
 async def record(
     answer: str, *, stream: bool, every: int = 1, **options: Any
-) -> tuple[str, Trajectory, list[Any], str, list[Any]]:
+) -> tuple[str, Trajectory, list[tuple[str, str]], str, list[Any]]:
     """Text, record, calls, reason and log-probs of one answer; as a stream its tokens come by twos and threes."""
     async with endpoint([answer]) as at:
         if stream:
@@ -113,17 +125,18 @@ async def record(
                 await asyncio.sleep(0.001)
             await reader.task
             text, reason, session = reader.text(), reader.choices()[-1].finish_reason, reader.session
-            calls = [call for choice in reader.choices() for call in choice.delta.tool_calls or ()]
+            calls = reader.calls()
             told = [part for choice in reader.choices() if choice.logprobs for part in choice.logprobs.content]
         else:
             session = at.server.open_session("a", seed=5, limits=LIMITS)
             create = at.client(session).chat.completions.create
             choice = (await create(model="any", messages=[QUESTION], logprobs=True, **options)).choices[0]
-            text, reason, calls = choice.message.content or "", choice.finish_reason, choice.message.tool_calls or []
+            text, reason = choice.message.content or "", choice.finish_reason
+            calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
             told = choice.logprobs.content
         made = session.trajectory()
         assert made is not None
-        return text, made, [(call.function.name, call.function.arguments) for call in calls], reason, told
+        return text, made, calls, reason, told
 
 
 @pytest.mark.parametrize(
@@ -143,6 +156,15 @@ async def record(
         ("  spaces  " + END, {"tools": [TOOL]}),
         (CALL + END, {}),
         ("see " + CALL + " stop" + END, {"tools": [TOOL], "stop": ["stop"]}),
+        (CALL.replace("2", "oops") + END, {"tools": [TOOL]}),
+        (CALL, {"tools": [TOOL], "max_tokens": 50}),
+        ("see " + CALL + CALL + END, {"tools": [TOOL], "parallel_tool_calls": False}),
+        (
+            '{"a": {"b": 2}}}</tool_call>' + END,
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+        ),
+        ('add", "arguments": {}}</tool_call> so' + END, {"tools": [TOOL], "tool_choice": "required"}),
+        ("nothing" + END, {"tools": [TOOL], "tool_choice": "required"}),
     ],
 )
 async def test_a_stream_says_and_records_what_the_whole_answer_does(answer: str, options: dict[str, Any]) -> None:
@@ -158,7 +180,7 @@ async def test_what_may_begin_a_stop_text_waits_and_the_text_ends_the_generation
         await reader.stays()
         assert reader.text() == "one "  # "st" and one more token
         at.engine.given = 20
-        await asyncio.wait_for(reader.task, 5)
+        await asyncio.wait_for(reader.task, 60)
         assert reader.text() == "one stone, one "
         assert (at.engine.cancelled, at.engine.ended) == (1, 0)
         assert reader.choices()[-1].finish_reason == "stop"
@@ -183,18 +205,51 @@ async def test_tool_calls_come_as_calls_and_never_as_text() -> None:
         await reader.stays()
         assert reader.text() == "I see." and at.engine.ended == 0
         at.engine.given = None
-        await asyncio.wait_for(reader.task, 5)
+        await asyncio.wait_for(reader.task, 60)
         assert reader.choices()[-1].finish_reason == "tool_calls"
         client = at.client(at.server.open_session("b", seed=5, limits=LIMITS))
         async with client.chat.completions.stream(model="any", messages=[QUESTION], tools=[TOOL]) as events:
             assert (await events.get_final_completion()).choices[0].message.content == "four"
-        (call,) = [call for choice in reader.choices() for call in choice.delta.tool_calls or ()]
-        assert json.loads(call.function.arguments) == {"a": 2}
-        said = {"role": "assistant", "content": reader.text(), "tool_calls": [call.model_dump(exclude={"index"})]}
-        result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
+        ((name, arguments),) = reader.calls()
+        assert json.loads(arguments) == {"a": 2}
+        call = {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+        said = {"role": "assistant", "content": reader.text(), "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "1", "content": "4"}
         again = at.client(reader.session).chat.completions.create
         await again(model="any", messages=[QUESTION, said, result], tools=[TOOL])
         assert reader.session.num_mismatches == 0 and len(list(reader.session.leaves())) == 1
+
+
+async def test_a_call_s_arguments_come_while_they_are_being_sampled() -> None:
+    async with endpoint(["I see. " + CALL + END]) as at:
+        at.engine.given = len("I see. " + CALL) - len("2}}</tool_call>")
+        reader = Reader(at, tools=[TOOL])
+        await reader.until(lambda: reader.calls() == [("add", '{"a":')])  # the space may still be joined to what follows
+        assert reader.text() == "I see." and at.engine.ended == 0
+        at.engine.given = None
+        await asyncio.wait_for(reader.task, 60)
+        assert reader.calls() == [("add", '{"a": 2}')]
+
+
+@pytest.mark.parametrize("form", ["hermes", "json", "own"])
+async def test_openais_client_puts_a_stream_together_as_the_whole_answer(form: str) -> None:
+    first, second = '{"name": "add", "arguments": {"a": "{2}\\"</tool_"}}', '{"name": "sub", "arguments": {}}'
+    calls = f"{first} and {second}" if form == "json" else f"<tool_call>{first}</tool_call> <tool_call>\n{second}\n</tool_call>"
+    parse = {"hermes": parse_hermes, "json": parse_json, "own": lambda text: parse_hermes(text)}[form]
+    async with endpoint([f" A <tool {{x}}: {calls} so." + END], find_calls=parse) as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        asked: dict[str, Any] = {"model": "any", "messages": [QUESTION], "tools": [TOOL]}
+        whole = (await at.client(session).chat.completions.create(**asked)).choices[0]
+        async with at.client(session).chat.completions.stream(**asked) as events:
+            kinds = [event.type async for event in events]
+            told = (await events.get_final_completion()).choices[0]
+        assert ("tool_calls.function.arguments.delta" in kinds) and kinds.count("tool_calls.function.arguments.done") == 2
+        assert told.finish_reason == whole.finish_reason == "tool_calls"
+        assert told.message.content == whole.message.content
+        assert [(call.type, call.function.name, call.function.arguments) for call in told.message.tool_calls] == [
+            (call.type, call.function.name, call.function.arguments) for call in whole.message.tool_calls
+        ]
+        assert len({call.id for call in (*told.message.tool_calls, *whole.message.tool_calls)}) == 4
 
 
 async def test_choices_come_side_by_side() -> None:
@@ -203,7 +258,7 @@ async def test_choices_come_side_by_side() -> None:
         reader = Reader(at, n=2)
         await reader.until(lambda: (reader.text(0), reader.text(1)) == ("one", "two"))
         at.engine.given = None
-        await asyncio.wait_for(reader.task, 5)
+        await asyncio.wait_for(reader.task, 60)
         assert (reader.text(0), reader.text(1)) == ("one and one", "two and two")
         assert [reader.choices(index)[-1].finish_reason for index in (0, 1)] == ["stop", "stop"]
 
@@ -218,7 +273,7 @@ async def test_completions_come_as_they_are_sampled_with_their_places() -> None:
             choice = chunk.choices[0]
             texts[choice.index] += choice.text
             offsets += choice.logprobs.text_offset if choice.logprobs and choice.index == 0 else []
-            if texts[0] == "one":
+            if texts[0] == "one" and at.engine.given is not None:  # both generations stand still until here
                 assert at.engine.ended == 0
                 at.engine.given = None
         assert texts == ["one two", "three"]
@@ -231,7 +286,7 @@ async def test_a_client_that_leaves_in_the_middle_ends_the_generation() -> None:
         reader = Reader(at)
         await reader.until(lambda: reader.text() != "")
         reader.task.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not at.engine.cancelled:
                 await asyncio.sleep(0.001)
         assert reader.session.turns == []
@@ -243,7 +298,7 @@ async def test_an_error_in_the_middle_ends_the_stream_with_an_error(error: Excep
         at.engine.given, at.engine.fails = 5, error
         reader = Reader(at)
         with pytest.raises(openai.APIError, match="the device is gone"):
-            await asyncio.wait_for(reader.task, 5)
+            await asyncio.wait_for(reader.task, 60)
         assert reader.session.turns == []
 
 
@@ -251,7 +306,7 @@ async def test_an_error_before_the_first_token_has_its_own_status() -> None:
     async with endpoint(["one two" + END]) as at:
         at.engine.given, at.engine.fails = 0, EngineError("the device is gone")
         with pytest.raises(openai.InternalServerError, match="the device is gone"):
-            await asyncio.wait_for(Reader(at).task, 5)
+            await asyncio.wait_for(Reader(at).task, 60)
 
 
 async def test_silence_is_broken_by_comments_also_while_text_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:

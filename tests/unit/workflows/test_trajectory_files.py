@@ -42,7 +42,7 @@ def test_what_is_read_is_what_was_written(where: str, tmp_path: Path) -> None:
     writer.write([group(0), group(1)])
     writer.write([group(2)])
     reader = TrajectoryReader(url)
-    read = reader.next_groups(3, timeout=5)
+    read = reader.next_groups(3, timeout=60)
     assert [one.trajectories for one in read] == [group(index).trajectories for index in range(3)]
     assert read[2].item.row == {"ground_truth": "4", "extra_info": {"index": 2}, "raw_prompt": ["a"]}
     assert [one.ordinal for one in read] == [0, 1, 2]
@@ -61,9 +61,9 @@ def test_a_reader_waits_for_what_another_job_writes_and_ends_with_it(tmp_path: P
     thread = threading.Thread(target=collect)
     thread.start()
     reader = TrajectoryReader(str(tmp_path))
-    assert firsts(reader.next_groups(2, timeout=10)) == [0, 1]
-    assert firsts(reader.next_groups(2, timeout=10)) == [2]
-    assert reader.next_groups(2, timeout=10) == []
+    assert firsts(reader.next_groups(2, timeout=60)) == [0, 1]
+    assert firsts(reader.next_groups(2, timeout=60)) == [2]
+    assert reader.next_groups(2, timeout=60) == []
     thread.join()
 
 
@@ -78,10 +78,10 @@ def test_after_a_stop_every_group_is_trained_once(tmp_path: Path) -> None:
     for step in range(1, 7):
         reader = TrajectoryReader(str(tmp_path))
         reader.load_state(json.loads(json.dumps(state)))
-        groups = reader.next_groups(2, timeout=5, step=step)
+        groups = reader.next_groups(2, timeout=60, step=step)
         assert [found.ordinal for found in groups] == [2 * step - 2, 2 * step - 1]
         if step < 6:
-            reader.next_groups(2, timeout=5, step=step + 1)  # taken ahead, and lost with the process
+            reader.next_groups(2, timeout=60, step=step + 1)  # taken ahead, and lost with the process
         trained += firsts(groups)
         reader.trained(step)
         state = reader.state()
@@ -96,7 +96,7 @@ def test_a_timeout_loses_nothing(tmp_path: Path) -> None:
     with pytest.raises(DeadlineError):
         reader.next_groups(2, timeout=0.1)
     writer.write([group(1)])
-    assert firsts(reader.next_groups(2, timeout=5)) == [0, 1]
+    assert firsts(reader.next_groups(2, timeout=60)) == [0, 1]
 
 
 def test_a_writer_that_starts_again_goes_on_with_its_numbers(tmp_path: Path) -> None:
@@ -126,4 +126,4 @@ def test_a_damaged_file_is_found_and_an_unfinished_one_is_not_there(tmp_path: Pa
     (tmp_path / name).write_bytes(bytes(data))
     reader = TrajectoryReader(str(tmp_path))
     with pytest.raises(DataError, match="not what its manifest says"):
-        reader.next_groups(1, timeout=1)
+        reader.next_groups(1, timeout=60)

@@ -21,7 +21,8 @@ def sample_tokens(logits: Tensor, noise: Tensor, params: SamplingParams) -> tupl
     if params.temperature != 1.0:
         scaled = scaled / params.temperature
     probabilities = _truncate(scaled, params).softmax(dim=-1)
-    cumulative = probabilities.cumsum(dim=-1)
+    # A GPU sums in parallel, so in float32 the sums would also rise at tokens of no probability, and these could be drawn.
+    cumulative = (probabilities.double() if probabilities.is_cuda else probabilities).cumsum(dim=-1)
     total = cumulative[:, -1:]
     # The product may round up to the total, beyond which there is no token; the float below it selects the last one.
     target = torch.minimum(noise[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))

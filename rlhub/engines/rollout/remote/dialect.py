@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from rlhub.engines.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, FinishReason, GenerationRequest, Progress, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError
 from rlhub.utils.seeding import sample_seed
@@ -13,6 +13,13 @@ NO_IDS = (
     "the server returns no token ids or no log-probs: it can serve evaluation only. For training it must return both: rlhub's "
     "main_serve, vLLM's api_server (return_token_ids) and SGLang's /generate do"
 )
+
+
+class NoTokenIdsError(EngineError):
+    """Text came without token ids or log-probs."""
+
+    def __init__(self, message: str = NO_IDS) -> None:
+        super().__init__(message)
 
 
 class Call(NamedTuple):
@@ -26,8 +33,9 @@ class Dialect(Protocol):
     """One object an engine.
 
     keeps_requests: a pause leaves requests on the server as they are; False: it ends them with the tokens so far, and they are
-    sent again.  trains: it gives token ids and log-probs.  processed: log-probs are those of the truncated distribution, so
-    that of the only token under top_k=1 is 0.  health: a path that answers when the server is ready.
+    sent again.  trains: it gives token ids and log-probs, also in streams (`stream` in the body).  processed: log-probs are
+    those of the truncated distribution, so that of the only token under top_k=1 is 0.  health: a path that answers when the
+    server is ready.
     """
 
     keeps_requests: bool
@@ -43,6 +51,11 @@ class Dialect(Protocol):
 
     def completion(self, answer: Any, version: int) -> Completion:
         """Read it.  version: of tokens where the server does not say.  EngineError without token ids or log-probs."""
+        ...
+
+    def part(self, event: Any, version: int, have: int) -> Progress | None:
+        """Read an event of a stream, of whose tokens `have` were read before; the reason with the last ones.  None: it says
+        nothing.  NoTokenIdsError where it has none."""
         ...
 
     def pause(self) -> list[Call]: ...
@@ -77,12 +90,30 @@ def openai_completion(answer: Any, version: int) -> Completion:
     ids, told = choice.get("token_ids"), choice.get("logprobs") or {}
     log_probs = told.get("token_logprobs")
     if ids is None or log_probs is None or len(ids) != len(log_probs):
-        raise EngineError(NO_IDS)
+        raise NoTokenIdsError
     return Completion(
         token_ids=[int(token) for token in ids],
         log_probs=[float(value) for value in log_probs],
         finish_reason=reason(choice.get("finish_reason")),
         versions=list(choice.get("token_versions") or [version] * len(ids)),
+    )
+
+
+def openai_part(event: Any, version: int) -> Progress | None:
+    """Of one event of its stream, whose last ones may have a reason and no tokens."""
+    choices = event.get("choices")
+    if not choices:
+        return None
+    choice = choices[0]
+    ids, log_probs = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
+    if len(ids) != len(log_probs) or (choice.get("text") and choice.get("token_ids") is None):
+        raise NoTokenIdsError
+    ended = choice.get("finish_reason")
+    return Progress(
+        token_ids=[int(token) for token in ids],
+        log_probs=[float(value) for value in log_probs],
+        versions=list(choice.get("token_versions") or [version] * len(ids)),
+        finish_reason=reason(ended) if ended is not None else None,
     )
 
 

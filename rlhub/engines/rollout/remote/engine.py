@@ -11,16 +11,26 @@ import asyncio
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 
 import torch
 
-from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket
+from rlhub.engines.rollout.base import (
+    Completion,
+    FinishReason,
+    Follow,
+    GenerationRequest,
+    Progress,
+    RolloutEngine,
+    SamplingParams,
+    WeightBucket,
+)
+from rlhub.engines.rollout.follower import Follower
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.remote.dialect import NO_IDS, Call, Dialect
-from rlhub.engines.rollout.remote.http import Http, read_key
+from rlhub.engines.rollout.remote.dialect import NO_IDS, Call, Dialect, NoTokenIdsError
+from rlhub.engines.rollout.remote.http import BrokenConnectionError, Http, read_key
+from rlhub.engines.rollout.remote.made import Made
 from rlhub.engines.rollout.remote.staging import Staging
 from rlhub.engines.rollout.requests import check_requests
 from rlhub.errors import ConfigError, EngineError
@@ -52,6 +62,7 @@ class RemoteEngine(RolloutEngine):
         self._ready = setup.load_checkpoint
         self._loop: LoopThread | None = None
         self._http: Http | None = None
+        self._streams = self._server.trains  # until a stream shows that it brings no token ids
         self._going = asyncio.Event()  # used on the loop's thread only
         self._pauses = 0  # how many there were: tells a request whether its end was one of them
         self._changing = threading.Lock()
@@ -77,7 +88,7 @@ class RemoteEngine(RolloutEngine):
     async def _probe(self) -> None:
         """Whether log-probs are those of the distribution that is sampled.  EngineError if not, or if there are none."""
         params = SamplingParams(top_k=1, max_new_tokens=1, ignore_eos=True)
-        found = await self._once(GenerationRequest(prompt_ids=PROBE, seed=0), params)
+        found = await self._ask_whole(GenerationRequest(prompt_ids=PROBE, seed=0), params)
         if abs(found.log_probs[0]) > CERTAIN:
             raise EngineError(
                 f"{self._url} gives log-probs of another distribution than it samples from: the only possible token has "
@@ -106,21 +117,24 @@ class RemoteEngine(RolloutEngine):
         check_requests(requests, params, max_model_len=self._setup.max_model_len)
 
         async def gather() -> list[Completion]:
-            return list(await asyncio.gather(*(self._complete(request, params) for request in requests)))
+            return list(await asyncio.gather(*(self._complete(Made(request, params, None), params) for request in requests)))
 
         found: list[Completion] = self._running().run(gather())
         return found
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """Servers answer whole: `follow` is told nothing."""
+        """Servers stream to who follows.  A stream that breaks off goes on, in another request, after the tokens that came."""
         if not self._paused:
             self._refuse_unready("generate")
         check_requests([request], params, max_model_len=self._setup.max_model_len)
-        future = asyncio.run_coroutine_threadsafe(self._tracked(request, params), self._running().loop)
-        return await asyncio.wrap_future(future)
+        follower = None if follow is None else Follower(follow)
+        future = asyncio.run_coroutine_threadsafe(self._tracked(request, params, follower), self._running().loop)
+        answer = asyncio.wrap_future(future)
+        return await (answer if follower is None else follower.until(answer))
 
-    async def _tracked(self, request: GenerationRequest, params: SamplingParams) -> Completion:
-        task = asyncio.create_task(self._complete(request, params))
+    async def _tracked(self, request: GenerationRequest, params: SamplingParams, follower: Follower | None) -> Completion:
+        made = Made(request, params, follower)
+        task = asyncio.create_task(self._complete(made, params))
         self._live[task] = request.request_id
         try:
             return await task
@@ -128,46 +142,93 @@ class RemoteEngine(RolloutEngine):
             current = asyncio.current_task()
             if current is not None and current.cancelling():  # the caller went away
                 raise
-            return Completion(token_ids=[], log_probs=[], finish_reason="abort", versions=[])  # by `abort`
+            return made.completion  # by `abort`
         finally:
             del self._live[task]
 
-    async def _complete(self, request: GenerationRequest, params: SamplingParams) -> Completion:
-        """One completion, in as many attempts as pauses end it."""
-        first = request.start
-        made = Completion(token_ids=[], log_probs=[], finish_reason="abort", versions=[])
-        while True:
+    async def _complete(self, made: Made, params: SamplingParams) -> Completion:
+        """One completion, in as many attempts as pauses end it and streams break off that brought something."""
+        ended: FinishReason | None = None
+        while ended is None:
             await self._going.wait()
-            pauses = self._pauses
-            found = await self._once(request, params)
-            made = Completion(
-                token_ids=made.token_ids + found.token_ids,
-                log_probs=made.log_probs + found.log_probs,
-                finish_reason=found.finish_reason,
-                versions=made.versions + found.versions,
-            )
-            if found.finish_reason != "abort" or pauses == self._pauses:
-                return made
-            start = first + len(made.token_ids)
-            request = replace(request, prompt_ids=[*request.prompt_ids, *found.token_ids], start=start)
+            had, pauses = len(made), self._pauses
+            try:
+                found = await self._once(made, params)
+            except BrokenConnectionError as error:
+                if len(made) == had and pauses == self._pauses:
+                    raise
+                logger.warning("%s; going on after %d tokens", error, len(made))
+                if (ended := made.ended(self._setup.max_model_len)) is not None:
+                    made.add(Progress(token_ids=[], log_probs=[], versions=[], finish_reason=ended))
+            else:
+                ended = found if found != "abort" or pauses == self._pauses else None
+        made.completion.finish_reason = ended
+        return made.completion
 
-    async def _once(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+    async def _once(self, made: Made, params: SamplingParams) -> FinishReason:
+        had = len(made)
+        if made.follower is not None and self._streams:
+            try:
+                return await self._streamed(made, params)
+            except NoTokenIdsError:
+                if len(made) > had:
+                    raise
+                self._streams = False
+                logger.warning("%s streams no token ids or no log-probs: its answers are told when they are whole", self._url)
+        before = self.version
+        found = await self._ask_whole(made.rest, params)
+        found.versions = self._versions(found.versions, found.finish_reason, before)
+        made.add(found)
+        return found.finish_reason
+
+    async def _ask_whole(self, request: GenerationRequest, params: SamplingParams) -> Completion:
         assert self._http is not None
         path, body = self._server.generate(request, params, self._remote.model_name)
         before = self.version
-        answer = await self._http.call(path, body)
-        # What a pause did not end was either over before it or begun after it; of the latter the weights are the new ones.
-        found = self._server.completion(answer, before)
-        if found.finish_reason != "abort" and self.version != before and not self._server.keeps_requests:
-            found.versions = [self.version] * len(found.token_ids)
-        return found
+        return self._server.completion(await self._http.call(path, body), before)
+
+    def _versions(self, versions: list[int], ended: FinishReason, before: int) -> list[int]:
+        """What a pause did not end was either over before it or begun after it; of the latter the weights are the new ones.
+
+        before: the version when the request was sent.
+        """
+        if ended != "abort" and self.version != before and not self._server.keeps_requests:
+            return [self.version] * len(versions)
+        return versions
+
+    async def _streamed(self, made: Made, params: SamplingParams) -> FinishReason:
+        assert self._http is not None
+        path, body = self._server.generate(made.rest, params, self._remote.model_name)
+        before, pauses, have = self.version, self._pauses, 0
+        waiting: list[Progress] = []
+        sure: bool | None = None  # whether the tokens' versions are known as they come
+        ended: FinishReason | None = None
+        async with aclosing(self._http.stream(path, {**body, "stream": True})) as events:
+            async for event in events:
+                part = self._server.part(event, before, have)
+                if part is None:
+                    continue
+                have += len(part.token_ids)
+                ended = part.finish_reason or ended
+                if sure is None:  # a stream that was there before any pause is ended by it
+                    sure = self._server.keeps_requests or pauses == self._pauses
+                if sure:
+                    made.add(part)
+                else:
+                    waiting.append(part)
+        if ended is None:
+            raise BrokenConnectionError(f"{self._url}{path} ended its answer without a reason")
+        for part in waiting:
+            part.versions = self._versions(part.versions, ended, before)
+            made.add(part)
+        return ended
 
     @property
     def load(self) -> int:
         return len(self._live)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Their tokens are lost: a server answers whole."""
+        """They have the tokens that were streamed; those of a whole answer are lost."""
 
         def cancel() -> None:
             for task, name in self._live.items():

@@ -1,9 +1,12 @@
-"""JSON over HTTP to a rollout server, with deadlines, and waiting where the server says that it is full."""
+"""JSON over HTTP to a rollout server, whole or in events, with deadlines, and waiting where the server says that it is full."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,12 @@ from rlhub.errors import ConfigError, DeadlineError, EngineError
 POLL_S = 0.5
 FULL = 429
 SHOWN = 500  # characters of an error's body in the message
+JSON = "application/json"
+DATA, LAST_EVENT = b"data:", b"[DONE]"
+
+
+class BrokenConnectionError(EngineError):
+    """The server cannot be reached, or went away while it answered."""
 
 
 class Http:
@@ -26,36 +35,62 @@ class Http:
 
     async def call(self, path: str, body: dict[str, Any] | None = None, *, method: str = "POST") -> Any:
         """The answer's JSON, None where there is none.  EngineError for any status but success, DeadlineError when it is late."""
-        deadline = time.monotonic() + self._request_s
-        while True:
-            wait = await self._once(path, body, method, deadline)
-            if not isinstance(wait, _Full):
-                return wait
-            if time.monotonic() + wait.seconds > deadline:
-                raise DeadlineError(f"a place at {self.url}{path}", self._request_s, "the server is full: raise its capacity")
-            await asyncio.sleep(wait.seconds)
+        async with self._answered(path, body, method) as answer:
+            text = await answer.text()
+            return await answer.json() if answer.content_type == JSON and text else None
 
-    async def _once(self, path: str, body: dict[str, Any] | None, method: str, deadline: float) -> Any:
-        timeout = aiohttp.ClientTimeout(total=max(deadline - time.monotonic(), 0.001))
+    async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """The JSON of each event as it comes; an answer that is not streamed is the only one.  Raises as `call`, and
+        BrokenConnectionError where the last event does not come."""
+        async with self._answered(path, body, "POST") as answer:
+            if answer.content_type == JSON:
+                yield await answer.json()
+                return
+            async for data in _events(answer.content):
+                if data == LAST_EVENT:
+                    return
+                yield self._decoded(path, data)
+        raise BrokenConnectionError(f"{self.url}{path} ended its answer in the middle; does the server still run?")
+
+    def _decoded(self, path: str, data: bytes) -> Any:
         try:
-            async with self._open().request(method, self.url + path, json=body, timeout=timeout) as answer:
-                text = await answer.text()
-                if answer.status == FULL:
-                    return _Full(float(answer.headers.get("Retry-After", "1")))
-                if answer.status >= 400:
-                    raise EngineError(f"{self.url}{path} answered {answer.status}: {text[:SHOWN]}")
-                return await answer.json() if answer.content_type == "application/json" and text else None
+            event = json.loads(data)
+        except ValueError as error:
+            raise EngineError(f"{self.url}{path} streams what is not JSON: {data[:SHOWN]!r}") from error
+        if isinstance(event, dict) and event.get("error"):
+            raise EngineError(f"{self.url}{path} failed in the middle of its answer: {str(event['error'])[:SHOWN]}")
+        return event
+
+    @asynccontextmanager
+    async def _answered(self, path: str, body: dict[str, Any] | None, method: str) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer of success, to be read inside; where the server is full it is asked again."""
+        deadline = time.monotonic() + self._request_s
+        try:
+            while True:
+                timeout = aiohttp.ClientTimeout(total=max(deadline - time.monotonic(), 0.001))
+                async with self._open().request(method, self.url + path, json=body, timeout=timeout) as answer:
+                    if answer.status < 400:
+                        yield answer
+                        return
+                    if answer.status != FULL:
+                        raise EngineError(f"{self.url}{path} answered {answer.status}: {(await answer.text())[:SHOWN]}")
+                    wait_s = float(answer.headers.get("Retry-After", "1"))
+                if time.monotonic() + wait_s > deadline:
+                    raise DeadlineError(f"a place at {self.url}{path}", self._request_s, "the server is full: raise its capacity")
+                await asyncio.sleep(wait_s)
         except TimeoutError:
             raise DeadlineError(f"an answer of {self.url}{path}", self._request_s) from None
         except aiohttp.ClientError as error:
-            raise EngineError(f"{self.url}{path}: {type(error).__name__}: {error}; does the server still run?") from error
+            told = f"{self.url}{path}: {type(error).__name__}: {error}; does the server still run?"
+            raise BrokenConnectionError(told) from error
 
     async def wait_ready(self, path: str, seconds: float) -> None:
         """Until the server answers.  DeadlineError after `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             try:
-                return await self.call(path, method="GET")
+                await self.call(path, method="GET")
+                return
             except EngineError as error:
                 if time.monotonic() > deadline:
                     raise DeadlineError(f"the rollout server {self.url}", seconds, str(error)) from error
@@ -73,11 +108,14 @@ class Http:
             self._session = None
 
 
-class _Full:
-    """The server has no place; seconds after which to ask again."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Data of server-sent events, of any length."""
+    held = b""
+    async for some in content.iter_any():
+        *lines, held = (held + some).split(b"\n")
+        for line in lines:
+            if line.startswith(DATA):
+                yield line.removeprefix(DATA).strip()
 
 
 def read_key(file: str | None) -> str | None:

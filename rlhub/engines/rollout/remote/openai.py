@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.remote.dialect import NO_IDS, Call, reason
+from rlhub.engines.rollout.remote.dialect import NO_IDS, Call, NoTokenIdsError, reason
 from rlhub.errors import EngineError
 from rlhub.models.tokenizer import load_tokenizer
 
@@ -45,6 +45,9 @@ class Server:
         if ended == "stop":
             ids.append(int(self._tokenizer.eos_token_id))
         return Completion(token_ids=ids, log_probs=[], finish_reason=ended, versions=[version] * len(ids))
+
+    def part(self, event: Any, version: int, have: int) -> Progress | None:
+        raise NoTokenIdsError  # text that is tokenized piece by piece gives other tokens than all of it
 
     def pause(self) -> list[Call]:
         return []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.remote.dialect import Call, openai_body, openai_completion
+from rlhub.engines.rollout.remote.dialect import Call, openai_body, openai_completion, openai_part
 
 
 class Server:
@@ -23,6 +23,9 @@ class Server:
 
     def completion(self, answer: Any, version: int) -> Completion:
         return openai_completion(answer, version)
+
+    def part(self, event: Any, version: int, have: int) -> Progress | None:
+        return openai_part(event, version)
 
     def pause(self) -> list[Call]:
         return [Call("/admin/pause", {})]

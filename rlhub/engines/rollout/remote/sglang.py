@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.remote.dialect import NO_IDS, Call, later_seed, reason
-from rlhub.errors import EngineError
+from rlhub.engines.rollout.remote.dialect import Call, NoTokenIdsError, later_seed, reason
 
 
 class Server:
@@ -38,12 +37,24 @@ class Server:
     def completion(self, answer: Any, version: int) -> Completion:
         told = answer["meta_info"].get("output_token_logprobs")
         if told is None:
-            raise EngineError(NO_IDS)
+            raise NoTokenIdsError
         return Completion(
             token_ids=[int(token) for _, token, *_ in told],
             log_probs=[float(value) for value, *_ in told],
             finish_reason=reason((answer["meta_info"].get("finish_reason") or {}).get("type")),
             versions=[version] * len(told),
+        )
+
+    def part(self, event: Any, version: int, have: int) -> Progress | None:
+        """Events say all that there is so far, or what is new (--incremental-streaming-output)."""
+        found = self.completion(event, version)
+        told = event["meta_info"]
+        new = slice(have if told.get("completion_tokens", 0) == len(found.token_ids) else 0, None)
+        return Progress(
+            token_ids=found.token_ids[new],
+            log_probs=found.log_probs[new],
+            versions=found.versions[new],
+            finish_reason=found.finish_reason if told.get("finish_reason") is not None else None,
         )
 
     def pause(self) -> list[Call]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.remote.dialect import Call, later_seed, openai_body, openai_completion
+from rlhub.engines.rollout.remote.dialect import Call, later_seed, openai_body, openai_completion, openai_part
 
 
 class Server:
@@ -30,6 +30,9 @@ class Server:
 
     def completion(self, answer: Any, version: int) -> Completion:
         return openai_completion(answer, version)
+
+    def part(self, event: Any, version: int, have: int) -> Progress | None:
+        return openai_part(event, version)
 
     def pause(self) -> list[Call]:
         return [Call("/pause?mode=abort&clear_cache=true", {})]

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,6 +28,7 @@ from rlhub.engines.rollout.base import (
 )
 from rlhub.engines.rollout.dtypes import resolve_dtype
 from rlhub.engines.rollout.elsewhere import WeightsElsewhere
+from rlhub.engines.rollout.follower import Follower
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.requests import check_requests
 from rlhub.engines.rollout.vllm.environment import child_variables, guarded_process
@@ -49,42 +50,6 @@ class _Live:
     go: asyncio.Event = field(default_factory=asyncio.Event)
     sent: bool = False
     aborted: bool = False
-
-
-class _Follower:
-    """Who follows a request, on the event loop that asked.  What `follow` raises ends the request and is the caller's."""
-
-    def __init__(self, follow: Follow) -> None:
-        self._follow = follow
-        self._loop = asyncio.get_running_loop()
-        self._answer: asyncio.Future[Completion] | None = None
-        self._error: Exception | None = None
-
-    def tell(self, progress: Progress) -> None:
-        """From the client's loop."""
-        with suppress(RuntimeError):  # the caller's loop is closed
-            self._loop.call_soon_threadsafe(self._hear, progress)
-
-    def _hear(self, progress: Progress) -> None:
-        if self._answer is None:
-            return
-        try:
-            self._follow(progress)
-        except Exception as error:  # noqa: BLE001  the caller's own code: `until` raises it
-            self._error = error
-            self._answer.cancel()
-
-    async def until(self, answer: asyncio.Future[Completion]) -> Completion:
-        """Nothing is told before and after."""
-        self._answer = answer
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            if self._error is not None:
-                raise self._error from None
-            raise
-        finally:
-            self._answer = None
 
 
 class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
@@ -144,7 +109,7 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
         if not self._paused:
             self._refuse_unready("generate")
         check_requests([request], params, max_model_len=self._setup.max_model_len)
-        follower = None if follow is None else _Follower(follow)
+        follower = None if follow is None else Follower(follow)
         work = self._answer(self._enter(request), params, follower)
         answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop().loop))
         return await (answer if follower is None else follower.until(answer))
@@ -154,7 +119,7 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
         self._live[live.key] = live
         return live
 
-    async def _answer(self, live: _Live, params: SamplingParams, follower: _Follower | None) -> Completion:
+    async def _answer(self, live: _Live, params: SamplingParams, follower: Follower | None) -> Completion:
         """On the client's loop, from the arrival of a request to its end."""
 
         def told(tokens: list[int], log_probs: list[float], reason: FinishReason | None) -> None:

@@ -59,8 +59,8 @@ def _named_shared_memory() -> Iterator[None]:
 
 
 def driver_model(llm: LLM) -> nn.Module:
-    """This rank's part of the model, live."""
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    """This rank's part of the model, live.  (On GPUs the runner's `model` is a wrapper that replays CUDA graphs.)"""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
 
 
 def forget_prefixes(llm: LLM) -> None:

@@ -19,14 +19,15 @@ from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.requests import check_requests
 from rlhub.engines.rollout.stepped import SteppedEngine
 from rlhub.engines.rollout.stepping import Stepper
-from rlhub.engines.rollout.vllm.environment import distributed_variables, guarded_process
+from rlhub.engines.rollout.vllm.environment import distributed_variables, guarded_process, own_stream, settle
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.utils.pieces import Piece
 
 if TYPE_CHECKING:
     from vllm import LLM
-    from vllm.outputs import CompletionOutput
+
+    from rlhub.engines.rollout.vllm.core import Core
 
 DISCARD_WEIGHTS = 2  # vLLM's sleep level that keeps neither cache nor weights: the next update brings them anew
 SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of what sleep frees, in the order in which they are woken
@@ -39,6 +40,7 @@ class VLLMEngine(SteppedEngine):
         super().__init__(setup)
         self._dtype = resolve_dtype(setup.config.dtype, setup.device)
         self._llm: LLM | None = None
+        self._core: Core | None = None
         self._in_process_group = False
         self._can_sleep = False
         self._asleep: list[str] = []  # which of SLEEPING_PARTS are
@@ -61,8 +63,10 @@ class VLLMEngine(SteppedEngine):
         with guarded_process(variables):
             # Imported only now: vLLM reads the environment while it is imported.
             from rlhub.engines.rollout.vllm import build
+            from rlhub.engines.rollout.vllm.core import Core
 
             self._llm = build.build_llm(self._setup, self._dtype, in_process_group=self._in_process_group)
+            self._core = Core(self._llm, own_stream(self._setup.device))
             self._can_sleep = build.supports_sleep(self._setup)
         self._weight_dtypes = {piece.name: piece.tensor.dtype for piece in self.live_weights()}
         self._ready = self._setup.load_checkpoint
@@ -74,26 +78,11 @@ class VLLMEngine(SteppedEngine):
             return self._generate(requests, params) if requests else []
 
     def _generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
-        from rlhub.engines.rollout.vllm.params import vllm_params
+        from rlhub.engines.rollout.vllm.batch import generate_batch
 
-        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
-        sampling = [vllm_params(request, params) for request in requests]
         devices = [self._setup.device] if self._setup.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # vLLM draws from the global generator even where it uses the seeds'
-            outputs = self._engine().generate(prompts, sampling, use_tqdm=False)
-        return [self._completion(output.outputs[0], params) for output in outputs]
-
-    def _completion(self, output: CompletionOutput, params: SamplingParams) -> Completion:
-        tokens = list(output.token_ids)
-        log_probs = list(output.logprobs.logprobs) if params.log_probs else []
-        if params.log_probs and len(log_probs) != len(tokens):
-            raise EngineError(f"vLLM returned {len(log_probs)} log-probabilities for {len(tokens)} tokens")
-        return Completion(
-            token_ids=tokens,
-            log_probs=log_probs,
-            finish_reason=output.finish_reason,
-            versions=[self.version] * len(tokens),
-        )
+            return generate_batch(self._driven(), requests, params, self.version)
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         if self._setup.config.tensor_model_parallel_size > 1:
@@ -106,7 +95,7 @@ class VLLMEngine(SteppedEngine):
     def _make_stepper(self) -> Stepper:
         from rlhub.engines.rollout.vllm.stepper import VLLMStepper
 
-        return VLLMStepper(self._engine())
+        return VLLMStepper(self._driven())
 
     def _refuse_unready(self, action: str) -> None:
         super()._refuse_unready(action)
@@ -135,7 +124,9 @@ class VLLMEngine(SteppedEngine):
         with self._updating():
             self._ready = False
             self.wake_up(weights_only=True)
+            settle(self._setup.device)
             yield
+            settle(self._setup.device)
             self._reset_prefix_cache()
             self._loop.weights_changed()
             self._ready, self.version = True, version
@@ -168,9 +159,14 @@ class VLLMEngine(SteppedEngine):
         from rlhub.engines.rollout.vllm import build
 
         build.shut_down(self._llm, keep_process_group=self._in_process_group)
-        self._llm, self._ready = None, False
+        self._llm, self._core, self._ready = None, None, False
 
     def _engine(self) -> LLM:
         if self._llm is None:
             raise EngineError("the vLLM engine is not initialized, or was shut down")
         return self._llm
+
+    def _driven(self) -> Core:
+        self._engine()
+        assert self._core is not None, "built with the engine"
+        return self._core

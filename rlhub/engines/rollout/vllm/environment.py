@@ -76,6 +76,36 @@ def guarded_process(variables: Mapping[str, str]) -> Iterator[None]:
         _restore_environment(environment)
 
 
+def agree_on_threads() -> None:
+    """In a thread that steps an engine: torch's number of threads is everybody's from now on.
+
+    OpenMP's own default counts in a new thread until torch first looks, which may be in the middle of a step; vLLM's attention
+    on CPU refuses a step that was planned for another number of threads.
+    """
+    torch.get_num_threads()
+
+
+def own_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """In the thread that has built an engine, whose CUDA stream vLLM may have changed; None on CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def agree_on_stream(stream: torch.cuda.Stream | None) -> None:
+    """In a thread that steps an engine: compute on the stream of the thread that has built it.
+
+    CUDA's current stream is a thread's own, but vLLM remembers the one it was built on and copies sampled tokens to the host as
+    soon as that is idle: computed on another, they would be read before they are there.
+    """
+    if stream is not None:
+        torch.cuda.set_stream(stream)
+
+
+def settle(device: torch.device) -> None:
+    """Wait for all that was begun on the device, by whatever thread: streams of different threads do not wait for each other."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _restore_environment(before: Mapping[str, str]) -> None:
     for name in [name for name in os.environ if name not in before and not name.startswith(KEPT_PREFIX)]:
         del os.environ[name]

@@ -66,7 +66,7 @@ class WorkerExtension:
         if target not in objects:
             module, _, name = target.partition(":")
             factory: Callable[[WorkerWeights], Any] = getattr(importlib.import_module(module), name)
-            objects[target] = factory(WorkerWeights(self.model_runner.model))  # type: ignore[attr-defined]
+            objects[target] = factory(WorkerWeights(self.model_runner.get_model()))  # type: ignore[attr-defined]
         return objects[target]
 
 

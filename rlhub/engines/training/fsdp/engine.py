@@ -19,7 +19,7 @@ from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, local_pie
 from rlhub.engines.training.fsdp.state import fill, live_pieces
 from rlhub.engines.training.fsdp.weights import Entry, WeightStream
 from rlhub.engines.training.kinds import check_outputs, columns_read
-from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_units, even_cut, extend_cut, rows_of, take_rows
+from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_units, even_cut, extend_cut, on_device, rows_of, take_rows
 from rlhub.engines.training.packing import ModelInputs, model_inputs, row_inputs
 from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
@@ -100,8 +100,9 @@ class FSDPEngine(TrainEngine):
         for number, indices in enumerate(bins):
             if isinstance(self.root, FSDPModule):
                 self.root.set_requires_gradient_sync(not self._sync_once or number == len(bins) - 1)
-            micro = take_rows(rows, indices, self.device, fillers=rows_per_unit)
-            result = loss_fn(self._forward(micro, wanted), micro)
+            micro = take_rows(rows, indices, fillers=rows_per_unit)
+            inputs, micro = self._inputs(micro), on_device(micro, self.device)
+            result = loss_fn(self._forward(inputs, wanted), micro)
             if not result.loss.requires_grad:
                 raise EngineError(f"the loss does not depend on the engine's outputs {sorted(wanted)}: nothing to train on")
             (result.loss * self.dp_size).backward()  # FSDP averages gradients over the ranks
@@ -128,7 +129,7 @@ class FSDPEngine(TrainEngine):
         set_adapters(self.root, adapters)
         with torch.no_grad():
             for indices in self._cut(needed, self.infer_micro_batch):
-                passed = self._forward(take_rows(needed, indices, self.device), wanted)
+                passed = self._forward(self._inputs(take_rows(needed, indices)), wanted)
                 for name in results if indices else ():
                     value: Tensor = getattr(passed, name)
                     results[name][indices] = value.to("cpu")
@@ -136,9 +137,11 @@ class FSDPEngine(TrainEngine):
         reshard(self.root)
         return results
 
-    def _forward(self, micro: Rows, wanted: frozenset[str]) -> ForwardOutputs:
+    def _inputs(self, micro: Rows) -> ModelInputs:
         plan = row_inputs if self.kind == "reward" else model_inputs
-        inputs: ModelInputs = plan(micro, pack=self.model_config.use_remove_padding, device=self.device)
+        return plan(micro, pack=self.model_config.use_remove_padding, device=self.device)
+
+    def _forward(self, inputs: ModelInputs, wanted: frozenset[str]) -> ForwardOutputs:
         values: dict[str, Tensor] = self.root(inputs, wanted)
         return ForwardOutputs(**{name: inputs.spread(value) for name, value in values.items()})
 

@@ -29,7 +29,7 @@ from rlhub.engines.training.megatron.residence import HostCopies
 from rlhub.engines.training.megatron.schedule import MicroBatch, passes_needed, prepare_schedule, run_micro_batches, sum_gradients
 from rlhub.engines.training.megatron.state import Holding, fill, holdings, live_pieces, mark_cut_weights
 from rlhub.engines.training.megatron.weights import StreamedTensor, WeightStream, plan_stream
-from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_units, even_cut, extend_cut, rows_of, take_rows
+from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_units, even_cut, extend_cut, on_device, rows_of, take_rows
 from rlhub.engines.training.packing import model_inputs, row_inputs
 from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
@@ -157,9 +157,10 @@ class MegatronEngine(TrainEngine):
         run_micro_batches(self.chunks, make, len(bins), finish, train=train)
 
     def _micro_batch(self, rows: Rows, bins: list[list[int]], fillers: int, number: int) -> MicroBatch:
-        micro = take_rows(rows, bins[number], self.device, fillers=fillers)
+        micro = take_rows(rows, bins[number], fillers=fillers)
         plan = row_inputs if self.kind == "reward" else model_inputs
-        return MicroBatch(rows=micro, inputs=plan(micro, pack=True, device=self.device), indices=bins[number])
+        inputs = plan(micro, pack=True, device=self.device)
+        return MicroBatch(rows=on_device(micro, self.device), inputs=inputs, indices=bins[number])
 
     def _outputs(self, batch: MicroBatch, chunk: nn.Module, hidden: Tensor, wanted: frozenset[str]) -> ForwardOutputs:
         model = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk

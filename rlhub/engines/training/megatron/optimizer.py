@@ -102,7 +102,7 @@ class MegatronAdamW:
     @torch.no_grad()
     def _grad_norm(self) -> float:
         """Norm of the whole gradient, every element once; every rank calls."""
-        device = self.slots[0].main.device if self.slots else torch.device("cpu")
+        device = next(self.chunks[0].parameters()).device  # also of a rank without slots: all must use the same backend
         square = torch.zeros((), dtype=torch.float64, device=device)
         for optimizer in self.inner:
             norms = torch._foreach_norm(optimizer.get_main_grads_for_grad_norm())

@@ -21,7 +21,7 @@ assert not {"torch", "vllm", "transformers"} & set(sys.modules), "heavy import"
 
 
 def test_names_can_be_checked_without_loading_anything_heavy() -> None:
-    subprocess.run([sys.executable, "-c", LIGHT], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", LIGHT], check=True, timeout=300)
 
 
 def test_auto_is_vllm_where_installed_else_hf(monkeypatch: pytest.MonkeyPatch) -> None:

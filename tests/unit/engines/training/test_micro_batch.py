@@ -4,7 +4,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhub.engines.training.micro_batch import MicroBatchConfig, cut, cut_units, even_cut, extend_cut, rows_of, take_rows
+from rlhub.engines.training.micro_batch import (
+    MicroBatchConfig,
+    cut,
+    cut_units,
+    even_cut,
+    extend_cut,
+    on_device,
+    rows_of,
+    take_rows,
+)
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 
@@ -93,7 +102,13 @@ def test_without_a_token_budget_the_cut_stays() -> None:
 
 def test_take_rows() -> None:
     rows = {"a": torch.arange(6).view(3, 2), "b": torch.tensor([5.0, 6.0, 7.0])}
-    assert take_rows(rows, [2, 0], torch.device("cpu"))["a"].tolist() == [[4, 5], [0, 1]]
-    idle = take_rows(rows, [], torch.device("cpu"))
+    assert take_rows(rows, [2, 0])["a"].tolist() == [[4, 5], [0, 1]]
+    idle = take_rows(rows, [])
     assert idle["a"].tolist() == [[0, 0]] and idle["b"].tolist() == [0.0]
-    assert take_rows(rows, [], torch.device("cpu"), fillers=2)["a"].tolist() == [[0, 0], [0, 0]]
+    assert take_rows(rows, [], fillers=2)["a"].tolist() == [[0, 0], [0, 0]]
+
+
+def test_on_device_leaves_the_rows_as_they_are() -> None:
+    rows = {"a": torch.arange(6).view(3, 2)}
+    moved = on_device(rows, torch.device("meta"))["a"]
+    assert moved.is_meta and moved.shape == (3, 2) and moved.dtype == torch.int64 and not rows["a"].is_meta

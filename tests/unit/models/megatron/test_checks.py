@@ -137,4 +137,4 @@ def test_sparse_layers_are_those_transformers_makes_sparse() -> None:
 def test_checks_load_nothing_heavy() -> None:
     heavy = ("torch", "megatron", "transformers")
     code = f"import sys, rlhub.models.megatron.checks; sys.exit(any(name in sys.modules for name in {heavy}))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0

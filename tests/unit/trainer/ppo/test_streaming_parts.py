@@ -24,6 +24,7 @@ from rlhub.trainer.ppo.publishing import Publisher
 from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes
 from rlhub.trainer.ppo.streaming import complete_rewards
 from rlhub.utils.columns import object_array
+from rlhub.utils.loop_thread import LoopThread
 from rlhub.utils.timing import PhaseTimer
 from rlhub.workflows.groups import Group, PromptItem
 from rlhub.workflows.ledger import Phase
@@ -37,8 +38,8 @@ class Service:
         self.go, self.published = threading.Event(), list[int]()
         self.error: Exception | None = None
 
-    def publish(self, folder: str, version: int) -> None:
-        assert self.go.wait(5)
+    async def update(self, folder: str, version: int) -> None:
+        assert await asyncio.to_thread(self.go.wait, 60)
         if self.error is not None:
             raise self.error
         self.published.append(version)
@@ -52,13 +53,19 @@ class Publishing:
 
     def __init__(self) -> None:
         self.service, self.written, self.announced, self.failed = Service(), list[int](), list[int](), list[BaseException]()
+        self.thread = LoopThread("service")
         self.publisher = Publisher(
             self.service,
+            self.thread.loop,
             "folder",
             write=lambda folder, version: self.written.append(version),
             fail=self.failed.append,
             timers=PhaseTimer(),
         )
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.thread.stop()
 
 
 def test_training_goes_on_when_its_weights_are_written() -> None:
@@ -67,9 +74,10 @@ def test_training_goes_on_when_its_weights_are_written() -> None:
     assert parts.written == [1] and parts.announced == []
     parts.service.go.set()
     parts.publisher.publish(2, parts.announced.append)  # waits for the one before, whose files may go now
+    parts.publisher.publish(3, lambda version: parts.announced.append(version * parts.thread.is_current))
     parts.publisher.wait()
-    parts.publisher.close()
-    assert parts.announced == parts.service.published == [1, 2] and parts.publisher.metrics["rollout/pause_s"] == 0.5
+    parts.close()
+    assert parts.announced == parts.service.published == [1, 2, 3] and parts.publisher.metrics["rollout/pause_s"] == 0.5
 
 
 def test_a_publication_that_fails_is_told_to_whoever_waits_for_samples() -> None:
@@ -79,7 +87,7 @@ def test_a_publication_that_fails_is_told_to_whoever_waits_for_samples() -> None
     parts.publisher.publish(1, parts.announced.append)
     with pytest.raises(OSError, match="no space"):
         parts.publisher.wait()
-    parts.publisher.close()
+    parts.close()
     assert parts.announced == [] and isinstance(parts.failed[0], OSError)
 
 
@@ -239,8 +247,8 @@ def test_outcomes_are_kept_until_the_prompt_has_ended() -> None:
 
 def test_a_resumed_run_takes_back_the_ends_of_prompts_in_work(tmp_path: Path) -> None:
     log = PromptLog(tmp_path / "prompts.jsonl")
-    for ordinal, phase in ((0, Phase.TRAINED), (2, Phase.DROPPED), (1, Phase.TRAINED), (5, Phase.REJECTED)):
-        log.ended(ordinal, phase, "why")
+    for ordinals, phase in (((0, 1), Phase.TRAINED), ((2,), Phase.DROPPED), ((5,), Phase.REJECTED)):
+        log.ended(ordinals, phase, "why")
     log.load_state({"next_ordinal": 4, "open": [[1, "finished"], [3, "issued"]]})
     rows = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert [(row["ordinal"], row["end"]) for row in rows] == [(0, "trained"), (2, "dropped")]

@@ -29,11 +29,11 @@ class Exchange:
 
     def reduce(self, rank: int, values: Tensor, op: Any) -> Tensor:
         self.values[rank] = values.clone()
-        self.barrier.wait(10)
+        self.barrier.wait(60)
         stacked = torch.stack(self.values)
         values.copy_(stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.sum(0))
         self.calls += rank == 0
-        self.barrier.wait(10)
+        self.barrier.wait(60)
         return values
 
 
@@ -49,7 +49,7 @@ def on_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch, function: Callable[[in
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     return results, exchange.calls
 
 

@@ -14,9 +14,10 @@ from rlhub.config.model import ModelConfig
 from rlhub.config.training import FSDPConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
 from rlhub.engines.training.fsdp.engine import FSDPEngine
-from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.errors import EngineError
 from tests.unit.models.conftest import save_model
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 CPU = torch.device("cpu")
 BATCH, PROMPT, RESPONSE, VOCAB = 4, 3, 8, 500
@@ -28,7 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(folder: Path, kind: Any = "policy", train: bool = True) -> FSDPEngine:
-    ensure_process_group(CPU)
     model = ModelConfig(path=str(folder), enable_gradient_checkpointing=False)
     engine = FSDPEngine(model, FSDPConfig(), OptimConfig(lr=1e-3) if train else None, kind=kind, device=CPU)
     engine.initialize()

@@ -19,9 +19,10 @@ from rlhub.engines.training import packing
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.kinds import OUTPUTS
-from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.models import packed_attention as attention
 from tests.unit.models.conftest import save_model
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 CPU = torch.device("cpu")
 VOCAB, PROMPT, RESPONSE = 31, 5, 7
@@ -64,7 +65,6 @@ def make_rows() -> dict[str, Tensor]:
 def make_engine(folder: Path, backend: str, kind: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> FSDPEngine:
     if backend == "packed in groups":
         monkeypatch.setattr(attention, "MIN_GROUP_TOKENS", 4)
-    ensure_process_group(CPU)
     model = ModelConfig(path=str(folder), enable_gradient_checkpointing=False, use_remove_padding=backend != "padded")
     engine = FSDPEngine(model, FSDPConfig(model_dtype=dtype), OptimConfig(lr=1e-3), kind=kind, device=CPU, temperature=0.8)
     engine.initialize()

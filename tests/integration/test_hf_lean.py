@@ -26,9 +26,9 @@ from rlhub.engines.rollout.hf import decode, lean
 from rlhub.engines.rollout.hf.attention import GROUPED_ATTENTION
 from rlhub.engines.rollout.hf.lean import LeanStep, why_not_lean
 from rlhub.engines.rollout.hf.step import DecodeStep, ModelStep
+from tests.integration.test_hf_engine import hf_engine
 from tests.support import rollout_contract as contract
 from tests.support.tiny_models import greedy_choices, save_tiny_model, tiny_model
-from tests.unit.engines.rollout.hf.test_engine import hf_engine
 
 MAX_MODEL_LEN = 200
 VOCABULARY = 71

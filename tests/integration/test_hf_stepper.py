@@ -13,9 +13,9 @@ from rlhub.engines.rollout.hf import stepper as module
 from rlhub.engines.rollout.hf.engine import HFEngine
 from rlhub.engines.rollout.hf.stepper import HFStepper
 from rlhub.engines.rollout.stepping import Stepper
+from tests.integration.test_hf_engine import hf_engine, many_requests
 from tests.support import interruptions
 from tests.support.tiny_models import END_OF_SEQUENCE, save_tiny_model, tiny_model
-from tests.unit.engines.rollout.hf.test_engine import hf_engine, many_requests
 
 NUM_TOKENS = 10
 STOPPING = SamplingParams(max_new_tokens=40, stop_token_ids=(END_OF_SEQUENCE, 5, 9))

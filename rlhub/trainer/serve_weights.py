@@ -1,0 +1,116 @@
+"""New weights for a server while it serves: the engine's half of its administration, whichever process holds the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+
+from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
+from rlhub.engines.rollout.elsewhere import WeightsElsewhere
+from rlhub.errors import EngineError
+from rlhub.utils.pieces import Piece
+from rlhub.workers.folder_reader import FolderReader, folder_reader
+
+logger = logging.getLogger(__name__)
+
+HEAD = "lm_head.weight"
+VERSION_S = 1.0  # to wait for a version that the trainer says is there
+
+
+class EngineAdministration:
+    """See `Administration`.  Calls that block run in a thread, one after the other."""
+
+    def __init__(self, engine: RolloutEngine, *, recompute: bool, bucket_bytes: int) -> None:
+        self._engine, self._recompute, self._bucket_bytes = engine, recompute, bucket_bytes
+        self._turn = asyncio.Lock()
+        self._paused = False
+        self._readers: dict[str, FolderReader] = {}
+
+    async def pause(self) -> None:
+        async with self._turn:
+            await asyncio.to_thread(self._engine.pause)
+            self._paused = True
+
+    async def resume(self, *, recompute: bool) -> None:
+        async with self._turn:
+            self._paused = False
+            await asyncio.to_thread(self._engine.resume, recompute=recompute and self._recompute)
+
+    async def reload(self, folder: str, version: int) -> dict[str, Any]:
+        async with self._turn:
+            await asyncio.to_thread(self._reload, Path(folder), version)
+        logger.info("version %d from %s", version, folder)
+        return await self.status()
+
+    async def status(self) -> dict[str, Any]:
+        return {"version": self._engine.version, "load": self._engine.load, "paused": self._paused}
+
+    def _reload(self, folder: Path, version: int) -> None:
+        """From a Hugging Face folder, or from that of a trainer's WeightWriter.  What cannot be read changes nothing."""
+        if any(folder.glob("*.safetensors")):
+            buckets = read_buckets(folder)
+            self._engine.pause()
+            if isinstance(self._engine, WeightsElsewhere):
+                with self._engine.overwriting(version):
+                    self._engine.call_workers(f"{__name__}:{WorkerFolder.__name__}", "load", str(folder), version)
+            else:
+                self._engine.update_weights(without_tied_head(buckets, self._engine), version)
+        elif any(folder.glob("version-*")):
+            reader = self._reader(folder)
+            mapped = reader.prepare(version)
+            self._engine.pause()
+            reader.place(mapped)
+        else:
+            raise EngineError(f"no weights in {folder}: neither *.safetensors files nor version-<n> folders")
+        if not self._paused:
+            self._engine.resume(recompute=self._recompute)
+
+    def _reader(self, folder: Path) -> FolderReader:
+        if str(folder) not in self._readers:
+            made = folder_reader(self._engine, folder, bucket_bytes=self._bucket_bytes, timeout_s=VERSION_S)
+            self._readers[str(folder)] = made
+        return self._readers[str(folder)]
+
+
+class Weights(Protocol):
+    """An engine's, or those of one worker of it; see RolloutEngine."""
+
+    def live_weights(self) -> Iterator[Piece]: ...
+
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None: ...
+
+
+class WorkerFolder:
+    """In each worker of an engine whose weights are elsewhere: reads a Hugging Face folder for itself."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def load(self, folder: str, version: int) -> None:
+        """While the engine is paused."""
+        self._weights.update_weights(without_tied_head(read_buckets(Path(folder)), self._weights), version)
+
+
+def read_buckets(folder: Path) -> list[WeightBucket]:
+    """A file is a bucket.  Tensors are mapped: the files are read when these are copied.  EngineError if they cannot be."""
+    try:
+        return [_bucket(file) for file in sorted(folder.glob("*.safetensors"))]
+    except (OSError, SafetensorError) as error:
+        raise EngineError(f"the weights in {folder} cannot be read: {error}") from error
+
+
+def _bucket(file: Path) -> WeightBucket:
+    with safe_open(file, framework="pt") as opened:
+        return [(name, opened.get_tensor(name)) for name in opened.keys()]
+
+
+def without_tied_head(buckets: list[WeightBucket], weights: Weights) -> list[WeightBucket]:
+    """A folder may name a tied head besides its embedding; an engine has the two once."""
+    if any(piece.name == HEAD for piece in weights.live_weights()):
+        return buckets
+    return [[(name, tensor) for name, tensor in bucket if name != HEAD] for bucket in buckets]

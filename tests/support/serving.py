@@ -1,0 +1,126 @@
+"""A main_serve in a process of its own, and what its answers must be by a model in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import aiohttp
+import psutil
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlhub.config.model import ModelConfig
+from rlhub.config.rollout import RemoteConfig, RolloutConfig
+from rlhub.engines.rollout.base import RolloutEngine
+from rlhub.engines.rollout.registry import build_rollout_engine
+from tests.support.chat_model import save_chat_model
+from tests.support.tiny_models import sequence_log_probs
+
+START_S = 600.0  # of an engine whose processes import vLLM, on a machine that may be busy
+END_S = 60.0
+
+
+@dataclass
+class Server:
+    """A running main_serve.  family: its processes."""
+
+    model: Path
+    address: str
+    key_file: Path
+    log: Path
+    family: list[int] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        return self.key_file.read_text()
+
+
+@contextmanager
+def serving(folder: Path, *settings: str) -> Iterator[Server]:
+    """Ended by SIGTERM, at which it must end well."""
+    model, ready, key, log = save_chat_model(folder / "model"), folder / "ready", folder / "key", folder / "log"
+    command = [sys.executable, "-m", "rlhub.trainer.main_serve", f"model.path={model}", "server.port=0", "device=cpu"]
+    files = [f"server.ready_file={ready}", f"server.api_key_file={key}"]
+    with log.open("w") as stream:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen([*command, *files, *settings], stdout=stream, stderr=stream, env=environment)
+    deadline = time.monotonic() + START_S
+    try:
+        while not ready.is_file():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+        yield Server(model=model, address=ready.read_text(), key_file=key, log=log, family=family)
+    finally:
+        process.terminate()
+        status = process.wait(END_S)
+    assert status == 0, log.read_text()
+
+
+def build(server: Server, name: str, folder: Path | None = None, address: str | None = None) -> RolloutEngine:
+    """The remote engine over this server, or another with the same model here.  address: the way to the server."""
+    remote = RemoteConfig(
+        urls=[address or server.address],
+        api_key_file=str(server.key_file),
+        weights_folder=str(folder) if folder else None,
+        start_s=60.0,
+    )
+    engine = build_rollout_engine(
+        RolloutConfig(name=name, remote=remote),
+        ModelConfig(path=str(server.model)),
+        device=torch.device("cpu"),
+        seed=0,
+        max_prompt_length=100,
+        max_response_length=300,
+        load_checkpoint=True,
+    )
+    engine.initialize()
+    return engine
+
+
+async def under_way(server: Server, count: int) -> None:
+    """Until so many requests are in the server's engine."""
+    url, headers = f"{server.address}/admin/status", {"Authorization": f"Bearer {server.key}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        while True:
+            async with session.get(url) as answer:
+                if (await answer.json())["load"] >= count:
+                    return
+            await asyncio.sleep(0.01)
+
+
+def weights(server: Server, seed: int) -> dict[str, Tensor]:
+    """The model's, moved."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: p + 0.03 * torch.randn(p.shape, generator=generator) for name, p in _files(server.model).items()}
+
+
+def expected(server: Server, values: dict[str, Tensor], prompt: list[int], completion: list[int]) -> list[float]:
+    """Log-probs by a whole forward pass; values: {} for those of the files."""
+    model = _model(server.model)
+    model.load_state_dict({**_files(server.model), **values}, strict=False)
+    return sequence_log_probs(model, prompt, completion, 1.0)
+
+
+@cache
+def _model(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@cache
+def _files(folder: Path) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in _model(folder).named_parameters()}
+
+
+def difference(found: list[float], right: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(found, right, strict=True))

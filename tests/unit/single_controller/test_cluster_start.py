@@ -1,0 +1,86 @@
+"""Starting Ray where its processes take longer than Ray waits for them; a fake `ray.init`."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+import pytest
+
+from rlhub.errors import ResourceError
+from rlhub.single_controller.ray import cluster
+
+
+class FakeInit:
+    """Times out `failures` times, each time with a process left behind; the bystander is not Ray's."""
+
+    def __init__(self, failures: int, error: Exception | None = None) -> None:
+        self.failures = failures
+        self.timed_out = error is None
+        self.error = error or Exception(f"{cluster.TIMED_OUT}. This could happen because ...")
+        self.left: list[subprocess.Popen[bytes]] = []
+        self.ended: list[int] = []  # without our doing
+
+    def __call__(self, **options: Any) -> None:
+        if len(self.left) < self.failures:
+            self.left.append(sleeper(f"{cluster.RAYS_FOLDER}raylet"))
+            raise self.error
+
+
+def sleeper(name: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", name])
+
+
+def connect(monkeypatch: pytest.MonkeyPatch, fake: FakeInit) -> cluster.Connection:
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "init", fake)
+    monkeypatch.setattr(cluster, "describe_nodes", lambda: "")
+    bystander = sleeper("bystander")
+    try:
+        return cluster.connect({}, device="cpu", num_ranks=1)
+    finally:
+        left = [psutil.Process(process.pid) for process in fake.left]
+        fake.ended = [process.pid for process in psutil.wait_procs(left, timeout=60.0 if fake.timed_out else 0.3)[0]]
+        assert bystander.poll() is None
+        for process in (bystander, *fake.left):
+            process.kill()
+            process.wait()
+
+
+def test_it_is_tried_again_and_what_was_started_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeInit(2)
+    assert connect(monkeypatch, fake).owned
+    assert set(fake.ended) == {process.pid for process in fake.left} and len(fake.ended) == 2
+
+
+def test_after_some_attempts_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeInit(9)
+    with pytest.raises(ResourceError, match="3 times in a row.*busy"):
+        connect(monkeypatch, fake)
+    assert len(fake.left) == cluster.START_ATTEMPTS
+
+
+def test_other_errors_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeInit(9, RuntimeWarning("something else"))
+    with pytest.raises(RuntimeWarning, match="something else"):
+        connect(monkeypatch, fake)
+    assert len(fake.left) == 1 and not fake.ended
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_sigterm_stays_the_programs(monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
+    """ray.init puts its own handler, which exits, in the place of one that saves the step first."""
+    handlers = {name: lambda *_: None for name in ("program", "ray")}
+    former = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, handlers["program"] if own else signal.SIG_DFL)
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "init", lambda **options: signal.signal(signal.SIGTERM, handlers["ray"]))
+    monkeypatch.setattr(cluster, "describe_nodes", lambda: "")
+    try:
+        cluster.connect({}, device="cpu", num_ranks=1)
+        assert signal.getsignal(signal.SIGTERM) is handlers["program" if own else "ray"]
+    finally:
+        signal.signal(signal.SIGTERM, former)

@@ -1,0 +1,70 @@
+"""A rank that is seen to be dead is named, however late Ray says so: until then its peers' failures are all that is known."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from ray.exceptions import ActorDiedError, RayError
+
+from rlhub.errors import WorkerDiedError, WorkerError
+from rlhub.single_controller.observer import WorkerInfo
+from rlhub.single_controller.ray import pending
+from rlhub.single_controller.ray.pending import Gather
+
+BROKEN, DEAD = "broken", "dead"
+DEAD_AFTER_S = 0.2
+
+
+class Ray:
+    """Rank 0's failure is there at once, the word of rank 1's death later."""
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+
+    def wait(self, references: Sequence[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        if BROKEN not in references:
+            time.sleep(min(timeout, 0.02))
+        told = time.monotonic() - self.since > DEAD_AFTER_S
+        ready = [reference for reference in references if reference == BROKEN or told]
+        return ready, [reference for reference in references if reference not in ready]
+
+    def get(self, reference: str) -> None:
+        raise ActorDiedError() if reference == DEAD else RayError("the connection broke")
+
+
+@pytest.fixture
+def ended() -> Iterator[int]:
+    """The number of a process that has died, and whose parent does not know yet."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", "pass"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    yield process.pid
+    process.wait()
+
+
+def gather(log: Path, pid: int, monkeypatch: pytest.MonkeyPatch) -> Gather:
+    log.touch()
+    monkeypatch.setattr(pending, "GRACE_S", 0.0)
+    monkeypatch.setattr(pending, "ray", Ray())
+    workers = {rank: WorkerInfo(rank=rank, node="here", pid=pid if rank else os.getpid(), log=str(log)) for rank in range(2)}
+    return Gather("actor", "update", {0: BROKEN, 1: DEAD}, workers, None, lambda: None)
+
+
+def test_the_dead_rank_is_named(tmp_path: Path, ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = gather(tmp_path / "log", ended, monkeypatch)
+    assert waiting.has_lost()
+    with pytest.raises(WorkerDiedError, match="rank 1 on here"):
+        waiting.wait()
+
+
+def test_for_a_rank_that_lives_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: what is known after the grace is raised."""
+    waiting = gather(tmp_path / "log", os.getpid(), monkeypatch)
+    assert not waiting.has_lost()
+    with pytest.raises(WorkerError, match="the connection broke"):
+        waiting.wait()

@@ -1,0 +1,26 @@
+"""What is found wrong with a server before an engine is built."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhub.config.serve import ServeConfig
+from rlhub.trainer.serve_checks import check
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm_async"])
+def test_an_engine_in_parts_is_served_by_vllm(name: str) -> None:
+    config = ServeConfig(device="cpu")
+    config.rollout.name, config.rollout.tensor_model_parallel_size = name, 2
+    assert check(config, set()) == []
+
+
+def test_each_finding_names_its_key() -> None:
+    config = ServeConfig(device="cpu", plugins=["no_such_module_here"])
+    config.rollout.name, config.rollout.tensor_model_parallel_size, config.server.tool_format = "hf", 2, "hermse"
+    plugin, tool_format, size = check(config, set())
+    assert plugin.startswith("plugins: importing 'no_such_module_here' failed")
+    assert tool_format.startswith("server.tool_format: ") and "hermes" in tool_format
+    assert size.startswith("rollout.tensor_model_parallel_size=2 with rollout.name=hf") and "rollout.name=vllm" in size
+    config.rollout.name = "hff"
+    assert any(problem.startswith("rollout.name: ") for problem in check(config, set()))
