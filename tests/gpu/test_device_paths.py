@@ -1,0 +1,57 @@
+"""Small paths that differ on a GPU: padded passes, sampling, fingerprints, memory that is emptied and filled again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhub.engines.rollout.base import SamplingParams
+from rlhub.engines.rollout.hf.sampling import sample_tokens
+from rlhub.engines.training.megatron.residence import HostCopies
+from rlhub.engines.training.packing import model_inputs
+from rlhub.utils.fingerprint import digests, fingerprint
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("learned", [1, 0])
+def test_passes_are_planned_alike_from_rows_on_either_device(pack: bool, learned: int) -> None:
+    rows = {
+        "input_ids": torch.tensor([[10, 11, 12, 13], [0, 20, 21, 22]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]]),
+        "response_mask": torch.tensor([[1, 0], [1, 1]]) * learned,
+    }
+    here = model_inputs(rows, pack=pack, device=CUDA)
+    there = model_inputs({name: column.cuda() for name, column in rows.items()}, pack=pack, device=CUDA)
+    for name in ("input_ids", "position_ids", "sources", "targets", "slots"):
+        assert getattr(here, name).is_cuda and torch.equal(getattr(here, name), getattr(there, name))
+
+
+def test_no_token_without_probability_is_drawn() -> None:
+    logits = torch.randn(64, 150_000, device=CUDA)
+    for seed in range(20):
+        generator = torch.Generator(CUDA).manual_seed(seed)
+        _, log_probs = sample_tokens(logits, torch.rand(64, device=CUDA, generator=generator), SamplingParams(top_k=50))
+        assert log_probs.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_changed_or_moved_element_changes_the_fingerprint(dtype: torch.dtype) -> None:
+    weight = torch.randn(300, 500, device=CUDA).to(dtype)
+    moved = weight.clone()
+    moved[0], moved[1] = weight[1], weight[0]
+    assert fingerprint(weight) == fingerprint(weight.clone()) != fingerprint(moved)
+    assert digests([weight, moved])[0] == digests([weight.clone()])[0] != digests([moved])[0]
+
+
+def test_emptied_storages_come_back_with_their_content() -> None:
+    buffer = torch.randn(1 << 20, device=CUDA)
+    view, before, copies = buffer[10:20], buffer.clone(), HostCopies()
+    taken = torch.cuda.memory_allocated(CUDA)
+    copies.take_out([view])
+    assert torch.cuda.memory_allocated(CUDA) < taken
+    copies.bring_back()
+    assert torch.equal(buffer, before) and torch.equal(view, before[10:20])
