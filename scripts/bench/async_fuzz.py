@@ -62,7 +62,8 @@ RSS_FACTOR, RSS_SLACK_MB = 1.10, 30.0
 
 @dataclass(kw_only=True)
 class Plan:
-    """A run.  kill_every: steps between kills of a replica; checkpoint_every: steps between states."""
+    """A run.  kill_every: steps between kills of a replica; checkpoint_every: steps between states.  hold: after the last step,
+    wait to be killed."""
 
     folder: Path
     steps: int
@@ -78,6 +79,7 @@ class Plan:
     checkpoint_every: int = 25
     mean_s: float = 0.01
     driver_kills: int = 5
+    hold: bool = False
 
     def command(self) -> list[str]:
         """Of a process that goes on with it."""
@@ -299,7 +301,8 @@ def killed_run(plan: Plan) -> Result:
     while True:
         lives += 1
         with log.open("a") as output:
-            child = subprocess.Popen(plan.command(), stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
+            hold = ["--hold"] if lives <= plan.driver_kills else []  # however fast it is, it is killed
+            child = subprocess.Popen([*plan.command(), *hold], stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
         patience = None if lives > plan.driver_kills else when_to_kill(plan.folder, drawn, child)
         if patience is None:
             break
@@ -336,8 +339,11 @@ def child_run(plan: Plan) -> int:
     """A driver that may be killed; the audit, when it comes to the end."""
     loop = Loop(plan)
     try:
+        begun = loop.step
         while loop.step < plan.steps:
             loop.train_step()
+        if plan.hold and loop.step > begun:
+            threading.Event().wait()
         loop.stop.set()
         while loop.train_step():
             pass
@@ -373,10 +379,11 @@ def main() -> int:
     parser.add_argument("--checkpoint-every", type=int, default=25)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     common = {name: getattr(given, name) for name in ("steps", "engine", "backend", "seed", "checkpoint_every")}
     if given.child:
-        return child_run(Plan(folder=given.folder, policy=given.policy, **common))
+        return child_run(Plan(folder=given.folder, policy=given.policy, hold=given.hold, **common))
     results = []
     with tempfile.TemporaryDirectory() as temporary:
         for policy in ("drop", "mask") if given.policy == "both" else (given.policy,):

@@ -119,10 +119,11 @@ class Records:
             self.scored.add([group.ordinal, sample, checksum(trajectory)])
             trajectory.set_reward(float(trajectory.response_ids[-1] % 2))
 
-    def ended(self, ordinal: int, phase: Phase, reason: str) -> None:
+    def ended(self, ordinals: Sequence[int], phase: Phase, reason: str) -> None:
         """For the ledger.  Training keeps a record of its own."""
         if phase is not Phase.TRAINED:
-            self.ends.add([ordinal, phase.value, reason])
+            for ordinal in ordinals:
+                self.ends.add([ordinal, phase.value, reason])
 
     def train(self, groups: Sequence[Group], step: int) -> None:
         """What a training step used."""

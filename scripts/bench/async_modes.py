@@ -8,7 +8,7 @@ trainer.max_staleness differs (0, 1, --staleness).  The policy learns to write w
 
 Wanted: fully asynchronous at least 2.5x the samples a second of synchronous, one step ahead in between, and a final reward that
 is equal within two standard errors over the seeds.  Then the other end of the scale: episodes of 0.1 s against 0.1 s of training,
-where a step takes at most 1.15x of the larger.  The exit status is 1 if something is missed.
+where a step takes at most 1.15x of the larger.  One thread of torch a process.  The exit status is 1 if something is missed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded, here and in the jobs
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.tiny_model import build

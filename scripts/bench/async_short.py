@@ -30,6 +30,7 @@ from rlhub.trainer.ppo.prompt_log import PromptLog
 from rlhub.trainer.ppo.publishing import Publisher
 from rlhub.trainer.ppo.scoring import build_scorer
 from rlhub.trainer.ppo.streaming import StreamSampler
+from rlhub.utils.collector import heap_set_aside
 from rlhub.utils.columns import object_array
 from rlhub.utils.task_runner import AsyncTaskRunner
 from rlhub.utils.timing import PhaseTimer
@@ -112,17 +113,25 @@ def measure_step(staleness: int, episode_s: float, training_s: float) -> Step:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "reward.py").write_text(REWARD)
-        stream = stack.enter_context(stream_of(config_of(staleness, folder / "reward.py"), folder, episode_s))
+        context = stream_of(config_of(staleness, folder / "reward.py"), folder, episode_s)
+        stream = stack.enter_context(context)
         prompts, started = Numbers().batches(), (0.0, 0.0, 0.0)
         for step in range(1, STEPS + 1):
             if step == WARM_UP + 1:
                 started = clocks()
             stream.sample(prompts, step)
-            time.sleep(training_s)
+            train(context.weights, step, training_s)
             stream.publish(step)
         stream.publisher.wait()
         seconds, cpu, process_cpu = ((end - start) / (STEPS - WARM_UP) for start, end in zip(started, clocks(), strict=True))
         return Step(seconds=seconds, cpu_s=cpu, process_cpu_s=process_cpu)
+
+
+def train(weights: Weights, step: int, seconds: float) -> None:
+    """Other weights, after exactly so long."""
+    ended = time.perf_counter() + seconds
+    weights.engine.perturb(step)
+    time.sleep(max(ended - time.perf_counter(), 0))
 
 
 def clocks() -> tuple[float, float, float]:
@@ -148,7 +157,7 @@ class stream_of(ExitStack):  # noqa: N801  used as a function that gives a conte
         service = RolloutService(fake_config(), RUNTIME, options, loop=runner.loop)
         self.callback(service.close)
         service.start()
-        weights = Weights(service.folder)
+        self.weights = Weights(service.folder)
         scoring, log = build_scoring(reward), PromptLog(self.folder / "prompts.jsonl")
         assert scoring.ahead is not None
         parts = WorkflowParts(
@@ -171,9 +180,10 @@ class stream_of(ExitStack):  # noqa: N801  used as a function that gives a conte
         )
         self.callback(executor.close)
         publisher = Publisher(
-            service,
+            service.router,
+            service.loop,
             str(service.folder),
-            write=lambda _, version: weights.write(version),
+            write=lambda _, version: self.weights.write_unchanged(version),
             fail=executor.fail,
             timers=timers,
         )
@@ -190,6 +200,7 @@ class stream_of(ExitStack):  # noqa: N801  used as a function that gives a conte
             timers=timers,
         )
         stream.start()
+        self.enter_context(heap_set_aside())
         return stream
 
 

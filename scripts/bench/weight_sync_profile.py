@@ -150,7 +150,7 @@ class Bare:
         sizes = self.bytes()
         memory, other = (torch.ones(max(sizes.values()), dtype=torch.uint8) for _ in range(2))
         message = torch.ones(ROUND_BYTES, dtype=torch.uint8)
-        block = torch.ones(4 * execution.COPY_ELEMENTS, dtype=torch.uint8)
+        block = torch.ones(4 * execution.COPY_ELEMENTS["cpu"], dtype=torch.uint8)
         return {
             COPY: lambda: other[: sizes[COPY]].copy_(memory[: sizes[COPY]]),
             PACK: lambda: [message[: len(part)].copy_(part) for part in _split(memory, sizes[PACK], ROUND_BYTES)],
