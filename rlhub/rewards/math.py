@@ -12,10 +12,13 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
+from rlhub.rewards.cpu_limit import OutOfCpuTime, cpu_limit
 from rlhub.rewards.final_answer import MAX_STATED, after_hashes, boxed, stated
 from rlhub.rewards.numbers import clean, whole_number
 
-STEP_TIMEOUT_S = 3  # of a parse or comparison: an answer that takes longer (a tower of powers) is a wrong answer, not a failure
+CPU_LIMIT_S = 6.0
+"""CPU time of a comparison: an answer that takes more (a tower of powers) is a wrong answer, not a failure.  math-verify's own
+limits are by the clock, and on a busy machine made right answers wrong."""
 LATEX = [LatexExtractionConfig()]
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -54,9 +57,13 @@ def equivalent(answer: str, expected: str) -> bool:
     numbers = whole_number(left, units=False), whole_number(right, units=False)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0] == numbers[1]
-    gold = parse(f"${expected.strip(' $')}$", LATEX, parsing_timeout=STEP_TIMEOUT_S)
-    own = parse(f"${answer.strip(' $')}$", LATEX, parsing_timeout=STEP_TIMEOUT_S)
-    return bool(gold) and bool(own) and bool(verify(gold, own, timeout_seconds=STEP_TIMEOUT_S))
+    try:
+        with cpu_limit(CPU_LIMIT_S):
+            gold = parse(f"${expected.strip(' $')}$", LATEX, parsing_timeout=None)
+            own = parse(f"${answer.strip(' $')}$", LATEX, parsing_timeout=None)
+            return bool(gold) and bool(own) and bool(verify(gold, own, timeout_seconds=None))
+    except OutOfCpuTime:
+        return False
 
 
 def _bare(answer: str) -> str:

@@ -1,6 +1,9 @@
 import pathlib
+import time
+from typing import Any
 
 import pytest
+from math_verify import parse
 
 from rlhub.rewards.math import compute_score
 
@@ -53,8 +56,20 @@ def test_different_answers(answer: str, truth: str) -> None:
 
 
 def test_an_answer_that_takes_too_long_to_compare_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhub.rewards.math.STEP_TIMEOUT_S", 1)
+    monkeypatch.setattr("rlhub.rewards.math.CPU_LIMIT_S", 0.3)
     assert score("\\boxed{9^{9^{9^9}}}", "2") == 0.0
+
+
+def test_an_answer_is_right_however_long_the_machine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert score("\\boxed{\\frac12}", "0.5") == 1.0  # the grammar is loaded
+    monkeypatch.setattr("rlhub.rewards.math.CPU_LIMIT_S", 0.5)
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.3)  # of both answers together longer than the limit
+        return parse(*arguments, **options)
+
+    monkeypatch.setattr("rlhub.rewards.math.parse", slowly)
+    assert score("\\boxed{\\dfrac12}", "0.5") == 1.0
 
 
 def test_where_the_answer_is_taken_from() -> None:
