@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Self
@@ -88,15 +88,19 @@ class MeshInfo:
 class Worker:
     """Base class of all workers.  Methods marked with `@register` can be called through the worker group.
 
-    `self.context` and the mesh table exist before `__init__` runs, whether or not a subclass calls `super().__init__()`.
+    `self.context`, `self.closing` and the mesh table exist before `__init__` runs, whether or not a subclass calls
+    `super().__init__()`.
     """
 
     context: WorkerContext
+    closing: ExitStack
+    """What `close` does, the last first: who builds something that must be released registers it here as soon as it is there."""
     _meshes: dict[str, MeshInfo]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         worker = super().__new__(cls)
         worker.context = _current.get() or WorkerContext()
+        worker.closing = ExitStack()
         worker._meshes = {}
         return worker
 
@@ -124,7 +128,9 @@ class Worker:
         return self._meshes.get(mesh_name) or tuple(sorted(self._meshes))
 
     def close(self) -> None:
-        """Release what must not outlive the process (children, servers).  Called once on an orderly shutdown."""
+        """Release what must not outlive the process (children, servers).  Called once on an orderly shutdown, also where not all
+        was built."""
+        self.closing.close()
 
 
 class ClassWithInitArgs:

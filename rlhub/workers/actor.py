@@ -129,6 +129,7 @@ class ActorWorker(ActorPart):
         """Build the training engines (collective)."""
         self._init_actor()
         self.sender = WeightSender(self.engine, bucket_bytes=self.config.rollout.update_weights_bucket_mb << 20)
+        self.closing.callback(self.sender.close)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_transfer(self, num_receivers: int) -> Meeting:
@@ -144,6 +145,3 @@ class ActorWorker(ActorPart):
     def sync_weights(self, version: int) -> SyncReport:
         """Send the policy's weights as `version` (collective over both groups)."""
         return self.sender.send(version)
-
-    def close(self) -> None:
-        self.sender.close()

@@ -1,7 +1,7 @@
 """EnvironmentHost: runs environments for episodes elsewhere; hosted by an AsyncActor, on any machine of the cluster.
 
-Simulators stay in killable processes of its own (the pool's), with their deadlines and memory limits; tool environments, and
-what has no process, run on its event loop.  One loop serves all leases at the same time.
+Simulators and tool environments stay in killable processes of its own (the pool's), with their deadlines and memory limits, where
+`num_env_workers` is set; others run on its event loop.  One loop serves all leases at the same time.
 """
 
 from __future__ import annotations

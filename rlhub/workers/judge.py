@@ -53,6 +53,7 @@ class JudgeWorker(Worker):
             tp_rank=tp_rank,
             load_checkpoint=True,
         )
+        self.closing.callback(self.engine.shutdown)
         self.engine.initialize()
         self._register_dispatch_collect_info("judge", dp_rank, tp_rank == 0)
 
@@ -83,6 +84,3 @@ class JudgeWorker(Worker):
             stop_token_ids=self.vocabulary.stop_token_ids,
             log_probs=False,
         )
-
-    def close(self) -> None:
-        self.engine.shutdown()

@@ -34,6 +34,7 @@ class RolloutPart(Worker):
         dp_rank, tp_rank = divmod(self.rank, self.config.rollout.tensor_model_parallel_size)
         setup = rollout_setup(self.config, self.runtime, self.device, dp_rank=dp_rank, tp_rank=tp_rank)
         self.rollout = make_engine(setup)
+        self.closing.callback(self.rollout.shutdown)
         self.rollout.initialize()
         self._register_dispatch_collect_info("rollout", dp_rank, tp_rank == 0)
 
@@ -82,9 +83,6 @@ class RolloutPart(Worker):
         dist.all_reduce(widest, op=dist.ReduceOp.MAX)
         return int(widest)
 
-    def close(self) -> None:
-        self.rollout.shutdown()
-
 
 class RolloutWorker(RolloutPart):
     """The rollout engine alone; its weights come from the actor's pool.  It keeps its memory while others train."""
@@ -99,6 +97,7 @@ class RolloutWorker(RolloutPart):
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         self._init_rollout()
         self.receiver = WeightReceiver(self.rollout, self.device, bucket_bytes=self.bucket_bytes)
+        self.closing.callback(self.receiver.close)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def join_transfer(self, meeting: Meeting) -> None:
@@ -110,7 +109,3 @@ class RolloutWorker(RolloutPart):
     def sync_weights(self, version: int) -> SyncReport:
         """Receive the policy's weights as `version`, checked weight by weight (collective over both groups)."""
         return self.receiver.receive(version)
-
-    def close(self) -> None:
-        self.receiver.close()
-        super().close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
+
+from rlhub.utils.ports import free_port
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -23,7 +24,4 @@ class Meeting:
 
 def open_meeting(address: str, num_senders: int, num_receivers: int) -> Meeting:
     """A meeting at this machine's `address`, on a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = int(probe.getsockname()[1])
-    return Meeting(address=address, port=port, num_senders=num_senders, num_receivers=num_receivers)
+    return Meeting(address=address, port=free_port(), num_senders=num_senders, num_receivers=num_receivers)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,15 +21,9 @@ from rlhub.single_controller.invoke import RemoteError, RoleHost
 from rlhub.single_controller.observer import CallObserver, WorkerInfo
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext, applied_env
 from rlhub.single_controller.worker_group import WorkerGroup
+from rlhub.utils.ports import free_port
 
 logger = logging.getLogger(__name__)
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 class _Finished(PendingCall):
@@ -105,7 +98,7 @@ class LocalRun:
         self, roles: Mapping[str, ClassWithInitArgs], *, device: str, plugins: Sequence[str], observers: Sequence[CallObserver]
     ) -> None:
         self._host = RoleHost()
-        self._env = applied_env(WorkerContext(device=device, master_port=free_port()).env())
+        self._env = applied_env(WorkerContext(device=device, master_port=free_port("127.0.0.1")).env())
         self._env.__enter__()
         self.groups: dict[str, WorkerGroup] = {}
         try:

@@ -29,6 +29,7 @@ from rlhub.protocol import DataProto, DataProtoFuture
 from rlhub.single_controller.calls import GRACE_S, PendingCall, Watch, cause_of, grace_is_over
 from rlhub.single_controller.invoke import RemoteError
 from rlhub.single_controller.observer import WorkerInfo
+from rlhub.single_controller.ray.nodes import own_address
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +120,9 @@ class Gather:
         return self._outputs
 
     def has_lost(self) -> bool:
-        """See PendingCall; of workers on this machine."""
-        late = [self._workers[rank] for rank in self._late_ranks()]
+        """See PendingCall; of workers on this machine: process numbers of others mean nothing here."""
+        here = own_address()
+        late = [worker for rank in self._late_ranks() if (worker := self._workers[rank]).node == here]
         return any(os.path.isfile(worker.log) and not _lives(worker.pid) for worker in late)
 
     def _seconds_left(self) -> float:

@@ -7,7 +7,6 @@ import importlib
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from rlhub.single_controller.invoke import failures_of
 from rlhub.single_controller.ray.nodes import own_address
 from rlhub.single_controller.ray.reaper import MARKER
 from rlhub.single_controller.worker import VISIBLE_DEVICES, WorkerContext
+from rlhub.utils.ports import free_port
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -48,15 +48,12 @@ def own_identity() -> HostIdentity:
     """Of the process that asks."""
     runtime = ray.get_runtime_context()
     address = own_address()
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = int(probe.getsockname()[1])
     return HostIdentity(
         node_id=runtime.get_node_id(),
         node_ip=address,
         pid=os.getpid(),
         gpu_ids=tuple(runtime.get_accelerator_ids().get("GPU", ())),
-        free_port=port,
+        free_port=free_port(),
     )
 
 

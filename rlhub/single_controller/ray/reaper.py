@@ -41,17 +41,28 @@ def end_marked(marker: str, deadline_s: float) -> list[int]:
     Ray is ending its own at this moment and reports one that vanishes first as a crash, so they get a moment.
     """
     deadline = time.monotonic() + deadline_s
-    psutil.wait_procs(marked_processes(marker), timeout=min(GRACE_S, deadline_s / 2))
-    left = marked_processes(marker)
+    left = _outlive(marked_processes(marker), min(GRACE_S, deadline_s / 2), marker)
     while left and time.monotonic() < deadline:
         trackers = [process for process in left if _is_tracker(process)]
         _kill(process for process in left if process not in trackers)
-        psutil.wait_procs(left, timeout=GRACE_S if len(trackers) == len(left) else 0.5)
+        left = _outlive(left, GRACE_S if len(trackers) == len(left) else 0.5, marker)
         _kill(trackers if len(trackers) == len(left) else ())
-        left = marked_processes(marker)
     if left:
         logger.warning("processes of this run that could not be ended: %s", [process.pid for process in left])
     return [process.pid for process in left]
+
+
+def _outlive(processes: Collection[psutil.Process], seconds: float, marker: str) -> list[psutil.Process]:
+    """Which of them are not gone after so long, and which are new.  One that is being ended has no environment any more, but
+    for a while its memory and its devices."""
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return list({*filter(_is_whole, alive), *marked_processes(marker)})
+
+
+def _is_whole(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _kill(processes: Iterable[psutil.Process]) -> None:

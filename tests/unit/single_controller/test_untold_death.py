@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayError
 
 from rlhub.errors import WorkerDiedError, WorkerError
+from rlhub.single_controller import calls
 from rlhub.single_controller.observer import WorkerInfo
 from rlhub.single_controller.ray import pending
 from rlhub.single_controller.ray.pending import Gather
@@ -22,15 +22,17 @@ DEAD_AFTER_S = 0.2
 
 
 class Ray:
-    """Rank 0's failure is there at once, the word of rank 1's death later."""
+    """Rank 0's failure is there at once, the word of rank 1's death later.  Time passes while somebody waits for that."""
 
-    def __init__(self) -> None:
-        self.since = time.monotonic()
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
 
     def wait(self, references: Sequence[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
         if BROKEN not in references:
-            time.sleep(min(timeout, 0.02))
-        told = time.monotonic() - self.since > DEAD_AFTER_S
+            self.now += min(timeout, 0.02)
+        told = self.now > DEAD_AFTER_S
         ready = [reference for reference in references if reference == BROKEN or told]
         return ready, [reference for reference in references if reference not in ready]
 
@@ -47,10 +49,13 @@ def ended() -> Iterator[int]:
     process.wait()
 
 
-def gather(log: Path, pid: int, monkeypatch: pytest.MonkeyPatch) -> Gather:
+def gather(log: Path, pid: int, monkeypatch: pytest.MonkeyPatch, here: str = "here") -> Gather:
     log.touch()
+    monkeypatch.setattr(pending, "own_address", lambda: here)
     monkeypatch.setattr(pending, "GRACE_S", 0.0)
-    monkeypatch.setattr(pending, "ray", Ray())
+    ray = Ray()
+    for module, name in ((pending, "ray"), (pending, "time"), (calls, "time")):
+        monkeypatch.setattr(module, name, ray)
     workers = {rank: WorkerInfo(rank=rank, node="here", pid=pid if rank else os.getpid(), log=str(log)) for rank in range(2)}
     return Gather("actor", "update", {0: BROKEN, 1: DEAD}, workers, None, lambda: None)
 
@@ -59,6 +64,14 @@ def test_the_dead_rank_is_named(tmp_path: Path, ended: int, monkeypatch: pytest.
     waiting = gather(tmp_path / "log", ended, monkeypatch)
     assert waiting.has_lost()
     with pytest.raises(WorkerDiedError, match="rank 1 on here"):
+        waiting.wait()
+
+
+def test_of_a_rank_on_another_machine_only_ray_knows(tmp_path: Path, ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log is there, in a folder that all share; its process is not, and may be well."""
+    waiting = gather(tmp_path / "log", ended, monkeypatch, here="elsewhere")
+    assert not waiting.has_lost()
+    with pytest.raises(WorkerError, match="the connection broke"):
         waiting.wait()
 
 

@@ -26,6 +26,16 @@ def test_context_is_there_during_construction() -> None:
     assert Plain(1).value == (1, 0, 0, 1), "bare construction is a group of one, also after another context was used"
 
 
+def test_what_was_built_is_released_the_last_first_and_once() -> None:
+    worker = Plain(1)
+    released: list[str] = []
+    for part in ("engine", "receiver"):
+        worker.closing.callback(released.append, part)
+    for _ in range(2):
+        worker.close()
+    assert released == ["receiver", "engine"]
+
+
 def test_mesh_declarations_can_be_asked_for() -> None:
     worker = Plain(1)
     assert worker.query_mesh("actor") == ()
