@@ -69,7 +69,8 @@ class RemoteConfig:
     """name=remote: generation by a server that another job runs."""
 
     urls: list[str] = field(default_factory=list)
-    """Addresses (http://host:port) of the servers; replica i of the rollout uses number i modulo their count."""
+    """Addresses (http://host:port) of the servers; rank i of the rollout uses number i modulo their count, and with mode=async
+    each server has one replica at most."""
     server: Literal["rlhub", "vllm", "sglang", "openai"] = "rlhub"
     """What they are: rlhub (rlhub.trainer.main_serve), vllm (api_server with VLLM_SERVER_DEV_MODE=1), sglang (launch_server);
     openai, any other of that interface, serves evaluation only."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ StartReplica = Callable[[str], Awaitable["AsyncActor"]]
 
 PATIENCE_FACTOR = 5.0
 ROLE = "rollout"
+CLOSED = "the rollout service was closed"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -46,7 +46,7 @@ class FleetLimits:
     shutdown_s: float = 60.0
     drain_s: float = 7200.0
     patience_s: float = 10.0
-    ping_s: float = 10.0
+    ping_s: float = 3.0
     ping_deadline_s: float = 60.0
 
 
@@ -64,15 +64,17 @@ class Fleet:
         self.updates: list[tuple[str, UpdateReport]] = []  # of the newest publication
         self._start_replica = start_replica
         self._settled = -1  # replicas behind this publication get no requests
-        self._paused = self._closed = self._watching = False
+        self._paused = self._closed = False
         self._late_error: BaseException | None = None
+        self._given_up: RlhubError | None = None  # the failure, should no replica be left
         self._restarted: Counter[str] = Counter()
         self._coming: set[str] = set()
         self._fingerprints: dict[int, str] = {}
         self._publishing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._abandoned: set[asyncio.Future[AsyncActor]] = set()
+        self._starts: set[asyncio.Future[AsyncActor]] = set()  # under way
+        self._joining: set[AsyncActor] = set()  # started, not in the fleet yet
 
     # -- who serves --------------------------------------------------------------------------------------------------------
 
@@ -102,6 +104,7 @@ class Fleet:
 
     async def add(self, name: str) -> None:
         """Start a replica; it serves when it has the newest weights.  Raises what its start raises."""
+        self.raise_failure()
         if self.knows(name):
             raise EngineError(f"there is a replica {name!r} already; replicas: {', '.join(self.replicas)}")
         self._coming.add(name)
@@ -109,9 +112,6 @@ class Fleet:
             await self._join(name)
         finally:
             self._coming.discard(name)
-        if not self._watching:
-            self._watching = True
-            self._background(self._watch())
 
     def knows(self, name: str) -> bool:
         """Whether there is such a replica, or one on its way."""
@@ -129,9 +129,22 @@ class Fleet:
         await self._end(replica)
 
     async def restart(self, name: str) -> None:
-        """Replace a replica by a fresh one, without using up its restarts."""
-        await self.remove(name)
-        await self.add(name)
+        """Replace a replica by a fresh one, without using up its restarts; where its start raises, as after a death."""
+        self._find(name)
+        if name in self._coming:
+            raise EngineError(f"replica {name!r} is being replaced already")
+        self._coming.add(name)  # until it is there: meanwhile nobody may believe that none is left, or take its name
+        try:
+            await self.remove(name)
+            await self._join(name)
+        except Exception as error:
+            if not self._closed:
+                self._background(self._revive(name, error))
+            raise
+        except asyncio.CancelledError:
+            self._coming.discard(name)
+            raise
+        self._coming.discard(name)
 
     def _find(self, name: str) -> Replica:
         if name not in self.replicas:
@@ -142,7 +155,9 @@ class Fleet:
         """From nothing to a replica that serves, or one that waits for the first weights."""
         actor = await self._start_process(name)
         replica = Replica(name=name, actor=actor)
+        self._joining.add(actor)
         try:
+            self._refuse_closed()
             await actor.call("start", deadline_s=self.limits.start_s)
             paused = False
             await self._take_newest(replica)
@@ -150,26 +165,40 @@ class Fleet:
                 paused = self._paused
                 await actor.call("pause" if paused else "resume", deadline_s=self.limits.update_s)
                 await self._take_newest(replica)  # what was published while it was told
+            self._refuse_closed()
         except BaseException:
             replica.state = "dead"
             actor.kill()
             raise
-        self.replicas[name] = replica
+        finally:
+            self._joining.discard(actor)
+        self.replicas[name], self._given_up = replica, None
         self._background(self._guard(replica))
+        self._background(self._watch(replica))
         self._notify()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineError(CLOSED)
 
     async def _start_process(self, name: str) -> AsyncActor:
         """Of a replica.  A start cannot be stopped half way, so when the wait for it is cancelled `close` ends what comes."""
         starting = asyncio.ensure_future(self._start_replica(name))
+        self._starts.add(starting)
         try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            self._abandoned.add(starting)
+            actor = await asyncio.shield(starting)
+        except Exception:
+            self._starts.discard(starting)
             raise
+        self._starts.discard(starting)
+        return actor
 
-    async def _end_abandoned(self) -> None:
-        if self._abandoned:
-            done, late = await asyncio.wait(self._abandoned, timeout=self.limits.shutdown_s)
+    async def _end_joining(self) -> None:
+        """Who is on his way, too."""
+        for actor in self._joining:
+            actor.kill()
+        if self._starts:
+            done, late = await asyncio.wait(self._starts, timeout=self.limits.shutdown_s)
             for starting in done:
                 if starting.exception() is None:
                     starting.result().kill()
@@ -180,8 +209,9 @@ class Fleet:
     async def _end(self, replica: Replica) -> None:
         """Take out and end, first in an orderly way."""
         replica.state = "dead"
-        self.replicas.pop(replica.name, None)
-        self._notify()
+        if self.replicas.get(replica.name) is replica:  # else it died meanwhile, and a new one may have its name
+            del self.replicas[replica.name]
+        self._left()
         try:
             await replica.actor.call("shutdown", deadline_s=self.limits.shutdown_s)
         except (WorkerError, DeadlineError) as error:
@@ -203,7 +233,7 @@ class Fleet:
         if replacing:
             self._coming.add(replica.name)
             self._background(self._revive(replica.name, error))
-        self._notify()
+        self._left()
 
     async def _revive(self, name: str, error: Exception) -> None:
         while self._restarted[name] < self.limits.restarts:
@@ -218,14 +248,19 @@ class Fleet:
                 self._coming.discard(name)
                 return
         self._coming.discard(name)
-        if not self.replicas and not self._coming:
-            self.failure = WorkerDiedError(
-                f"no replica of the rollout service is left: {name} was lost after {self._restarted[name]} restarts "
-                f"(actor_rollout_ref.rollout.replica_restarts); last: {_first_line(error)}",
-                role=ROLE,
-                rank=0,
-            )
-            self.failure.__cause__ = error
+        self._given_up = WorkerDiedError(
+            f"no replica of the rollout service is left: {name} was lost after {self._restarted[name]} restarts "
+            f"(actor_rollout_ref.rollout.replica_restarts); last: {_first_line(error)}",
+            role=ROLE,
+            rank=0,
+        )
+        self._given_up.__cause__ = error
+        self._left()
+
+    def _left(self) -> None:
+        """Where nobody is left and nobody comes, because one was given up, nothing will ever serve."""
+        if not (self.replicas or self._coming or self._closed or self.failure):
+            self.failure = self._given_up
         self._notify()
 
     async def _guard(self, replica: Replica) -> None:
@@ -233,11 +268,11 @@ class Fleet:
         await replica.actor.until_ended()
         self.lost(replica, WorkerDiedError("its process ended", role=replica.name, rank=0))
 
-    async def _watch(self) -> None:
-        """Find out about replicas that hang while nobody waits for them."""
-        while True:
+    async def _watch(self, replica: Replica) -> None:
+        """Find out when it hangs, or its engine dies, while nobody waits for it."""
+        while replica.state != "dead":
+            await self.look_at(replica)
             await asyncio.sleep(self.limits.ping_s)
-            await asyncio.gather(*(self.look_at(replica) for replica in list(self.replicas.values())))
 
     async def look_at(self, replica: Replica) -> ReplicaStatus | None:
         """Its status; None, and it is lost, where it does not answer or cannot generate any more."""
@@ -276,9 +311,10 @@ class Fleet:
 
     async def _with_patience(self, tasks: list[asyncio.Task[None]]) -> None:
         """Until all are done, or the first has been for long enough; raises an error of any."""
-        started, limit, waiting = time.monotonic(), None, set(tasks)
+        clock, limit, waiting = asyncio.get_running_loop().time, None, set(tasks)
+        started = clock()
         while waiting:
-            elapsed = time.monotonic() - started
+            elapsed = clock() - started
             if limit is None and self.updates:
                 limit = elapsed + max(self.limits.patience_s, PATIENCE_FACTOR * elapsed)
             if limit is not None and elapsed >= limit:
@@ -297,8 +333,10 @@ class Fleet:
         except (WorkerDiedError, DeadlineError) as error:
             self.lost(replica, error)
         except RlhubError as error:
+            engine_failed = isinstance(error, WorkerError) and await self.look_at(replica) is None
             self.lost(replica, error)  # it must not serve weights that are not whole
-            raise
+            if not engine_failed:
+                raise
 
     async def _take_newest(self, replica: Replica) -> None:
         """Read until there is nothing newer; then it may serve."""
@@ -370,8 +408,9 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.failure is None:
-            self.failure = EngineError("the rollout service was closed")
-        await asyncio.gather(*(self._end(replica) for replica in list(self.replicas.values())), self._end_abandoned())
+            self.failure = EngineError(CLOSED)
+        self._notify()  # to those who wait for a replica
+        await asyncio.gather(*(self._end(replica) for replica in list(self.replicas.values())), self._end_joining())
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         self._background_task(asyncio.get_running_loop().create_task(work))

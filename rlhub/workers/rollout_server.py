@@ -188,7 +188,7 @@ class RolloutServer(Worker):
             num_requests=self._num_requests,
             num_tokens=self._num_tokens,
             fingerprint=self._fingerprint,
-            failure=self._failure,
+            failure=self._failure or (engine.failure if engine else ""),
             pid=os.getpid(),
             rss_gb=psutil.Process().memory_info().rss / GIB,
         )

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Self
 from rlhub.config.placement import pool_of
 from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.config.trainer import TrainerConfig
+from rlhub.engines.rollout.registry import most_replicas
+from rlhub.errors import ResourceError
 from rlhub.single_controller import AsyncActor, AsyncActorOptions, ClassWithInitArgs, astart_async_actor
 from rlhub.single_controller.async_actor import Backend
 from rlhub.utils.loop_thread import LoopThread
@@ -89,7 +91,7 @@ def service_options(
     return ServiceOptions(
         backend=trainer.backend,
         device="cuda" if trainer.device == "cuda" else "cpu",
-        counts=[pool.n_gpus_per_node // each] * pool.nnodes,
+        counts=_counts([pool.n_gpus_per_node // each] * pool.nnodes, most_replicas(config.rollout)),
         beside=beside,
         limits=limits,
         generate_s=seconds.generate,
@@ -117,6 +119,7 @@ class RolloutService:
     ) -> None:
         self.options = options
         self._config, self._runtime, self._server = config, runtime, RolloutServer
+        self._most = most_replicas(config.rollout)
         self._own_thread = LoopThread("rollout-service") if loop is None else None
         self.loop = loop or self._own_thread.loop  # type: ignore[union-attr]
         self.router = Router(self._start_replica, options.limits, generate_s=options.generate_s, own_weights=options.own_weights)
@@ -181,6 +184,11 @@ class RolloutService:
             start_deadline_s=self.options.limits.start_s,
         )
         number = int(name.rpartition("-")[2])
+        if self._most is not None and number >= self._most:
+            raise ResourceError(
+                f"rollout.name={self._config.rollout.name} has servers for {self._most} replicas of the rollout service, so "
+                f"replica {number} has none: add a server to its configuration"
+            )
         if self.options.backend == "ray":
             common = await asyncio.to_thread(self._places.options, number, common)
         own = self.options.own_weights
@@ -254,6 +262,15 @@ class RolloutService:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _counts(places: Sequence[int], most: int | None) -> list[int]:
+    """Replicas on each machine, of which there are `most` in all."""
+    left, counts = sum(places) if most is None else most, []
+    for number in places:
+        counts.append(min(number, left))
+        left -= counts[-1]
+    return [count for count in counts if count]
 
 
 def _name(number: int) -> str:

@@ -279,11 +279,19 @@ class Pin:
     async def place(self) -> Replica:
         """The replica.  Where it died, another that still has the version; EngineError if none has."""
         async with self._turn:
-            if self._released:
-                raise EngineError(f"the pin of version {self.version} was released; pin the version anew")
+            self._refuse_released()
             if self._replica.state == "dead":
-                self._replica = await self._router._hold(self.version)
+                found = await self._router._hold(self.version)
+                self._refuse_released(found)
+                self._replica = found
             return self._replica
+
+    def _refuse_released(self, found: Replica | None = None) -> None:
+        """found: what was pinned for this view meanwhile."""
+        if self._released:
+            if found is not None:
+                self._router.fleet.unpin(found)
+            raise EngineError(f"the pin of version {self.version} was released; pin the version anew")
 
     def release(self) -> None:
         """Let the replica go on to the newest weights.  Idempotent."""

@@ -113,6 +113,12 @@ class RolloutEngine(ABC):
         """
 
     @property
+    def failure(self) -> str:
+        """Why it can never generate again and must be built anew, as far as that is known while nobody asks it to; "" while it
+        can.  Answers at once, from any thread."""
+        return ""
+
+    @property
     @abstractmethod
     def load(self) -> int:
         """Requests of `agenerate` that wait or run."""

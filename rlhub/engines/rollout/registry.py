@@ -50,9 +50,10 @@ EngineFactory = Callable[[RolloutSetup], "RolloutEngine"]
 ROLLOUT_ENGINES: Registry[EngineFactory] = Registry("rollout engine")
 """`requires` names the Python packages an engine needs.  A companion `problems`, which loads no torch, says what is wrong with
 its part of the section: (rollout section, *, trains: whether the job updates the weights) -> sentences.  A companion
-PARALLEL_SERVICE is the engine to use in its place where single requests are served tensor-parallel."""
+PARALLEL_SERVICE is the engine to use in its place where single requests are served tensor-parallel.  MOST_REPLICAS says how many
+replicas a service can have: (rollout section) -> number; without it, as many as there are places."""
 
-PARALLEL_SERVICE = "parallel_service"
+PARALLEL_SERVICE, MOST_REPLICAS = "parallel_service", "most_replicas"
 _CHECKS = "rlhub.engines.rollout.service_checks"
 _PROCESSES = "rlhub.engines.rollout.vllm.async_engine:AsyncVLLMEngine"
 ROLLOUT_ENGINES.add_lazy(
@@ -65,7 +66,10 @@ ROLLOUT_ENGINES.add_lazy(
 ROLLOUT_ENGINES.add_lazy(
     "remote",
     "rlhub.engines.rollout.remote.engine:RemoteEngine",
-    companions={"problems": "rlhub.engines.rollout.remote.checks:remote_problems"},
+    companions={
+        "problems": "rlhub.engines.rollout.remote.checks:remote_problems",
+        MOST_REPLICAS: "rlhub.engines.rollout.remote.checks:most_replicas",
+    },
 )
 ROLLOUT_ENGINES.add_lazy("fake", "rlhub.engines.rollout.fake:FakeEngine")
 
@@ -84,6 +88,12 @@ def engine_factory(config: RolloutConfig) -> EngineFactory:
         in_its_place: EngineFactory | None = ROLLOUT_ENGINES.companion(name, PARALLEL_SERVICE)
         return in_its_place or ROLLOUT_ENGINES.get(name)
     return ROLLOUT_ENGINES.get(name)
+
+
+def most_replicas(config: RolloutConfig) -> int | None:
+    """Of a service of single requests; None: the engine knows no limit."""
+    limit: Callable[[RolloutConfig], int] | None = ROLLOUT_ENGINES.companion(resolve_engine_name(config.name), MOST_REPLICAS)
+    return None if limit is None else limit(config)
 
 
 def build_rollout_engine(

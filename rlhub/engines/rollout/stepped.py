@@ -36,6 +36,10 @@ class SteppedEngine(RolloutEngine):
     def load(self) -> int:
         return self._loop.load
 
+    @property
+    def failure(self) -> str:
+        return self._loop.failure
+
     def pause(self) -> None:
         self._loop.pause()
 

@@ -97,6 +97,11 @@ class EngineLoop:
         return len(self._live)
 
     @property
+    def failure(self) -> str:
+        """Of a step, after which there will be none; "" without."""
+        return "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
+
+    @property
     def paused(self) -> bool:
         """Whether steps are held up."""
         return self._paused

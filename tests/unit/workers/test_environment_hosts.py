@@ -255,8 +255,9 @@ def test_what_an_environment_raises_and_a_passed_deadline_are_the_episodes_own()
 
 def test_a_killed_host_fails_its_episodes_and_another_takes_its_place() -> None:
     async def play(hosts: EnvironmentHosts) -> None:
-        spec = replace(WAITING, settings={"seconds": 0.05})
-        episodes = [asyncio.create_task(steps(hosts, 10_000, spec=spec)) for _ in range(4)]
+        spec = replace(WAITING, settings={"together": 5})  # one more than there are: they wait until we say that there were
+        Waiting.most = 0
+        episodes = [asyncio.create_task(steps(hosts, 3, spec=spec)) for _ in range(4)]
         await until(lambda: Waiting.running == 4)
         first = hosts.hosts[0]  # in the order in which they were up; it got the first lease, the other the second
         first.actor.kill()
@@ -267,9 +268,8 @@ def test_a_killed_host_fails_its_episodes_and_another_takes_its_place() -> None:
         assert sorted(host.episodes for host in hosts.hosts) == [0, 2]
         assert await steps(hosts, 1) == ["seed 0", "go 1"]
         assert hosts.counts == {"deaths": 1, "restarts": 1}
-        for task in episodes[1::2]:
-            task.cancel()
-        await asyncio.gather(*episodes, return_exceptions=True)
+        Waiting.most = 5
+        assert await asyncio.gather(*episodes[1::2]) == [["seed 0", "go 1", "go 2", "go 3"]] * 2
 
     within(play, num_hosts=2)
 
@@ -289,8 +289,14 @@ def test_without_hosts_nobody_waits_for_ever() -> None:
     within(play, restarts=0, start=start_places)
 
 
-def test_a_lease_that_nobody_uses_is_taken_back() -> None:
-    """A slow step is use."""
+def test_a_lease_that_nobody_uses_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow step is use.  The clock of the driver's loop is put forward."""
+
+    async def pass_time(seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + seconds)
+        await asyncio.sleep(0.001)  # which ends after what has become due
 
     async def play(hosts: EnvironmentHosts) -> None:
         async with hosts.lease(WAITING, "3-1") as environment:
@@ -298,16 +304,21 @@ def test_a_lease_that_nobody_uses_is_taken_back() -> None:
             await environment.reset()
             stepping = asyncio.create_task(environment.step("hang"))
             await until(lambda: Waiting.running == 1)
-            await asyncio.sleep(0.3)
+            await pass_time(13.0)
             assert not stepping.done() and hosts.counts["taken_back"] == 0
             stepping.cancel()
-            await until(lambda: hosts.counts["taken_back"] == 1)
-            assert hosts.hosts[0].episodes == 0
-            with pytest.raises(EnvDiedError, match=r"episode 3-1 was taken back: it was not used for 0\.1 s"):
+            await asyncio.wait([stepping])
+            await pass_time(6.0)
+            await environment.step("go")
+            await pass_time(7.0)
+            assert hosts.counts["taken_back"] == 0, "it was used 7 s ago"
+            await pass_time(7.0)
+            assert hosts.counts["taken_back"] == 1 and hosts.hosts[0].episodes == 0
+            with pytest.raises(EnvDiedError, match=r"episode 3-1 was taken back: it was not used for 12 s"):
                 await environment.step("late")
         await until(lambda: Waiting.open == 0)
 
-    within(play, idle_s=0.1)
+    within(play, idle_s=12.0)
 
 
 def test_states_travel_from_one_lease_to_another() -> None:

@@ -440,11 +440,22 @@ def test_a_pin_whose_replica_dies_moves_if_it_can(weights: Weights, published: b
     play(scenario, weights)
 
 
-def test_a_pin_waits_for_a_replica_that_is_started_again(weights: Weights) -> None:
+def test_a_pin_waits_for_a_replica_that_is_started_again(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(router: Router, weights: Weights, replicas: Replicas) -> None:
+        go_on = asyncio.Event()
+
+        async def held_up(name: str) -> AsyncActor:
+            await go_on.wait()
+            return await replicas(name)
+
+        monkeypatch.setattr(router.fleet, "_start_replica", held_up)
         replicas.started[0].kill()
         await until(lambda: not router.fleet.replicas)
-        async with await router.pin(0) as view:
+        pinning = asyncio.create_task(router.pin(0))
+        await asyncio.sleep(0)
+        assert not pinning.done() and len(replicas.started) == 1, "there is none yet"
+        go_on.set()
+        async with await pinning as view:
             assert (await view.agenerate(request(), sampling())).versions == [0] * 8
             replicas.started[1].kill()
             assert (await view.agenerate(request(), sampling())).versions == [0] * 8, "the newest version is not lost"

@@ -29,6 +29,11 @@ def remote_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
     return [*problems, *_key_problems(remote), *(_weight_problems(remote) if trains else ())]
 
 
+def most_replicas(config: RolloutConfig) -> int:
+    """One a server: it has one version of the weights at a time, and pauses for all its requests."""
+    return max(len(set(config.remote.urls)), 1)
+
+
 def _key_problems(remote: RemoteConfig) -> list[str]:
     if remote.api_key_file is None:
         return []

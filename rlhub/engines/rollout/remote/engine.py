@@ -32,6 +32,7 @@ from rlhub.engines.rollout.remote.dialect import NO_IDS, Call, Dialect, NoTokenI
 from rlhub.engines.rollout.remote.http import BrokenConnectionError, Http, read_key
 from rlhub.engines.rollout.remote.made import Made
 from rlhub.engines.rollout.remote.staging import Staging
+from rlhub.engines.rollout.remote.turns import Turns
 from rlhub.engines.rollout.requests import check_requests
 from rlhub.errors import ConfigError, EngineError
 from rlhub.registry import load_object
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 PROBE = (1, 2, 3)  # not 0, which is often padding: its embedding is zero, and all logits are the same after it
 CERTAIN = 1e-3
 """How far from 0 the log-prob of the only possible token may be."""
+TURN_FACTOR = 4.0  # of a request's time: who has the turn makes four at most
 
 
 class RemoteEngine(RolloutEngine):
@@ -54,11 +56,14 @@ class RemoteEngine(RolloutEngine):
             raise ConfigError("rollout.name=remote needs rollout.remote.urls: name the servers, for example [http://host:8000]")
         self.version = -1
         self._setup, self._remote = setup, remote
-        self._url = remote.urls[setup.dp_rank % len(remote.urls)]
+        urls = list(dict.fromkeys(remote.urls))
+        self._url = urls[setup.dp_rank % len(urls)]
         self._key = read_key(remote.api_key_file)
         self._server: Dialect = load_object(f"{__package__}.{remote.server}:Server")(setup)
         self._folder = Path(remote.weights_folder).expanduser().absolute() if remote.weights_folder else None
-        self._staging = Staging(self._folder or Path(), f"policy-{setup.dp_rank}", setup.model.path)
+        name = f"policy-{urls.index(self._url)}"
+        self._staging = Staging(self._folder or Path(), name, setup.model.path)
+        self._turns = Turns(self._folder or Path(), name, timeout_s=TURN_FACTOR * remote.request_s)
         self._ready = setup.load_checkpoint
         self._loop: LoopThread | None = None
         self._http: Http | None = None
@@ -81,6 +86,8 @@ class RemoteEngine(RolloutEngine):
                 logger.warning("%s: %s", self._url, NO_IDS)
             elif self._server.processed:
                 self._loop.run(self._probe())
+            if self._folder is not None:
+                self._turns.arrive()
         except BaseException:
             self.shutdown()
             raise
@@ -289,7 +296,17 @@ class RemoteEngine(RolloutEngine):
         self._ready, self.version = True, version
 
     def _send(self, version: int) -> None:
-        """Have the server run the copy; between two requests' tokens, whether or not the caller has paused."""
+        """Have the server run the copy, unless another engine of this job has just brought it the same."""
+        fingerprint = self._staging.fingerprint()
+        with self._turns.taken() as turn:
+            if turn.loaded is not None and turn.loaded[:2] == (version, fingerprint):
+                return
+            turn.begin()
+            self._reload(version)
+            turn.end(version, fingerprint)
+
+    def _reload(self, version: int) -> None:
+        """Between two requests' tokens, whether or not the caller has paused."""
         folder = self._staging.write(version)
         own = not self._paused
         self._ask([*(self._server.pause() if own else ()), *self._server.reload(str(folder), version)])

@@ -1,6 +1,8 @@
 """This job's copy of the weights that the server is to run, and the folder through which it gets them.
 
 <folder>/<name>-<version>/   a Hugging Face folder, as any server loads it; made under another name and renamed
+
+Engines at one server share the name, and write in turns (`turns`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from rlhub.engines.rollout.base import WeightBucket
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.models.shape import read_model_shape
 from rlhub.utils.atomic import TEMPORARY_SUFFIX
+from rlhub.utils.fingerprint import combine, fingerprint
 from rlhub.utils.pieces import Piece, whole_piece
 
 KEPT_VERSIONS = 2  # the server may still be reading the one before
@@ -23,7 +26,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class Staging:
-    """name: of this engine's folders among those of others.  model: the folder whose configuration goes with the weights."""
+    """name: of the server's folders among those of others.  model: the folder whose configuration goes with the weights."""
 
     def __init__(self, folder: Path, name: str, model: str | None) -> None:
         self._folder, self._name = folder, name
@@ -41,6 +44,10 @@ class Staging:
     def _copy(self, bucket: WeightBucket) -> None:
         for name, tensor in bucket:
             self.weights[name].copy_(tensor)
+
+    def fingerprint(self) -> str:
+        """Of the weights as they are now."""
+        return combine((name, fingerprint(tensor)) for name, tensor in self.weights.items())
 
     def pieces(self) -> Iterator[Piece]:
         for name, tensor in self.weights.items():

@@ -150,11 +150,18 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
     def load(self) -> int:
         return len(self._live)
 
+    @property
+    def failure(self) -> str:
+        """vLLM looks after its processes in a thread."""
+        client = self._client
+        return "vLLM's engine core, or a worker of it, has ended" if client is not None and client.dead else ""
+
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self._loop().call(self._abort, request_ids)
 
     def _abort(self, request_ids: Sequence[str] | None) -> None:
-        chosen = [live for live in self._live.values() if request_ids is None or live.request.request_id in request_ids]
+        there = list(self._live.values())
+        chosen = [live for live in there if request_ids is None or live.request.request_id in request_ids]
         for live in chosen:
             live.aborted = True
             live.go.set()
@@ -177,7 +184,7 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
         await self._running().resume(recompute=recompute and self._stale)
         self._stale = self._stale and not recompute
         self._paused = False
-        for live in self._live.values():
+        for live in list(self._live.values()):  # others come meanwhile, from their own threads
             live.go.set()
 
     @contextmanager

@@ -48,6 +48,23 @@ def update(
     return engine, updater.update(rows, mini_batches)
 
 
+@pytest.mark.parametrize("changes", [{"bypass_mode": True}, {"proximal": "a3po"}])
+@pytest.mark.parametrize("micro_rows", [1, ROWS])
+def test_the_mismatch_is_told_apart_by_staleness_where_it_is_measured_here(changes: dict[str, object], micro_rows: int) -> None:
+    rows = sampled("old_log_probs" if "bypass_mode" in changes else "rollout_log_probs")
+    mu = rows.get("old_log_probs", rows.get("rollout_log_probs"))
+    assert mu is not None
+    ages = torch.arange(ROWS * RESPONSE).reshape(ROWS, RESPONSE) % 3
+    _, metrics = update(rows | {"staleness": ages}, settings(**changes), micro_rows=micro_rows, mini_batches=2)
+    first = (rows["mini_batch"] == 0)[:, None] & rows["response_mask"].bool()
+    found = {name: value for name, value in metrics.items() if "staleness" in name}
+    assert found == pytest.approx(
+        {f"mismatch/kl/staleness_{age}": (mu - own(rows))[first & (ages == age)].mean().item() for age in range(3)}
+    )
+    assert not any("mismatch_" in name for name in metrics)
+    assert not any("staleness" in name for name in update(rows, settings(**changes), mini_batches=2)[1])
+
+
 def own(rows: dict[str, Tensor]) -> Tensor:
     return FakeTrainEngine().infer(rows, outputs=("log_probs",))["log_probs"]
 

@@ -1,0 +1,99 @@
+"""Several engines of a job, ranks or replicas, at one server: one of them brings it each version of the weights, in its turn.
+
+<folder>/.<name>   locked (flock) by who has the turn; says which weights the server has, and nothing while they change
+
+What it said when an engine came is not believed by that engine: the server may have been started anew since, with other weights.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from rlhub.errors import DeadlineError, EngineError
+
+POLL_S = 0.05
+
+
+class Loaded(NamedTuple):
+    """What a server was given.  turn: different each time."""
+
+    version: int
+    fingerprint: str
+    turn: str
+
+
+class Turn:
+    """While it is held: `loaded`, None if it is not known what the server has."""
+
+    def __init__(self, file: int, doubted: Loaded | None) -> None:
+        self._file = file
+        found = _read(file)
+        self.loaded = found if found != doubted else None
+
+    def begin(self) -> None:
+        """The server's weights change from now on."""
+        os.ftruncate(self._file, 0)
+
+    def end(self, version: int, fingerprint: str) -> None:
+        """It has these."""
+        os.pwrite(self._file, json.dumps(Loaded(version, fingerprint, uuid.uuid4().hex)).encode(), 0)
+
+
+class Turns:
+    """One object an engine.  name: of the server; timeout_s: longest wait for the others, one after the other."""
+
+    def __init__(self, folder: Path, name: str, timeout_s: float) -> None:
+        self._path, self._timeout_s = folder / f".{name}", timeout_s
+        self._doubted: Loaded | None = None
+
+    def arrive(self) -> None:
+        """At a server that answers."""
+        with suppress(FileNotFoundError):
+            file = os.open(self._path, os.O_RDONLY)
+            try:
+                self._doubted = _read(file)
+            finally:
+                os.close(file)
+
+    @contextmanager
+    def taken(self) -> Iterator[Turn]:
+        """Blocks until it is this engine's turn.  DeadlineError, EngineError where the folder has no locks."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            self._lock(file)
+            yield Turn(file, self._doubted)
+        finally:
+            os.close(file)  # and the lock with it
+
+    def _lock(self, file: int) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    others = "another engine of this job is giving the server new weights, and does not come to an end"
+                    raise DeadlineError(f"the turn at {self._path}", self._timeout_s, others) from None
+            except OSError as error:
+                raise EngineError(
+                    f"{self._path} cannot be locked ({error}), so engines that share a server would write over each other's "
+                    "weights: mount the file system with flock, or name another rollout.remote.weights_folder"
+                ) from error
+            time.sleep(POLL_S)
+
+
+def _read(file: int) -> Loaded | None:
+    try:
+        return Loaded(*json.loads(os.pread(file, os.fstat(file).st_size, 0)))
+    except (ValueError, TypeError):  # empty, or cut short: whoever wrote it has ended in the middle
+        return None
