@@ -16,6 +16,8 @@ from torch import Tensor
 from rlhub.algorithms.masked import masked, masked_sum
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is finite in float32
+OLDEST_BUCKET = 8
+"""Tokens so many versions old, or more, are counted together."""
 
 
 def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
@@ -53,6 +55,28 @@ def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "mismatch/weight_mean": sums["mismatch_weight"] / tokens,
         "mismatch/ess": sums["mismatch_weight"] ** 2 / (tokens * max(sums["mismatch_weight_squared"], 1e-30)),
     }
+
+
+def staleness_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, staleness: Tensor) -> dict[str, Tensor]:
+    """Sums over the model tokens of each age: `mismatch_tokens_<s>` and `mismatch_kl_<s>` (log mu - log pi), float64.
+
+    staleness: whole policy versions, (rows, response) or (rows,); its values outside the mask do not count.
+    """
+    difference = masked(rollout_log_probs.double(), mask) - masked(log_probs.detach().double(), mask)
+    versions = staleness if staleness.dim() == 2 else staleness[:, None]
+    ages = versions.clamp(0, OLDEST_BUCKET).expand_as(difference).long().flatten()
+    found: dict[str, Tensor] = {}
+    for name, values in (("mismatch_tokens", mask.to(difference.dtype)), ("mismatch_kl", difference)):
+        totals = difference.new_zeros(OLDEST_BUCKET + 1).index_add(0, ages, values.flatten())
+        found |= {f"{name}_{age}": total for age, total in enumerate(totals)}
+    return found
+
+
+def staleness_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """mismatch/kl/staleness_<s> from `staleness_sums`: mismatch/kl of the tokens so many versions old, the last with all that are
+    older; nothing for an age without tokens."""
+    counts = {age: sums[f"mismatch_tokens_{age}"] for age in range(OLDEST_BUCKET + 1)}
+    return {f"mismatch/kl/staleness_{age}": sums[f"mismatch_kl_{age}"] / count for age, count in counts.items() if count}
 
 
 def weight_extremes(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:

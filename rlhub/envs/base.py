@@ -5,7 +5,7 @@ StepEnvironment  takes actions and gives observations and rewards, as gymnasium'
 
 Both are asynchronous, and one instance serves one episode at a time.  A simulator written the usual way, with plain methods,
 is an EnvironmentClass: it runs in a thread (local.py) or in a process of a pool (pool.py), and both make a StepEnvironment
-of it.
+of it.  Pools run all three.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 
 
 class Environment(ABC):
-    """Tools with a state behind them.  Deadlines are the caller's."""
+    """Tools with a state behind them.  Deadlines are the caller's.
+
+    It runs on an event loop with others, or on one of its own in a pool of processes: only there can a call that hangs be ended.
+    """
 
     async def ainitialize(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> None:  # noqa: B027
         """Make ready for one episode; called once, before the rest."""

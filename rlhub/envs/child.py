@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from rlhub.envs.base import EnvError, ImageObservation, Observation
+from rlhub.envs.base import EnvError, ImageObservation, Observation, StepEnvironment
 from rlhub.envs.local import observed, optional_method
 from rlhub.utils.killable_wire import WireError, encode
+from rlhub.utils.loop_thread import LoopThread
 from rlhub.utils.user_code import load_target
 
 _held: list[Any] = []  # the process's simulator, once made
@@ -18,18 +21,39 @@ _held: list[Any] = []  # the process's simulator, once made
 def serve(operation: str, arguments: dict[str, Any]) -> Any:
     """make(target, settings), reset(seed, options), step(action), get_state(), load_state(state), close()."""
     if operation == "make":
-        _held.append(load_target(arguments["target"])(**arguments["settings"]))
+        _held.append(_made(load_target(arguments["target"]), arguments["settings"]))
         return None
     simulator = _held[-1]
     if operation == "reset":
-        observation, info = simulator.reset(**arguments)
+        observation, info = _result(simulator.reset(**arguments))
         return [packed(observed(observation)), plain(info)]
     if operation == "step":
-        observation, reward, terminated, truncated, info = simulator.step(arguments["action"])
+        observation, reward, terminated, truncated, info = _result(simulator.step(arguments["action"]))
         return [packed(observed(observation)), float(reward), bool(terminated), bool(truncated), plain(info)]
     if operation == "close":
-        return simulator.close()
-    return optional_method(simulator, operation)(**arguments)
+        return _result(simulator.close())
+    return _result(optional_method(simulator, operation)(**arguments))
+
+
+@cache
+def _loop() -> LoopThread:
+    """Of a StepEnvironment, whose methods are coroutines."""
+    return LoopThread("env-loop")
+
+
+def _made(factory: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
+    """The simulator; a StepEnvironment is made on its event loop, as elsewhere."""
+    if not (isinstance(factory, type) and issubclass(factory, StepEnvironment)):
+        return factory(**settings)
+
+    async def make() -> StepEnvironment:
+        return factory(**settings)
+
+    return _loop().run(make())
+
+
+def _result(value: Any) -> Any:
+    return _loop().run(value) if inspect.iscoroutine(value) else value
 
 
 def packed(observation: Observation) -> Any:

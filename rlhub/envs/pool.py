@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhub.envs.base import Observation, StepEnvironment, StepResult
 from rlhub.envs.child import unpacked
-from rlhub.envs.process import EnvProcess
+from rlhub.envs.process import SERVE, EnvProcess
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +59,12 @@ class PooledEnvironment(StepEnvironment):
 
 
 class EnvironmentPool:
-    """Belongs to one event loop.  target: `module:name` or `path/to/file.py:name`, called with `settings` in each process."""
+    """Belongs to one event loop.  target: `module:name` or `path/to/file.py:name`, called with `settings` in each process.
+
+    serve: what answers the calls there.
+    """
+
+    serve = SERVE
 
     def __init__(self, target: str, settings: Mapping[str, Any], *, num_workers: int, limits: PoolLimits | None = None) -> None:
         self._target, self._settings = target, dict(settings)
@@ -91,7 +96,9 @@ class EnvironmentPool:
             return process
         self.num_replaced += process is not None
         limits = self._limits
-        started = await EnvProcess.start(self._target, self._settings, timeout_s=limits.longest_s, memory_gb=limits.memory_gb)
+        started = await EnvProcess.start(
+            self._target, self._settings, timeout_s=limits.longest_s, memory_gb=limits.memory_gb, serve=self.serve
+        )
         self._slots[number] = started
         return started
 

@@ -23,10 +23,13 @@ class EnvProcess:
         self.dead = False
 
     @classmethod
-    async def start(cls, target: str, settings: Mapping[str, Any], *, timeout_s: float, memory_gb: float) -> EnvProcess:
-        """A process with the simulator made in it.  timeout_s: the longest that a call may take, ever.  LoadError."""
+    async def start(
+        cls, target: str, settings: Mapping[str, Any], *, timeout_s: float, memory_gb: float, serve: str = SERVE
+    ) -> EnvProcess:
+        """A process with the simulator made in it.  timeout_s: the longest that a call may take, ever.  serve: what answers the
+        calls there.  LoadError."""
         parameters = ("operation", "arguments")
-        spawning = asyncio.ensure_future(asyncio.to_thread(spawn, SERVE, parameters, timeout_s=timeout_s, memory_gb=memory_gb))
+        spawning = asyncio.ensure_future(asyncio.to_thread(spawn, serve, parameters, timeout_s=timeout_s, memory_gb=memory_gb))
         try:
             process = cls(await asyncio.shield(spawning))
         except asyncio.CancelledError:

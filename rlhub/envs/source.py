@@ -19,6 +19,7 @@ from rlhub.envs.bounded import BoundedEnvironment
 from rlhub.envs.local import LocalEnvironment
 from rlhub.envs.pool import EnvironmentPool, PoolLimits
 from rlhub.envs.registry import environment_factory, environment_target
+from rlhub.envs.tool_pool import ToolPool
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -26,8 +27,9 @@ class EnvironmentSpec:
     """Which environment, and how it runs; it travels to where that is.
 
     name: registered, `module:name` or `path/to/file.py:name`, called with `settings`.
-    num_workers: processes that run it, in each place where it runs; 0: none of their own, and as many as are asked for.
-    offers_tools: it is an `Environment`, which runs on the event loop of its place in any case.
+    num_workers: processes that run it, in each place where it runs; 0: none of their own, and as many as are asked for.  Only a
+    call that hangs in such a process can be ended.
+    offers_tools: it is an `Environment`, which without such processes runs on the event loop of its place.
     """
 
     name: str
@@ -39,7 +41,7 @@ class EnvironmentSpec:
     @property
     def places(self) -> int:
         """How many may be leased at once in one place; 0: no limit."""
-        return 0 if self.offers_tools else self.num_workers
+        return self.num_workers
 
     @property
     def key(self) -> str:
@@ -68,7 +70,8 @@ class OwnEnvironments:
     async def lease(self, spec: EnvironmentSpec, session: str) -> AsyncIterator[StepEnvironment | Environment]:
         """See EnvironmentSource."""
         if spec.places:
-            async with self.pool(spec).lease() as leased:
+            pool = self.pool(spec)
+            async with pool.lease_tools() if isinstance(pool, ToolPool) else pool.lease() as leased:
                 yield leased
             return
         made = environment_factory(spec.name)(**spec.settings)
@@ -91,8 +94,8 @@ class OwnEnvironments:
     def pool(self, spec: EnvironmentSpec) -> EnvironmentPool:
         """The processes for this spec; they start as they are needed."""
         if spec.key not in self._pools:
-            target, count = environment_target(spec.name), spec.num_workers
-            self._pools[spec.key] = EnvironmentPool(target, spec.settings, num_workers=count, limits=spec.limits)
+            target, make = environment_target(spec.name), ToolPool if spec.offers_tools else EnvironmentPool
+            self._pools[spec.key] = make(target, spec.settings, num_workers=spec.num_workers, limits=spec.limits)
         return self._pools[spec.key]
 
     @property

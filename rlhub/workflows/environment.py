@@ -11,7 +11,8 @@ the prompt, so that all samples of a prompt meet the same one.
         actor_rollout_ref.rollout.agent.num_env_hosts=2                 # 2 actors on the cluster's machines, with 8 each
 
 An episode leases its environment (`WorkflowParts.environments`) from this process, or from actors elsewhere; it is the same
-episode.  An environment whose process or actor dies fails the one episode that held it.
+episode.  An environment whose process or actor dies fails the one episode that held it; so does a call that hangs, for its
+process is killed.  Without processes (num_env_workers=0) such a call is given up, but what it runs in a thread runs on.
 """
 
 from __future__ import annotations
@@ -129,13 +130,18 @@ class EnvironmentCalls:
 
 def environment_spec(knobs: EnvironmentKnobs, factory: Any) -> EnvironmentSpec:
     """What episodes lease."""
-    limits = PoolLimits(reset_timeout_s=knobs.reset_timeout_s, step_timeout_s=knobs.step_timeout_s, memory_gb=knobs.env_memory_gb)
+    tools = offers_tools(factory)
+    limits = PoolLimits(
+        reset_timeout_s=knobs.reset_timeout_s,
+        step_timeout_s=knobs.tool_timeout_s if tools else knobs.step_timeout_s,
+        memory_gb=knobs.env_memory_gb,
+    )
     return EnvironmentSpec(
         name=knobs.environment,
         settings=knobs.environment_kwargs,
         num_workers=knobs.num_env_workers,
         limits=limits,
-        offers_tools=offers_tools(factory),
+        offers_tools=tools,
     )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,11 +29,10 @@ from rlhub.workflows.delivery import Delivery, GroupRequest, StalePolicy
 from rlhub.workflows.groups import Group, PromptItem
 from rlhub.workflows.ledger import Phase, PromptLedger
 from rlhub.workflows.partials import Interrupt, TrackedEngine, completion_of, sample_state
+from rlhub.workflows.patience import Patience
 from rlhub.workflows.staleness import StalenessManager
 from rlhub.workflows.statistics import RolloutStatistics
 from rlhub.workflows.trajectory import Trajectory
-
-logger = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 60.0
 """For the event loop to answer; it only ever runs short pieces of work."""
@@ -116,7 +114,7 @@ class WorkflowExecutor:
         self._work: dict[int, _Work] = {}
         self._episodes: dict[str, tuple[_Work, int]] = {}
         self._scoring: set[asyncio.Task[None]] = set()
-        self._failed_in_a_row = self._num_failed = self._fruitless = 0
+        self._patience = Patience(options.max_failed_batches * staleness.batch)
         runner.on_outcome = self._on_outcome
 
     # What training calls, from its own thread or on the event loop; `next_groups` and `state` wait, so not on the loop.
@@ -242,7 +240,8 @@ class WorkflowExecutor:
                 self._admit()
                 if self._exhausted:  # perhaps just now
                     self._serve()
-                self._check_progress()
+                if too_old := self._patience.dropped(self.delivery.dropped_in_a_row, self.staleness):
+                    self._fail(too_old)
             except Exception as error:  # noqa: BLE001  the loop's boundary: training gets the error
                 self._fail(error)
 
@@ -356,47 +355,22 @@ class WorkflowExecutor:
             self._fail(error)
 
     def _filter(self, work: _Work, group: Group) -> None:
-        self._failed_in_a_row = 0
+        self._patience.complete()
         if self.keep is not None and not self.keep(group):
             return self._reject(work, "filtered_groups", "filtered out")
         del self._work[group.ordinal]
         self.ledger.finish(group.ordinal)
         self.staleness.on_accept()
         self.statistics.counts["accepted_groups"] += 1
-        self._fruitless = 0
+        self._patience.accepted()
         self.delivery.add(group)
         self._react()
 
     def _failed(self, work: _Work, error: BaseException) -> None:
-        self._failed_in_a_row += 1
-        number = self._failed_in_a_row
-        if number >= self._patience:
-            message = f"{number} groups of episodes failed in a row, the last with {type(error).__name__}: {error}"
-            stop = WorkflowError(f"{message}. Correct the workflow, or raise actor_rollout_ref.rollout.agent.max_failed_batches")
-            stop.__cause__ = error
-            return self._fail(stop)
-        self._num_failed += 1
-        if self._num_failed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: no flood
-            logger.warning(
-                "%d groups of episodes failed, the last of prompt %d", self._num_failed, work.item.ordinal, exc_info=error
-            )
-        self._reject(work, "failed_groups", f"failed: {type(error).__name__}: {error}")
-
-    @property
-    def _patience(self) -> int:
-        """So many groups in a row may come to nothing."""
-        return self.options.max_failed_batches * self.staleness.batch
-
-    def _check_progress(self) -> None:
-        """Groups that are all too old when they come are not a matter of time: say so, instead of generating for ever."""
-        if self.delivery.dropped_in_a_row >= self._patience:
-            message = (
-                f"{self.delivery.dropped_in_a_row} groups in a row were more than {self.staleness.max_staleness} versions old "
-                f"when they came, at version {self.staleness.version}: the engine that generates does not get the new weights, "
-                "or episodes take longer than so many training steps; then raise trainer.max_staleness, or set "
-                "trainer.stale_policy=correct"
-            )
-            self._fail(WorkflowError(message))
+        if stop := self._patience.failed(work.item.ordinal, error):
+            self._fail(stop)
+        else:
+            self._reject(work, "failed_groups", f"failed: {type(error).__name__}: {error}")
 
     def _reject(self, work: _Work, count: str, reason: str) -> None:
         """The group gives nothing to train; what still runs of it is cancelled."""
@@ -406,10 +380,7 @@ class WorkflowExecutor:
             self.runner.cancel(f"{ordinal}-{sample}")
         self.statistics.wasted_tokens += sum(sum(t.response_mask) for t in work.trajectories if t is not None)
         self.statistics.counts[count] += 1
-        self._fruitless += 1
-        times, rest = divmod(self._fruitless, self._patience)
-        if rest == 0 and times.bit_count() == 1:
-            logger.warning("%d groups in a row were rejected, the last for: %s", self._fruitless, reason)
+        self._patience.rejected(reason)
         self.ledger.reject(ordinal, reason)
         self.staleness.on_reject()
         self._react()

@@ -93,12 +93,13 @@ class EnvironmentKnobs(ToolKnobs):
     environment_kwargs: dict[str, Any] = field(default_factory=dict)
     """Its settings, given as keywords."""
     num_env_workers: int = 0
-    """Processes that run step environments, one episode each, in every place that runs them (rollout.agent.num_env_hosts, or
-    the episodes' own process); 0: each episode has its own environment there, without a process that could be killed."""
+    """Processes that run environments, one episode each, in every place that runs them (rollout.agent.num_env_hosts, or the
+    episodes' own process); 0: each episode has its own environment there, without a process that could be killed: set it for
+    what may hang."""
     reset_timeout_s: float = 60.0
     """Seconds to begin an episode."""
     step_timeout_s: float = 30.0
-    """Seconds for a step."""
+    """Seconds for a step; for a call of an environment's tool it is tool_timeout_s."""
     env_memory_gb: float = 8.0
     """Address space of one environment process, in GiB."""
 

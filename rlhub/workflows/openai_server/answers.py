@@ -102,7 +102,8 @@ class Writer:
             yield {**self._head(chunk=True), "choices": [], "usage": usage(answers, self.n)}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head(chunk=True), "choices": [choice]}
+        made = {**self._head(chunk=True), "choices": [choice]}
+        return {**made, "usage": None} if self.usage_chunk else made
 
     def _head(self, *, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"

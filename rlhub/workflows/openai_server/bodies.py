@@ -18,6 +18,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_CHOICES = 128  # OpenAI's own bound on n
 MAX_STOPS = 16
 Message = dict[str, Any]
+_KEPT = "log-probs are kept of the sampled tokens alone, which need not be the likeliest"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +63,7 @@ def read_chat(body: Any, defaults: SamplingParams) -> ChatBody:
     """Of /v1/chat/completions."""
     body = _checked(body, CHAT)
     if body.get("top_logprobs"):
-        raise unsupported("top_logprobs", "log-probs of the sampled tokens only are kept; set logprobs without top_logprobs")
+        raise unsupported("top_logprobs", f"{_KEPT}: send logprobs=true without top_logprobs")
     return ChatBody(
         **_shared(body, defaults),
         log_probs=_flag(body, "logprobs"),
@@ -76,7 +77,7 @@ def read_completion(body: Any, defaults: SamplingParams) -> CompletionBody:
     body = _checked(body, COMPLETION)
     log_probs = body.get("logprobs")
     if log_probs is not None and (isinstance(log_probs, bool) or log_probs != 0):
-        raise unsupported("logprobs", f"got {log_probs!r}; log-probs of the sampled tokens only are kept, which is logprobs=0")
+        raise unsupported("logprobs", f"{_KEPT}: send logprobs=0, got {log_probs!r:.100}")
     return CompletionBody(
         **_shared(body, defaults),
         log_probs=log_probs is not None,

@@ -7,6 +7,7 @@ rather than passed over, and so is one that nobody knows, as OpenAI's own servic
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,8 +61,8 @@ def refuse(body: Mapping[str, Any], followed: frozenset[str]) -> None:
         neutral, instead = REFUSED.get(name, ((), ""))
         if name not in REFUSED:
             near = difflib.get_close_matches(name, followed, n=1)
-            raise ApiError(
-                f"{name}: no such field" + (f"; did you mean {near[0]}?" if near else ""), param=name, code="unknown_parameter"
-            )
+            meant = f"did you mean {near[0]}?" if near else "leave it out"
+            raise ApiError(f"{name}: no such field here; {meant}", param=name, code="unknown_parameter")
         if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral):
-            raise unsupported(name, f"got {value!r:.100}, but {instead}")
+            send = "".join(f" or send {json.dumps(item)}" for item in neutral)
+            raise unsupported(name, f"got {json.dumps(value):.100}, but {instead}. Leave {name} out{send}")

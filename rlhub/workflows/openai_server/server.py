@@ -73,10 +73,11 @@ class ServerOptions:
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """What is asked, by whom, and what is being sampled for it."""
+    """What is asked, by whom, and what is being sampled for it.  number: of the session's requests."""
 
     body: Asked
     session: Session | None
+    number: int = 0
     under_way: UnderWay = field(default_factory=UnderWay)
 
 
@@ -184,15 +185,15 @@ class OpenAIServer:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
         body = read_chat(await read_json(request), self._sampling)
-        with self._place(session):
-            asked = _Request(body=body, session=session)
+        with self._place(session) as number:
+            asked = _Request(body=body, session=session, number=number)
             return await self._respond(request, asked, self._answer_chat(asked, body), chat=True)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
         body = read_completion(await read_json(request), self._sampling)
-        with self._place(session):
-            asked = _Request(body=body, session=session)
+        with self._place(session) as number:
+            asked = _Request(body=body, session=session, number=number)
             return await self._respond(request, asked, self._answer_prompts(asked, body), chat=False)
 
     def _admit(self, request: web.Request) -> Session | None:
@@ -207,8 +208,8 @@ class OpenAIServer:
         return session
 
     @contextmanager
-    def _place(self, session: Session | None) -> Iterator[None]:
-        """One of the places for requests.  ApiError 429 where there is none."""
+    def _place(self, session: Session | None) -> Iterator[int]:
+        """One of the places for requests, and the request's number.  ApiError 429 where there is none."""
         if self._active >= self._options.max_concurrent:
             raise ApiError(
                 f"{self._active} requests are being answered, as many as this server takes; try again",
@@ -218,10 +219,8 @@ class OpenAIServer:
                 retry_after_s=RETRY_AFTER_S,
             )
         self._active += 1
-        if session is not None:
-            session.num_requests += 1
         try:
-            yield
+            yield 0 if session is None else session.begin_request()
         finally:
             self._active -= 1
 
@@ -252,7 +251,10 @@ class OpenAIServer:
         session, prompts = asked.session, [self._prompt_ids(prompt) for prompt in body.prompts]
         parents = [session.find_ids(ids) if session is not None else None for ids in prompts]
         new = [ids[len(parent.ids) :] if parent is not None else ids for ids, parent in zip(prompts, parents, strict=True)]
-        found = await gathered(self._sample(asked, parent, added) for parent, added in zip(parents, new, strict=True))
+        found = await gathered(
+            self._sample(asked, parent, added, before=index * body.n)
+            for index, (parent, added) in enumerate(zip(parents, new, strict=True))
+        )
         if session is not None:
             for parent, added, answers in zip(parents, new, found, strict=True):
                 session.turns += [Turn(parent=parent, added=added, completion=answer.completion) for answer in answers]
@@ -273,9 +275,16 @@ class OpenAIServer:
         return begun if begun is not None and use.must else ""
 
     async def _sample(
-        self, asked: _Request, parent: Turn | None, added: list[int], use: ToolUse | None = None, begun: str = ""
+        self,
+        asked: _Request,
+        parent: Turn | None,
+        added: list[int],
+        use: ToolUse | None = None,
+        begun: str = "",
+        *,
+        before: int = 0,
     ) -> list[Answer]:
-        """use: None: it is no chat, and has no tools."""
+        """use: None: it is no chat, and has no tools.  before: answers to the request's earlier prompts."""
         body = asked.body
         params = self._params(body, asked.session, parent, added)
         prompt_ids = [*parent.ids, *added] if parent is not None else added
@@ -287,21 +296,20 @@ class OpenAIServer:
             opening=begun,
             one_call=use is not None and use.look and use.one,
         )
-        completions, choices = await self._generate(asked, prompt_ids, params, rules)
+        completions, choices = await self._generate(asked, prompt_ids, params, rules, before)
         return [
             as_answer(prompt_ids, completion, self._renderer, rules, choice)
             for completion, choice in zip(completions, choices, strict=True)
         ]
 
     async def _generate(
-        self, asked: _Request, prompt_ids: list[int], params: SamplingParams, rules: Rules
+        self, asked: _Request, prompt_ids: list[int], params: SamplingParams, rules: Rules, before: int
     ) -> tuple[list[Completion], Sequence[Choice | None]]:
         session = asked.session
         engine, name = (self._engine, "") if session is None else (session.engine, session.name)
         start = _start(asked.body, session)
         requests = [
-            GenerationRequest(prompt_ids=prompt_ids, seed=seed, session=name, start=start)
-            for seed in self._seeds(asked.body, session)
+            GenerationRequest(prompt_ids=prompt_ids, seed=seed, session=name, start=start) for seed in _seeds(asked, before)
         ]
         followed = asked.body.stream or rules.may_end
         choices: Sequence[Choice | None] = [None] * len(requests)
@@ -311,13 +319,6 @@ class OpenAIServer:
             return await sample(engine, requests, params, choices), choices
         except EngineError as error:
             raise ApiError(f"the engine: {error}", status=500, kind="server_error") from error
-
-    def _seeds(self, body: Asked, session: Session | None) -> list[int]:
-        if body.seed is not None:
-            return [(body.seed + choice) % (1 << SEED_BITS) for choice in range(body.n)]
-        if session is not None:
-            return [session.next_seed(choice) for choice in range(body.n)]
-        return [secrets.randbits(SEED_BITS) for _ in range(body.n)]
 
     def _params(self, body: Asked, session: Session | None, parent: Turn | None, added: list[int]) -> SamplingParams:
         """Sampling of this request, with no more tokens than there is room for."""
@@ -331,7 +332,7 @@ class OpenAIServer:
                 session.full = True
             raise ApiError(
                 "the conversation has no room left for an answer: it is at its limit of tokens",
-                param="messages",
+                param="messages" if isinstance(body, ChatBody) else "prompt",
                 code="context_length_exceeded",
             )
         most = room + _start(body, session)
@@ -370,6 +371,15 @@ def _start(body: Asked, session: Session | None) -> int:
     return body.start if isinstance(body, CompletionBody) and session is None else 0
 
 
+def _seeds(asked: _Request, before: int) -> list[int]:
+    """Of a prompt's answers; before: answers to the request's earlier prompts."""
+    body, session = asked.body, asked.session
+    named = [None if body.seed is None else body.seed + choice for choice in range(body.n)]
+    if session is not None:
+        return [session.answer_seed(asked.number, before + choice, seed) for choice, seed in enumerate(named)]
+    return [secrets.randbits(SEED_BITS) if seed is None else seed % (1 << SEED_BITS) for seed in named]
+
+
 async def _stream(
     request: web.Request, writer: Writer, answering: Awaitable[list[Answer]], under_way: UnderWay
 ) -> web.StreamResponse:
@@ -395,9 +405,13 @@ async def _stream(
             await under_way.news(HEARTBEAT_S)
         await response.write(_last_events(request, task, writer, under_way))
         await response.write_eof()
-        return response
+    except ConnectionResetError:
+        if not response.prepared:
+            raise
+        logger.debug("%s: the client left", request.path)
     finally:
         task.cancel()
+    return response
 
 
 def _last_events(request: web.Request, task: asyncio.Future[list[Answer]], writer: Writer, under_way: UnderWay) -> bytes:

@@ -23,6 +23,8 @@ from rlhub.workflows.turns import turn_seed
 
 Which = Literal["last", "longest", "random"]
 TOKEN_BYTES = 32
+NAMED, FURTHER = 1, 2
+"""Set the seeds that clients name, and those of a request's further answers, apart from those of `turn_seed`."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -80,10 +82,21 @@ class Session:
     num_overruled: int = 0
     full: bool = False
 
-    def next_seed(self, choice: int = 0) -> int:
-        """Of the request that comes now: by the order of requests, so that an agent's run can be repeated."""
-        first = turn_seed(self.seed, self.num_requests - 1)
-        return first if choice == 0 else sample_seed(first, choice, 0)
+    def begin_request(self) -> int:
+        """The number of the request that comes now, from 0."""
+        self.num_requests += 1
+        return self.num_requests - 1
+
+    def answer_seed(self, request: int, answer: int, wanted: int | None) -> int:
+        """Of the so many-th answer to a request: by the order of requests, so that an agent's run can be repeated.
+
+        wanted: the seed that the client names.  Equal ones give equal answers in this session only: samples of one prompt whose
+        agent always names the same would be copies of each other.
+        """
+        if wanted is not None:
+            return sample_seed(self.seed, wanted, NAMED)
+        first = turn_seed(self.seed, request)
+        return first if answer == 0 else sample_seed(first, answer, FURTHER)
 
     def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Turn | None:
         """The turn that these messages continue; of several the one with the longest history, then the newest."""

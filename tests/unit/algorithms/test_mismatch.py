@@ -10,7 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhub.algorithms.mismatch import extreme_metrics, mismatch_metrics, mismatch_sums, weight_extremes
+from rlhub.algorithms.mismatch import (
+    OLDEST_BUCKET,
+    extreme_metrics,
+    mismatch_metrics,
+    mismatch_sums,
+    staleness_metrics,
+    staleness_sums,
+    weight_extremes,
+)
 from tests.unit.algorithms.cases import catches, dtypes, exact, few, garbage, masks, numbers, seeds, tensor
 
 
@@ -116,6 +124,65 @@ def test_extremes_that_are_summed_swapped_or_unmasked_are_caught() -> None:
     assert catches(check_extremes, summed, pairs())
     assert catches(check_extremes, lambda pi, mu, mask: extremes_of_two_parts(mu, pi, mask), pairs())
     assert catches(check_extremes, lambda pi, mu, mask: extremes_of_two_parts(pi, mu, torch.ones_like(mask)), pairs())
+
+
+# By staleness
+
+
+def ages_of(pair: Pair) -> list[list[int]]:
+    """Some are below 0 (tokens that nobody sampled, or of a version to come) and some beyond the last bucket."""
+    return [[(7 * row + 3 * place) % 13 - 1 for place in range(pair.mask.shape[1])] for row in range(len(pair.mask))]
+
+
+def slow_by_staleness(pair: Pair) -> dict[str, float]:
+    found: dict[int, list[float]] = {}
+    rows = zip(exact(pair.pi), exact(pair.mu), pair.mask.tolist(), ages_of(pair), strict=True)
+    for p, q, m, age in [token for row in rows for token in zip(*row, strict=True)]:
+        if m:
+            found.setdefault(min(max(age, 0), OLDEST_BUCKET), []).append(q - p)
+    return {f"mismatch/kl/staleness_{age}": math.fsum(values) / len(values) for age, values in found.items()}
+
+
+def by_staleness(pi: torch.Tensor, mu: torch.Tensor, mask: torch.Tensor, ages: torch.Tensor) -> dict[str, float]:
+    """From sums over micro-batches."""
+    parts = [staleness_sums(pi[[i]], mu[[i]], mask[[i]], ages[[i]]) for i in range(len(pi))]
+    return staleness_metrics({name: float(sum(part[name] for part in parts)) for name in parts[0]})
+
+
+def check_by_staleness(metrics, pair: Pair) -> None:
+    got = metrics(pair.pi, pair.mu, pair.mask, torch.tensor(ages_of(pair)))
+    assert got == pytest.approx(slow_by_staleness(pair), rel=1e-9, abs=1e-9)
+
+
+@few
+@given(pairs())
+def test_mismatch_by_staleness(pair) -> None:
+    check_by_staleness(by_staleness, pair)
+
+
+def test_ages_that_are_unmasked_shifted_or_not_bounded_are_caught() -> None:
+    broken = (
+        lambda pi, mu, mask, ages: by_staleness(pi.nan_to_num(), mu.nan_to_num(), torch.ones_like(mask), ages),
+        lambda pi, mu, mask, ages: by_staleness(pi, mu, mask, ages + 1),
+        lambda pi, mu, mask, ages: by_staleness(mu, pi, mask, ages),
+        lambda pi, mu, mask, ages: by_staleness(pi, mu, mask * (ages <= OLDEST_BUCKET), ages),
+    )
+    assert all(catches(check_by_staleness, metrics, pairs()) for metrics in broken)
+
+
+def test_rows_of_one_age_and_all_ages_together() -> None:
+    pi, mu = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]], requires_grad=True), torch.full((2, 2), -1.0)
+    mask = torch.tensor([[1, 1], [1, 0]])
+    sums = staleness_sums(pi, mu, mask, torch.tensor([0, 20]))
+    assert not any(value.requires_grad for value in sums.values())
+    assert staleness_metrics({name: float(value) for name, value in sums.items()}) == {
+        "mismatch/kl/staleness_0": 0.5,
+        f"mismatch/kl/staleness_{OLDEST_BUCKET}": 2.0,
+    }
+    whole = mismatch_sums(pi, mu, mask)
+    assert sum(sums[f"mismatch_tokens_{age}"] for age in range(OLDEST_BUCKET + 1)) == whole["mismatch_tokens"]
+    difference = whole["mismatch_log_mu"] - whole["mismatch_log_pi"]
+    assert sum(sums[f"mismatch_kl_{age}"] for age in range(OLDEST_BUCKET + 1)) == difference
 
 
 def test_effective_sample_size_and_percentiles_of_a_known_mixture() -> None:

@@ -73,10 +73,10 @@ def test_results(expression: str, result: str) -> None:
     ],
 )
 def test_what_is_no_small_arithmetic_is_refused_at_once(expression: str, message: str) -> None:
-    started = time.perf_counter()
+    started = time.thread_time()  # what it computes, however long others had the core
     with pytest.raises(ToolError, match=message):
         calculator(expression)
-    assert time.perf_counter() - started < 0.5
+    assert time.thread_time() - started < 0.5
 
 
 def test_repeated_squares_stay_bounded() -> None:

@@ -76,10 +76,10 @@ def test_json_problems() -> None:
 
 @pytest.mark.parametrize("text", ['{"a":' * 20_000, "{" * 100_000, '{"name": ' * 10_000, "<tool_call>" * 20_000])
 def test_no_text_takes_long(text: str) -> None:
-    started = time.perf_counter()
+    started = time.thread_time()  # what they compute, however long others had the core
     for name in TOOL_FORMATS.names():
         TOOL_FORMATS.get(name)(text)
-    assert time.perf_counter() - started < 2.0
+    assert time.thread_time() - started < 2.0
 
 
 @settings(max_examples=30, deadline=None)

@@ -322,9 +322,9 @@ def test_what_is_taken_is_trained_when_its_step_is_over() -> None:
     """Groups may be taken for the next step while the version of the last is still being published."""
     with executing(Immediate(parts()), staleness=bound(2, 2)) as executor:
         executor.start(prompts())
-        executor.next_groups(2, 5, step=1)
+        executor.next_groups(2, LIMIT_S, step=1)
         executor.trained(1)
-        executor.next_groups(2, 5, step=2)
+        executor.next_groups(2, LIMIT_S, step=2)
         state = executor.state()
         assert executor.ledger.counts[Phase.TRAINED] == 2
         assert [group["ordinal"] for group in state["finished"]] == [2, 3, 4, 5]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import openai
@@ -88,6 +89,34 @@ async def test_what_cannot_be_followed_is_refused_by_name() -> None:
         assert at.engine.requests == []
 
 
+REMEDIES: list[tuple[str, Any, str]] = [
+    ("presence_penalty", 0.5, "Leave presence_penalty out or send 0"),
+    ("frequency_penalty", 0.5, "Leave frequency_penalty out or send 0"),
+    ("repetition_penalty", 1.1, "Leave repetition_penalty out or send 1"),
+    ("logit_bias", {"5": 1}, "Leave logit_bias out or send {}"),
+    ("response_format", {"type": "json_object"}, 'ask for the form in a message, and check it. .* or send {"type": "text"}'),
+    ("top_logprobs", 5, "send logprobs=true without top_logprobs"),
+    ("echo", True, "put the two together yourself. Leave echo out or send false"),
+    ("best_of", 3, "use n, and choose yourself. Leave best_of out or send 1"),
+    ("moderation", "on", "Leave moderation out$"),
+    ("guided_json", {}, "no such field here; leave it out"),
+]
+
+
+async def test_refusals_say_what_to_send_instead() -> None:
+    async with endpoint() as at:
+        client = at.client(at.server.open_session("a", seed=5, limits=LIMITS))
+        for field, value, remedy in REMEDIES:
+            error = (await _error(client, **{field: value})).body
+            assert isinstance(error, dict) and re.search(f"^{field}: .*{remedy}", error["message"]), error
+        with pytest.raises(openai.BadRequestError, match=r"logprobs: .* send logprobs=0, got 1"):
+            await client.completions.create(model="any", prompt="x", logprobs=1)
+        assert (await client.completions.create(model="any", prompt="x", logprobs=0)).choices[0].logprobs is not None
+        with pytest.raises(openai.BadRequestError, match="no room left") as caught:
+            await client.completions.create(model="any", prompt="x" * (LIMITS.prompt + 1))
+        assert caught.value.param == "prompt"
+
+
 async def _error(client: Any, **unknown: Any) -> openai.BadRequestError:
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(model="any", messages=[QUESTION], extra_body=unknown)
@@ -134,7 +163,8 @@ async def test_lengths_choices_and_usage() -> None:
         assert [one.index for one in many.choices] == [0, 1, 2, 3]
         assert (many.usage.prompt_tokens, many.usage.completion_tokens, many.usage.total_tokens) == (5, 12, 17)
         events = await chat(model="any", messages=[QUESTION], stream=True, stream_options={"include_usage": True}, n=2)
-        last = [chunk async for chunk in events][-1]
+        *others, last = [chunk async for chunk in events]
+        assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in others), "as OpenAI's own say it"
         assert last.choices == [] and last.usage.completion_tokens == 16 and last.usage.prompt_tokens == prompt
         assert (await client.models.retrieve("policy")).id == "policy"
         with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):

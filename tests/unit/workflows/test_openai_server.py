@@ -9,6 +9,7 @@ import pytest
 
 from rlhub.workflows.openai_server.sessions import Limits
 from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.workflows.turns import turn_seed
 from tests.unit.data.templates import HEADERS, INSTRUCTIONS, THINKING
 from tests.unit.workflows.openai_endpoint import END, LIMITS, Endpoint, endpoint
 
@@ -162,6 +163,42 @@ async def test_choices_have_seeds_of_their_own_and_either_can_be_continued() -> 
         assert made.metrics["openai/segments"] == 2
         assert made.metrics["openai/mismatches"] == 0
         assert made.response_ids[:4] == at.engine.ids("one" + END)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_at_the_same_time_have_seeds_of_their_own(stream: bool) -> None:
+    """Best of several: an agent that asks one question many times at once wants different answers."""
+    async with endpoint() as at:
+        at.engine.given = 0
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        create = at.client(session).chat.completions.create
+        asking = [asyncio.create_task(create(model="any", messages=[QUESTION], stream=stream)) for _ in range(8)]
+        while len(at.engine.requests) < 8:
+            await asyncio.sleep(0.001)
+        at.engine.given = None
+        await asyncio.gather(*asking)
+        assert {request.seed for request in at.engine.requests} == {turn_seed(5, number) for number in range(8)}
+
+
+async def test_equal_prompts_of_a_request_have_seeds_of_their_own() -> None:
+    async with endpoint() as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        for _ in range(2):
+            await at.client(session).completions.create(model="any", prompt=["x", "x"], n=2, max_tokens=1)
+        assert len({request.seed for request in at.engine.requests}) == 8 and at.engine.requests[0].seed == 5
+
+
+async def test_a_named_seed_repeats_an_answer_in_its_session_only() -> None:
+    """Else the samples of a prompt would be copies of each other wherever an agent names a seed."""
+    async with endpoint() as at:
+        for number in (1, 2, 3):
+            create = at.client(at.server.open_session(f"{number}", seed=number, limits=LIMITS)).chat.completions.create
+            for _ in range(2):
+                await create(model="any", messages=[QUESTION], seed=42, n=2)
+        seeds = [request.seed for request in at.engine.requests]
+        sessions = [seeds[place : place + 4] for place in (0, 4, 8)]
+        assert all(one[:2] == one[2:] for one in sessions) and len(set(seeds)) == 6
+        assert all(0 <= seed < 2**31 for seed in seeds)
 
 
 async def test_a_stop_text_cuts_tokens_and_text() -> None:

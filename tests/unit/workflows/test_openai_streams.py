@@ -7,8 +7,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
+from aiohttp import web
 
 from rlhub.errors import EngineError
 from rlhub.tools.formats import parse_hermes, parse_json
@@ -292,6 +294,23 @@ async def test_a_client_that_leaves_in_the_middle_ends_the_generation() -> None:
         assert reader.session.turns == []
 
 
+async def test_a_client_that_leaves_while_it_is_written_to_is_no_error_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection is closing, and the request's handler was not cancelled yet."""
+
+    async def closing(response: web.StreamResponse, data: bytes) -> None:
+        assert response.prepared
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(web.StreamResponse, "write", closing)
+    async with endpoint(["one two" + END]) as at:
+        reader = Reader(at)
+        await asyncio.wait_for(asyncio.wait([reader.task]), 60)
+        assert reader.chunks == []
+    assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
+
+
 @pytest.mark.parametrize("error", [EngineError("the device is gone"), ZeroDivisionError("the device is gone")])
 async def test_an_error_in_the_middle_ends_the_stream_with_an_error(error: Exception) -> None:
     async with endpoint(["one two" + END]) as at:
@@ -302,9 +321,10 @@ async def test_an_error_in_the_middle_ends_the_stream_with_an_error(error: Excep
         assert reader.session.turns == []
 
 
-async def test_an_error_before_the_first_token_has_its_own_status() -> None:
+@pytest.mark.parametrize("error", [EngineError("the device is gone"), ConnectionResetError("the device is gone")])
+async def test_an_error_before_the_first_token_has_its_own_status(error: Exception) -> None:
     async with endpoint(["one two" + END]) as at:
-        at.engine.given, at.engine.fails = 0, EngineError("the device is gone")
+        at.engine.given, at.engine.fails = 0, error
         with pytest.raises(openai.InternalServerError, match="the device is gone"):
             await asyncio.wait_for(Reader(at).task, 60)
 

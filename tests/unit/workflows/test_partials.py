@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 
 import pytest
 
@@ -48,12 +49,18 @@ class Typist:
             self.aborted[request_id].set()
 
 
-def wait_until_typed(executor, engine: Typist, count: int) -> None:
-    async def typed() -> None:
-        while engine.waiting < count:
+def wait_until(executor, condition: Callable[[], bool]) -> None:
+    """It is looked at on the executor's loop, where nothing changes meanwhile."""
+
+    async def holds() -> None:
+        while not condition():
             await asyncio.sleep(0.001)
 
-    asyncio.run_coroutine_threadsafe(typed(), executor.runner.loop).result(60)
+    asyncio.run_coroutine_threadsafe(holds(), executor.runner.loop).result(60)
+
+
+def wait_until_typed(executor, engine: Typist, count: int) -> None:
+    wait_until(executor, lambda: engine.waiting >= count)
 
 
 def test_a_resumed_run_goes_on_with_the_tokens_it_had() -> None:
@@ -119,8 +126,7 @@ def test_samples_of_a_group_that_are_finished_are_not_made_again() -> None:
     engine = Typist()
     with executing(OneSlow(parts()), staleness=StalenessManager(1, 0), engine=engine, group_size=2) as executor:
         executor.start(prompts())
-        while not any(work.trajectories[0] for work in executor._work.values()):
-            executor.metrics()
+        wait_until(executor, lambda: any(work.trajectories[0] for work in executor._work.values()))
         state = executor.state()
     assert state["begun"][0]["samples"][0]["trajectory"]["response_ids"][0] == 100
     engine = Typist()
