@@ -26,6 +26,8 @@ CHECKPOINTED_MODEL = "model/huggingface"
 QUICKSTART = Path(__file__).resolve().parent / "arithmetic" / "run.py"
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit status of a command that a signal has ended."""
+USAGE = 2  # exit status, as argparse's
+INTERRUPTED = "interrupted; the same command goes on from what is there"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,13 +57,21 @@ def parser_of(description: str, *, task: str, name: str, steps: int, sft_steps: 
         "--out", type=Path, default=argparse.SUPPRESS, help=f"folder for everything (default: outputs/{task}/seed<seed>)"
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of teacher, weights, data order and sampling")
-    parser.add_argument("--steps", type=int, default=steps, help="steps of the last training")
-    parser.add_argument("--sft-steps", type=int, default=sft_steps, help="steps of the warm start")
-    parser.add_argument("--ranks", type=int, default=num_ranks, help="worker processes that train")
+    parser.add_argument("--steps", type=positive, default=steps, help="steps of the last training")
+    parser.add_argument("--sft-steps", type=positive, default=sft_steps, help="steps of the warm start")
+    parser.add_argument("--ranks", type=positive, default=num_ranks, help="worker processes that train")
     parser.add_argument("--name", default=name, help="name of the last stage's folder; choose another to compare settings")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the last training")
     parser.set_defaults(task=task, out=None)
     return parser
+
+
+def positive(text: str) -> int:
+    """Of a command line: an integer of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> tuple[Options, argparse.Namespace]:
@@ -82,17 +92,26 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> t
 
 
 def run(options: Options, stages: Callable[[], None]) -> int:
-    """Run the stages; returns the exit status of the one that failed, or 0."""
+    """Run the stages; returns the exit status of the one that failed, or 0; 130 for a Ctrl-C between two, 2 where nothing can be
+    written."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     started = time.monotonic()
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.error("--out %s: no folder that can be made (%s); name another", options.out, error.strerror or error)
+        return USAGE
     try:
         stages()
     except subprocess.CalledProcessError as error:
         if error.returncode in STOPPED:
-            logger.error("interrupted; the same command goes on from what is there")
+            logger.error(INTERRUPTED)
         else:
             logger.error("stopped: the command above ended with status %d", error.returncode)
         return int(error.returncode)
+    except KeyboardInterrupt:
+        logger.error(INTERRUPTED)
+        return STOPPED[0]
     report = options.out / options.name / "report.html"
     logger.info("done in %.0f s; report: %s", time.monotonic() - started, report)
     return 0

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=stages.positive, default=60)
     parser.add_argument("--out", type=Path)
     given = sys.argv[1:] if arguments is None else arguments
     settings = [text for text in given if is_setting(text)]  # taken out, or --staleness would take those behind it for bounds

@@ -29,7 +29,7 @@ RM_STEPS = 500
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages that are not done; returns the exit status of the one that failed, or 0."""
     parser = pairs.parser_of("Train a reward model on preference pairs, then a policy on its scores.", "grpo_rm", STEPS)
-    parser.add_argument("--rm-steps", type=int, default=RM_STEPS, help="steps of the reward model's training")
+    parser.add_argument("--rm-steps", type=stages.positive, default=RM_STEPS, help="steps of the reward model's training")
     options, found = stages.parse(parser, arguments)
     return stages.run(options, lambda: learn(options, found.rm_steps))
 

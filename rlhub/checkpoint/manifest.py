@@ -51,7 +51,7 @@ def read_manifest(folder: Path) -> Manifest:
         files = [FileEntry(path=row["path"], size=row["size"], checksum=row["checksum"]) for row in value["files"]]
         return Manifest(step=value["step"], serial=value["serial"], files=files, metrics=dict(value["metrics"]))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no {MANIFEST}: the save did not finish") from error
+        raise CheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint, or its save did not finish") from error
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:

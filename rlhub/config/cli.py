@@ -16,7 +16,7 @@ from typing import TypeVar
 from rlhub.config import checks, effects, load, show
 from rlhub.config.derive import derive
 from rlhub.config.schema import sections
-from rlhub.errors import ConfigError, DataError, ResourceError, RlhubError
+from rlhub.errors import ConfigError, DataError, ResourceError, RlhubError, WorkerError
 
 C = TypeVar("C")
 
@@ -50,8 +50,8 @@ def run(
 
     required: settings that must be given; default: what training needs.
     Returns the exit status: main's (None is 0), or after printing what is wrong: 2 for
-    configuration, data or resources, 1 for any other error of rlhub (a worker's carries its remote traceback), 130 for a
-    Ctrl-C that stops at once.
+    configuration, data or resources, also where a worker found it, 1 for any other error of rlhub (a worker's carries its
+    remote traceback), 130 for a Ctrl-C that stops at once.
     """
     arguments = _parse(config_name, description, sys.argv[1:] if argv is None else argv, config_class)
     if isinstance(arguments, int):
@@ -73,11 +73,18 @@ def run(
         return main(config) or 0
     except RlhubError as error:
         logging.getLogger(__name__).debug("stopped", exc_info=True)
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_USAGE if isinstance(error, ConfigError | DataError | ResourceError) else EXIT_FAILURE
+        fault = _at_fault(error)
+        sys.stderr.write(f"error: {fault}\n")
+        return EXIT_USAGE if isinstance(fault, ConfigError | DataError | ResourceError) else EXIT_FAILURE
     except KeyboardInterrupt:  # a request of the user's, not a fault whose place a traceback would help to find
         sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED
+
+
+def _at_fault(error: RlhubError) -> BaseException:
+    """Of a worker that found a setting or data wrong, what it found: where in the worker is nothing that would help."""
+    cause = error.__cause__
+    return cause if isinstance(error, WorkerError) and isinstance(cause, ConfigError | DataError) else error
 
 
 def prepare(

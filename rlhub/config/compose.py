@@ -120,7 +120,7 @@ def _checked(overrides: Sequence[str], folders: Sequence[Path], problems: list[s
 
     parser = OverridesParser.create()
     good = []
-    for text in overrides:
+    for text in map(_home_expanded, overrides):
         try:
             override = parser.parse_override(text)
         except HydraException as error:
@@ -136,6 +136,12 @@ def _checked(overrides: Sequence[str], folders: Sequence[Path], problems: list[s
             plain = override.package is None and override.key_or_group != "hydra"
             good.append(_Said(text="++" + text.lstrip("+"), parsed=override, plain=plain))
     return good
+
+
+def _home_expanded(text: str) -> str:
+    """`key=~/folder` as a shell would hand it over if the key were a variable of its own: Hydra has another use for `~`."""
+    key, sign, value = text.partition("=")
+    return f"{key}={Path(value).expanduser()}" if sign and (value == "~" or value.startswith("~/")) else text
 
 
 def _is_group(key: str, folders: Sequence[Path]) -> bool:

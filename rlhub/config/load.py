@@ -110,7 +110,8 @@ def _complete(cls: type, accepted: Mapping[str, Any]) -> dict[str, Any]:
             _put(tree, key, value)
     names = {key for key, _ in sections(cls)}
     for target, source in INHERITED.items():
-        if target in names:
+        parent, _, _ = target.rpartition(".")
+        if target in names and (not parent or isinstance(_get(tree, parent), Mapping)):  # else a fault that `build` names
             _put(tree, target, dict(_get(tree, source) or {}))
     for key, value in accepted.items():
         if any(key == target or key.startswith(f"{target}.") for target in INHERITED):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rlhub.config.model import ModelConfig
@@ -57,15 +56,8 @@ class ServeConfig:
 
 
 def problems(config: ServeConfig, set_keys: AbstractSet[str]) -> list[str]:
-    """What cannot work; looks at paths and names, loads no model."""
+    """What the settings alone show."""
     found = []
     if config.server.port > MAX_PORT:
         found.append(f"server.port={config.server.port}: at most {MAX_PORT}")
-    if config.model.path is not None and _looks_like_folder(config.model.path) and not Path(config.model.path).is_dir():
-        found.append(f"model.path: no such folder: {config.model.path}")
     return found
-
-
-def _looks_like_folder(path: str) -> bool:
-    """A hub name has one slash at most, and does not begin with one or a dot."""
-    return path.startswith(("/", ".", "~")) or path.count("/") > 1

@@ -6,7 +6,6 @@ half a second and not the start of a cluster.  Everything found is returned, to 
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib
 import logging
@@ -36,13 +35,14 @@ from rlhub.config.trainer import TrainerConfig
 from rlhub.data import check_columns, check_files
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
 from rlhub.engines.training.registry import TRAIN_ENGINES
-from rlhub.errors import ConfigError, RegistryError
+from rlhub.errors import ConfigError
 from rlhub.models.kinds import LANGUAGE_MODEL, read_labels, reward_problem
 from rlhub.models.shape import ModelShape, read_model_shape, read_model_values
 from rlhub.registry import Registry
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
 from rlhub.tracking.registry import TRACKERS
+from rlhub.trainer.named import read_source, unknown
 from rlhub.trainer.ppo.requirements import check_group_metric
 from rlhub.trainer.ppo.rollout_checks import check_episodes, check_rollout_engine, check_weights_reach
 
@@ -251,15 +251,6 @@ def check_trackers(names: Sequence[str]) -> list[str]:
     return problems
 
 
-def unknown(key: str, registry: Registry[Any], name: str) -> list[str]:
-    """What is wrong with a setting that must be a registered name; [] if nothing."""
-    try:
-        registry.row(name)
-    except RegistryError as error:
-        return [f"{key}: {error}"]
-    return []
-
-
 def _check_knobs(
     key: str, registry: Registry[Any], name: str, section: Any, kwargs: Mapping[str, Any], *, always: bool = False
 ) -> list[str]:
@@ -301,28 +292,11 @@ def check_custom_reward(custom: CustomRewardConfig) -> list[str]:
     """The file exists and defines the function; read, not run."""
     if custom.path is None:
         return []
-    path = Path(custom.path).expanduser()
-    if not path.is_file():
-        return [f"custom_reward_function.path={custom.path}: no such file (looked for {path.resolve()})"]
-    try:
-        body = ast.parse(path.read_text(encoding="utf-8"), str(path)).body
-    except (SyntaxError, UnicodeDecodeError) as error:
-        return [f"custom_reward_function.path={custom.path}: not a Python file: {error}"]
-    bound = {name for node in body for name in _names_bound_by(node)}
-    if custom.name in bound or "*" in bound:
-        return []
-    there = ", ".join(sorted(bound)) or "nothing"
-    return [f"custom_reward_function.name={custom.name}: not defined in {custom.path}, which has: {there}"]
-
-
-def _names_bound_by(node: ast.stmt) -> list[str]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return [(name.asname or name.name).partition(".")[0] for name in node.names]
-    if isinstance(node, ast.Assign):
-        return [target.id for target in node.targets if isinstance(target, ast.Name)]
-    return ["*"] if isinstance(node, ast.If | ast.Try | ast.With) else []  # may bind anything: for the reward process to say
+    source = read_source(custom.path)
+    if source.problem:
+        return [f"custom_reward_function.path={custom.path}: {source.problem}"]
+    problem = source.lacks(custom.name)
+    return [f"custom_reward_function.name={custom.name}: {problem}"] if problem else []
 
 
 def check_models(config: PPOConfig) -> list[str]:

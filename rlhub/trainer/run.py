@@ -62,10 +62,23 @@ class _Line:
 
 class Run:
     """Use as a context manager: `with Run(...) as run`.  calls: the CallObserver that times and shows worker calls.
-    spans: what ran when."""
+    spans: what ran when.
 
-    def __init__(self, config: TrainerConfig, resolved: dict[str, Any], total_steps: int) -> None:
+    record: goes into the state of every checkpoint.  check: told of the checkpoint to resume from, and raises where the run
+    cannot go on from it.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        resolved: dict[str, Any],
+        total_steps: int,
+        *,
+        record: Mapping[str, Any] | None = None,
+        check: Callable[[Checkpoint], None] | None = None,
+    ) -> None:
         self.config, self.resolved, self.total_steps = config, resolved, total_steps
+        self._record, self._check = dict(record or {}), check
         self.folder = RunFolder(Path(config.default_local_dir))
         self.store = CheckpointStore(self.folder.path)
         self.spans = SpanLog()
@@ -82,6 +95,8 @@ class Run:
         self.signals.__enter__()
         try:
             self.checkpoint = self._find_checkpoint()
+            if self.checkpoint is not None and self._check is not None:
+                self._check(self.checkpoint)
             self._warn_of_changes()
             self._complete_log()
         except BaseException:
@@ -216,7 +231,7 @@ class Run:
     def _save(self, step: int, logged: Metrics, save: SaveFunction, state: StateFunction) -> None:
         numbers = {name: float(value) for name, value in logged.items() if not isinstance(value, str)}
         entries = save(self.store.begin(step))
-        self.store.commit(step, entries, {**state(), "metrics": dict(logged)}, metrics=numbers)
+        self.store.commit(step, entries, {**state(), **self._record, "metrics": dict(logged)}, metrics=numbers)
         self.store.retain(self.config.max_actor_ckpt_to_keep, self.config.keep_best)
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -50,7 +50,7 @@ async def _serve(config: ServeConfig, engine: RolloutEngine) -> int:
     address = await server.start()
     logger.info("serving %s at %s/v1", config.model.path, address)
     if config.server.ready_file is not None:
-        write_text(Path(config.server.ready_file), address)
+        write_text(Path(config.server.ready_file).expanduser(), address)
     await stopped.wait()
     logger.info("stopping")
     await server.aclose()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.rollout.elsewhere import WeightsElsewhere
+from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.utils.pieces import Piece
 from rlhub.workers.folder_reader import FolderReader, folder_reader
@@ -29,6 +31,7 @@ class EngineAdministration:
         self._engine, self._recompute, self._bucket_bytes = engine, recompute, bucket_bytes
         self._turn = asyncio.Lock()
         self._paused = False
+        self._unsound = False  # writing has failed half-way: the engine stays paused until it has whole weights
         self._readers: dict[str, FolderReader] = {}
 
     async def pause(self) -> None:
@@ -48,27 +51,40 @@ class EngineAdministration:
         return await self.status()
 
     async def status(self) -> dict[str, Any]:
-        return {"version": self._engine.version, "load": self._engine.load, "paused": self._paused}
+        return {"version": self._engine.version, "load": self._engine.load, "paused": self._paused or self._unsound}
 
     def _reload(self, folder: Path, version: int) -> None:
-        """From a Hugging Face folder, or from that of a trainer's WeightWriter.  What cannot be read changes nothing."""
-        if any(folder.glob("*.safetensors")):
-            buckets = read_buckets(folder)
-            self._engine.pause()
-            if isinstance(self._engine, WeightsElsewhere):
-                with self._engine.overwriting(version):
-                    self._engine.call_workers(f"{__name__}:{WorkerFolder.__name__}", "load", str(folder), version)
-            else:
-                self._engine.update_weights(without_tied_head(buckets, self._engine), version)
-        elif any(folder.glob("version-*")):
-            reader = self._reader(folder)
-            mapped = reader.prepare(version)
-            self._engine.pause()
-            reader.place(mapped)
-        else:
-            raise EngineError(f"no weights in {folder}: neither *.safetensors files nor version-<n> folders")
+        """From a Hugging Face folder, or from that of a trainer's WeightWriter.  What cannot be read or does not fit changes
+        nothing."""
+        write = self._prepared(folder, version)
+        self._engine.pause()
+        self._unsound = True
+        write()
+        self._unsound = False
         if not self._paused:
             self._engine.resume(recompute=self._recompute)
+
+    def _prepared(self, folder: Path, version: int) -> Callable[[], object]:
+        """All that can fail without harm is done; the rest is for the paused engine."""
+        if any(folder.glob("*.safetensors")):
+            return self._from_model(folder, version)
+        if any(folder.glob("version-*")):
+            reader = self._reader(folder)
+            return partial(reader.place, reader.prepare(version))
+        raise EngineError(f"no weights in {folder}: neither *.safetensors files nor version-<n> folders")
+
+    def _from_model(self, folder: Path, version: int) -> Callable[[], object]:
+        engine = self._engine
+        if isinstance(engine, WeightsElsewhere):
+            target = f"{__name__}:{WorkerFolder.__name__}"
+            engine.call_workers(target, "check", str(folder))
+
+            def write() -> None:
+                with engine.overwriting(version):
+                    engine.call_workers(target, "load", str(folder), version)
+
+            return write
+        return partial(engine.update_weights, fitting_buckets(folder, engine), version)
 
     def _reader(self, folder: Path) -> FolderReader:
         if str(folder) not in self._readers:
@@ -91,9 +107,30 @@ class WorkerFolder:
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
 
+    def check(self, folder: str) -> None:
+        """EngineError where it cannot be read or is another model's."""
+        fitting_buckets(Path(folder), self._weights)
+
     def load(self, folder: str, version: int) -> None:
         """While the engine is paused."""
-        self._weights.update_weights(without_tied_head(read_buckets(Path(folder)), self._weights), version)
+        self._weights.update_weights(fitting_buckets(Path(folder), self._weights), version)
+
+
+def fitting_buckets(folder: Path, weights: Weights) -> list[WeightBucket]:
+    """What `update_weights` takes.  EngineError where names or shapes are not those of the engine: nothing is written then."""
+    shapes = {piece.name: tuple(piece.shape) for piece in weights.live_weights()}
+
+    def compare(bucket: WeightBucket) -> None:
+        for name, tensor in bucket:
+            if tuple(tensor.shape) != shapes[name]:
+                raise EngineError(f"{name} has shape {tuple(tensor.shape)}, and {shapes[name]} in the engine")
+
+    buckets = without_tied_head(read_buckets(folder), weights)
+    try:
+        apply_buckets(buckets, shapes, compare)
+    except EngineError as error:
+        raise EngineError(f"the weights in {folder} are another model's, and nothing was changed: {error}") from error
+    return buckets
 
 
 def read_buckets(folder: Path) -> list[WeightBucket]:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
+from rlhub.checkpoint.store import Checkpoint
 from rlhub.config.schema import to_dict
-from rlhub.config.trainer import TrainerConfig
+from rlhub.data.order import ResumableLoader
+from rlhub.trainer.resume import MADE_WITH, TrainingConfig, check_resume, made_with
 from rlhub.trainer.run import Run
 
 logger = logging.getLogger(__name__)
@@ -23,13 +25,8 @@ class Trainer(Protocol):
 class TrainingData(Protocol):
     """The driver's data; total_steps follows from it and the configuration."""
 
+    loader: ResumableLoader
     total_steps: int
-
-
-class TrainingConfig(Protocol):
-    """A configuration with the section that every trainer has."""
-
-    trainer: TrainerConfig
 
 
 C = TypeVar("C", bound=TrainingConfig)
@@ -39,11 +36,19 @@ D = TypeVar("D", bound=TrainingData)
 def train(config: C, data: D, build: Callable[[C, D, Run, ExitStack], Trainer]) -> int:
     """Open the run, build the trainer, fit; returns the exit status (128 + signal when stopped by one).
 
-    A run that is finished already starts no process and says what to do.
+    A run that is finished already starts no process and says what to do; one that cannot go on from its checkpoint is an error
+    before any is started.
     """
+
+    def check(checkpoint: Checkpoint) -> None:
+        check_resume(config, checkpoint)
+        if checkpoint.step < data.total_steps:
+            data.loader.load_state(checkpoint.state["loader"])  # raises where the position is one in other data
+
     resolved: dict[str, Any] = to_dict(config)
+    record = {MADE_WITH: made_with(config)}
     with ExitStack() as stack:
-        run = stack.enter_context(Run(config.trainer, resolved, data.total_steps))
+        run = stack.enter_context(Run(config.trainer, resolved, data.total_steps, record=record, check=check))
         if run.already_finished:
             logger.warning(run.already_finished)
             return 0

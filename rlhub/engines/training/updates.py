@@ -18,7 +18,14 @@ from rlhub.algorithms.aggregation import Denominators, aggregate
 from rlhub.algorithms.inputs import PolicyLossInputs
 from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.masked import masked, masked_sum
-from rlhub.algorithms.mismatch import extreme_metrics, mismatch_metrics, mismatch_sums, weight_extremes
+from rlhub.algorithms.mismatch import (
+    extreme_metrics,
+    mismatch_metrics,
+    mismatch_sums,
+    staleness_metrics,
+    staleness_sums,
+    weight_extremes,
+)
 from rlhub.algorithms.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlhub.algorithms.value_loss import value_loss
 from rlhub.config.actor import ActorConfig
@@ -150,6 +157,8 @@ class PolicyUpdater:
         behaviour = self.correction.behaviour(micro)
         if behaviour is not None:
             sums |= mismatch_sums(outputs.log_probs, behaviour, mask)
+            if "staleness" in micro:
+                sums |= staleness_sums(outputs.log_probs, behaviour, mask, micro["staleness"])
             extremes.see(denominators, weight_extremes(outputs.log_probs, behaviour, mask))
         return LossOutput(loss=loss, sums=sums)
 
@@ -190,6 +199,8 @@ def policy_metrics(steps: list[StepSums]) -> dict[str, float]:
             metrics[key] = metrics.get(key, 0.0) + value / len(done)
     if steps and "mismatch_tokens" in steps[0].sums:
         metrics |= mismatch_metrics(steps[0].sums)
+    if steps and "mismatch_tokens_0" in steps[0].sums:
+        metrics |= staleness_metrics(steps[0].sums)
     return metrics
 
 

@@ -10,12 +10,16 @@ import torch
 
 from rlhub.algorithms.correction.correct import Correction, correct
 from rlhub.algorithms.correction.weights import log_ratios
-from rlhub.algorithms.mismatch import extreme_metrics, mismatch_metrics, mismatch_sums, weight_extremes
+from rlhub.algorithms.mismatch import (
+    extreme_metrics,
+    mismatch_metrics,
+    mismatch_sums,
+    staleness_metrics,
+    staleness_sums,
+    weight_extremes,
+)
 from rlhub.config.rollout_correction import RolloutCorrectionConfig
 from rlhub.protocol import DataProto
-
-OLDEST_BUCKET = 8
-"""Tokens so many versions old, or more, are counted together."""
 
 
 def measure_mismatch(batch: DataProto) -> dict[str, float]:
@@ -31,20 +35,14 @@ def mismatch_of(old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, ma
 
 
 def mismatch_by_staleness(batch: DataProto) -> dict[str, float]:
-    """mismatch/kl/staleness_<s>: of the tokens that many versions old, the last bucket with all that are older; nothing of a
-    batch that is from the newest version alone."""
+    """See `staleness_metrics`; nothing of a batch that is from the newest version alone."""
     add_staleness(batch)
     columns = batch.batch
     if "staleness" not in columns.keys():
         return {}
-    staleness = columns["staleness"].clamp(max=OLDEST_BUCKET)
-    found = {}
-    for age in range(OLDEST_BUCKET + 1):
-        mask = columns["response_mask"] * (staleness == age)
-        if bool(mask.any()):
-            kl = mismatch_of(columns["old_log_probs"], columns["rollout_log_probs"], mask)["mismatch/kl"]
-            found[f"mismatch/kl/staleness_{age}"] = kl
-    return found
+    names = ("old_log_probs", "rollout_log_probs", "response_mask", "staleness")
+    sums = staleness_sums(*(columns[name] for name in names))
+    return staleness_metrics({name: float(value) for name, value in sums.items()})
 
 
 def bypass(batch: DataProto) -> None:

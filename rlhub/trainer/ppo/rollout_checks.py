@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhub.config import asynchronous
 from rlhub.config.ppo import PPOConfig
 from rlhub.data import AGENT_NAME, has_column
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
-from rlhub.errors import ConfigError, RegistryError
+from rlhub.envs.registry import ENVIRONMENTS
+from rlhub.errors import ConfigError
+from rlhub.tools.load import read_tool_file
+from rlhub.tools.registry import TOOL_FORMATS, TOOLS
+from rlhub.trainer.named import read_source, settings_problems, target_problems, unknown
+from rlhub.workflows.knobs import EnvironmentKnobs, ToolKnobs
+from rlhub.workflows.openai_server.knobs import AgentKnobs
 from rlhub.workflows.registry import WORKFLOWS
-from rlhub.workflows.settings import default_workflow, fill_knobs, workflow_kwargs
+from rlhub.workflows.settings import WHERE, default_workflow, fill_knobs, workflow_kwargs
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -51,18 +59,14 @@ def _engine_problems(config: PPOConfig, *, trains: bool) -> list[str]:
 
 
 def _check_workflow(config: PPOConfig) -> list[str]:
-    """Of rows that name none.  A class of the user's own says what it needs when it is built."""
-    rollout = config.actor_rollout_ref.rollout
-    name, key = default_workflow(rollout), f"{_ROLLOUT}.agent.default_agent_loop"
-    path, _, attribute = name.rpartition(":")
-    if attribute and path:
-        missing = path.endswith(".py") and not Path(path).expanduser().is_file()
-        return [f"{key}={name}: no such file ({Path(path).expanduser().resolve()})"] if missing else []
-    try:
-        WORKFLOWS.row(name)
-    except RegistryError as error:
-        return [f"{key}: {error}"]
-    return [] if _rows_choose(config) else _check_knobs(config, name)
+    """The one of rows that name none."""
+    name, key = default_workflow(config.actor_rollout_ref.rollout), f"{_ROLLOUT}.agent.default_agent_loop"
+    if ":" in name:
+        return target_problems(key, name) or _check_own_workflow(config, key, name)
+    if problems := unknown(key, WORKFLOWS, name):
+        return problems
+    knobs = WORKFLOWS.knobs_class(name)
+    return [] if knobs is None or _rows_choose(config) else _check_knobs(config, knobs, name)
 
 
 def _rows_choose(config: PPOConfig) -> bool:
@@ -70,25 +74,95 @@ def _rows_choose(config: PPOConfig) -> bool:
     return any(has_column(files, AGENT_NAME) for files in (config.data.train_files, config.data.val_files))
 
 
-def _check_knobs(config: PPOConfig, name: str) -> list[str]:
-    rollout = config.actor_rollout_ref.rollout
-    if not rollout.agent.kwargs and not rollout.multi_turn.enable:
-        return []
-    knobs = WORKFLOWS.knobs_class(name)
-    if knobs is None:  # it may read its settings in a way of its own
-        return []
+def _check_own_workflow(config: PPOConfig, key: str, name: str) -> list[str]:
+    """A class of the user's own is loaded, and torch with it, as the run would."""
+    from rlhub.trainer.ppo.own_workflows import class_problems, knobs_of
+    from rlhub.workflows.load import workflow_class
+
     try:
-        fill_knobs(knobs, workflow_kwargs(rollout))
+        found = workflow_class(name)
+    except ConfigError as error:
+        return [f"{key}: {problem}" for problem in error.problems]
+    problems, knobs = class_problems(found), knobs_of(found)
+    if problems or knobs is None or _rows_choose(config):
+        return [f"{key}={name}: {problem}" for problem in problems]
+    return _check_knobs(config, knobs, name)
+
+
+def _check_knobs(config: PPOConfig, cls: type, name: str) -> list[str]:
+    try:
+        knobs: Any = fill_knobs(cls, workflow_kwargs(config.actor_rollout_ref.rollout))
     except ConfigError as error:
         return [f"{problem} (workflow {name})" for problem in error.problems]
-    return []
+    except TypeError as error:  # of a class of the user's own
+        return [f"{WHERE}: {cls.__name__} of workflow {name} must have a default for every setting: {error}"]
+    return _check_named(knobs, name)
+
+
+def _check_named(knobs: Any, workflow: str) -> list[str]:
+    """What a workflow's settings name exists."""
+    problems: list[str] = []
+    if isinstance(knobs, ToolKnobs):
+        problems += unknown(f"{_ROLLOUT}.multi_turn.format", TOOL_FORMATS, knobs.format)
+        problems += _check_entries(knobs.tools, f"{WHERE}.tools")
+    if isinstance(knobs, EnvironmentKnobs):
+        problems += _check_environment(knobs, workflow)
+    if isinstance(knobs, AgentKnobs):
+        problems += unknown(f"{WHERE}.format", TOOL_FORMATS, knobs.format)
+        problems += _check_agent(knobs.agent, workflow)
+    return problems
+
+
+def _check_environment(knobs: EnvironmentKnobs, workflow: str) -> list[str]:
+    key, name = f"{WHERE}.environment", knobs.environment
+    if not name:
+        there = ", ".join(ENVIRONMENTS.names())
+        return [f"{key} is not set, and workflow {workflow} plays one: path/to/file.py:ClassName, or of {there}"]
+    if ":" not in name:
+        return unknown(key, ENVIRONMENTS, name)
+    return target_problems(key, name) or settings_problems(f"{WHERE}.environment_kwargs", name, knobs.environment_kwargs)
+
+
+def _check_agent(agent: str, workflow: str) -> list[str]:
+    key = f"{WHERE}.agent"
+    if not agent:
+        return [f"{key} is not set, and workflow {workflow} runs one: path/to/agent.py:run or path/to/script.py"]
+    if agent.endswith(".py"):
+        problem = read_source(agent).problem
+        return [f"{key}={agent}: {problem}"] if problem else []
+    given = dict.fromkeys(("base_url", "api_key", "row"))
+    return target_problems(key, agent) or [
+        f"{key}={agent}: must take base_url, api_key and row by these names ({problem.partition(': ')[2]})"
+        for problem in settings_problems(key, agent, given)
+    ]
 
 
 def _check_tools(config: PPOConfig) -> list[str]:
+    """The file that lists them, and what it lists."""
     path = workflow_kwargs(config.actor_rollout_ref.rollout).get("tool_config_path")
-    if path is None or Path(str(path)).expanduser().is_file():
+    if path is None:
         return []
-    return [
-        f"{_ROLLOUT}.multi_turn.tool_config_path={path}: no such file (looked for {Path(str(path)).expanduser().resolve()}); "
-        "name the YAML file that lists the tools"
-    ]
+    key = f"{_ROLLOUT}.multi_turn.tool_config_path={path}"
+    if not Path(str(path)).expanduser().is_file():
+        return [
+            f"{key}: no such file (looked for {Path(str(path)).expanduser().resolve()}); name the YAML file that lists the tools"
+        ]
+    try:
+        return _check_entries(read_tool_file(str(path)), key)
+    except ConfigError as error:
+        return [f"{_ROLLOUT}.multi_turn.{problem}" for problem in error.problems]
+
+
+def _check_entries(entries: Sequence[Any], key: str) -> list[str]:
+    """What can be told of them before the tools are made."""
+    return [problem for number, entry in enumerate(entries) for problem in _check_entry(entry, f"{key}, entry {number}")]
+
+
+def _check_entry(entry: Any, where: str) -> list[str]:
+    given = entry if isinstance(entry, Mapping) else {"name": entry}
+    name, settings = given.get("name"), given.get("settings") or {}
+    if not isinstance(name, str) or not isinstance(settings, Mapping) or given.keys() - {"name", "settings"}:
+        return [f"{where} ({entry!r:.80}): expected a name, or a mapping with 'name' and 'settings'"]
+    if ":" not in name:
+        return unknown(where, TOOLS, name)
+    return target_problems(where, name) or settings_problems(where, name, settings, complete=False)

@@ -39,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 STREAMED = "rollouts"
 """Key of a checkpoint's state that is written by rollout.mode=async."""
+PROMPTS_IN_WORK = (
+    "the checkpoint was made with actor_rollout_ref.rollout.mode=async and holds prompts in work, which mode=sync "
+    "cannot go on with; resume with mode=async (trainer.max_staleness=0 takes turns too), or start anew"
+)
 COUNTS = "reward/num_"
 """Metrics that add up over generations; other numbers of the scorer are averaged."""
 PROMPT_AND_RESPONSE = ("input_ids", "attention_mask")
@@ -85,10 +89,7 @@ class Sampler:
     def load_state(self, state: Mapping[str, Any], folder: Path) -> None:
         """CheckpointError for what only a stream of episodes can go on with."""
         if STREAMED in state:
-            raise CheckpointError(
-                "the checkpoint was made with actor_rollout_ref.rollout.mode=async and holds prompts in work, which mode=sync "
-                "cannot go on with; resume with mode=async (trainer.max_staleness=0 takes turns too), or start anew"
-            )
+            raise CheckpointError(PROMPTS_IN_WORK)
         self.loader.load_state(state["loader"])
         self.generator.policy_version = state["policy_version"]
 

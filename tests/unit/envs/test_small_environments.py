@@ -75,7 +75,7 @@ def test_what_has_no_json_form_stays_out_of_info() -> None:
 
 def test_a_simulator_becomes_asynchronous() -> None:
     async def use() -> list[Any]:
-        environment: StepEnvironment = LocalEnvironment(GridWalk(), timeout_s=5.0)
+        environment: StepEnvironment = LocalEnvironment(GridWalk(), timeout_s=60.0)
         await environment.reset(seed=1)
         state = await environment.get_state()
         steps = [await environment.step(move) for move in MOVES]
@@ -100,7 +100,7 @@ def test_what_a_simulator_lacks_is_said() -> None:
             pass
 
     async def use() -> None:
-        environment = LocalEnvironment(Bare(), timeout_s=5.0)
+        environment = LocalEnvironment(Bare(), timeout_s=60.0)
         with pytest.raises(EnvError, match="Bare has no get_state"):
             await environment.get_state()
         with pytest.raises(EnvError, match="an observation is text or an ImageObservation, not a int"):

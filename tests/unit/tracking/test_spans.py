@@ -40,10 +40,10 @@ def test_spans_of_many_threads_are_all_kept_up_to_the_bound() -> None:
 
 def test_a_stretch_costs_next_to_nothing() -> None:
     log = SpanLog()
-    begin = time.process_time()
+    begin = time.thread_time()
     for _ in range(10_000):
         log.record("lane", "name", 0.0, 1.0, tokens=3)
-    assert (time.process_time() - begin) / 10_000 < 50e-6
+    assert (time.thread_time() - begin) / 10_000 < 50e-6
 
 
 def test_blocks_are_measured_and_end_with_an_error_too() -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhub.checkpoint.store import Checkpoint
 from rlhub.config.trainer import TrainerConfig
-from rlhub.errors import RewardError
+from rlhub.errors import ConfigError, RewardError
 from rlhub.tracking.metrics_log import read_metrics
 from rlhub.tracking.tracker import Metrics
 from rlhub.trainer.run import Run
@@ -91,3 +92,30 @@ def test_going_on_under_other_settings_is_said(tmp_path: Path, caplog: pytest.Lo
     assert "other settings" not in said("first", 2), "only longer"
     text = said("second", 2)
     assert "other settings (model.path: first -> second)" in text and "trainer.experiment_name" in text
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_and_the_run_is_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before anything is said of going on; what checkpoints record is there to tell by."""
+
+    def opened(rank: int) -> Run:
+        def check(checkpoint: Checkpoint) -> None:
+            if checkpoint.state["made"] != {"rank": rank}:
+                raise ConfigError("another rank")
+
+        settings = {"model": {"rank": rank}}
+        return Run(
+            TrainerConfig(default_local_dir=str(tmp_path), logger=[]), settings, 2, record={"made": {"rank": rank}}, check=check
+        )
+
+    with opened(4) as run:
+        run.start()
+        end(run, 1, last=True)
+    written = run.folder.config.read_bytes()
+    for _ in range(2):  # the lock was given back
+        with pytest.raises(ConfigError, match="another rank"), opened(8):
+            pass
+    assert "It is this run that goes on" not in caplog.text and run.folder.config.read_bytes() == written
+    with opened(4) as run:
+        assert run.checkpoint is not None and run.checkpoint.step == 1

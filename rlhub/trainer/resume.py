@@ -1,0 +1,160 @@
+"""Whether a run can go on from its checkpoint under the settings it is given now: told before any worker starts.
+
+Tensors that training engines load are those that were saved: other adapters, sizes or dtypes do not fit them.  What they
+depend on stands in the checkpoint's own state, so that it holds for a checkpoint of another folder too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rlhub.checkpoint.store import Checkpoint
+from rlhub.config.asynchronous import is_async
+from rlhub.config.dpo import DPOConfig
+from rlhub.config.engines import ONLY_ROLE, Engine, engines
+from rlhub.config.ppo import PPOConfig
+from rlhub.config.rm import RMConfig
+from rlhub.config.sft import SFTConfig
+from rlhub.config.training import FSDPConfig, MegatronConfig, Section
+from rlhub.errors import ConfigError
+from rlhub.models.shape import ModelShape, read_model_shape
+from rlhub.trainer.ppo.groups import ACTOR_ROLE, CRITIC_ROLE
+from rlhub.trainer.ppo.requirements import requirements
+from rlhub.trainer.ppo.sampling import PROMPTS_IN_WORK, STREAMED
+from rlhub.workers.checkpointing import HF_FOLDER
+
+TrainingConfig = PPOConfig | SFTConfig | DPOConfig | RMConfig
+
+MADE_WITH = "made_with"
+"""Of a checkpoint's state: what `made_with` gave when it was saved.  Checkpoints that have none are taken as they are."""
+REMEDY = (
+    "To go on with that run set it back; for a new run set trainer.experiment_name or trainer.default_local_dir to another name, "
+    "or trainer.resume_mode=disable (the old run is moved aside)"
+)
+NOT_COMPARED = {"mlp_columns", "max_positions", "tied"}
+"""Of a model's shape: follow from the others, change no tensor, or stand in a copy's config.json only where they are unusual."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Made:
+    """What a model's tensors in a checkpoint depend on.  dtype: of the weights that are stepped; None: of an engine that does
+    not say."""
+
+    path: str | None
+    override_config: dict[str, Any]
+    lora_rank: int
+    lora_alpha: float
+    target_modules: list[str]
+    dtype: str | None
+
+
+def made_with(config: TrainingConfig) -> dict[str, Any]:
+    """JSON-able; for a checkpoint's state."""
+    return {"trainer": _trainer(config), "models": {name: _as_dict(_made(engine)) for name, engine in _trained(config).items()}}
+
+
+def check_resume(config: TrainingConfig, checkpoint: Checkpoint) -> None:
+    """ConfigError that names what does not fit the checkpoint, with both values and the remedy."""
+    found = list(_problems(config, checkpoint))
+    if found:
+        raise ConfigError([f"cannot go on from {checkpoint.path}: {'; '.join(found)}. {REMEDY}"])
+
+
+def _problems(config: TrainingConfig, checkpoint: Checkpoint) -> Iterator[str]:
+    before = checkpoint.state.get(MADE_WITH, {})
+    trainer, now = before.get("trainer"), _trainer(config)
+    if trainer not in (None, now):
+        yield f"it was saved by {trainer}, and this is {now}"
+        return
+    for folder, engine in _trained(config).items():
+        place, recorded = checkpoint.path / folder, before.get("models", {}).get(folder)
+        if not place.is_dir():
+            yield _absent(folder, config)
+        elif recorded is not None:
+            yield from _differences(recorded, engine)
+            yield from _other_shape(recorded, engine, place / HF_FOLDER)
+    if isinstance(config, PPOConfig) and not (is_async(config) or config.trainer.replay_from) and STREAMED in checkpoint.state:
+        yield PROMPTS_IN_WORK
+
+
+def _trainer(config: TrainingConfig) -> str:
+    return f"main_{type(config).__name__.removesuffix('Config').lower()}"
+
+
+def _trained(config: TrainingConfig) -> dict[str, Engine]:
+    """Folder in a checkpoint -> engine whose state is in it."""
+    found = engines(config)
+    if not isinstance(config, PPOConfig):
+        return {ONLY_ROLE: found[0]}
+    by_role = {engine.role: engine for engine in found}
+    names = [ACTOR_ROLE, *([CRITIC_ROLE] if requirements(config).values else [])]
+    return {name: by_role[name] for name in names}
+
+
+def _made(engine: Engine) -> Made:
+    model = engine.held.model
+    targets = [model.target_modules] if isinstance(model.target_modules, str) else sorted(model.target_modules)
+    return Made(
+        path=model.path,
+        override_config=model.override_config,
+        lora_rank=model.lora_rank,
+        lora_alpha=float(model.lora_alpha),
+        target_modules=targets,
+        dtype=_stepped_dtype(engine.section),
+    )
+
+
+def _stepped_dtype(section: Section) -> str | None:
+    """Megatron's optimizer steps float32 weights, whatever the model computes in."""
+    if isinstance(section, MegatronConfig):
+        return "fp32"
+    return section.model_dtype if isinstance(section, FSDPConfig) else None
+
+
+def _as_dict(made: Made) -> dict[str, Any]:
+    return {item.name: getattr(made, item.name) for item in fields(made)}
+
+
+def _absent(folder: str, config: TrainingConfig) -> str:
+    if isinstance(config, PPOConfig) and folder == CRITIC_ROLE:
+        return f"it holds no critic, which algorithm.adv_estimator={config.algorithm.adv_estimator} trains"
+    return f"it holds no {folder}, which {_trainer(config)} trains"
+
+
+def _differences(before: Mapping[str, Any], engine: Engine) -> Iterator[str]:
+    """Adapters and dtypes; a setting of adapters means something only where there are some."""
+    now, key = _as_dict(_made(engine)), engine.held.model_key
+    names = ["lora_rank"]
+    if before.get("lora_rank") == now["lora_rank"] != 0:
+        names += ["lora_alpha", "target_modules"]
+    for name in names:
+        if name in before and before[name] != now[name]:
+            yield f"{key}.{name} was {_shown(before[name])} and is {_shown(now[name])} now"
+    dtypes = (before.get("dtype"), now["dtype"])
+    if None not in dtypes and dtypes[0] != dtypes[1]:
+        yield f"{engine.key} keeps its weights in {dtypes[1]} now (model_dtype), and they were saved in {dtypes[0]}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return value[0] if len(value) == 1 else f"[{','.join(map(str, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _other_shape(before: Mapping[str, Any], engine: Engine, saved: Path) -> Iterator[str]:
+    """Sizes of a model that another path or other entries of its configuration make another."""
+    model = engine.held.model
+    if (before.get("path"), before.get("override_config")) == (model.path, model.override_config):
+        return
+    try:
+        old, new = read_model_shape(saved), read_model_shape(Path(model.path or "").expanduser(), model.override_config)
+    except ConfigError:
+        return  # a hub name, or a checkpoint of weights alone: the workers will tell
+    sizes = [item.name for item in fields(ModelShape) if item.name not in NOT_COMPARED]
+    other = [f"{name} {getattr(old, name)} -> {getattr(new, name)}" for name in sizes if getattr(old, name) != getattr(new, name)]
+    if other:
+        was, now = before.get("path"), model.path
+        yield f"{engine.held.model_key} is of another shape ({', '.join(other)}; path was {was} and is {now} now)"
