@@ -96,7 +96,8 @@ class Loop:
         self.state_file = plan.folder / "state.json"
         state = json.loads(self.state_file.read_text()) if self.state_file.exists() else None
         # Killed before its first checkpoint, a run begins anew: then all of it did not happen.
-        fuzz.take_back(plan.folder, state["executor"]["ledger"]["counts"] if state else dict.fromkeys(fuzz.ENDS, 0))
+        before = state["executor"]["ledger"] if state else {"counts": dict.fromkeys(fuzz.ENDS, 0), "next_ordinal": 0}
+        fuzz.take_back(plan.folder, before["counts"], before["next_ordinal"])
         self.step = state["step"] if state else 0
         self.records = fuzz.Records(plan.folder)
         self.kills = self.pauses = 0

@@ -102,7 +102,7 @@ def read_lines(path: Path) -> list[Any]:
 
 @dataclass
 class Records:
-    """Files of a run: what the reward function saw (never taken back), what was trained, how the other prompts ended."""
+    """Files of a run: what the reward function saw, what was trained, how the other prompts ended."""
 
     folder: Path
     scored: Lines = field(init=False)
@@ -142,8 +142,12 @@ class Records:
 ENDS = ("trained", "rejected", "dropped")
 
 
-def take_back(folder: Path, counts: dict[str, int]) -> None:
-    """Forget what came after the checkpoint whose ledger counted so many ends: for the resumed run it did not happen."""
+def take_back(folder: Path, counts: dict[str, int], next_ordinal: int) -> None:
+    """Forget what came after the checkpoint whose ledger counted so many ends and had drawn so many prompts: for the resumed run
+    it did not happen.  What the reward function saw of prompts that were drawn by then stays."""
+    path = folder / "scored.jsonl"
+    if path.exists():
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in read_lines(path) if line[0] < next_ordinal))
     kept = {"trained": counts["trained"], "ends": counts["rejected"] + counts["dropped"]}
     for name, count in kept.items():
         path = folder / f"{name}.jsonl"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import TIMEOUT_S, Mains, Task, prompt_rows, write_rows
+from tests.e2e.conftest import ROOT, TIMEOUT_S, Mains, Running, Task, prompt_rows, write_rows
+from tests.support.hanging import SAYS_SO
 from tests.support.metrics import rows_of, rows_so_far
 
 EXIT_USAGE = 2
@@ -79,31 +81,43 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         raise ValueError("this scorer is broken")
     if kind == "hang" and not os.path.exists({mark!r}):
         open({mark!r}, "x").close()
+        {says_so}
         time.sleep(1000)
     return float("nan") if kind == "nan" else 0.5
+"""
+PATIENT_PLUGIN = """
+from pathlib import Path
+import pytest
+from tests.support.hanging import only_hanging_calls_are_late
+
+only_hanging_calls_are_late(pytest.MonkeyPatch(), Path({reward!r}))
 """
 SAMPLES, FAILURES = 16, 5  # 8 prompts twice: two of these cannot be scored, and one sample of a third
 
 
 @pytest.fixture
-def faulty(task: Task, tmp_path: Path) -> list[str]:
-    """A run of one step over 8 prompts whose reward raises, hangs and returns NaN.  What does not hang is given time enough to
-    be done on any machine."""
+def faulty(mains: Mains, task: Task, tmp_path: Path) -> Callable[..., Running]:
+    """Starts a run of one step over 8 prompts whose reward raises, hangs and returns NaN.  What does not hang is given all the
+    time that it takes."""
     reward = tmp_path / "faulty.py"
-    reward.write_text(FAULTY_REWARD.format(mark=str(tmp_path / "hangs")))
-    return task.arguments(
+    reward.write_text(FAULTY_REWARD.format(mark=str(tmp_path / "hangs"), says_so=SAYS_SO))
+    (tmp_path / "patient.py").write_text(PATIENT_PLUGIN.format(reward=str(reward)))
+    arguments = task.arguments(
         tmp_path / "run",
         f"data.train_files={write_rows(tmp_path / 'eight.parquet', prompt_rows(8))}",
         f"custom_reward_function.path={reward}",
-        "reward_model.timeout_s=8",
+        "reward_model.timeout_s=4",
         "reward_model.num_workers=2",
         "trainer.total_training_steps=1",
+        "trainer.plugins=[patient]",
     )
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    return lambda *more: mains.start([*arguments, *more], env=environment)
 
 
 @pytest.mark.parametrize("policy", ["mask", "zero"])
-def test_a_failing_reward_is_counted_and_passed_over(mains: Mains, faulty: list[str], tmp_path: Path, policy: str) -> None:
-    running = mains.start([*faulty, f"reward_model.on_error={policy}", "reward_model.max_error_rate=0.5"])
+def test_a_failing_reward_is_counted_and_passed_over(faulty: Callable[..., Running], tmp_path: Path, policy: str) -> None:
+    running = faulty(f"reward_model.on_error={policy}", "reward_model.max_error_rate=0.5")
     result = running.wait()
     assert result.code == 0, result.output
     (row,) = rows_of(tmp_path / "run")
@@ -124,10 +138,8 @@ def test_a_failing_reward_is_counted_and_passed_over(mains: Mains, faulty: list[
         ([], "is more than reward_model.max_error_rate=0.1 allows"),  # as it is set by default
     ],
 )
-def test_a_failing_reward_stops_the_run(
-    mains: Mains, faulty: list[str], tmp_path: Path, settings: list[str], reason: str
-) -> None:
-    running = mains.start([*faulty, *settings])
+def test_a_failing_reward_stops_the_run(faulty: Callable[..., Running], tmp_path: Path, settings: list[str], reason: str) -> None:
+    running = faulty(*settings)
     result = running.wait()
     assert result.code not in (0, -signal.SIGKILL)
     assert reason in result.output

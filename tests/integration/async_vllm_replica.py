@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import os
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,13 +18,36 @@ from torch import Tensor
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
 from rlhub.engines.rollout.vllm.async_engine import AsyncVLLMEngine
 from rlhub.sharding_manager import files
+from rlhub.sharding_manager.report import SyncReport
+from rlhub.workers.folder_reader import FolderReader
 from rlhub.workers.rollout_server import RolloutServer, UpdateReport
+from tests.support.held import ENGINES, LIMIT_S, VARIABLE, Hold
 
+HELD_AT = 20
+"""Tokens, of those that requests may get."""
 HERE = "tests.integration.async_vllm_replica"
 
 
+class AtPlacing:
+    """A reader that waits between the pause and the copying.  begun: it waits; it goes on with `go`."""
+
+    def __init__(self, reader: FolderReader) -> None:
+        self.prepare, self._reader = reader.prepare, reader
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def place(self, mapped: Any) -> SyncReport:
+        self.begun.set()
+        assert self.go.wait(LIMIT_S)
+        return self._reader.place(mapped)
+
+
 class LookedInto(RolloutServer):
-    """With the engine itself at hand."""
+    """With the engine itself at hand, whose steps can be held."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        importlib.import_module(ENGINES)
+        self.hold = Hold(Path(os.environ[VARIABLE]))
 
     @property
     def vllm(self) -> AsyncVLLMEngine:
@@ -40,23 +66,32 @@ class LookedInto(RolloutServer):
         """New weights while all of `wanted` run; `late` comes during the update.  What each was told as it ran, too."""
         self.config.rollout.recompute_kv_cache = recompute
         told: list[list[Progress]] = [[] for _ in wanted]
+        self.hold.at(0)
         tasks = [
             asyncio.create_task(self.vllm.agenerate(request, params, heard.append))
             for request, heard in zip(wanted, told, strict=True)
         ]
+        await self.hold.reached(0, len(tasks))
+        self.hold.at(HELD_AT)
         while not all(told):
             await asyncio.sleep(0.001)
-        update = asyncio.create_task(self.update_weights(folder, version))
-        while not self.vllm._paused:
-            await asyncio.sleep(0.001)
+        reader = self._reader(folder)
+        self._readers[folder] = update = AtPlacing(reader)  # type: ignore[assignment]
+        updating = asyncio.create_task(self.update_weights(folder, version))
+        assert await asyncio.to_thread(update.begun.wait, LIMIT_S)
         last = asyncio.create_task(self.agenerate(late, params))
-        report = await update
-        assert self.vllm.load > len(wanted), "the requests ended before the update"
+        await asyncio.sleep(0)
+        assert self.vllm.load == len(wanted) + 1, "the requests ended before the update"
+        self.hold.let_go()
+        update.go.set()
+        report = await updating
+        self._readers[folder] = reader
         return list(await asyncio.gather(*tasks)), await last, told, report
 
     async def part(self, request: GenerationRequest, params: SamplingParams, how: str) -> tuple[Completion | None, int]:
         """What there is of a request that ends early, and the engine's load after it."""
         told: list[Progress] = []
+        self.hold.at(HELD_AT)
         task = asyncio.create_task(self.vllm.agenerate(request, params, told.append))
         while not told:
             await asyncio.sleep(0.001)
@@ -74,6 +109,7 @@ class LookedInto(RolloutServer):
             await self.abort(["nobody", request.request_id])
             completion = await asyncio.wait_for(task, 20)
             await self.resume()
+        self.hold.let_go()
         while self.vllm.load:
             await asyncio.sleep(0.001)
         return completion, self.vllm._running()._llm.get_num_unfinished_requests()

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,34 @@ import psutil
 from rlhub.errors import ConfigError, ResourceError, WorkerDiedError
 from rlhub.single_controller import ClassWithInitArgs, launch
 from tests.integration.controller_workers import Probe
+from tests.support.processes import alive, all_end
 
 STORE = 200 * 2**20
 
 
 def _listening() -> list[str]:
     """Addresses on which this process's descendants listen."""
-    processes = psutil.Process().children(recursive=True)
-    return sorted({c.laddr.ip for p in processes for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN})
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended since
+            found.update(c.laddr.ip for c in process.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN)
+    return sorted(found)
+
+
+def _descendants() -> list[str]:
+    """Names of this process's that still run."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.name())
+    return found
 
 
 def _running(pids: list[int]) -> list[int]:
-    """Those that still run; a killed child may stay a zombie until whoever inherited it collects it."""
-    return [p.pid for p in psutil.process_iter() if p.pid in pids and p.status() != psutil.STATUS_ZOMBIE]
+    """Those that were not ended; what was killed ends when it gets a core."""
+    all_end(pids)
+    return [pid for pid in pids if alive(pid)]
 
 
 def own_cluster() -> dict[str, Any]:
@@ -50,7 +66,7 @@ def own_cluster() -> dict[str, Any]:
     }
     launched.close()
     result["left"] = _running(result["pids"] + result["children"])
-    result["descendants"] = [p.name() for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    result["descendants"] = _descendants()
     return result
 
 

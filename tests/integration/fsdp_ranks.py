@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import socket
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
+
+from tests.support.ports import free_port
 
 CALL_DEADLINE_S = 240.0
 
@@ -34,9 +35,7 @@ class Ranks:
         self.world = world
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([preload])
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.processes, self.pipes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rlhub.errors import ConfigError, DataError, DeadlineError, WorkerDiedError, WorkerError
@@ -27,6 +26,7 @@ from rlhub.single_controller import (
 )
 from rlhub.utils.outcomes import Accepted, Cancelled, Failed, TimedOut
 from tests.support.hosted import Server
+from tests.support.processes import alive
 
 LONG_S = 60.0
 
@@ -65,10 +65,6 @@ def until(holds: Callable[[], bool]) -> bool:
     while not holds() and time.monotonic() < end:
         time.sleep(0.02)
     return holds()
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from rlhub.utils.loop_thread import LoopThread
 from rlhub.workers.runtime import WorkerRuntime
 from tests.integration.async_vllm_replica import LookedInto
 from tests.support.chat_model import save_chat_model
+from tests.support.held import VARIABLE
 from tests.support.plain_train_engine import PlainTrainEngine
 from tests.support.rollout_contract import PROMPTS
 from tests.support.tiny_models import greedy_reference, save_tiny_model, sequence_log_probs, tiny_model
@@ -49,7 +50,13 @@ class Replica:
         config.model.path = str(path)
         config.rollout.name, config.rollout.mode = "vllm", "async"
         config.rollout.tensor_model_parallel_size, config.rollout.max_num_seqs = 2, 16
-        options = AsyncActorOptions(name="rollout-0", num_cpus=0.0, log_dir=str(folder / "logs"), start_deadline_s=LIMIT_S)
+        options = AsyncActorOptions(
+            name="rollout-0",
+            num_cpus=0.0,
+            worker_env={VARIABLE: str(folder / "hold")},
+            log_dir=str(folder / "logs"),
+            start_deadline_s=LIMIT_S,
+        )
         self.folder = folder / "weights"
         self.models: dict[int, PreTrainedModel] = {}
         self.actor: AsyncActor = start_async_actor(ClassWithInitArgs(LookedInto, config, RUNTIME), options)

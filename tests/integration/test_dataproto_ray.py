@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhub.protocol import DataProto, DataProtoFuture, all_gather_data_proto
+from tests.support.ports import free_port
 
 MIB = 2**20
 
@@ -125,9 +125,7 @@ def test_a_chunked_future_resolves_on_the_worker(readers: list[Any]) -> None:
 
 
 def gather(readers: list[Any], sizes: list[int], **options: bool) -> list[DataProto]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return ray.get([reader.gather.remote(rank, port, sizes, **options) for rank, reader in enumerate(readers)], timeout=120)
 
 

@@ -18,6 +18,7 @@ import psutil
 from rlhub.envs.base import EnvDiedError, ImageObservation, StepEnvironment
 from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, OwnEnvironments
 from rlhub.workers.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
+from tests.support.processes import all_end
 
 logger = logging.getLogger(__name__)
 
@@ -83,16 +84,11 @@ def within(folder: Path, play: Callable[[EnvironmentHosts], Awaitable[None]]) ->
     started: list[int] = []
     asyncio.run(asyncio.wait_for(main(), WAIT_S))
     assert len(started) >= 3, "two hosts, and processes of theirs"
-    assert gone(started)
+    assert all_end(started)
 
 
 def pids_of(hosts: EnvironmentHosts) -> list[int]:
     return [host.actor.worker.pid for host in hosts.hosts]  # type: ignore[attr-defined]
-
-
-def gone(pids: list[int]) -> bool:
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
-    return not alive
 
 
 async def play_one(source: EnvironmentSource, spec: EnvironmentSpec, number: int) -> set[str]:
@@ -164,7 +160,7 @@ def test_a_killed_process_and_a_killed_host_cost_their_own_episodes(ray_cluster:
         while len(hosts.hosts) < 2:
             await asyncio.sleep(0.02)
         assert hosts.counts == {"deaths": 1, "restarts": 1}
-        assert gone([parents[1], simulators[0], simulators[1], simulators[3]])
+        assert all_end([parents[1], simulators[0], simulators[1], simulators[3]])
         await asyncio.gather(*(play_one(hosts, spec, number) for number in range(8)))
         await check_states(hosts)
 

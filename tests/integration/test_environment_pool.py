@@ -34,7 +34,8 @@ class Trouble:
         if action == "die":
             os._exit(3)
         if action == "hang":
-            time.sleep(60)
+            open(f"{__file__}.hangs", "w").close()
+            time.sleep(600)
         if action == "meet":  # four at the same time
             open(f"{__file__}.{os.getpid()}.met", "w").close()
             while len(glob.glob(f"{__file__}.*.met")) < 4:
@@ -60,10 +61,15 @@ def trouble(tmp_path: Path) -> str:
 
 
 def with_pool(
-    use: Callable[[EnvironmentPool], Awaitable[Any]], target: str, *, num_workers: int = 1, step_s: float = 30.0, **settings: Any
+    use: Callable[[EnvironmentPool], Awaitable[Any]],
+    target: str,
+    *,
+    num_workers: int = 1,
+    limits: PoolLimits | None = None,
+    **settings: Any,
 ) -> Any:
     async def run() -> Any:
-        pool = EnvironmentPool(target, settings, num_workers=num_workers, limits=PoolLimits(step_timeout_s=step_s))
+        pool = EnvironmentPool(target, settings, num_workers=num_workers, limits=limits)
         try:
             return await use(pool)
         finally:
@@ -74,6 +80,9 @@ def with_pool(
 
 
 def test_every_way_to_fail_is_a_typed_error_and_the_next_episode_has_a_simulator(trouble: str) -> None:
+    limits = PoolLimits()
+    own_s = limits.step_timeout_s
+
     async def use(pool: EnvironmentPool) -> None:
         pids = []
         for action, error, stays in (
@@ -86,9 +95,11 @@ def test_every_way_to_fail_is_a_typed_error_and_the_next_episode_has_a_simulator
                 _, info = await environment.reset(seed=1)
                 pids.append(info["pid"])
                 assert info.keys() == {"pid"} and (await environment.step("go"))[0] == "go 1"
+                limits.step_timeout_s = 0.5 if action == "hang" else own_s  # no other step can be too slow
                 with pytest.raises(error) as caught:
                     await environment.step(action)
                 assert type(caught.value) is error
+                limits.step_timeout_s = own_s
                 if stays:
                     assert (await environment.step("on"))[0] == "on 3"
                 else:
@@ -97,7 +108,7 @@ def test_every_way_to_fail_is_a_typed_error_and_the_next_episode_has_a_simulator
                     assert not psutil.pid_exists(info["pid"])
         assert pids[0] == pids[1] and len(set(pids)) == 3 and pool.num_replaced == 2
 
-    with_pool(use, trouble, step_s=3.0)
+    with_pool(use, trouble, limits=limits)
 
 
 def test_a_process_killed_from_outside_costs_its_own_episode_only(trouble: str) -> None:
@@ -138,12 +149,15 @@ def test_processes_work_at_the_same_time_and_no_more_than_there_are(trouble: str
     assert running == [0, 4]
 
 
-def test_a_cancelled_call_does_not_answer_the_next_one(trouble: str) -> None:
+def test_a_cancelled_call_does_not_answer_the_next_one(trouble: str, tmp_path: Path) -> None:
+    under_way = tmp_path / "trouble.py.hangs"
+
     async def use(pool: EnvironmentPool) -> str:
         async with pool.lease() as environment:
             await environment.reset()
             call = asyncio.create_task(environment.step("hang"))
-            await asyncio.sleep(0.05)
+            while not under_way.exists():
+                await asyncio.sleep(0.01)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call

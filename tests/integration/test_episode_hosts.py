@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.workers.episode_host import HostSettings, WorkflowKey
@@ -20,6 +18,7 @@ from rlhub.workflows.base import EpisodeData, WorkflowParts
 from rlhub.workflows.trajectory import Trajectory
 from tests.support.chat_model import save_chat_model
 from tests.support.episodes import parts
+from tests.support.processes import all_end
 
 NUM_EPISODES = 8
 WAIT_S = 120.0
@@ -136,8 +135,7 @@ def test_episodes_run_elsewhere_and_none_is_lost_with_its_host(ray_cluster: None
 
     asyncio.run(asyncio.wait_for(main(), WAIT_S))
     assert len(pids) == 2 and os.getpid() not in pids
-    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
-    assert not alive
+    assert all_end(pids)
 
 
 class Listened:

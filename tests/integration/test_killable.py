@@ -14,6 +14,7 @@ import pytest
 from rlhub.errors import LoadError
 from rlhub.utils import killable
 from rlhub.utils.killable import KillablePool, Outcome
+from tests.support.hanging import SAYS_SO, only_hanging_calls_are_late
 
 FUNCTION = """
 import ctypes, glob, os, signal, subprocess, sys, time
@@ -24,7 +25,9 @@ def act(x):
     if x == "exit": os._exit(3)
     if x == "sys.exit": sys.exit("bye")
     if x == "crash": ctypes.string_at(0)
-    if x == "hang": ctypes.PyDLL(None).sleep(1000)
+    if x == "hang":
+        SAYS SO
+        ctypes.PyDLL(None).sleep(1000)
     if x == "print":
         print("x" * (1 << 26)); print("x" * (1 << 26), file=sys.__stderr__)
     if x == "eat": return len(bytearray(1 << 34))
@@ -34,7 +37,8 @@ def act(x):
     if x == "interrupt": raise KeyboardInterrupt
     if x == "close": os.closerange(3, 100)
     if x == "spawn":
-        subprocess.Popen(["sh", "-c", "sleep 98765.25 & exit"], start_new_session=True)
+        subprocess.Popen(["sh", "-c", "sleep 98765.25 & exit"], start_new_session=True).wait()
+        SAYS SO
         while True: pass
     if x == "pid": return os.getpid()
     if x == "meet":  # two children at least
@@ -46,8 +50,8 @@ def act(x):
 
 async def later(x): return x
 NUMBER = 3
-"""
-DEADLINE_S = 2.5  # calls that hang wait for it; others take longer only where a process gets no core for so long
+""".replace("SAYS SO", SAYS_SO)
+DEADLINE_S = 2.5
 
 
 @pytest.fixture
@@ -55,6 +59,11 @@ def target(tmp_path: Path) -> str:
     path = tmp_path / "act.py"
     path.write_text(textwrap.dedent(FUNCTION))
     return f"{path}:act"
+
+
+@pytest.fixture
+def ends_hanging_calls(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_hanging_calls_are_late(monkeypatch, Path(target.removesuffix(":act")))
 
 
 @pytest.fixture
@@ -114,6 +123,7 @@ def test_an_argument_that_cannot_be_sent_fails_alone(make: Callable[..., Killabl
     assert kinds(run(make(), 1, object(), 2)) == [None, "bad_argument", None]
 
 
+@pytest.mark.usefixtures("ends_hanging_calls")
 def test_a_call_that_holds_the_interpreter_lock_is_killed_at_its_deadline(make: Callable[..., KillablePool]) -> None:
     pool = make(timeout_s=DEADLINE_S)
     assert kinds(run(pool, 1, "hang", 2, "hang", 3)) == [None, "timeout", None, "timeout", None]
@@ -138,6 +148,7 @@ def test_a_driver_that_was_held_up_reads_the_answer_that_is_there_before_it_look
     assert kinds(run(pool, 1)) == [None] and not held_up
 
 
+@pytest.mark.usefixtures("ends_hanging_calls")
 def test_after_too_many_failures_the_rest_is_skipped(make: Callable[..., KillablePool]) -> None:
     """Its child is at work then.  With the control: without a limit every call is done."""
     pool = make(timeout_s=DEADLINE_S)
@@ -151,6 +162,7 @@ def test_output_goes_nowhere_whatever_its_size(make: Callable[..., KillablePool]
     assert run(make(), "print")[0].value == "print"
 
 
+@pytest.mark.usefixtures("ends_hanging_calls")
 def test_descendants_in_sessions_of_their_own_die_with_the_call(make: Callable[..., KillablePool]) -> None:
     assert kinds(run(make(timeout_s=0.5), "spawn")) == ["timeout"]
     deadline = time.monotonic() + 30  # what was killed ends when it gets a core

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -29,6 +28,7 @@ from rlhub.trainer.preflight import check
 from rlhub.trainer.run import Run
 from tests.support.chat_model import save_chat_model
 from tests.support.metrics import rows_of
+from tests.support.processes import all_end
 from tests.support.reward_models import save_reward_model
 
 STEPS = 3
@@ -120,11 +120,7 @@ class Started:
 
     def close(self) -> None:
         self.stack.close()
-        assert [pid for pid in self.pids if alive(pid)] == []
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        assert all_end(self.pids)
 
 
 @pytest.fixture(scope="module")

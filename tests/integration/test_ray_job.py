@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,9 @@ import pytest
 from rlhub.single_controller.ray.runtime_env import build_runtime_env
 from tests.support.chat_model import save_chat_model
 from tests.support.metrics import rows_of
+from tests.support.ports import LOOPBACK, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 180.0
 JOB_TIMEOUT_S = 420.0
 """Of one job: half a minute when nothing else runs."""
@@ -59,15 +57,6 @@ def share_of_odd(text):
 """
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on, all different."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((LOOPBACK, 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 @dataclass(slots=True, kw_only=True)
 class Head:
     """A running head node.  address: of its job server."""
@@ -96,8 +85,8 @@ def client_environment() -> dict[str, str]:
 
 
 def start_head(folder: Path) -> Head:
-    """All of it on loopback and on ports that were free a moment ago."""
-    gcs, dashboard, *others = free_ports(8)
+    """All of it on loopback and on ports that are free."""
+    gcs, dashboard, *others = (free_port() for _ in range(8))
     names = (
         "dashboard-agent-listen-port", "dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port",
         "node-manager-port", "object-manager-port",

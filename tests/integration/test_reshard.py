@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from tests.integration import reshard_checks as checks
 from tests.integration.fsdp_ranks import Ranks
+from tests.support.ports import free_port
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +56,6 @@ def engines() -> Iterator[list[Ranks]]:
     yield groups
     for group in groups:
         group.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def together(*calls: Any) -> list[Any]:
@@ -135,8 +129,8 @@ def test_a_killed_sender_is_named_and_half_an_update_never_serves(
     kind, message = seen["errors"][2]
     assert kind == "WorkerDiedError" and "[weight sender rank 1" in message
     assert seen["refuses"] and seen["version"] == 1
-    pids = {process.pid for process in (*doomed.processes, *engines[1].processes)}
-    assert [path for path in Path("/dev/shm").glob("rlhub-*") if int(path.name.split("-")[1]) in pids] == []
+    pids = {str(process.pid) for process in (*doomed.processes, *engines[1].processes)}
+    assert [path for path in Path("/dev/shm").glob("rlhub-*") if path.name.split("-")[1] in pids] == []
 
 
 @pytest.mark.parametrize("model", ["dense", "moe"])

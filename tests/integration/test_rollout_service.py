@@ -157,9 +157,11 @@ def test_a_killed_replica_loses_no_request_and_comes_back_with_the_newest_weight
     victim = job.statuses()["rollout-0"]
     told: list[list[int]] = [[], []]
     follows = [lambda progress, own=own: own.extend(progress.token_ids) for own in told]
+    job.hold(0)
+    futures = [job.submit(seed, follow=follow) for seed, follow in enumerate([*follows, None, None])]
+    until(lambda: [status.load for status in job.statuses().values()] == [2, 2])  # none comes when others are held already
     job.hold(20)
-    futures = [job.submit(seed, follow=follow) for seed, follow in enumerate([*follows, None, None])]  # two a replica
-    until(lambda: job.statuses()["rollout-0"].load > 0 and min(map(len, told)) > 2)
+    until(lambda: min(map(len, told)) > 2)
     time.sleep(0.2)  # what is lost is estimated from the time
     assert not any(future.done() for future in futures)
     os.kill(victim.pid, signal.SIGKILL)

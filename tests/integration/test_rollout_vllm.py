@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,15 +12,10 @@ import pytest
 
 from tests.integration.rollout_scenarios import CASES, FLIPPED, INTERRUPTED_TOKENS, NUM_INTERRUPTIONS
 from tests.support.interruptions import Seen, check
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 600  # vLLM's import alone takes ten seconds of CPU time a process
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_job(folder: Path, world_size: int) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import openai
 import psutil
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
 from rlhub.sharding_manager.files import WeightWriter
 from tests.support.plain_train_engine import PlainTrainEngine
-from tests.support.serving import Server, build, difference, expected, serving, weights
+from tests.support.serving import Server, build, difference, expected, serving, started, weights
 
 CLOSE = 2e-4
 PROMPTS = [[5, 6, 7, 13], [8, 9, 14, 5, 6], [20]]
@@ -37,15 +38,30 @@ def test_a_model_in_two_parts_is_served_and_takes_new_weights(tmp_path: Path) ->
 
 
 def check_stream(server: Server, client: openai.OpenAI) -> None:
-    """With the model's own weights, as version 0, token by token."""
+    """With the model's own weights, as version 0, and told while the engine is held before the next ones."""
     extra = {"return_token_ids": True, "ignore_eos": True}
-    chunks = list(
-        client.completions.create(model="policy", prompt=PROMPTS[0], max_tokens=40, logprobs=0, stream=True, extra_body=extra)
+    told: list[Any] = []
+    ids: list[int] = []
+
+    def hear(chunk: Any) -> None:
+        if chunk.choices[0].logprobs:
+            told.append(chunk.choices[0])
+            ids.extend(chunk.choices[0].model_extra["token_ids"])
+
+    server.hold.at(1)
+    chunks = client.completions.create(
+        model="policy", prompt=PROMPTS[0], max_tokens=40, logprobs=0, stream=True, extra_body=extra
     )
-    told = [chunk.choices[0] for chunk in chunks if chunk.choices[0].logprobs]
-    ids = [token for choice in told for token in choice.model_extra["token_ids"]]
+    for limit in (1, 10, 30):
+        server.hold.at(limit)
+        while len(ids) < limit:
+            hear(next(chunks))
+        assert len(ids) == limit
+    server.hold.let_go()
+    for chunk in chunks:
+        hear(chunk)
     log_probs = [value for choice in told for value in choice.logprobs.token_logprobs]
-    assert len(ids) == 40 and len(told) > 10
+    assert len(ids) == 40
     assert {version for choice in told for version in choice.model_extra["token_versions"]} == {0}
     assert difference(log_probs, expected(server, {}, PROMPTS[0], ids)) < CLOSE
 
@@ -69,13 +85,19 @@ def check_requests_in_flight(server: Server, folder: Path) -> None:
                 changed.clear()
                 await asyncio.wait_for(changed.wait(), 60)
 
-        tasks = [
-            asyncio.create_task(remote.agenerate(GenerationRequest(prompt_ids=ids, seed=index), params, partial(follow, index)))
-            for index, ids in enumerate(PROMPTS)
-        ]
+        def ask() -> list[asyncio.Task[Completion]]:
+            return [
+                asyncio.create_task(
+                    remote.agenerate(GenerationRequest(prompt_ids=ids, seed=index), params, partial(follow, index))
+                )
+                for index, ids in enumerate(PROMPTS)
+            ]
+
+        tasks = await started(server, ask, 20)
         await all_have(11)
         await asyncio.to_thread(remote.pause)
         await asyncio.to_thread(remote.update_weights, [list(moved[1].items())], 12)
+        server.hold.let_go()
         await asyncio.to_thread(remote.resume)
         await all_have(12)
         remote.abort()

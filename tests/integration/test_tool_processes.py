@@ -19,6 +19,8 @@ from rlhub.errors import ConfigError
 from rlhub.tools.load import load_tools
 from rlhub.tools.toolbox import Toolbox, ToolSession
 from rlhub.utils.tool_calls import ToolCall, ToolResult
+from tests.support.hanging import only_hanging_calls_are_late
+from tests.support.ports import free_port
 
 MCP_SERVER = '''
 import sys
@@ -92,10 +94,12 @@ def test_a_program_leaves_nothing_behind() -> None:
         time.sleep(0.1)
 
 
-def test_programs_are_bounded() -> None:
+def test_programs_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time, memory and output; and the tool goes on after each."""
+    only_hanging_calls_are_late(monkeypatch, tmp_path / "code")
+    forever = f"import os\nopen(f'{tmp_path / 'code'}.{{os.getppid()}}.hangs', 'w').close()\nwhile True: pass"
     endless, huge, talkative, after = programs(
-        "while True: pass", "x = bytearray(10**10)", "print('a' * 10**6)", "print('fine')", num_workers=1, timeout_s=4.0
+        forever, "x = bytearray(10**10)", "print('a' * 10**6)", "print('fine')", num_workers=1, timeout_s=4.0
     )
     assert endless.failed and "not done after 4 s" in endless.text
     assert huge.failed and "MemoryError" in huge.text
@@ -131,9 +135,7 @@ def test_an_mcp_server_over_standard_input(server: Path) -> None:
 
 
 def test_an_mcp_server_over_http(server: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([sys.executable, str(server), "streamable-http", str(port)], stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60

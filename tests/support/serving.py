@@ -7,13 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-import aiohttp
 import psutil
 import torch
 from torch import Tensor
@@ -21,23 +20,26 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhub.config.model import ModelConfig
 from rlhub.config.rollout import RemoteConfig, RolloutConfig
-from rlhub.engines.rollout.base import RolloutEngine
+from rlhub.engines.rollout.base import Completion, RolloutEngine
 from rlhub.engines.rollout.registry import build_rollout_engine
 from tests.support.chat_model import save_chat_model
+from tests.support.held import ENGINES, VARIABLE, Hold
 from tests.support.tiny_models import sequence_log_probs
 
+ROOT = Path(__file__).resolve().parents[2]
 START_S = 600.0  # of an engine whose processes import vLLM, on a machine that may be busy
 END_S = 60.0
 
 
 @dataclass
 class Server:
-    """A running main_serve.  family: its processes."""
+    """A running main_serve.  family: its processes.  hold: of its engine's steps."""
 
     model: Path
     address: str
     key_file: Path
     log: Path
+    hold: Hold
     family: list[int] = field(default_factory=list)
 
     @property
@@ -50,9 +52,11 @@ def serving(folder: Path, *settings: str) -> Iterator[Server]:
     """Ended by SIGTERM, at which it must end well."""
     model, ready, key, log = save_chat_model(folder / "model"), folder / "ready", folder / "key", folder / "log"
     command = [sys.executable, "-m", "rlhub.trainer.main_serve", f"model.path={model}", "server.port=0", "device=cpu"]
-    files = [f"server.ready_file={ready}", f"server.api_key_file={key}"]
+    files = [f"server.ready_file={ready}", f"server.api_key_file={key}", f"plugins=[{ENGINES}]"]
+    hold = Hold(folder / "hold")
     with log.open("w") as stream:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, VARIABLE: str(hold.file)}
         process = subprocess.Popen([*command, *files, *settings], stdout=stream, stderr=stream, env=environment)
     deadline = time.monotonic() + START_S
     try:
@@ -60,7 +64,7 @@ def serving(folder: Path, *settings: str) -> Iterator[Server]:
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-        yield Server(model=model, address=ready.read_text(), key_file=key, log=log, family=family)
+        yield Server(model=model, address=ready.read_text(), key_file=key, log=log, hold=hold, family=family)
     finally:
         process.terminate()
         status = process.wait(END_S)
@@ -88,15 +92,16 @@ def build(server: Server, name: str, folder: Path | None = None, address: str | 
     return engine
 
 
-async def under_way(server: Server, count: int) -> None:
-    """Until so many requests are in the server's engine."""
-    url, headers = f"{server.address}/admin/status", {"Authorization": f"Bearer {server.key}"}
-    async with aiohttp.ClientSession(headers=headers) as session:
-        while True:
-            async with session.get(url) as answer:
-                if (await answer.json())["load"] >= count:
-                    return
-            await asyncio.sleep(0.01)
+async def started(
+    server: Server, ask: Callable[[], Sequence[asyncio.Task[Completion]]], tokens: int
+) -> list[asyncio.Task[Completion]]:
+    """What `ask` asks for, when each of its requests has so many tokens, and gets none more before it is let go."""
+    server.hold.at(0)
+    tasks = list(ask())
+    await server.hold.reached(0, len(tasks))
+    server.hold.at(tokens)
+    await server.hold.reached(tokens, len(tasks))
+    return tasks
 
 
 def weights(server: Server, seed: int) -> dict[str, Tensor]:
