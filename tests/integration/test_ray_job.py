@@ -31,7 +31,7 @@ JOB_TIMEOUT_S = 420.0
 """Of one job: half a minute when nothing else runs."""
 DECOY_BYTES = 300_000
 LEFT_OUT = (".git", ".venv", ".venv-cuda", "checkpoints", "outputs", "wandb", "__pycache__", "rlhub/__pycache__")
-LARGEST_PACKAGE = 2 * 2**20
+LARGEST_PACKAGE = 4 * 2**20
 """Bytes of the source tree alone, generously."""
 
 PLUGIN = """
