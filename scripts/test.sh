@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All tests a CPU machine can run, from nothing: environment, unit, integration, end to end.  Arguments go to pytest.
 #
-#   bash scripts/test.sh                 everything (about 32 minutes on two cores)
+#   bash scripts/test.sh                 everything (20 to 33 minutes on two cores)
 #   bash scripts/test.sh -k checkpoint   what matches
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -192,13 +192,14 @@ def rlhub(folder: str, response_tokens: int, backend: str) -> tuple[StepFunction
     run = stack.enter_context(Run(config.trainer, to_dict(config), data.total_steps))
     trainer = build_trainer(config, data, run, stack)
     run.start()
+    trainer.batches.start()
     batches, done = data.loader.endless(), 0
 
     def step() -> None:
         nonlocal done
         done += 1
         run.begin_step(done)
-        run.end_step(done, trainer.train_step(done, next(batches)), save=trainer.save, state=trainer.state, last=False)
+        run.end_step(done, trainer.train_step(done, batches), save=trainer.save, state=trainer.state, last=False)
 
     def processes() -> set[int]:
         children = {
@@ -206,7 +207,7 @@ def rlhub(folder: str, response_tokens: int, backend: str) -> tuple[StepFunction
             for child in psutil.Process().children(recursive=True)
             if not any(name in " ".join(child.cmdline()) for name in ("raylet", "gcs_server", "/ray/"))
         }
-        return {os.getpid(), *children, *(worker.pid for worker in trainer.actor.workers)}
+        return {os.getpid(), *children, *(worker.pid for worker in trainer.groups.actor.workers)}
 
     return step, processes
 

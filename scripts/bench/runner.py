@@ -28,6 +28,7 @@ from rich.table import Table
 
 from rlhub.single_controller import ActorTaskRunner, AsyncActor, AsyncActorOptions, ClassWithInitArgs, start_async_actor
 from rlhub.single_controller.ray import connect
+from rlhub.utils.collector import heap_set_aside
 from rlhub.utils.loop_thread import LoopThread
 from rlhub.utils.task_runner import AsyncTaskRunner
 
@@ -121,7 +122,10 @@ def running(**limits: Any) -> Iterator[AsyncTaskRunner]:
 
 def throughput(report: Report, rounds: int, num_tasks: int) -> None:
     thread = LoopThread("plain")
-    with running() as runner:
+    with (
+        running() as runner,
+        heap_set_aside(),
+    ):  # which plain tasks, all alive at once, would pay for
         for name, what, limit in (("trivial tasks", trivial, 0.6), ("tasks that yield once", yielding, 0.0)):
             ratio, mine, theirs = median_ratio(
                 rounds, lambda w=what: through(runner, num_tasks, w, 1), lambda w=what: plain(thread, num_tasks, w)
