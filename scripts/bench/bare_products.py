@@ -1,6 +1,7 @@
 """The matrix products of generation alone, in one process and in two: what two ranks can gain at most on this machine.
 
-Every decoding step reads all weights, whatever the number of rows, and both processes read them through one memory.
+Every decoding step reads all weights, whatever the number of rows, and both processes read them through one memory.  The
+products are computed as the hf engine computes them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+
+from rlhub.models.products import linear
 
 Shape = tuple[int, int]
 
@@ -67,5 +70,5 @@ def _serve(pipe: Connection, shapes: list[Shape]) -> None:
         start = time.process_time()
         for count in rows:
             for weight in weights:
-                torch.mm(weight, inputs[count, weight.shape[1]].t())
+                linear(weight, inputs[count, weight.shape[1]])
         pipe.send(time.process_time() - start)

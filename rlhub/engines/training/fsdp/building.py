@@ -19,6 +19,7 @@ from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, num_bytes
 from rlhub.models.hf import SCALAR_HEAD, ModelKind, build_model
 from rlhub.models.lora import add_lora, named_parameters
 from rlhub.models.packed_attention import PACKED_ATTENTION
+from rlhub.models.products import use_fast_products
 
 BROADCAST_BYTES = 1 << 30
 """Models above this size are read by rank 0 alone."""
@@ -77,6 +78,7 @@ def _prepared(plan: BuildPlan, *, empty: bool = False) -> PreTrainedModel:
         head.requires_grad_(scalar)  # a scalar head is new or tiny: it is trained as it is
     if not plan.trainable:
         model.requires_grad_(False)
+    use_fast_products(model)
     return model
 
 
