@@ -22,7 +22,11 @@ class ActorRolloutRefWorker(ActorPart, RolloutPart, GivesRoom):
         holds_memory(self)
         self.give_room()  # to the roles that are built next, and to the trainer until the first weights
         self.sharding = ShardingManager(
-            self.engine, self.rollout, bucket_bytes=self.bucket_bytes, timeout_s=self.runtime.deadline_s
+            self.engine,
+            self.rollout,
+            bucket_bytes=self.bucket_bytes,
+            timeout_s=self.runtime.deadline_s,
+            share=self.config.rollout.share_weights,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -40,13 +40,14 @@ ROWS, PROMPT_TOKENS, RESPONSE_TOKENS, SAMPLES = 128, 16, 48, 4
 WANTED = 1.6
 
 
-def configuration(folder: Path, engine: str) -> PPOConfig:
+def configuration(folder: Path, engine: str, *, share: bool = True) -> PPOConfig:
     """GRPO on the bench's model, generating a fixed number of tokens."""
     config = PPOConfig()
     config.actor_rollout_ref.model.path = str(folder)
     config.actor_rollout_ref.model.enable_gradient_checkpointing = False
     config.actor_rollout_ref.rollout.name = engine
     config.actor_rollout_ref.rollout.ignore_eos = True
+    config.actor_rollout_ref.rollout.share_weights = share
     config.data.max_prompt_length, config.data.max_response_length = PROMPT_TOKENS, RESPONSE_TOKENS
     config.trainer.device = "cpu"
     derive(config)
@@ -123,8 +124,8 @@ def show(title: str, figures: Figures) -> None:
     Console(width=max(Console().width, 124)).print(table)
 
 
-def compare(folder: Path, engine: str, rounds: int) -> Figures:
-    config = configuration(folder, engine)
+def compare(folder: Path, engine: str, rounds: int, *, share: bool) -> Figures:
+    config = configuration(folder, engine, share=share)
     runtime = WorkerRuntime(device="cpu", seed=1, max_prompt_length=PROMPT_TOKENS, max_response_length=RESPONSE_TOKENS)
     role = ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, runtime)
     figures: Figures = {phase: {1: [], 2: []} for phase in ("generation", "update", PRODUCTS)}
@@ -139,6 +140,7 @@ def compare(folder: Path, engine: str, rounds: int) -> Figures:
         for group in groups.values():
             group.init_model()
             group.sync_weights(0)
+            group.sync_weights(1)  # from here on as a plan moves them
             update(group)
         measure_products(products, 2)
         for turn in range(rounds * GENERATIONS):
@@ -157,12 +159,13 @@ def main() -> None:
     parser.add_argument(
         "--engines", nargs="+", default=installed, help="rollout engines, one after the other; all that are there"
     )
+    parser.add_argument("--own-weights", action="store_true", help="each rank's engine keeps a copy of its own of the weights")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="rlhub-bench-"))
     parameters = tiny_model.build(folder, hidden=384, layers=6)
     tokens = PROMPT_TOKENS + RESPONSE_TOKENS
     for engine in arguments.engines:
-        figures = compare(folder, engine, arguments.rounds)
+        figures = compare(folder, engine, arguments.rounds, share=not arguments.own_weights)
         show(f"two ranks against one, {parameters / 1e6:.1f}M parameters, {ROWS} x {tokens} tokens, {engine}", figures)
 
 

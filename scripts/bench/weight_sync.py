@@ -3,7 +3,8 @@
     python scripts/bench/weight_sync.py [--millions 54] [--bucket-mb 64] [--repeats 5] [--only fsdp2] [--profile]
 
 Four processes on this machine hold plain tensors in the named layouts; `planned` is what the sharding manager runs at every
-sync, its checks included.  Beside it, on the same processes, taking turns:
+sync, its checks included ("shared": into the one copy that ranks' engines keep on CPUs).  Beside it, on the same processes,
+taking turns:
 
   copy       every rank copies as many bytes as its engine needs from its own memory: what no synchronisation can do without
   broadcast  the full model is gathered on rank 0 and broadcast, every rank keeps its part
@@ -23,6 +24,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,9 +35,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlhub.engines.rollout.weight_memory import memory_blocks, move_to_blocks
 from rlhub.sharding_manager.execution import Execution, rank_plan
 from rlhub.sharding_manager.held import Held
-from rlhub.sharding_manager.layout_exchange import Member, this_node
+from rlhub.sharding_manager.layout_exchange import Member, exchange_members, this_node
 from rlhub.sharding_manager.layouts import (
     DecoderShape,
     Layout,
@@ -50,6 +53,7 @@ from rlhub.sharding_manager.links import Links
 from rlhub.sharding_manager.plan import make_plan
 from rlhub.sharding_manager.route import Route, make_route
 from rlhub.sharding_manager.schedule import schedule
+from rlhub.sharding_manager.shared_weights import SharedWeights
 from rlhub.sharding_manager.transports.collective import CollectiveTransport
 from rlhub.utils.atomic import fsync_file
 from rlhub.utils.pieces import Piece, PieceInfo
@@ -64,12 +68,14 @@ CPU = torch.device("cpu")
 
 @dataclass(slots=True, kw_only=True)
 class Pair:
-    """Two layouts.  separate: in processes of their own, senders first; else both in each process."""
+    """Two layouts.  separate: in processes of their own, senders first; else both in each process.  shared: the engines of the
+    destination keep one copy."""
 
     name: str
     sources: Layout
     destinations: Layout
     separate: bool = False
+    shared: bool = False
 
     @property
     def world(self) -> int:
@@ -103,9 +109,11 @@ def pairs(model: DecoderShape) -> list[Pair]:
     return [
         Pair(name="fsdp1 -> full", sources=full, destinations=full),
         Pair(name="fsdp2 -> full x2", sources=fsdp2, destinations=full * 2),
+        Pair(name="fsdp2 -> full, shared", sources=fsdp2, destinations=full * 2, shared=True),
         Pair(name="fsdp2 -> tp2", sources=fsdp2, destinations=engine2),
         Pair(name="megatron tp2 -> tp2", sources=tp2, destinations=engine2),
         Pair(name="megatron tp2 -> full x2", sources=tp2, destinations=full * 2),
+        Pair(name="megatron tp2 -> full, shared", sources=tp2, destinations=full * 2, shared=True),
         Pair(name="megatron pp2 -> full x2", sources=pp2, destinations=full * 2),
         Pair(name="fsdp2 | full", sources=fsdp2, destinations=full, separate=True),
         Pair(name="fsdp2 | tp2", sources=fsdp2, destinations=engine2, separate=True),
@@ -114,6 +122,22 @@ def pairs(model: DecoderShape) -> list[Pair]:
 
 
 # One process
+
+
+class PlainEngine:
+    """What `SharedWeights` asks of a rollout engine, over plain tensors."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.pieces = pieces
+
+    def live_weights(self) -> list[Piece]:
+        return self.pieces
+
+    def weight_memory(self) -> list[Tensor]:
+        return memory_blocks([piece.tensor for piece in self.pieces])
+
+    def move_weights(self, blocks: Sequence[Tensor]) -> None:
+        move_to_blocks([piece.tensor for piece in self.pieces], blocks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,11 +155,23 @@ class Rank:
     source_pieces: list[Piece] = field(init=False)
     destination_pieces: list[Piece] = field(init=False)
     route: Route = field(init=False)
+    engine: PlainEngine = field(init=False)
+    shared: SharedWeights | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.source_pieces = hold(self._layout(self.pair.sources, self.source_ranks), fill=True)
         self.destination_pieces = hold(self._layout(self.pair.destinations, self.destination_ranks), fill=False)
         self.source, self.destination = Held(self.source_pieces), Held(self.destination_pieces)
+        if self.pair.shared:
+            self._share()
+
+    def _share(self) -> None:
+        """One copy for all ranks, of which each writes a part."""
+        assert self.links is not None
+        self.engine = PlainEngine(self.destination_pieces)
+        self.shared = SharedWeights.share(self.links, self.engine)
+        assert self.shared is not None, "there is not enough shared memory"
+        self.destination_pieces = list(self.shared.parts(self.engine.pieces))
 
     @property
     def source_ranks(self) -> range:
@@ -156,22 +192,21 @@ class Rank:
         route = self.route = self._route()
 
         def sync() -> None:
-            outcome = route.execution.run(Held(self.source_pieces), Held(self.destination_pieces))
-            assert route.agree(len(outcome.differing)) == 0
+            with nullcontext() if self.shared is None else self.shared.writing(self.engine.pieces):
+                outcome = route.execution.run(Held(self.source_pieces), Held(self.destination_pieces))
+                assert route.agree(len(outcome.differing)) == 0
 
         return sync
 
     def _route(self) -> Route:
-        members = [
-            Member(
-                side="both" if not self.pair.separate else "sender" if rank in self.source_ranks else "receiver",
-                node=this_node(),
-                device="cpu",
-                sources=self.pair.sources[rank] if rank in self.source_ranks else [],
-                destinations=self.pair.destinations[self.destination_ranks.index(rank)] if rank in self.destination_ranks else [],
-            )
-            for rank in range(self.pair.world)
-        ]
+        member = Member(
+            side="both" if not self.pair.separate else "sender" if self.rank in self.source_ranks else "receiver",
+            node=this_node(),
+            device="cpu",
+            sources=[piece.info for piece in self.source_pieces],
+            destinations=[piece.info for piece in self.destination_pieces],
+        )
+        members = exchange_members(self.links, member)
         return make_route(self.links, members, memory_bytes=2 * self.bucket_bytes, check=True)
 
     def copy(self) -> Callable[[], None]:
@@ -335,8 +370,9 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, folder: Path) -> 
                 links = Links(group, rank=rank, size=pair.world, device=CPU, timeout_s=TIMEOUT_S, labels=labels)
             this = Rank(pair=pair, links=links, group=group, rank=rank, bucket_bytes=arguments.bucket_mb * MIB, folder=folder)
             results = measure(this, arguments.repeats)
+            size = int(gathered(group, sum(piece.tensor.nbytes for piece in this.destination_pieces)).sum())
             if rank == 0:
-                report(pair, results)
+                report(pair, results, size)
             if arguments.profile:
                 ranks = weight_sync_profile.profile(this.planned(), this.route, group, arguments.repeats)
                 if rank == 0:
@@ -345,12 +381,12 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, folder: Path) -> 
     dist.destroy_process_group()
 
 
-def report(pair: Pair, results: dict[str, Result]) -> None:
-    size = sum(info.num_bytes for layout in pair.destinations for info in layout)
+def report(pair: Pair, results: dict[str, Result], size: int) -> None:
+    """size: bytes that all ranks' engines need."""
     planned = results["planned"]
     for name, result in results.items():
         print(
-            f"{pair.name if name == 'planned' else '':25}{name:11}{result.wall_s:8.3f}{size / result.wall_s / 1e9:8.2f}"
+            f"{pair.name if name == 'planned' else '':30}{name:11}{result.wall_s:8.3f}{size / result.wall_s / 1e9:8.2f}"
             f"{result.wall_s / planned.wall_s:9.2f}x{result.cpu_s:9.3f}{result.cpu_s / planned.cpu_s:9.2f}x"
             f"{result.extra_bytes / MIB:11.0f}",
             flush=True,
@@ -368,7 +404,7 @@ def main() -> None:
     model = decoder(arguments.millions)
     size = f"{num_parameters(model) / 1e6:.0f} M parameters in {len(shapes(model))} weights, float32"
     print(f"{size}; buckets of {arguments.bucket_mb} MiB; -> in the same processes, | in others")
-    print(f"{'':36}{'wall s':>8}{'GB/s':>8}{'of ours':>10}{'CPU s':>9}{'of ours':>10}{'extra MiB':>11}")
+    print(f"{'':41}{'wall s':>8}{'GB/s':>8}{'of ours':>10}{'CPU s':>9}{'of ours':>10}{'extra MiB':>11}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -107,9 +107,9 @@ def use_sockets(stack: ExitStack, *, sockets: bool) -> type:
 
 
 def colocated(path: str, dtype: str, sockets: bool) -> dict[str, Any]:
-    """Four updates with changed weights, then broken ones."""
+    """Four updates with changed weights, then broken ones; every rank's engine has weights of its own."""
     train, engine = trainer(path), rollout(path, dtype)
-    manager = ShardingManager(train, engine, bucket_bytes=BUCKET)
+    manager = ShardingManager(train, engine, bucket_bytes=BUCKET, share=False)
     with ExitStack() as stack:
         kind = use_sockets(stack, sockets=sockets)
         reports, wrong = [], []

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from rlhub.engines.rollout.hf import decode, lean
 from rlhub.engines.rollout.hf.attention import GROUPED_ATTENTION
 from rlhub.engines.rollout.hf.lean import LeanStep, why_not_lean
 from rlhub.engines.rollout.hf.step import DecodeStep, ModelStep
+from rlhub.models import products
 from tests.integration.test_hf_engine import hf_engine
 from tests.support import rollout_contract as contract
 from tests.support.tiny_models import greedy_choices, save_tiny_model, tiny_model
@@ -84,6 +86,8 @@ def keep_precision(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> N
 class Recorder:
     """A step that keeps the logits it gave."""
 
+    fused: Sequence[Tensor] = ()
+
     def __init__(self, step: DecodeStep) -> None:
         self._step = step
         self.logits: list[Tensor] = []
@@ -115,6 +119,16 @@ def prompts_of_many_lengths() -> list[list[int]]:
     return [[3 + (7 * i + 5 * j) % 60 for j in range(1 + i % 9)] for i in range(12)]
 
 
+@pytest.fixture(params=["small products", "large products"])
+def products_taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' products are small; the other way is that of large ones on processors where oneDNN is faster."""
+    if request.param == "large products":
+        monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 1)
+        monkeypatch.setattr(products, "MIN_ROWS", 1)
+        monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+
+
+@pytest.mark.usefixtures("products_taken")
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_and_logits_are_those_of_the_model(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +188,26 @@ def test_there_is_one_copy_of_every_weight() -> None:
     assert all(torch.equal(after[name], before[name]) and after[name].is_contiguous() for name in before)
     storages = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes() for parameter in after.values()}
     assert sum(storages.values()) == sum(parameter.nbytes for parameter in before.values())
+
+
+def test_weights_that_move_are_read_where_they_are(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    engine = hf_engine(tmp_path, load_checkpoint=True)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=10)
+    before = contract.tokens(engine.generate(contract.requests(), greedy))
+    blocks = [block.clone() for block in engine.weight_memory()]
+    for block in engine.weight_memory():
+        old = block.clone()
+        block.zero_()  # what still read the old memory would show
+        assert not torch.equal(block, old)
+    with engine.overwriting(1):
+        engine.move_weights(blocks)
+    assert contract.tokens(engine.generate(contract.requests(), greedy)) == before
+    model = tiny_model(seed=1)
+    engine.update_weights([list(model.named_parameters())], 2)
+    tokens = contract.tokens(engine.generate(contract.requests(), greedy))
+    assert tokens == choices(model, tokens) != before
+    assert [block.data_ptr() for block in engine.weight_memory()] == [block.data_ptr() for block in blocks]
 
 
 def generate_after_an_update(folder: Path) -> tuple[list[list[int]], list[list[int]]]:

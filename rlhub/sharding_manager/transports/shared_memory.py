@@ -7,9 +7,7 @@ segments' names are removed as soon as everyone has mapped them: whatever way th
 
 from __future__ import annotations
 
-import mmap
 import os
-import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,8 +17,8 @@ from torch import Tensor
 
 from rlhub.sharding_manager.links import Links, Pending
 from rlhub.sharding_manager.transports.base import ALIGNMENT, Packer, RankRound, Transport, places
+from rlhub.utils.shared_segments import new_segment_path, open_segment
 
-SHARED = Path("/dev/shm")
 HALVES = 2  # while one half of a segment is read the other is written
 ROUND_BYTES = 8 << 20
 """Larger rounds do not fit the caches, and receivers would fetch from memory what was just packed."""
@@ -42,11 +40,11 @@ class SharedMemoryTransport(Transport):
         """
         round_bytes = min(memory_bytes // HALVES, ROUND_BYTES)
         size = HALVES * (round_bytes + ALIGNMENT * links.size) if sends else HALVES
-        path = SHARED / f"rlhub-{os.getpid()}-{secrets.token_hex(8)}"
-        own = _open(path, create_bytes=size)
+        path = new_segment_path()
+        own = open_segment(path, create_bytes=size)
         try:
             names = [Path(os.fsdecode(name)) for name in links.all_gather_bytes(os.fsencode(path))]
-            opened = [own if name == path else _open(name) for name in names]
+            opened = [own if name == path else open_segment(name) for name in names]
             segments = [segment for segment in opened if segment is not None]
             everywhere = links.minimum(len(segments)) == links.size  # also: all have opened mine
         finally:
@@ -93,18 +91,3 @@ class SharedMemoryTransport(Transport):
 def _wait(pending: Sequence[Pending]) -> None:
     for one in pending:
         one.wait()
-
-
-def _open(path: Path, *, create_bytes: int = 0) -> Tensor | None:
-    """The file as bytes that all who open it share; None where the machine refuses."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create_bytes else 0), 0o600)
-        try:
-            if create_bytes:
-                os.posix_fallocate(descriptor, 0, create_bytes)
-            mapped = mmap.mmap(descriptor, 0)  # all of it
-        finally:
-            os.close(descriptor)
-    except OSError:
-        return None
-    return torch.frombuffer(mapped, dtype=torch.uint8)

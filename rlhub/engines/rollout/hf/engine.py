@@ -22,9 +22,11 @@ from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.requests import check_requests
 from rlhub.engines.rollout.stepped import SteppedEngine
 from rlhub.engines.rollout.stepping import Stepper
+from rlhub.engines.rollout.weight_memory import memory_blocks, move_to_blocks
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.models.experts import unfused_tensors
+from rlhub.models.products import use_fast_products
 from rlhub.utils.pieces import Piece, whole_piece
 
 logger = logging.getLogger(__name__)
@@ -49,8 +51,8 @@ class HFEngine(SteppedEngine):
         with torch.random.fork_rng(devices=[self._setup.device] if self._setup.device.type == "cuda" else []):
             self._model = self._build()
         self._step = _decode_step(self._model, self._setup.max_model_len)
-        # A tied weight is listed once, at the input embedding.
-        self._weights = dict(unfused_tensors((name, param.detach()) for name, param in self._model.named_parameters()))
+        use_fast_products(self._model)
+        self._weights = _named_weights(self._model)
         self._ready = self._setup.load_checkpoint
 
     def _build(self) -> PreTrainedModel:
@@ -122,6 +124,19 @@ class HFEngine(SteppedEngine):
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._weights[name].dtype
 
+    def weight_memory(self) -> Sequence[Tensor]:
+        return memory_blocks(self._weight_tensors()) if self._setup.device.type == "cpu" else ()
+
+    def move_weights(self, blocks: Sequence[Tensor]) -> None:
+        assert self._model is not None
+        move_to_blocks(self._weight_tensors(), blocks)
+        self._weights = _named_weights(self._model)
+
+    def _weight_tensors(self) -> list[Tensor]:
+        """All that read the weights."""
+        assert self._model is not None and self._step is not None
+        return [*self._model.parameters(), *self._step.fused]
+
     def sleep(self) -> None:
         with self._loop.exclusive("sleep"):
             self._ready = False
@@ -132,6 +147,11 @@ class HFEngine(SteppedEngine):
     def shutdown(self) -> None:
         self._loop.close()
         self._model, self._step, self._weights, self._ready = None, None, {}, False
+
+
+def _named_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """A tied weight is listed once, at the input embedding."""
+    return dict(unfused_tensors((name, param.detach()) for name, param in model.named_parameters()))
 
 
 def _decode_step(model: PreTrainedModel, max_model_len: int) -> DecodeStep:

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+
+from rlhub.models.products import linear, matmul
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
@@ -63,6 +65,8 @@ class LeanStep:
         attention = decoder.layers[0].self_attn
         self._embed, self._lm_head, self._norm = decoder.embed_tokens, model.lm_head, _Norm(decoder.norm)
         self._layers = [_take_layer(layer) for layer in decoder.layers]
+        joined = [(layer.qkv, layer.qkv_bias, layer.gate_up, layer.gate_up_bias) for layer in self._layers]
+        self.fused: Sequence[Tensor] = [tensor for tensors in joined for tensor in tensors if tensor is not None]
         self._angles = _angle_table(model, max_model_len)
         self._width, self._scale, self._group = attention.head_dim, attention.scaling, attention.num_key_value_groups
         self._kv_heads = attention.k_proj.out_features // self._width
@@ -77,8 +81,7 @@ class LeanStep:
             mixed = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self._scale)
             _add_product(hidden, mixed.flatten(1), layer.out, layer.out_bias)
             _add_mlp(hidden, layer)
-        logits: Tensor = self._lm_head(self._norm(hidden))
-        return logits
+        return linear(self._norm(hidden), self._lm_head.weight, self._lm_head.bias)
 
     def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """query (rows, kv heads, group, width), as `grouped_attention` takes it; key and value (rows, kv heads, 1, width)."""
@@ -182,16 +185,14 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 def _add_mlp(hidden: Tensor, layer: _Layer) -> None:
     """The widest product is computed as (outputs, rows), where BLAS needs less for its weight whatever the number of rows; gate
     and up are then contiguous."""
-    inputs = layer.mlp_norm(hidden).t()
-    if layer.gate_up_bias is None:
-        both = torch.mm(layer.gate_up, inputs)
-    else:
-        both = torch.addmm(layer.gate_up_bias.unsqueeze(1), layer.gate_up, inputs)
+    both = linear(layer.gate_up, layer.mlp_norm(hidden))
+    if layer.gate_up_bias is not None:
+        both.add_(layer.gate_up_bias.unsqueeze(1))
     gate, up = both.chunk(2)
-    _add_product(hidden, silu(gate, inplace=True).mul_(up).t(), layer.down, layer.down_bias)
+    hidden.add_(matmul(layer.down, silu(gate, inplace=True).mul_(up)).t())
+    if layer.down_bias is not None:
+        hidden.add_(layer.down_bias)
 
 
 def _add_product(hidden: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    hidden.addmm_(inputs, weight.t())
-    if bias is not None:
-        hidden.add_(bias)
+    hidden.add_(linear(inputs, weight, bias))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -10,7 +11,12 @@ from transformers.cache_utils import Cache
 
 
 class DecodeStep(Protocol):
-    """Feeds one token a row, appends it to the cache and returns logits (rows, vocabulary)."""
+    """Feeds one token a row, appends it to the cache and returns logits (rows, vocabulary).
+
+    fused: tensors other than the model's own parameters through which it reads the same memory.
+    """
+
+    fused: Sequence[Tensor]
 
     def __call__(self, tokens: Tensor, positions: Tensor, cache: Cache, mask: Tensor | None) -> Tensor:
         """tokens, positions (rows,) int64; mask additive (rows, 1, 1, keys with the new one), None if every key is visible."""
@@ -18,6 +24,8 @@ class DecodeStep(Protocol):
 
 class ModelStep:
     """The step by the model's own forward."""
+
+    fused: Sequence[Tensor] = ()
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

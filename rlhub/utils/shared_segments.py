@@ -1,0 +1,38 @@
+"""Memory that several processes of one machine map.
+
+A segment is a file under /dev/shm.  Its name is needed only until everyone has opened it: whoever made it removes it then, and
+whatever way the processes end, nothing stays behind.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SHARED = Path("/dev/shm")
+
+
+def new_segment_path() -> Path:
+    """A name that nobody has."""
+    return SHARED / f"rlhub-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def open_segment(path: Path, *, create_bytes: int = 0) -> Tensor | None:
+    """The segment as bytes that all who open it share; None where the machine refuses: no such file, too little memory
+    (containers often give 64 MiB).  create_bytes: make it, with all its memory."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create_bytes else 0), 0o600)
+        try:
+            if create_bytes:
+                os.posix_fallocate(descriptor, 0, create_bytes)
+            mapped = mmap.mmap(descriptor, 0)  # all of it
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
+    return torch.frombuffer(mapped, dtype=torch.uint8)
