@@ -171,7 +171,6 @@ def die_while_sharing(path: str) -> None:
     """The last rank is killed in an update."""
     manager, _ = fresh(path)
     manager.sync(0)
-    manager._timeout_s = 30
     run = Execution.run
 
     def killed(self: Execution, *arguments: Any) -> Any:

@@ -9,34 +9,14 @@ import pytest
 
 from tests.integration import shared_weights_checks as checks
 from tests.integration.fsdp_ranks import Ranks
+from tests.support.dense_and_moe import save_dense_and_moe
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A dense model and a mixture of experts, with sizes that two and three ranks do not divide."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
-
-    sizes = {
-        "vocab_size": 67,
-        "hidden_size": 28,
-        "intermediate_size": 36,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-    }
-    configs = {
-        "dense": Qwen2Config(**sizes, tie_word_embeddings=True),
-        "moe": Qwen3MoeConfig(**sizes, head_dim=14, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=16),
-    }
-    paths = {}
-    for name, config in configs.items():
-        torch.manual_seed(7)
-        path = tmp_path_factory.mktemp("models") / name
-        AutoModelForCausalLM.from_config(config).save_pretrained(path)
-        paths[name] = str(path)
-    return paths
+    """With sizes that two and three ranks do not divide."""
+    sizes = {"hidden_size": 28, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return save_dense_and_moe(tmp_path_factory.mktemp("models"), head_dim=14, **sizes)
 
 
 @pytest.fixture(scope="module", params=[2, 3])
