@@ -51,7 +51,8 @@ class HFEngine(SteppedEngine):
         with torch.random.fork_rng(devices=[self._setup.device] if self._setup.device.type == "cuda" else []):
             self._model = self._build()
         self._step = _decode_step(self._model, self._setup.max_model_len)
-        use_fast_products(self._model)
+        if self._setup.device.type == "cpu":
+            use_fast_products(self._model)
         self._weights = _named_weights(self._model)
         self._ready = self._setup.load_checkpoint
 

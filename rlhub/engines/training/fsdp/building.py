@@ -53,6 +53,8 @@ def build_sharded(plan: BuildPlan, layout: Layout, device: torch.device) -> Buil
         empty = _prepared(plan, empty=True)
         broadcast = num_bytes(empty.parameters()) > BROADCAST_BYTES
     model = empty if broadcast else _prepared(plan).to(device)
+    if device.type == "cpu":
+        use_fast_products(model)
     root = _root(model, plan)
     compute_dtype = torch.bfloat16 if device.type == "cuda" and plan.dtype == torch.float32 else None
     shard_model(root, model, layout, compute_dtype)
@@ -78,7 +80,6 @@ def _prepared(plan: BuildPlan, *, empty: bool = False) -> PreTrainedModel:
         head.requires_grad_(scalar)  # a scalar head is new or tiny: it is trained as it is
     if not plan.trainable:
         model.requires_grad_(False)
-    use_fast_products(model)
     return model
 
 
