@@ -1,6 +1,6 @@
 """Two ranks on two cores against one: the policy update, generation, and the bare matrix products of generation, timed apart.
 
-    python scripts/bench/two_ranks.py [--rounds 5] [--engines hf vllm]
+    python scripts/bench/two_ranks.py [--rounds 5] [--engines hf vllm] [--own-weights]
 
 10M parameters, 128 rows of 64 tokens (16 prompt + 48 response), one thread a rank, through Ray.  Both groups stay alive
 and take turns; the figures are medians of wall-clock seconds, so run it on an idle machine.  Two ranks need both cores
