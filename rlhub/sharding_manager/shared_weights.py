@@ -1,8 +1,8 @@
 """One copy of the rollout engine's weights for all ranks of a machine that generate on its CPUs.
 
-Every decoding step reads all weights, so ranks with copies of their own fill each other's caches with the same numbers, and an
-update writes each copy.  Ranks whose engines hold the same weights map one segment instead.  In an update each answers for a
-part of it, as a tensor-parallel rank does for its slice: it writes that part and reads it back.
+Copies of their own would cost the machine their memory, and every update the writing of each.  Ranks whose engines hold the same
+weights map one segment instead.  In an update each answers for a part of it, as a tensor-parallel rank does for its slice: it
+writes that part and reads it back.
 """
 
 from __future__ import annotations
