@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 START_ATTEMPTS = 3
 RAYS_FOLDER = os.path.dirname(ray.__file__) + os.sep
+EXEC_SECONDS = 5.0  # milliseconds, unless the machine is very busy
 TIMED_OUT = "The current node timed out during startup"  # how Ray says so
 _ONLY_WHEN_STARTING = ("num_cpus", "num_gpus", "resources", "object_store_memory")
 
@@ -97,9 +99,18 @@ def _rays_processes() -> set[psutil.Process]:
     found = set()
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if RAYS_FOLDER in " ".join(process.cmdline()):
+            if RAYS_FOLDER in " ".join(_command_line(process)):
                 found.add(process)
     return found
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    """Linux lets the starter of a process go on shortly before the new program's arguments can be read: until then they are
+    empty."""
+    deadline = time.monotonic() + EXEC_SECONDS
+    while not (arguments := process.cmdline()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return arguments
 
 
 @contextmanager

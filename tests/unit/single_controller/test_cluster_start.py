@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import psutil
@@ -54,6 +55,21 @@ def test_it_is_tried_again_and_what_was_started_is_ended(monkeypatch: pytest.Mon
     fake = FakeInit(2)
     assert connect(monkeypatch, fake).owned
     assert set(fake.ended) == {process.pid for process in fake.left} and len(fake.ended) == 2
+
+
+def test_a_process_without_arguments_yet_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Linux shows it for a moment after its start."""
+    asked: Counter[int] = Counter()
+    cmdline = psutil.Process.cmdline
+
+    def late(process: psutil.Process) -> list[str]:
+        asked[process.pid] += 1
+        return [] if asked[process.pid] <= 3 else cmdline(process)
+
+    monkeypatch.setattr(psutil.Process, "cmdline", late)
+    fake = FakeInit(1)
+    assert connect(monkeypatch, fake).owned
+    assert fake.ended == [process.pid for process in fake.left] and asked[fake.left[0].pid] > 3
 
 
 def test_after_some_attempts_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
