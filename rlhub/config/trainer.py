@@ -92,4 +92,4 @@ class TrainerConfig:
     """Validation samples to show in trackers."""
     deadline_s: DeadlineConfig = field(default_factory=DeadlineConfig)
     ray_init: dict[str, Any] = field(default_factory=dict)
-    """Arguments of ray.init: address, num_cpus, runtime_env, ..."""
+    """Arguments of ray.init: address, num_cpus, runtime_env, include_dashboard (default false), ..."""

@@ -3,7 +3,8 @@
     python scripts/bench/two_ranks.py [--rounds 5] [--engines hf vllm] [--own-weights]
 
 10M parameters, 128 rows of 64 tokens (16 prompt + 48 response), one thread a rank, through Ray.  Both groups stay alive
-and take turns; the figures are medians of wall-clock seconds, so run it on an idle machine.  Two ranks need both cores
+and take turns, in which the other's processes are stopped (waiting ranks wake hundreds of times a second); the figures are
+medians of wall-clock seconds, so run it on an idle machine.  Two ranks need both cores
 undisturbed, which a machine shared with others gives only at times: beside the medians stand the least disturbed turns of
 either.  The CPU seconds are of the rank that needs most; others take cache and memory bandwidth from them too.
 """
@@ -15,7 +16,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -75,6 +77,20 @@ def cpu_seconds(group: WorkerGroup) -> list[float]:
     ranks = [psutil.Process(worker.pid) for worker in group.workers]
     times = [[process.cpu_times() for process in (rank, *rank.children(recursive=True))] for rank in ranks]
     return [sum(spent.user + spent.system for spent in rank) for rank in times]
+
+
+@contextmanager
+def stopped(group: WorkerGroup) -> Iterator[None]:
+    """Its ranks and their children do not run meanwhile."""
+    ranks = [psutil.Process(worker.pid) for worker in group.workers]
+    processes = [process for rank in ranks for process in (rank, *rank.children(recursive=True))]
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
 
 
 def timed(group: WorkerGroup, call: Callable[[], DataProto]) -> tuple[Seconds, DataProto]:
@@ -145,10 +161,11 @@ def compare(folder: Path, engine: str, rounds: int, *, share: bool) -> Figures:
         measure_products(products, 2)
         for turn in range(rounds * GENERATIONS):
             for ranks, group in groups.items():
-                figures["generation"][ranks].append(generate(group)[0])
-                figures[PRODUCTS][ranks].append(measure_products(products, ranks))
-                if turn % GENERATIONS == 0:
-                    figures["update"][ranks].append(update(group))
+                with stopped(groups[3 - ranks]):
+                    figures["generation"][ranks].append(generate(group)[0])
+                    figures[PRODUCTS][ranks].append(measure_products(products, ranks))
+                    if turn % GENERATIONS == 0:
+                        figures["update"][ranks].append(update(group))
     return figures
 
 

@@ -32,6 +32,15 @@ def _listening() -> list[str]:
     return sorted(found)
 
 
+def _helpers() -> list[str]:
+    """Those of Ray's helpers that run below this process."""
+    commands = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            commands.append(" ".join(process.cmdline()))
+    return [name for name in ("dashboard.py", "log_monitor.py", "monitor.py", "raylet") if any(f"/{name}" in c for c in commands)]
+
+
 def _descendants() -> list[str]:
     """Names of this process's that still run."""
     found = []
@@ -61,6 +70,7 @@ def own_cluster() -> dict[str, Any]:
         "sum": actor.all_reduce(),
         "niceness": actor.niceness(),
         "listening": listening,
+        "helpers": _helpers(),
         "pids": [worker.pid for worker in actor.workers],
         "children": actor.start_child(),
     }

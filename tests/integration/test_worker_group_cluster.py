@@ -32,6 +32,7 @@ def test_a_cluster_of_ones_own(tmp_path: Path) -> None:
     assert result["niceness"] == [0] * ranks
     addresses = [ipaddress.ip_address(address.removeprefix("::ffff:")) for address in result["listening"]]
     assert addresses and all(address.is_loopback for address in addresses), result["listening"]
+    assert result["helpers"] == ["raylet"], "no process that nothing reads from"
     assert result["left"] == [] and result["descendants"] == []
 
 

@@ -1,7 +1,8 @@
 """Start or join a Ray cluster, with settings that suit one training job.
 
-A cluster started here listens on loopback, has no dashboard, does not report usage, runs its workers at normal priority
-and counts logical CPUs, so that more CPU ranks than cores still start.  A cluster that is joined is left as it is.
+A cluster started here listens on loopback, has no dashboard and none of the helper processes that serve it, does not report
+usage, runs its workers at normal priority and counts logical CPUs, so that more CPU ranks than cores still start.  A cluster
+that is joined is left as it is.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private.node import Node
 
 from rlhub.errors import ConfigError, ResourceError
 from rlhub.single_controller.ray.nodes import describe_nodes
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 START_ATTEMPTS = 3
+DISCARD_PORT = 9
 RAYS_FOLDER = os.path.dirname(ray.__file__) + os.sep
 EXEC_SECONDS = 5.0  # milliseconds, unless the machine is very busy
 TIMED_OUT = "The current node timed out during startup"  # how Ray says so
@@ -62,8 +65,9 @@ def connect(ray_init: Mapping[str, Any], *, device: str, num_ranks: int) -> Conn
     joining = address not in (None, "local")
     options = _join_options(options) if joining else _start_options(options, device, num_ranks)
     variables = _start_environment(with_dashboard=joining or bool(options.get("include_dashboard")))
+    loopback = _on_loopback(options.get("_node_ip_address") == LOOPBACK)
     try:
-        with applied_env(variables), _on_loopback(options.get("_node_ip_address") == LOOPBACK), _programs_sigterm():
+        with applied_env(variables), loopback, _without_helpers(options), _programs_sigterm():
             _patiently(lambda: ray.init(address=address or "local", **options))
     except (ConnectionError, RuntimeError, OSError) as error:
         what = f"join the Ray cluster at {address!r} (ray_init.address or RAY_ADDRESS)" if joining else "start Ray here"
@@ -108,8 +112,10 @@ def _command_line(process: psutil.Process) -> list[str]:
     """Linux lets the starter of a process go on shortly before the new program's arguments can be read: until then they are
     empty."""
     deadline = time.monotonic() + EXEC_SECONDS
-    while not (arguments := process.cmdline()) and time.monotonic() < deadline:
+    arguments: list[str] = process.cmdline()
+    while not arguments and time.monotonic() < deadline:
         time.sleep(0.001)
+        arguments = process.cmdline()
     return arguments
 
 
@@ -125,15 +131,45 @@ def _programs_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _on_loopback(wanted: bool) -> Iterator[None]:
-    """Let Ray's processes bind 127.0.0.1 alone.  Ray 2.58 replaces that address by an outward one, and then listens on all
-    interfaces, unless this constant (by default False on desktop systems) says that there will be no second node."""
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = before and not wanted
+def _without_helpers(options: Mapping[str, Any]) -> Iterator[None]:
+    """Let Ray start a node without the processes that nothing here reads from.
+
+    Ray 2.58 has no settings for it, and starts the dashboard's process also where no dashboard is wanted.  They are three Python
+    processes of 150 MB; their start needs twice the CPU time of the rest of Ray's, and one reads all logs ten times a second.
+    """
+    with ExitStack() as stack:
+        if options.get("include_dashboard") is False:
+            stack.enter_context(_replaced(Node, "start_api_server", lambda node, **_: _name_no_dashboard(node)))
+            stack.enter_context(_replaced(Node, "start_monitor", lambda node: None))  # of autoscaling, and of `ray status`
+        if options.get("log_to_driver") is False:
+            stack.enter_context(_replaced(Node, "start_log_monitor", lambda node: None))
+        yield
+
+
+def _name_no_dashboard(node: Node) -> None:
+    """The node's agent, which runs nevertheless, asks for an address, and logs an error every second until it has one.  As with
+    Ray's own process of a dashboard that is not wanted, nobody listens there."""
+    key, namespace = ray_constants.DASHBOARD_ADDRESS.encode(), ray_constants.KV_NAMESPACE_DASHBOARD
+    client = node.get_gcs_client()  # type: ignore[no-untyped-call]
+    client.internal_kv_put(key, f"{LOOPBACK}:{DISCARD_PORT}".encode(), True, namespace=namespace)
+
+
+@contextmanager
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    former = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+        setattr(owner, name, former)
+
+
+@contextmanager
+def _on_loopback(wanted: bool) -> Iterator[None]:
+    """Let Ray's processes bind 127.0.0.1 alone.  Ray 2.58 replaces that address by an outward one, and then listens on all
+    interfaces, unless this constant (by default False on desktop systems) says that there will be no second node."""
+    with _replaced(ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER and not wanted):
+        yield
 
 
 def _start_options(options: dict[str, Any], device: str, num_ranks: int) -> dict[str, Any]:

@@ -6,10 +6,13 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from ray._private.node import Node
 
 from rlhub.errors import ResourceError
 from rlhub.single_controller.ray import cluster
@@ -100,3 +103,44 @@ def test_sigterm_stays_the_programs(monkeypatch: pytest.MonkeyPatch, own: bool) 
         assert signal.getsignal(signal.SIGTERM) is handlers["program" if own else "ray"]
     finally:
         signal.signal(signal.SIGTERM, former)
+
+
+HELPERS = {"start_api_server", "start_monitor", "start_log_monitor"}
+
+
+@pytest.mark.parametrize(
+    ("options", "started"),
+    [
+        ({}, set()),
+        ({"include_dashboard": True}, {"start_api_server", "start_monitor"}),
+        ({"include_dashboard": None}, {"start_api_server", "start_monitor"}),
+        ({"log_to_driver": True}, {"start_log_monitor"}),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_only_the_helper_processes_that_are_asked_for_are_started(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], started: set[str], fails: bool
+) -> None:
+    seen: set[str] = set()
+    named: list[bytes] = []
+    client = SimpleNamespace(internal_kv_put=lambda key, *_, **__: named.append(key))
+    node = SimpleNamespace(get_gcs_client=lambda: client)
+
+    def init(**_: Any) -> None:
+        Node.start_api_server(node, include_dashboard=False, raise_on_failure=False)
+        Node.start_monitor(node)
+        Node.start_log_monitor(node)
+        if fails:
+            raise RuntimeError("no")
+
+    for helper in HELPERS:
+        monkeypatch.setattr(Node, helper, lambda node, name=helper, **_: seen.add(name))
+    methods = {helper: getattr(Node, helper) for helper in HELPERS}
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster, "describe_nodes", lambda: "")
+    with pytest.raises(ResourceError) if fails else nullcontext():
+        cluster.connect(options, device="cpu", num_ranks=1)
+    assert seen == started
+    assert named == ([] if "start_api_server" in started else [b"dashboard"]), "else Ray's agent goes on asking for it"
+    assert methods == {helper: getattr(Node, helper) for helper in HELPERS}, "as before for whoever starts Ray next"
