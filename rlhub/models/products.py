@@ -3,10 +3,15 @@
 torch multiplies float32 matrices on x86 with MKL, which on processors other than Intel's leaves AVX-512 unused; oneDNN does not,
 and takes half the time (`scripts/bench/products.py`).  Which one computes a product depends only on the processor and on the
 product's sizes, so results repeat.
+
+oneDNN compiles code for every size that it meets and keeps it, amid the memory that the step around it frees: batches of ever
+other lengths would leave gigabytes in pieces that are too small for the next step.  So of the sizes that differ from batch to
+batch it meets only a few, eight from each power of two to the next; rows of zeros fill up to them.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,8 @@ MIN_MULTIPLICATIONS = 1 << 21
 """Smaller products take less time than oneDNN needs to begin."""
 MIN_ROWS = 8
 """Of either factor; oneDNN takes longer for the few rows of a short batch than it saves."""
+MAX_ROWS_AS_THEY_ARE = 512
+"""Up to here, as in decoding, a number of rows is not rounded up: a copy would take longer, and there is little memory around."""
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -41,12 +48,19 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (inputs, weight, bias)):
         product: Tensor = _Linear.apply(inputs, weight, bias)
         return product
-    return _onednn(inputs, weight, bias)
+    return _rows_onednn(inputs, weight, bias)
 
 
 def matmul(one: Tensor, other: Tensor) -> Tensor:
-    """(rows, inner) @ (inner, columns), without gradient."""
+    """(rows, inner) @ (inner, columns), without gradient; for sizes that seldom change."""
     return _onednn(one, other.t(), None) if _suits(one, other, other.shape[1]) else torch.mm(one, other)
+
+
+def weight_gradient(grads: Tensor, inputs: Tensor) -> Tensor:
+    """Of a linear layer, without gradient of its own: dW = dy^T x; grads (rows, out), inputs (rows, in) -> (out, in)."""
+    if not _suits(grads.t(), inputs, inputs.shape[1]):
+        return torch.mm(grads.t(), inputs)
+    return _onednn(_filled_up(grads).t(), _filled_up(inputs).t(), None)
 
 
 def use_fast_products(model: nn.Module) -> None:
@@ -71,7 +85,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         wants_inputs, wants_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(inputs if wants_weight else None, weight if wants_inputs else None)
-        return _onednn(inputs, weight, bias)
+        return _rows_onednn(inputs, weight, bias)
 
     @staticmethod
     @once_differentiable  # products by oneDNN have no gradient of their own
@@ -79,8 +93,8 @@ class _Linear(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         *sizes, outputs = grads[0].shape
         rows = grads[0].reshape(-1, outputs)
-        d_inputs = None if weight is None else matmul(rows, weight).view(*sizes, weight.shape[1])
-        d_weight = None if inputs is None else matmul(rows.t(), inputs.reshape(-1, inputs.shape[-1]))
+        d_inputs = None if weight is None else linear(rows, weight.t()).view(*sizes, weight.shape[1])
+        d_weight = None if inputs is None else weight_gradient(rows, inputs.reshape(-1, inputs.shape[-1]))
         return d_inputs, d_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
@@ -94,6 +108,33 @@ def _suits(inputs: Tensor, weight: Tensor, outputs: int) -> bool:
         and type(weight).__torch_dispatch__ is Tensor.__torch_dispatch__  # no DTensor
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def _rows_onednn(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    *sizes, width = inputs.shape
+    num_rows = math.prod(sizes)
+    if num_rows == _rounded_up(num_rows):
+        return _onednn(inputs, weight, bias)
+    return _onednn(_filled_up(inputs.reshape(num_rows, width)), weight, bias)[:num_rows].view(*sizes, weight.shape[0])
+
+
+def _filled_up(rows: Tensor) -> Tensor:
+    """(rows, width), with rows of zeros after them where there is another number of rows to be computed."""
+    num_rows, width = rows.shape
+    if num_rows == _rounded_up(num_rows):
+        return rows
+    filled = rows.new_empty(_rounded_up(num_rows), width)
+    filled[:num_rows] = rows
+    filled[num_rows:] = 0
+    return filled
+
+
+def _rounded_up(num_rows: int) -> int:
+    """The next number of four significant bits: at most an eighth more."""
+    if num_rows <= MAX_ROWS_AS_THEY_ARE:
+        return num_rows
+    step = 1 << (num_rows.bit_length() - 4)
+    return -(-num_rows // step) * step
 
 
 def _onednn(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

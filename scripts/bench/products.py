@@ -4,8 +4,8 @@
 
 The first table has the three products of a linear layer of hidden x hidden weights:
   forward             y  = x W^T     linear
-  gradient of inputs  dx = dy W      matmul
-  gradient of weight  dW = dy^T x    matmul
+  gradient of inputs  dx = dy W      linear
+  gradient of weight  dW = dy^T x    weight_gradient
 The second has products around the size from which oneDNN is chosen, MIN_MULTIPLICATIONS: of one row, of few rows, of as many
 as the weight has, and with the narrow weights of low-rank adapters.
 
@@ -70,8 +70,8 @@ def layer_cases(group: str, rows: int, inputs: int, outputs: int) -> Iterator[Ca
     x, weight, grad = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(rows, outputs)
     pairs: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
         "forward": (lambda: functional.linear(x, weight), lambda: products.linear(x, weight)),
-        "gradient of inputs": (lambda: torch.mm(grad, weight), lambda: products.matmul(grad, weight)),
-        "gradient of weight": (lambda: torch.mm(grad.t(), x), lambda: products.matmul(grad.t(), x)),
+        "gradient of inputs": (lambda: torch.mm(grad, weight), lambda: products.linear(grad, weight.t())),
+        "gradient of weight": (lambda: torch.mm(grad.t(), x), lambda: products.weight_gradient(grad, x)),
     }
     for name, (by_torch, by_onednn) in pairs.items():
         yield Case(

@@ -25,6 +25,7 @@ from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.models.lora import add_lora
 from rlhub.workers.checkpointing import save_engine
+from tests.support.memory import peak, reset_peak
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.7
@@ -439,16 +440,10 @@ def not_finite(path: str, where: str) -> dict[str, Any]:
 def stream_peak(path: str, bucket_bytes: int) -> tuple[int, int]:
     """(bytes of all weights, most bytes of resident memory that streaming them added)."""
     built = make_engine(path, fsdp={"model_dtype": "fp32"}, optim=None)
-    total = peak = 0
+    total = added = 0
     for _ in range(2):  # the first pass warms communication buffers up
         dist.barrier()
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        before = _status("VmRSS")
+        before = reset_peak()
         total = sum(t.numel() * t.element_size() for bucket in built.named_weights(bucket_bytes=bucket_bytes) for _, t in bucket)
-        peak = _status("VmHWM") - before
-    return total, peak
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+        added = peak() - before
+    return total, added

@@ -37,7 +37,6 @@ from tests.integration.fsdp_checks import (
     INFERRED,
     OUTPUTS,
     TEMPERATURE,
-    _status,
     full,
     loss_for,
     make_rows,
@@ -45,6 +44,7 @@ from tests.integration.fsdp_checks import (
     plain_model,
     plain_outputs,
 )
+from tests.support.memory import peak, reset_peak
 
 CPU = torch.device("cpu")
 SGD = {"lr": 1e7, "eps": 1e8, "weight_decay": 0.0}
@@ -402,14 +402,13 @@ def pieces_and_stream(path: str, layout: dict[str, Any], bucket_bytes: int) -> d
 def stream_peak(path: str, layout: dict[str, Any], bucket_bytes: int) -> tuple[int, int]:
     """(bytes of all weights, most bytes of resident memory that streaming them added)."""
     built = make_engine(path, layout=layout, optim=None)
-    total = peak = 0
+    total = added = 0
     for _ in range(2):  # the first pass warms communication buffers up
         dist.barrier()
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        before = _status("VmRSS")
+        before = reset_peak()
         total = sum(t.numel() * t.element_size() for b in built.named_weights(bucket_bytes=bucket_bytes) for _, t in b)
-        peak = _status("VmHWM") - before
-    return total, peak
+        added = peak() - before
+    return total, added
 
 
 @on_first_ranks

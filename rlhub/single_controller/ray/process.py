@@ -71,9 +71,10 @@ def prepare_process(setup: HostSetup) -> None:
 
 def start_environment(device: str, worker_env: Mapping[str, str], marker: str) -> dict[str, str]:
     """What the process carries from its first moment, and hands on to its children."""
-    # Processes on CPU share the cores, so each gets one thread; on GPU nodes the user's or Ray's setting stands.
-    threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
-    return {**threads, **worker_env, MARKER: marker}
+    # Processes on CPU share the cores, so each gets one thread, and one heap for all the threads that wait: what one frees the
+    # others can use.  On GPU nodes the user's or Ray's setting stands.
+    shares = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"} if device == "cpu" else {}
+    return {**shares, **worker_env, MARKER: marker}
 
 
 def visible_devices(identities: Mapping[int, HostIdentity], local_ranks: Sequence[int]) -> str:

@@ -266,6 +266,59 @@ class TestGradient:
         assert not linear(*leaves(operands(ROWS), "")).requires_grad
 
 
+class TestOtherSizes:
+    """Numbers of rows that differ from batch to batch: oneDNN keeps code for each that it meets."""
+
+    def test_rounded_up(self) -> None:
+        numbers = range(1, 2**15 + 1)
+        rounded = [products._rounded_up(number) for number in numbers]
+        assert rounded[:512] == list(range(1, 513))
+        assert all(number <= found <= 1.125 * number for number, found in zip(numbers, rounded, strict=True))
+        assert len(set(rounded[512:])) == 6 * 8
+        assert all(products._rounded_up(found) == found for found in rounded)
+
+    @pytest.mark.parametrize("upstream", LAYOUTS)
+    @pytest.mark.parametrize("sizes", [(513,), (701,), (3, 211), (2, 3, 103)], ids=str)
+    def test_results(self, sizes: tuple[int, ...], upstream: str) -> None:
+        check_results(linear, operands(*sizes), upstream=upstream)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_results_of_other_layouts(self, layout: str) -> None:
+        given = operands(701)
+        inputs = LAYOUTS[layout](given.inputs)
+        exact = functional.linear(inputs.double(), given.weight.double(), given.bias.double())
+        assert error(linear(inputs, given.weight, given.bias), exact) <= TOLERANCE
+        grads = LAYOUTS[layout](draw(701, OUTPUTS, seed=3))
+        exact = grads.double().t() @ inputs.double()
+        tolerance = 5 * TOLERANCE if layout == "equal rows" else TOLERANCE  # whose roundings add up
+        assert error(products.weight_gradient(grads, inputs), exact) <= tolerance
+
+    def test_unused_rows_are_zeros(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A gradient of weights sums over them, whatever the memory held before."""
+        monkeypatch.setattr(Tensor, "new_empty", lambda tensor, *sizes: tensor.new_full(sizes, torch.nan))
+        check_results(linear, operands(701))
+
+    def test_few_sizes_are_met(self, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of 450 numbers of rows in three products each."""
+        met: set[tuple[int, ...]] = set()
+        operator = torch.ops.mkldnn._linear_pointwise
+        spy: Callable[..., Tensor] = lambda *given: met.add((*given[0].shape, *given[1].shape)) or operator(*given)  # noqa: E731
+        monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", spy)
+        for rows in range(550, 1000):
+            results(linear, leaves(operands(rows)), lambda grad: grad)
+        assert len(calls) == 3 * 450 and len(met) <= 3 * 8, met
+
+    def test_nothing_is_copied_for_sizes_that_are_met(
+        self, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Tensor, "new_empty", lambda *_: pytest.fail("a copy is made"))
+        for sizes in ((512,), (640,), (4, 256), (8, 13, 64)):
+            check_results(linear, operands(*sizes))
+        assert len(calls) == 12
+        with pytest.raises(pytest.fail.Exception, match="a copy"):
+            linear(*operands(513))
+
+
 class TestChoice:
     def test_large_products(self, calls: list[tuple[int, ...]]) -> None:
         linear(draw(128, 128), draw(128, 128))

@@ -185,7 +185,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 def _add_mlp(hidden: Tensor, layer: _Layer) -> None:
     """The widest product is computed as (outputs, rows), where BLAS needs less for its weight whatever the number of rows; gate
     and up are then contiguous."""
-    both = linear(layer.gate_up, layer.mlp_norm(hidden))
+    both = matmul(layer.gate_up, layer.mlp_norm(hidden).t())
     if layer.gate_up_bias is not None:
         both.add_(layer.gate_up_bias.unsqueeze(1))
     gate, up = both.chunk(2)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhub.models.products import linear, matmul
+from rlhub.models.products import linear, weight_gradient
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits held at a time: 32 and 512 MiB in float32
 MIN_CHUNK_TOKENS = 64
@@ -97,9 +97,9 @@ class ChunkedLogProb(torch.autograd.Function):
                 d_bias.add_(d_logits.sum(0))
             d_logits = d_logits.to(hidden.dtype)  # half-precision products on GPUs; nothing on others
             if d_weight is not None:
-                d_weight += matmul(d_logits.t(), hidden[part])
+                d_weight += weight_gradient(d_logits, hidden[part])
             if d_hidden is not None:
-                d_hidden[part] = matmul(d_logits, weight)
+                d_hidden[part] = linear(d_logits, weight.t())
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
