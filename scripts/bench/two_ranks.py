@@ -3,10 +3,10 @@
     python scripts/bench/two_ranks.py [--rounds 5] [--engines hf vllm] [--own-weights]
 
 10M parameters, 128 rows of 64 tokens (16 prompt + 48 response), one thread a rank, through Ray.  Both groups stay alive
-and take turns, in which the other's processes are stopped (waiting ranks wake hundreds of times a second); the figures are
-medians of wall-clock seconds, so run it on an idle machine.  Two ranks need both cores
-undisturbed, which a machine shared with others gives only at times: beside the medians stand the least disturbed turns of
-either.  The CPU seconds are of the rank that needs most; others take cache and memory bandwidth from them too.
+and take turns, in which the other's processes are stopped (ranks that wait still wake hundreds of times a second).  The
+figures are medians of wall-clock seconds, so run it on an idle machine.  Two ranks need both cores undisturbed, which a
+machine shared with others gives only at times: beside the medians stand the least disturbed turns of either.  The CPU
+seconds are of the rank that needs most; others take cache and memory bandwidth from them too.
 """
 
 from __future__ import annotations
