@@ -1,4 +1,4 @@
-"""Two ranks on two cores against one: the policy update, generation, and the bare matrix products of generation, timed apart.
+"""Two ranks on two cores against one: the policy update and generation, timed apart.
 
     python scripts/bench/two_ranks.py [--rounds 5] [--engines hf vllm] [--own-weights]
 
@@ -26,10 +26,8 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSIT
 import psutil
 import tiny_model
 import torch
-from bare_products import BareProducts, weight_shapes
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig
 
 from rlhub.config.derive import derive
 from rlhub.config.ppo import PPOConfig
@@ -69,7 +67,6 @@ def prompts() -> DataProto:
 GENERATIONS = 6  # a round: they are short beside an update, and a few of them say little on a machine shared with others
 
 Seconds = tuple[float, float]  # wall clock; CPU time of the rank that needs most
-PRODUCTS = "bare products of generation"
 
 
 def cpu_seconds(group: WorkerGroup) -> list[float]:
@@ -112,12 +109,6 @@ def update(group: WorkerGroup) -> Seconds:
     return timed(group, lambda: group.update_actor(data))[0]
 
 
-def measure_products(products: BareProducts, ranks: int) -> Seconds:
-    """The products of `generation`: the prompts in one forward, then a step for every further token."""
-    rows = ROWS // ranks
-    return products.measure(ranks, [rows // SAMPLES * PROMPT_TOKENS] + [rows] * (RESPONSE_TOKENS - 1))
-
-
 Figures = dict[str, dict[int, list[Seconds]]]  # by phase and number of ranks
 
 
@@ -133,7 +124,7 @@ def show(title: str, figures: Figures) -> None:
         best, best_of_two = (min(seconds[0] for seconds in rounds[ranks]) for ranks in (1, 2))
         table.add_row(
             *(phase, f"{wall:.3f}", f"{wall_of_two:.3f}", f"{wall / wall_of_two:.2f}"),
-            "(limit)" if phase == PRODUCTS else f"{WANTED}",
+            f"{WANTED}",
             *(f"{best:.3f}, {best_of_two:.3f}", f"{best / best_of_two:.2f}"),
             *(f"{cpu:.3f}", f"{cpu_of_two:.3f}", f"{cpu / cpu_of_two:.2f}"),
         )
@@ -144,13 +135,11 @@ def compare(folder: Path, engine: str, rounds: int, *, share: bool) -> Figures:
     config = configuration(folder, engine, share=share)
     runtime = WorkerRuntime(device="cpu", seed=1, max_prompt_length=PROMPT_TOKENS, max_response_length=RESPONSE_TOKENS)
     role = ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, runtime)
-    figures: Figures = {phase: {1: [], 2: []} for phase in ("generation", "update", PRODUCTS)}
+    figures: Figures = {phase: {1: [], 2: []} for phase in ("generation", "update")}
     options = {"backend": "ray", "device": "cpu", "ray_init": {"num_cpus": 4}}
-    products = BareProducts(weight_shapes(AutoConfig.from_pretrained(folder)))
     with (
         launch({"one": role}, ranks_per_node=1, **options) as one,
         launch({"two": role}, ranks_per_node=2, **options) as two,
-        products,
     ):
         groups = {1: one.groups["one"], 2: two.groups["two"]}
         for group in groups.values():
@@ -158,12 +147,10 @@ def compare(folder: Path, engine: str, rounds: int, *, share: bool) -> Figures:
             group.sync_weights(0)
             group.sync_weights(1)  # from here on as a plan moves them
             update(group)
-        measure_products(products, 2)
         for turn in range(rounds * GENERATIONS):
             for ranks, group in groups.items():
                 with stopped(groups[3 - ranks]):
                     figures["generation"][ranks].append(generate(group)[0])
-                    figures[PRODUCTS][ranks].append(measure_products(products, ranks))
                     if turn % GENERATIONS == 0:
                         figures["update"][ranks].append(update(group))
     return figures

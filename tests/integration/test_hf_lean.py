@@ -27,7 +27,6 @@ from rlhub.engines.rollout.hf import decode, lean
 from rlhub.engines.rollout.hf.attention import GROUPED_ATTENTION
 from rlhub.engines.rollout.hf.lean import LeanStep, why_not_lean
 from rlhub.engines.rollout.hf.step import DecodeStep, ModelStep
-from rlhub.models import products
 from tests.integration.test_hf_engine import hf_engine
 from tests.support import rollout_contract as contract
 from tests.support.tiny_models import greedy_choices, save_tiny_model, tiny_model
@@ -119,16 +118,6 @@ def prompts_of_many_lengths() -> list[list[int]]:
     return [[3 + (7 * i + 5 * j) % 60 for j in range(1 + i % 9)] for i in range(12)]
 
 
-@pytest.fixture(params=["small products", "large products"])
-def products_taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' products are small; the other way is that of large ones on processors where oneDNN is faster."""
-    if request.param == "large products":
-        monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 1)
-        monkeypatch.setattr(products, "MIN_ROWS", 1)
-        monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
-
-
-@pytest.mark.usefixtures("products_taken")
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_and_logits_are_those_of_the_model(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

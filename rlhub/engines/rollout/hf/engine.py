@@ -26,7 +26,6 @@ from rlhub.engines.rollout.weight_memory import memory_blocks, move_to_blocks
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.models.experts import unfused_tensors
-from rlhub.models.products import use_fast_products
 from rlhub.utils.pieces import Piece, whole_piece
 
 logger = logging.getLogger(__name__)
@@ -51,8 +50,6 @@ class HFEngine(SteppedEngine):
         with torch.random.fork_rng(devices=[self._setup.device] if self._setup.device.type == "cuda" else []):
             self._model = self._build()
         self._step = _decode_step(self._model, self._setup.max_model_len)
-        if self._setup.device.type == "cpu":
-            use_fast_products(self._model)
         self._weights = _named_weights(self._model)
         self._ready = self._setup.load_checkpoint
 

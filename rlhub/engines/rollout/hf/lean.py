@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-
-from rlhub.models.products import linear, matmul
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
@@ -185,14 +183,16 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 def _add_mlp(hidden: Tensor, layer: _Layer) -> None:
     """The widest product is computed as (outputs, rows), where BLAS needs less for its weight whatever the number of rows; gate
     and up are then contiguous."""
-    both = matmul(layer.gate_up, layer.mlp_norm(hidden).t())
-    if layer.gate_up_bias is not None:
-        both.add_(layer.gate_up_bias.unsqueeze(1))
+    inputs = layer.mlp_norm(hidden).t()
+    if layer.gate_up_bias is None:
+        both = torch.mm(layer.gate_up, inputs)
+    else:
+        both = torch.addmm(layer.gate_up_bias.unsqueeze(1), layer.gate_up, inputs)
     gate, up = both.chunk(2)
-    hidden.add_(matmul(layer.down, silu(gate, inplace=True).mul_(up)).t())
-    if layer.down_bias is not None:
-        hidden.add_(layer.down_bias)
+    _add_product(hidden, silu(gate, inplace=True).mul_(up).t(), layer.down, layer.down_bias)
 
 
 def _add_product(hidden: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    hidden.add_(linear(inputs, weight, bias))
+    hidden.addmm_(inputs, weight.t())
+    if bias is not None:
+        hidden.add_(bias)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import vllm._custom_ops as vllm_custom_ops
-from torch import Tensor, nn
 from vllm.model_executor.layers import utils as vllm_layer_utils
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -14,7 +13,6 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.vllm.memory import CPU_BLOCK_TOKENS, cpu_cache_bytes, head_width, text_config
 from rlhub.errors import EngineError
-from rlhub.models.products import linear
 
 
 def engine_arguments(setup: RolloutSetup, dtype: torch.dtype) -> dict[str, Any]:
@@ -79,13 +77,7 @@ def _refuse_experts(setup: RolloutSetup) -> None:
 def keep_weights_unpacked() -> None:
     """In the process that holds the model, before it is built: stop vLLM's CPU linear layers from repacking.  That frees the
     parameters, so they could not be written again, and with tied embeddings it would keep computing logits from the old
-    output layer without a word.  The weights as they are serve the same library's products."""
+    output layer without a word."""
     if current_platform.is_cpu():
         vllm_custom_ops._supports_onednn = False
         vllm_layer_utils.check_cpu_sgl_kernel = lambda *_: False
-        vllm_layer_utils.cpu_unquantized_gemm = _product
-
-
-def _product(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """In place of vLLM's `cpu_unquantized_gemm`, which would take what `layer` has packed."""
-    return linear(x, weight, bias)

@@ -19,7 +19,6 @@ from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, num_bytes
 from rlhub.models.hf import SCALAR_HEAD, ModelKind, build_model
 from rlhub.models.lora import add_lora, named_parameters
 from rlhub.models.packed_attention import PACKED_ATTENTION
-from rlhub.models.products import use_fast_products
 
 BROADCAST_BYTES = 1 << 30
 """Models above this size are read by rank 0 alone."""
@@ -53,8 +52,6 @@ def build_sharded(plan: BuildPlan, layout: Layout, device: torch.device) -> Buil
         empty = _prepared(plan, empty=True)
         broadcast = num_bytes(empty.parameters()) > BROADCAST_BYTES
     model = empty if broadcast else _prepared(plan).to(device)
-    if device.type == "cpu":
-        use_fast_products(model)
     root = _root(model, plan)
     compute_dtype = torch.bfloat16 if device.type == "cuda" and plan.dtype == torch.float32 else None
     shard_model(root, model, layout, compute_dtype)

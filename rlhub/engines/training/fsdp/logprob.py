@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhub.models.products import linear, weight_gradient
-
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits held at a time: 32 and 512 MiB in float32
 MIN_CHUNK_TOKENS = 64
 
@@ -25,7 +23,7 @@ def chunk_tokens(num_tokens: int, vocab_size: int, device_type: str = "cpu") -> 
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse_temperature: float) -> Tensor:
-    logits = linear(hidden, weight, bias)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     return logits if inverse_temperature == 1.0 else logits.mul_(inverse_temperature)
@@ -97,9 +95,9 @@ class ChunkedLogProb(torch.autograd.Function):
                 d_bias.add_(d_logits.sum(0))
             d_logits = d_logits.to(hidden.dtype)  # half-precision products on GPUs; nothing on others
             if d_weight is not None:
-                d_weight += weight_gradient(d_logits, hidden[part])
+                d_weight += d_logits.t() @ hidden[part]
             if d_hidden is not None:
-                d_hidden[part] = linear(d_logits, weight.t())
+                d_hidden[part] = d_logits @ weight
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
