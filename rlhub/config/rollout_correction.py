@@ -15,7 +15,7 @@ from rlhub.registry import suggest
 
 KEY = "algorithm.rollout_correction"
 RATIO_RULES = ("token_k1", "seq_sum_k1", "seq_mean_k1")
-"""Rejection rules whose threshold is a band of probability ratios."""
+"""Rejection rules whose threshold is a band of probability ratios mu / pi_old."""
 DIVERGENCE_RULES = (
     "token_k2", "token_k3", "seq_sum_k2", "seq_sum_k3", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
@@ -32,7 +32,7 @@ class RolloutCorrectionConfig:
     """Divide the weights by their mean over the batch, so that they change directions rather than the step's size."""
     rollout_rs: list[str] | None = None
     """Rejection: tokens or sequences that leave the policy loss, by one or several rules of which all must pass: token_k1,
-    token_k2, token_k3, seq_sum_k1 ... seq_mean_k3, seq_max_k2, seq_max_k3 (k1 bounds the ratio pi_old / mu, k2 and k3 a
+    token_k2, token_k3, seq_sum_k1 ... seq_mean_k3, seq_max_k2, seq_max_k3 (k1 bounds the ratio mu / pi_old, k2 and k3 a
     divergence)."""
     rollout_rs_threshold: list[str] | None = None
     """One for all rules, or one for each: a band "0.5_2.0" for k1 (a number c means 1/c to c), the largest value for k2, k3."""

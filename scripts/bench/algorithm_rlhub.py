@@ -39,7 +39,6 @@ DIFFERS: dict[str, tuple[str, str]] = {
     "geo_mean, weighted": (f"{_HERE}.policy_losses.geo_mean", "Here each token keeps its own advantage and weight"),
     "cispo": (f"{_HERE}.policy_losses.cispo", "bound it below at 0.8"),
     "aggregation seq-mean-token-sum-norm, no factor given": (f"{_HERE}.aggregation", "never the padded width"),
-    "rejection token_k1, a lopsided band": (f"{_HERE}.correction.rejection", "compares -l with the band"),
 }
 """Case -> (module, words of a docstring in it)."""
 

@@ -277,7 +277,7 @@ def corrections(dtype: torch.dtype) -> Iterator[Case]:
         return lambda: {"weights": bounded(RATIOS[level](old, b.mask), b.mask, weight_bounds(threshold))}
 
     def passed() -> Numbers:
-        return {"kept": kept(now, b.mask, "seq_mean_k1", Bounds(lower=math.exp(-OFF_POLICY), upper=1e6)).double()}
+        return {"kept": kept(now, b.mask, "seq_mean_k1", Bounds(lower=1e-6, upper=math.exp(OFF_POLICY))).double()}
 
     for level in ("token", "sequence"):
         for threshold, mode, low, high in ((1.5, "truncate", None, 1.5), ("0.7_1.4", "mask", 0.7, 1.4)):
@@ -290,13 +290,13 @@ def corrections(dtype: torch.dtype) -> Iterator[Case]:
     negative = -b.per_row.abs()
     mask = "off_policy_mask_threshold"
     yield Case(
-        mine="rejection seq_mean_k1, lower bound",
+        mine="rejection seq_mean_k1, upper bound",
         theirs=f"{mask}, negative rows",
         rlhub=passed,
         trl=lambda: trl.off_policy_kept(b, negative, OFF_POLICY),
     )
     yield Case(
-        mine="rejection seq_mean_k1, lower bound",
+        mine="rejection seq_mean_k1, upper bound",
         theirs=mask,
         rlhub=passed,
         trl=lambda: trl.off_policy_kept(b, b.per_row, OFF_POLICY),

@@ -2,13 +2,14 @@
 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch").
 
 Rule = what is measured of each token, and how a row's tokens are put together.  With l = log pi - log mu clamped to +-20:
-k1 = l, held to the band log lower <= l <= log upper, that is lower <= pi / mu <= upper; k2 = l^2 / 2 and k3 = exp(l) - 1 - l,
+k1 = -l, held to the band log lower <= -l <= log upper, that is lower <= mu / pi <= upper; k2 = l^2 / 2 and k3 = exp(l) - 1 - l,
 held below upper.  `token`: each token by itself; `seq_sum`, `seq_mean`, `seq_max`: the row's sum, mean, largest, for all of it.
-Bounds are inclusive.  No rule looks at advantages (the off-policy mask of DeepSeek-V3.2 is the lower bound of seq_mean_k1, on
+Bounds are inclusive.  No rule looks at advantages (the off-policy mask of DeepSeek-V3.2 is the upper bound of seq_mean_k1, on
 rows of negative advantage alone).
 
-A band bounds pi / mu, as the paper and the documentation of other implementations say.  (verl 0.9.1 compares -l with the
-band, so that it bounds mu / pi; for a single number and for bands that are their own reciprocal, both are the same.)
+A band bounds mu / pi, as verl 0.9.1 computes it, so that thresholds tuned there mean the same here.  (The paper, and the
+documentation of other implementations, speak of pi / mu; for a single number and for bands that are their own reciprocal, both
+are the same.)
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from rlhub.algorithms.masked import masked, masked_sum
 from rlhub.config.rollout_correction import RATIO_RULES, Bounds
 
 
-def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio
+def _reversed(log_ratio: Tensor) -> Tensor:
+    return -log_ratio
 
 
 def _squared(log_ratio: Tensor) -> Tensor:
@@ -54,13 +55,13 @@ def _largest(values: Tensor, mask: Tensor) -> Tensor:
 
 
 RULES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "token_k1": (_ratio, _each),
+    "token_k1": (_reversed, _each),
     "token_k2": (_squared, _each),
     "token_k3": (_schulman, _each),
-    "seq_sum_k1": (_ratio, _sum),
+    "seq_sum_k1": (_reversed, _sum),
     "seq_sum_k2": (_squared, _sum),
     "seq_sum_k3": (_schulman, _sum),
-    "seq_mean_k1": (_ratio, _mean),
+    "seq_mean_k1": (_reversed, _mean),
     "seq_mean_k2": (_squared, _mean),
     "seq_mean_k3": (_schulman, _mean),
     "seq_max_k2": (_squared, _largest),

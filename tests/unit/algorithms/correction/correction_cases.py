@@ -124,7 +124,7 @@ def slow_kept(case: Case, rule: str, bounds: Bounds) -> Mask:
     for ratios, keep in zip(log_ratio_table(case), case.mask.tolist(), strict=True):
         each = []
         for x in map(clamp, ratios):
-            each.append({"k1": x, "k2": x * x / 2, "k3": math.expm1(x) - x}[kind])
+            each.append({"k1": -x, "k2": x * x / 2, "k3": math.expm1(x) - x}[kind])
         inside = [value for value, m in zip(each, keep, strict=True) if m]
         if inside and scope != "token":
             whole = {"seq_sum": math.fsum(inside), "seq_mean": math.fsum(inside) / len(inside), "seq_max": max(inside)}[scope]

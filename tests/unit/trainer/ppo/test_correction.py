@@ -56,7 +56,7 @@ def config_of(mini: int = 8, **changes: object) -> PPOConfig:
 
 def test_weights_become_a_column_and_rejected_tokens_leave_the_mask() -> None:
     batch = batch_of()
-    metrics = correct_batch(batch, settings(rollout_is="token", rollout_rs=["token_k1"], rollout_rs_threshold=["0.5_5.0"]))
+    metrics = correct_batch(batch, settings(rollout_is="token", rollout_rs=["token_k1"], rollout_rs_threshold=["0.2_2.0"]))
     weights = batch.batch["importance_weights"]
     torch.testing.assert_close(weights, torch.tensor([[2.0, 1.0, 0.25], [1.0, 0.9, 0.0]]), rtol=1e-5, atol=0)
     assert weights.dtype == torch.float32
