@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is finite in float32
@@ -33,9 +34,15 @@ def k2(log_probs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k3(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """exp(x) - x - 1 with x = clamp(-d, +-20), clamped to [0, 10]: unbiased but for the clamps, never negative."""
+    """exp(x) - 1 - x with x = clamp(-d, +-20), at most 10: unbiased but for the clamps, never negative.
+
+    The gradient in x is exp(x) - 1, 0 beyond the clamps.  It is given as that number: near the reference the difference of exp(x)
+    and 1 would round to anything, in the value below 0 and in its derivative to 0.
+    """
     x = (reference - log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return (x.exp() - x - 1).clamp(0, K3_BOUND)
+    slope = x.detach().expm1()
+    value = (slope - x.detach()).clamp(min=0)
+    return torch.where(value <= K3_BOUND, value + (x - x.detach()) * slope, K3_BOUND)
 
 
 def _straight_through(base: Callable[[Tensor, Tensor], Tensor], log_probs: Tensor, reference: Tensor) -> Tensor:

@@ -114,3 +114,23 @@ def test_straight_through_gradients_and_bounds_far_away(name: str) -> None:
             assert slope.item() == d
         else:
             assert slope.item() == (0.0 if base in ("k3", "low_var_kl") else 1.0 if base in ("k1", "kl") else math.copysign(1, d))
+
+
+NEAR = [sign * size for size in (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3) for sign in (-1.0, 1.0)]
+
+
+@pytest.mark.parametrize("name", ["k3", "low_var_kl"])
+def test_k3_keeps_its_gradient_near_the_reference(name: str) -> None:
+    """Differences as they are between a policy and its reference in the first steps, around log-probs of every size: the
+    gradient in float32 is 1 - exp(-d) as float64 has it, and no token's is lost."""
+    reference = -torch.logspace(-4, 1.3, 400, dtype=torch.float64).float()
+    distances = torch.tensor(NEAR).repeat_interleave(len(reference))
+    log_probs = (reference.double().repeat(len(NEAR)) + distances.double()).float().requires_grad_()
+    reference = reference.repeat(len(NEAR))
+    values = KL_ESTIMATORS.get(name)(log_probs, reference)
+    (slope,) = torch.autograd.grad(values.sum(), log_probs)
+    d = log_probs.detach().double() - reference.double()  # what float32 has left of the distance
+    torch.testing.assert_close(slope.double(), -torch.expm1(-d), rtol=1e-6, atol=0)
+    assert bool((slope[d != 0] != 0).all())
+    assert bool((values >= 0).all())
+    torch.testing.assert_close(values.double(), torch.expm1(-d) + d, rtol=1e-6, atol=1e-10)
