@@ -28,6 +28,7 @@ from rlhub.utils.collectives import all_gather_rows
 from rlhub.utils.column_files import read_columns, write_columns
 from rlhub.utils.columns import (
     Index,
+    check_rectangular,
     chunk_bounds,
     column_of_values,
     copy_containers,
@@ -39,12 +40,14 @@ from rlhub.utils.columns import (
     same_array,
     same_tensor,
     same_value,
+    stack_rows,
+    take_rows,
     without,
 )
 from rlhub.utils.readonly_tensor import own
 from rlhub.utils.rows_future import RowsFuture
 from rlhub.utils.tensor_pickle import Packed, pack_tensor, unpack_tensor
-from rlhub.utils.tensordicts import check_columns, merge_tensordict, split_tensordict
+from rlhub.utils.tensordicts import check_columns, leading_shape, merge_tensordict, split_tensordict
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +111,7 @@ class DataProto:
         """
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
             raise ProtocolError(f"num_batch_dims must be 1 (at least 1 without non_tensors), got {num_batch_dims}")
-        shapes = {key: tuple(tensor.shape[:num_batch_dims]) for key, tensor in (tensors or {}).items()}
+        shapes = {key: leading_shape(key, tensor, num_batch_dims) for key, tensor in (tensors or {}).items()}
         first = next(iter(shapes.items()), None)
         for key, shape in shapes.items():
             if len(shape) < num_batch_dims or (first is not None and shape != first[1]):
@@ -180,7 +183,7 @@ class DataProto:
         if self.batch is None:
             return self._with(None, arrays)
         rows = torch.from_numpy(index)
-        tensors = {key: value.index_select(0, rows.to(value.device)) for key, value in self.tensors().items()}
+        tensors = {key: take_rows(value, rows) for key, value in self.tensors().items()}
         return self._with(TensorDict(tensors, batch_size=[len(index)]), arrays)
 
     def select(
@@ -328,6 +331,7 @@ class DataProto:
         repeated = self.repeat(n_split)
         columns: dict[str, Any] = self.tensors()
         for key, column in pick({**columns, **self.non_tensor_batch}, split_keys or [], "column").items():
+            check_rectangular({key: column}, "unfold_column_chunks")
             if column.ndim < 2 or column.shape[1] % n_split:
                 raise ProtocolError(f"column {key!r} of shape {tuple(column.shape)} cannot be cut into {n_split} along axis 1")
             cut = column.reshape(len(self) * n_split, column.shape[1] // n_split, *column.shape[2:])
@@ -375,6 +379,7 @@ class DataProto:
     def save_to_disk(self, filepath: str | Path) -> None:
         """One safetensors file; objects and meta_info inside as JSON.  ProtocolError names what JSON cannot hold."""
         tensors = self.tensors()
+        check_rectangular(tensors, "save_to_disk")
         try:
             write_columns(Path(filepath), tensors, self.non_tensor_batch, self.meta_info, has_tensors=self.batch is not None)
         except TypeError as error:
@@ -421,6 +426,7 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """Columns (rows, ...) become (new_batch_size, rows / new_batch_size, ...)."""
+    check_rectangular(data.tensors(), "fold_batch_dim")
     if new_batch_size < 1 or len(data) % new_batch_size:
         raise ProtocolError(f"fold_batch_dim: {len(data)} rows do not fold into {new_batch_size}")
     return _reshape_rows(data, 1, (new_batch_size, len(data) // new_batch_size))
@@ -428,6 +434,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """The first `batch_dims` axes of every column become one."""
+    check_rectangular(data.tensors(), "unfold_batch_dim")
     columns: list[Any] = [*data.tensors().values(), *data.non_tensor_batch.values()]
     leading = {tuple(column.shape[:batch_dims]) for column in columns}
     if len(leading) > 1 or any(len(shape) < batch_dims for shape in leading):
@@ -449,9 +456,8 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
         raise ProtocolError("collate_fn of no rows")
     arrays = {key: column_of_values([item.non_tensor_batch[key] for item in items]) for key in items[0].non_tensor_batch}
     rows = [item.batch for item in items if item.batch is not None]
-    batch = (
-        TensorDict({key: torch.stack([row[key] for row in rows]) for key in list(rows[0].keys())}, [len(rows)]) if rows else None
-    )
+    columns = {key: stack_rows(key, [row[key] for row in rows]) for key in list(rows[0].keys())} if rows else {}
+    batch = TensorDict(columns, [len(rows)]) if rows else None
     return DataProto(batch=batch, non_tensor_batch=arrays, meta_info=copy_containers(items[0].meta_info))
 
 
@@ -461,6 +467,7 @@ def all_gather_data_proto(data: DataProto, group: dist.ProcessGroup | None = Non
     Every rank of `group` calls; blocking.  Ranks may have different numbers of rows, but the same columns.
     """
     columns = data.tensors()
+    check_rectangular(columns, "all_gather_data_proto")
     spec = {key: (column.dtype, tuple(column.shape[1:])) for key, column in columns.items()}
     shared: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(shared, (len(data), spec, data.non_tensor_batch, data.meta_info), group=group)

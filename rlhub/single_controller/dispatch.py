@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tensordict import TensorDictBase
+
 from rlhub.errors import DispatchError
 from rlhub.protocol import DataProto, DataProtoFuture
 from rlhub.single_controller.decorator import Dispatch, DispatchMode, DispatchTarget, add_dispatch_mode
@@ -58,8 +60,13 @@ def dispatch_dp_compute(group: DispatchTarget, *args: Any, **kwargs: Any) -> Per
     return _map_arguments(spread, args, kwargs)
 
 
-def _split(value: Any, shards: Sequence[int], num_shards: int) -> list[Any]:
+def _split(name: str, value: Any, shards: Sequence[int], num_shards: int) -> list[Any]:
     """Rank r gets chunk `shards[r]` of a batch, the SAME object as its fellow ranks; other values are replicated."""
+    if isinstance(value, TensorDictBase):
+        raise DispatchError(
+            f"{name} is a {type(value).__name__}, which would go whole to every rank of a method that cuts batches: pass "
+            "DataProto.from_tensordict(...) to have it cut, or register the method with Dispatch.ONE_TO_ALL"
+        )
     if not isinstance(value, DataProto | DataProtoFuture):
         return [value] * len(shards)
     chunks = value.chunk(num_shards)
@@ -69,7 +76,7 @@ def _split(value: Any, shards: Sequence[int], num_shards: int) -> list[Any]:
 def dispatch_dp_compute_proto(group: DispatchTarget, *args: Any, **kwargs: Any) -> PerRank:
     """Batches are cut into one chunk per rank; all else is the same for all."""
     ranks = range(group.world_size)
-    return _map_arguments(lambda _, value: _split(value, ranks, group.world_size), args, kwargs)
+    return _map_arguments(lambda name, value: _split(name, value, ranks, group.world_size), args, kwargs)
 
 
 def dispatch_dp_compute_proto_with_func(group: DispatchTarget, *args: Any, **kwargs: Any) -> PerRank:
@@ -114,7 +121,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
 
     def dispatch(group: DispatchTarget, *args: Any, **kwargs: Any) -> PerRank:
         mesh = group.mesh(mesh_name)
-        return _map_arguments(lambda _, value: _split(value, mesh.dp_ranks, mesh.dp_size), args, kwargs)
+        return _map_arguments(lambda name, value: _split(name, value, mesh.dp_ranks, mesh.dp_size), args, kwargs)
 
     return DispatchMode(
         name=f"mesh {mesh_name}",

@@ -78,6 +78,9 @@ def same_value(left: Any, right: Any) -> bool:
 
 def same_tensor(left: Tensor, right: Tensor) -> bool:
     """Equal dtype, shape, device and values (NaN differs from NaN, as in torch.equal)."""
+    if left.is_nested or right.is_nested:
+        same_rows = left.is_nested and right.is_nested and len(left) == len(right)
+        return same_rows and all(map(same_tensor, left.unbind(), right.unbind()))
     same_kind = left.dtype == right.dtype and left.shape == right.shape and left.device == right.device
     return same_kind and torch.equal(left, right)
 
@@ -92,6 +95,46 @@ def same_array(left: np.ndarray, right: np.ndarray) -> bool:
     return bool(np.array_equal(left, right, equal_nan=floating))
 
 
+def take_rows(column: Tensor, rows: Tensor) -> Tensor:
+    """Copy of those rows of a column, which stays jagged where its rows differ in length."""
+    if not column.is_nested:
+        return column.index_select(0, rows.to(column.device))
+    parts = column.unbind()
+    return _jagged([parts[row] for row in rows.tolist()], like=column)
+
+
+def _jagged(rows: list[Tensor], *, like: Tensor) -> Tensor:
+    """A jagged tensor of these rows; `like` says what rows there are none of."""
+    if not rows:
+        return torch.nested.nested_tensor_from_jagged(like.values()[:0], torch.zeros(1, dtype=torch.int64, device=like.device))
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def row_shape(column: Tensor) -> tuple[Any, ...]:
+    """The shape of one row, in which a length that differs between rows is "jagged"."""
+    return ("jagged", *column.values().shape[1:]) if column.is_nested else tuple(column.shape[1:])
+
+
+def stack_rows(key: str, rows: Sequence[Tensor]) -> Tensor:
+    """The column of these rows.  ProtocolError where they differ in shape: alone they do not say whether that was meant."""
+    shapes = sorted({tuple(row.shape) for row in rows})
+    if len(shapes) > 1:
+        raise ProtocolError(
+            f"collate_fn needs rows of one shape, but those of column {key!r} have {shapes}; choose rows of a jagged column with "
+            "select_idxs, or pad it first: column.to_padded_tensor(0)"
+        )
+    return torch.stack(list(rows))
+
+
+def check_rectangular(columns: Mapping[str, Any], what: str) -> None:
+    """ProtocolError for a jagged column, of which `what` has no meaning."""
+    for key, column in columns.items():
+        if isinstance(column, Tensor) and column.is_nested:
+            raise ProtocolError(
+                f"{what} needs rows of one length, but column {key!r} is jagged; pad it first: column.to_padded_tensor(0)"
+            )
+
+
 def join_tensors(parts: Sequence[Tensor]) -> Tensor:
     """Concatenation along dimension 0.  A single part is returned as it is.
 
@@ -101,7 +144,9 @@ def join_tensors(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     dtype = parts[0].dtype
-    plain = all(part.device.type == "cpu" and not part.requires_grad and not part.is_nested for part in parts)
+    if parts[0].is_nested:
+        return _jagged([row for part in parts for row in part.unbind()], like=parts[0])
+    plain = all(part.device.type == "cpu" and not part.requires_grad for part in parts)
     if not plain or parts[0].dim() == 0:
         return torch.cat(list(parts))
     raw = RAW_VIEWS.get(dtype)
@@ -160,7 +205,8 @@ def join_columns(kind: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any
     for key, first in parts[0].items():
         columns = [part[key] for part in parts]
         kinds = {
-            (column.dtype.kind if isinstance(column, np.ndarray) else column.dtype, tuple(column.shape[1:])) for column in columns
+            (column.dtype.kind, column.shape[1:]) if isinstance(column, np.ndarray) else (column.dtype, row_shape(column))
+            for column in columns
         }
         if len(kinds) > 1:
             raise ProtocolError(f"concat: {kind} {key!r} differs in dtype or row shape between parts: {sorted(map(str, kinds))}")

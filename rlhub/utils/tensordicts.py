@@ -6,11 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from rlhub.errors import ProtocolError
 from rlhub.utils.columns import object_array, same_value
+
+
+def leading_shape(key: str, column: Tensor, num_dims: int) -> tuple[int, ...]:
+    """The first dimensions of a column.  ProtocolError for a nested tensor that has no such, or no rows that can be moved."""
+    if column.is_nested and (column.layout != torch.jagged or num_dims > 1):
+        raise ProtocolError(
+            f"column {key!r} is a nested tensor of layout {column.layout} with {num_dims} batch dimensions asked for; rows of "
+            "different lengths are held by torch.nested.nested_tensor(rows, layout=torch.jagged), in one batch dimension"
+        )
+    return tuple(column.shape[:num_dims])
 
 
 def check_columns(batch: Any, arrays: Mapping[str, Any]) -> None:

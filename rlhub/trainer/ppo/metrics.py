@@ -45,5 +45,5 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def mean_metrics(collected: dict[str, list[float]] | dict[str, float]) -> dict[str, float]:
-    """One number per metric from what the ranks returned."""
-    return {name: sum(v) / len(v) if isinstance(v, list) else float(v) for name, v in collected.items()}
+    """One number per metric from what the ranks returned; none for a metric that no rank returned."""
+    return {name: sum(v) / len(v) if isinstance(v, list) else float(v) for name, v in collected.items() if v != []}

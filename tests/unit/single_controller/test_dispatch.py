@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from rlhub.errors import DispatchError
 from rlhub.protocol import DataProto, DataProtoFuture
@@ -332,3 +333,15 @@ def test_results_come_in_shard_order_not_rank_order() -> None:
     infos = [MeshInfo(dp_rank=1, is_collect=True), MeshInfo(dp_rank=0, is_collect=True)]
     mesh = build_mesh("actor", "m", infos)
     assert mesh.collecting == (1, 0) and mesh.dp_size == 2
+
+
+@pytest.mark.parametrize("call", ["dp_compute_proto", "metric", "on_mesh"])
+def test_a_bare_tensordict_is_refused_where_batches_are_cut_and_not_given_whole_to_every_rank(call: str) -> None:
+    group = RecordingGroup()
+    columns = TensorDict({"x": torch.arange(8)}, batch_size=[8])
+    for arguments, keywords, name in (((columns,), {}, "argument 0"), ((), {"data": columns}, "data")):
+        with pytest.raises(DispatchError, match=rf"{name} is a TensorDict.*DataProto\.from_tensordict"):
+            getattr(group, call)(*arguments, **keywords)
+    assert group.request is None
+    group.dp_compute_proto(DataProto.from_tensordict(columns))
+    assert group.rows() == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -102,3 +102,7 @@ def test_spread_takes_integers_and_skips_nothing_at_all() -> None:
 def test_metrics_of_several_ranks_are_averaged_and_single_ones_kept() -> None:
     assert mean_metrics({"a": [1.0, 3.0], "b": [2.0]}) == {"a": 2.0, "b": 2.0}
     assert mean_metrics({"a": 4}) == {"a": 4.0}
+
+
+def test_a_metric_that_no_rank_gave_is_left_out() -> None:
+    assert mean_metrics({"a": [], "b": [2.0]}) == {"b": 2.0}
