@@ -13,6 +13,7 @@ import torch
 
 from rlhub.protocol import DataProto
 from rlhub.rewards import ManagerParts, RewardManager, RewardResult
+from rlhub.rewards.naive import on_last_token
 from rlhub.rewards.registry import REWARD_MANAGERS
 
 
@@ -26,8 +27,7 @@ class ShuffledRewards:
     def __call__(self, batch: DataProto) -> RewardResult:
         result = self.inner(batch)
         result.scores = result.scores[torch.randperm(len(result.scores), generator=self.generator)]
-        last = (batch.batch["response_length"] - 1).clamp(min=0)[:, None]
-        result.token_level_scores = torch.zeros_like(result.token_level_scores).scatter_(1, last, result.scores[:, None])
+        result.token_level_scores = on_last_token(result.scores, batch.batch["response_mask"])
         return result
 
     def close(self) -> None:

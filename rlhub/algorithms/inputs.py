@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from rlhub.algorithms.outcome import check_rewards
+
 
 @dataclass(slots=True, kw_only=True)
 class AdvantageInputs:
-    """The whole training batch (statistics are over the global batch).
+    """The whole training batch (statistics are over the global batch).  ProtocolError for a reward outside the mask.
 
     token_level_rewards: (batch, response) float, after any KL penalty.
     response_mask: (batch, response), 1 on tokens the model wrote.
@@ -34,6 +36,9 @@ class AdvantageInputs:
     sum_pi_squared: Tensor | None = None
     baseline_rewards: Tensor | None = None
     reward_components: Mapping[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        check_rewards(self.token_level_rewards, self.response_mask)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,6 +1,7 @@
-"""One number per sample from its tokens, and back: the two passes over the whole batch that group estimators make.
+"""One number per sample from its tokens, and back: the two passes over the whole batch that group estimators make; and the check
+that every reward stands on a token that trains.
 
-Both are written for their cost, since the arithmetic between them is on a few thousand numbers.
+All are written for their cost, since the arithmetic between them is on a few thousand numbers.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.masked import kept, masked
+from rlhub.errors import ProtocolError
 
 BLOCK = 64
 CACHED_ROWS = 128  # whose product with the mask stays in the cache
@@ -25,21 +27,54 @@ def outcome_rewards(token_level_rewards: Tensor, response_mask: Tensor) -> Tenso
     most tokens (KL in the reward) is added within blocks in its own precision, blocks in float64.
     """
     rows, width = token_level_rewards.shape
+    found = _rewarded(token_level_rewards)
+    if found is None:
+        return _added_up(token_level_rewards, response_mask)
+    place, rewards = found
+    counted = masked(rewards.double(), response_mask.take(place))
+    total = torch.zeros(rows, dtype=torch.float64, device=rewards.device)
+    return total.index_add_(0, place // max(width, 1), counted)
+
+
+def check_rewards(rewards: Tensor, mask: Tensor) -> None:
+    """ProtocolError for a reward outside the mask, where it would train nothing and no estimator would say so.
+
+    rewards, mask: (batch, response).  A row without any token in the mask, as a sample without a valid score, has no place for
+    its reward and is passed over; so is NaN outside the mask, which is nobody's reward.
+    """
+    width, found = max(rewards.shape[1], 1), _rewarded(rewards)
+    if found is not None:
+        place = found[0][(mask.take(found[0]) == 0) & ~found[1].isnan()]
+    else:
+        inside = kept(rewards, mask)
+        if torch.equal(inside, rewards):
+            return
+        place = rewards.sub(inside).nan_to_num_(nan=0.0).view(-1).nonzero().squeeze(1)
+    place = place[mask.bool().any(1).take(place // width)] if len(place) else place
+    if len(place):
+        row, token = divmod(int(place[0]), width)
+        raise ProtocolError(
+            f"row {row}, token {token}: a reward of {float(rewards[row, token]):g} stands where response_mask is 0, so it would "
+            f"train nothing ({len(place)} such tokens). Put rewards on tokens that the model wrote: the reward of a whole "
+            "response on the last of them, as Trajectory.set_reward and rewards.naive.on_last_token do"
+        )
+
+
+def _rewarded(token_level_rewards: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Where rewards are not 0, as places in the flattened batch, and the rewards there; None if a large batch has so many that
+    going through all tokens is cheaper."""
     numbers = token_level_rewards.detach().reshape(-1)
     rest = numbers.numel() % BLOCK  # blocks go on over the ends of rows, so that any width is as cheap
     blocks = numbers[: numbers.numel() - rest].view(-1, BLOCK)
     busy = blocks.view(torch.uint8).amax(1).nonzero().squeeze(1)  # one pass over the bytes: 0 where all rewards are
     if 2 * len(busy) > len(blocks) > SAMPLE and _share(blocks[busy[:SAMPLE]]) > DENSE_SHARE:
-        return _added_up(token_level_rewards, response_mask)
+        return None
     picked, start = blocks.index_select(0, busy).view(-1), busy * BLOCK
     if rest:
         picked = torch.cat([picked, numbers[-rest:]])
         start = torch.cat([start, start.new_tensor([numbers.numel() - rest])])
     found = picked.nonzero().squeeze(1)
-    place = start.take(found // BLOCK).add_(found % BLOCK)
-    counted = masked(picked.take(found).double(), response_mask.take(place))
-    total = torch.zeros(rows, dtype=torch.float64, device=numbers.device)
-    return total.index_add_(0, place // max(width, 1), counted)
+    return start.take(found // BLOCK).add_(found % BLOCK), picked.take(found)
 
 
 def _share(numbers: Tensor) -> float:

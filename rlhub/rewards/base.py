@@ -16,13 +16,13 @@ from rlhub.rewards.pool import RewardPool
 class RewardResult:
     """The rewards of a batch.
 
-    token_level_scores: (B, T) float32, the score on the last token of the response, 0 elsewhere (a response without tokens
-    has no place for it: its row is 0).
+    token_level_scores: (B, T) float32, the score on the last token that the model wrote, 0 elsewhere (a response without such
+    a token has no place for it: its row is 0).
     scores: (B,) float32, the rewards themselves.
     valid: (B,) bool; False: scoring failed and the sample must not train.
     extra: what else the reward function and the manager know of each row, (B,) float64, or objects with None where a row has
     no such entry; "acc", where given, is the correctness that validation reports.
-    metrics: reward/num_failed, reward/failed_share, and means of the numeric extras.
+    metrics: reward/num_failed, reward/failed_share, and means of the numeric extras under `naive.metric_of` their names.
     """
 
     token_level_scores: Tensor

@@ -20,7 +20,7 @@ from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import Decoder, RewardManager, RewardResult
 from rlhub.rewards.failures import check_failures
-from rlhub.rewards.naive import numeric_means, on_last_token, response_lengths, reward_requests
+from rlhub.rewards.naive import as_rewards, numeric_means, on_last_token, response_lengths, reward_requests, written_tokens
 from rlhub.rewards.pool import LARGEST_SCORE, RewardFailure, RewardOutcome
 
 FUNCTION, MODEL, JUDGE = "function", "model", "judge"
@@ -67,6 +67,7 @@ class CombinedManager:
             self._add(result, part, finish(), batch, lengths)
         result.scores[~result.valid] = 0
         result.token_level_scores[~result.valid] = 0
+        result.scores = as_rewards(result.scores.numpy())
         return result
 
     def close(self) -> None:
@@ -92,22 +93,21 @@ class CombinedManager:
             scores=self.function_weight * result.scores,
             valid=result.valid.clone(),
             extra=result.extra | own | {"acc": accuracy(result.extra.get("acc"), raw)},
-            metrics=result.metrics | numeric_means(own),
+            metrics=result.metrics | part_means(own),
         )
 
     def _add(self, result: RewardResult, part: Part, found: PartScores, batch: DataProto, lengths: Tensor) -> None:
         counted = self._check(part.name, found.outcomes, batch, lengths)
         scored = np.array([outcome.error is None for outcome in found.outcomes], dtype=bool)
         raw = np.array([outcome.score for outcome in found.outcomes], dtype=np.float64)
-        share = torch.from_numpy((part.weight * np.where(scored, raw, 0.0)).astype(np.float32))
+        share = torch.from_numpy(part.weight * np.where(scored, raw, 0.0)).float()
         result.scores = result.scores + share
-        width = result.token_level_scores.shape[1]
-        result.token_level_scores = result.token_level_scores + on_last_token(share, lengths, width)
+        result.token_level_scores = result.token_level_scores + on_last_token(share, written_tokens(batch))
         if self.on_error == "mask":
             result.valid = result.valid & torch.from_numpy(scored)
         own = {part.name: column_of(raw, scored)}
         result.extra |= own
-        result.metrics = add_failures(result.metrics, counted, len(raw)) | numeric_means(own) | found.metrics
+        result.metrics = add_failures(result.metrics, counted, len(raw)) | part_means(own) | found.metrics
 
     def _check(self, name: str, outcomes: list[RewardOutcome], batch: DataProto, lengths: Tensor) -> dict[str, float]:
         if all(outcome.error is None for outcome in outcomes):
@@ -117,6 +117,11 @@ class CombinedManager:
             return check_failures(requests.__getitem__, outcomes, on_error=self.on_error, max_error_rate=self.max_error_rate)
         except RewardError as error:
             raise RewardError(f"the {name} part of the reward: {error}") from error
+
+
+def part_means(own: dict[str, np.ndarray]) -> dict[str, float]:
+    """reward/<part>: mean of its unweighted scores."""
+    return {f"reward/{name}": mean for name, mean in numeric_means(own).items()}
 
 
 def column_of(raw: np.ndarray, scored: np.ndarray) -> np.ndarray:

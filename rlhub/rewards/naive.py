@@ -1,8 +1,9 @@
-"""The plain manager: the reward of a response is its score, on its last token."""
+"""The plain manager: the reward of a response is its score, on the last token that the model wrote."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import Decoder, ManagerParts, RewardResult
 from rlhub.rewards.failures import check_failures, max_failures
-from rlhub.rewards.pool import RewardOutcome, RewardRequest
+from rlhub.rewards.pool import LARGEST_SCORE, RewardOutcome, RewardRequest
 
 NUMBERS = (bool, int, float)
+OWN_METRICS = ("num_failed", "failed_share", "mean", "std", "greedy_mean", "function", "model", "judge", "judge_unreadable_share")
+"""What a run reports of rewards itself, as reward/<name>."""
 OUTCOMES = "reward_outcome"
 """Object column of rows that were scored ahead, each by itself: their RewardOutcome, or None."""
 
@@ -38,14 +42,14 @@ class NaiveManager:
         scored = np.array([outcome.error is None for outcome in outcomes], dtype=bool)
         raw = np.array([outcome.score for outcome in outcomes], dtype=np.float32)
         adjusted, added = self.adjust(raw, lengths.numpy())
-        scores = torch.from_numpy(np.where(scored, adjusted, 0).astype(np.float32))
+        scores = as_rewards(np.where(scored, adjusted, 0))
         extra = added | collect_details(outcomes)
         return RewardResult(
-            token_level_scores=on_last_token(scores, lengths, _tensor(batch, "responses").shape[1]),
+            token_level_scores=on_last_token(scores, written_tokens(batch)),
             scores=scores,
             valid=torch.from_numpy(scored) if parts.on_error == "mask" else torch.ones(len(outcomes), dtype=torch.bool),
             extra=extra,
-            metrics=metrics | numeric_means(extra),
+            metrics=metrics | {metric_of(name): mean for name, mean in numeric_means(extra).items()},
         )
 
     def _outcomes(self, batch: DataProto, lengths: Tensor) -> list[RewardOutcome]:
@@ -75,9 +79,18 @@ class NaiveManager:
 
 def response_lengths(batch: DataProto) -> Tensor:
     """(B,) int64 tokens of each response, those included that an environment wrote: attention_mask's part over the response."""
-    width = _tensor(batch, "responses").shape[1]
-    mask = _tensor(batch, "attention_mask")
-    return mask[:, mask.shape[1] - width :].sum(1)
+    return _response_attention(batch).sum(1)
+
+
+def written_tokens(batch: DataProto) -> Tensor:
+    """(B, T), 1 on tokens that the model wrote: response_mask, and without that column the whole response."""
+    assert batch.batch is not None
+    return _tensor(batch, "response_mask") if "response_mask" in batch.batch.keys() else _response_attention(batch)
+
+
+def _response_attention(batch: DataProto) -> Tensor:
+    width, mask = _tensor(batch, "responses").shape[1], _tensor(batch, "attention_mask")
+    return mask[:, mask.shape[1] - width :]
 
 
 def _tensor(batch: DataProto, name: str) -> Tensor:
@@ -104,12 +117,36 @@ def reward_requests(
     ]
 
 
-def on_last_token(scores: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """(B, width) float32: scores (B,) at index length - 1, 0 elsewhere and in rows of length 0."""
-    placed = torch.zeros(len(scores), width, dtype=torch.float32)
-    rows = torch.nonzero(lengths > 0).squeeze(1)
-    placed[rows, lengths[rows] - 1] = scores[rows]
+def on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
+    """(B, T) float32: scores (B,) on the last token of the mask, 0 elsewhere and in rows without such a token.
+
+    response_mask: (B, T), 1 on tokens that the model wrote: what a tool or an environment wrote after them trains nothing.
+    """
+    placed = torch.zeros(response_mask.shape, dtype=torch.float32)
+    positions = torch.arange(1, response_mask.shape[1] + 1) * response_mask.bool()
+    end, rows = positions.amax(1), response_mask.bool().any(1).nonzero().squeeze(1)
+    placed[rows, end[rows] - 1] = scores[rows].float()
     return placed
+
+
+def as_rewards(values: np.ndarray) -> Tensor:
+    """Rewards (B,) as float32.  RewardError, naming the row, for one that float32 cannot hold."""
+    too_large = ~(np.abs(values) <= LARGEST_SCORE)
+    if too_large.any():
+        row = int(too_large.argmax())
+        raise RewardError(
+            f"row {row}: its reward is {values[row]:g}, which is beyond float32. Scale the scores down, or lower the factors "
+            "reward_model.function_weight, reward_model.weight and reward_model.judge.weight or the penalties in "
+            "reward_model.reward_kwargs"
+        )
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def metric_of(name: str) -> str:
+    """The metric's name of a number that the reward function returns beside its score: reward/<name>, or reward/details/<name>
+    where the run reports something of its own under that name."""
+    taken = name in OWN_METRICS or name.split("/")[0] in OWN_METRICS
+    return f"reward/details/{name}" if taken else f"reward/{name}"
 
 
 def collect_details(outcomes: Sequence[RewardOutcome]) -> dict[str, np.ndarray]:
@@ -127,10 +164,10 @@ def _column(values: list[Any]) -> np.ndarray:
 
 
 def numeric_means(extra: dict[str, np.ndarray]) -> dict[str, float]:
-    """reward/<name>: mean over the rows that have a finite number."""
+    """<name>: mean over the rows that have a finite number, of the columns that have nothing but numbers."""
     means = {}
     for name, column in extra.items():
         numbers = [float(value) for value in column if isinstance(value, NUMBERS) and np.isfinite(value)]
         if numbers and all(value is None or isinstance(value, NUMBERS) for value in column):
-            means[f"reward/{name}"] = float(np.mean(numbers))
+            means[name] = math.fsum(number / len(numbers) for number in numbers)  # the sum may be beyond float64
     return means

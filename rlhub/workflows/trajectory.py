@@ -6,11 +6,17 @@ environments and templates add stands between them with response_mask 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 NOT_SAMPLED = -1  # the version of a token that no policy wrote
+
+
+def last_written(response_mask: Sequence[int]) -> int | None:
+    """The index of the last token that the policy wrote; None if it wrote none."""
+    return max((index for index, written in enumerate(response_mask) if written), default=None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,7 +25,7 @@ class Trajectory:
 
     response_mask, rollout_log_probs, versions: one entry for each response token.  The mask is 1 on tokens that the policy
     wrote, with the log-prob of the distribution sampled from and the version that sampled it; elsewhere 0, 0.0, NOT_SAMPLED.
-    rewards: one entry a response token, set by the workflow; None: the run's configured reward scores the response.
+    rewards: one entry a response token, 0 where the mask is 0, set by the workflow; None: the run's reward scores the response.
     metrics: numbers of this episode (turns, tool calls, ...), averaged over the batch.
     text: what people read in sample tables; the decoded response where it is empty.
     """
@@ -50,5 +56,9 @@ class Trajectory:
         return self.versions[self.response_mask.index(1)]
 
     def set_reward(self, reward: float) -> None:
-        """The whole episode's reward, on its last token."""
-        self.rewards = [0.0] * (len(self.response_ids) - 1) + [reward]
+        """The whole episode's reward, on the last token that the policy wrote: what follows it trains nothing.  An episode
+        without such a token, which `check` refuses for training, has no place for a reward."""
+        self.rewards = [0.0] * len(self.response_ids)
+        last = last_written(self.response_mask)
+        if last is not None:
+            self.rewards[last] = reward

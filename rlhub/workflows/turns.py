@@ -21,7 +21,7 @@ from rlhub.utils.seeding import sample_seed
 from rlhub.utils.tool_calls import ToolSchema, schema_name
 from rlhub.workflows.base import EpisodeData, EpisodeEngine
 from rlhub.workflows.partials import join
-from rlhub.workflows.trajectory import NOT_SAMPLED, FinishReason, Trajectory
+from rlhub.workflows.trajectory import NOT_SAMPLED, FinishReason, Trajectory, last_written
 
 Message = Mapping[str, Any]
 ANSWER = "rlhub-answer-mark"  # stands for what the policy wrote; no template writes it by itself
@@ -108,8 +108,10 @@ class Transcript:
         self.rewards += [0.0] * len(tokens)
 
     def add_reward(self, reward: float) -> None:
-        """Credit the last token that the policy wrote."""
-        last = len(self.response_mask) - 1 - self.response_mask[::-1].index(1)
+        """Credit the last token that the policy wrote.  Reject if it wrote none."""
+        last = last_written(self.response_mask)
+        if last is None:
+            raise Reject("the policy wrote no token that a reward could credit")
         self.rewards[last] += reward
 
     def trajectory(self, metrics: Mapping[str, float]) -> Trajectory:

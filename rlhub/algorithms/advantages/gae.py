@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
 from rlhub.algorithms.masked import kept, whiten
@@ -25,10 +24,8 @@ def gae(inputs: AdvantageInputs, knobs: GAEKnobs) -> AdvantageOutputs:
 
     inputs: rewards and values (batch, response); the scans run over model tokens only: at a masked token V_{t+1} and
     A_{t+1} pass through unchanged, so tool output between turns neither discounts nor bootstraps.
-    Raises ValueError when a reward sits on a masked token, where it would be lost.
     """
     assert inputs.values is not None, "gae requires values"
-    check_rewards(inputs.token_level_rewards, inputs.response_mask)
     mask = time_first(inputs.response_mask, inputs.values.dtype)
     rewards, values = kept(inputs.token_level_rewards.t(), mask), kept(inputs.values.t(), mask)
     next_values = torch.cat([scan(values, mask, 0.0)[1:], torch.zeros_like(values[:1])])
@@ -36,15 +33,3 @@ def gae(inputs: AdvantageInputs, knobs: GAEKnobs) -> AdvantageOutputs:
     advantages = scan(deltas, mask, knobs.gamma * knobs.lam)
     returns = kept(values.add_(advantages).t().contiguous(), inputs.response_mask)
     return AdvantageOutputs(advantages=whiten(advantages.t().contiguous(), inputs.response_mask), returns=returns)
-
-
-def check_rewards(rewards: Tensor, mask: Tensor) -> None:
-    """Every reward of a row with model tokens is on one of them."""
-    inside = kept(rewards, mask)
-    if torch.equal(inside, rewards):
-        return
-    outside = rewards.sub(inside).nan_to_num_(nan=0.0)
-    lost = outside.ne(0).any(1) & mask.bool().any(1)
-    if bool(lost.any()):
-        row = int(lost.nonzero()[0].item())
-        raise ValueError(f"row {row} has a reward on a token outside response_mask; put outcome scores on the last model token")

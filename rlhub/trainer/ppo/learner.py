@@ -7,7 +7,7 @@ what the chosen algorithm requires; no algorithm and no backend is named.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,12 @@ import torch
 from rlhub.algorithms.inputs import AdvantageInputs
 from rlhub.algorithms.kl_control import AdaptiveKLController, FixedKLController, KLController, penalized_rewards
 from rlhub.algorithms.knobs import knobs_for
-from rlhub.algorithms.masked import masked_mean
+from rlhub.algorithms.masked import masked, masked_mean
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 from rlhub.algorithms.rewards import whiten_rewards
 from rlhub.config.algorithm import KLControlConfig
 from rlhub.config.ppo import PPOConfig
+from rlhub.errors import RewardError
 from rlhub.protocol import DataProto, DataProtoFuture
 from rlhub.rewards import RewardManager
 from rlhub.single_controller import WorkerGroup
@@ -133,8 +134,10 @@ class Learner:
 
     def estimate_advantages(self, batch: DataProto) -> None:
         """Adds token_level_rewards, advantages and returns (rows, response).  Rows that must not train leave response_mask:
-        samples without a valid score before the estimator, truncated ones (if asked) after it, since their reward counts."""
+        samples without a valid score, or without a token of the model's to put it on, before the estimator; truncated ones (if
+        asked) after it, since their reward counts."""
         columns = batch.batch
+        columns["valid"] = columns["valid"] & columns["response_mask"].bool().any(1)
         columns["token_level_rewards"] = self.penalize(batch)
         columns["response_mask"] = columns["response_mask"] * columns["valid"][:, None].long()
         if self.config.algorithm.whiten_rewards:
@@ -155,6 +158,7 @@ class Learner:
             )
         columns["advantages"], columns["returns"] = outputs.advantages, outputs.returns
         self.metrics |= outputs.metrics | batch_metrics(batch)
+        check_advantages(batch, self.metrics)
         if self.config.actor_rollout_ref.actor.mask_truncated:
             columns["response_mask"] = columns["response_mask"] * (columns["finish_reason"] == 0)[:, None].long()
         self.metrics["actor/masked_samples"] = float((~columns["response_mask"].any(1)).sum().item())
@@ -176,6 +180,24 @@ class Learner:
 def reward_components(batch: DataProto) -> dict[str, torch.Tensor]:
     """The scorer's own numbers by name, (rows,) float64: columns `reward/<name>` of the batch."""
     return {name.removeprefix(COMPONENT): column for name, column in batch.batch.items() if name.startswith(COMPONENT)}
+
+
+def check_advantages(batch: DataProto, metrics: Mapping[str, float]) -> None:
+    """RewardError where rewards are too large for advantages in float32.  What a model's own numbers (values, log-probs) have
+    spoilt is left to the update, which skips a step that is not finite."""
+    ends = [f"critic/{name}/{end}" for name in ("advantages", "returns") for end in ("max", "min")]
+    if all(math.isfinite(metrics.get(end, 0.0)) for end in ends):
+        return
+    columns = batch.batch
+    made = [columns[name] for name in ("values", "old_log_probs", "ref_log_prob") if name in columns.keys()]
+    bad = columns["response_mask"].bool() & ~(columns["advantages"].isfinite() & columns["returns"].isfinite())
+    if bad.any() and all(bool(masked(column, columns["response_mask"]).isfinite().all()) for column in made):
+        row = int(bad.any(1).nonzero()[0])
+        scores = columns["scores"]
+        raise RewardError(
+            f"row {row}: with a reward of {float(scores[row]):g}, in a batch whose rewards reach {float(scores.abs().max()):g}, "
+            "its advantages are not finite in float32, whose largest number is 3.4e+38. Scale the rewards down"
+        )
 
 
 def own_group_when_invalid(uid: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

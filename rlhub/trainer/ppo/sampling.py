@@ -43,7 +43,7 @@ PROMPTS_IN_WORK = (
     "the checkpoint was made with actor_rollout_ref.rollout.mode=async and holds prompts in work, which mode=sync "
     "cannot go on with; resume with mode=async (trainer.max_staleness=0 takes turns too), or start anew"
 )
-COUNTS = "reward/num_"
+COUNTS = "reward/num_failed"
 """Metrics that add up over generations; other numbers of the scorer are averaged."""
 PROMPT_AND_RESPONSE = ("input_ids", "attention_mask")
 
@@ -160,7 +160,7 @@ def add_baseline(batch: DataProto, greedy: DataProto, scorer: Scorer) -> dict[st
     batch.batch["baseline_rewards"] = scores.repeat_interleave(n)
     batch.batch["valid"] = batch.batch["valid"] & valid.repeat_interleave(n)
     counts = {name: value for name, value in metrics.items() if name.startswith(COUNTS)}
-    return counts | ({"reward/greedy_mean": scores[valid].mean().item()} if bool(valid.any()) else {})
+    return counts | ({"reward/greedy_mean": scores[valid].double().mean().item()} if bool(valid.any()) else {})
 
 
 def groups_with_signal(batch: DataProto, n: int) -> Tensor:

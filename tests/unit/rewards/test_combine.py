@@ -12,6 +12,7 @@ import torch
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardFailure, RewardOutcome
+from rlhub.rewards.base import RewardResult
 from rlhub.rewards.combine import CombinedManager, Part, PartScores, accuracy, outcomes_of
 from rlhub.rewards.naive import NaiveManager
 from tests.unit.rewards.test_managers import WIDTH, Letters, make_batch, parts
@@ -124,3 +125,14 @@ def test_parts_are_started_before_the_function_and_waited_for_after_it() -> None
     combined.function = lambda batch: (order.append("function"), function(batch))[1]  # type: ignore[assignment]
     combined(make_batch(["ab"]))
     assert order == ["started", "function", "waited"]
+
+
+def test_a_weighted_sum_beyond_float32_is_a_failure_and_no_infinite_reward() -> None:
+    def made(on_error: str) -> RewardResult:
+        combined = manager(part("model", 10.0, [1e38, 1.0]), table={"ab": 1.0}, on_error=on_error)
+        return combined(make_batch(["ab", "ab"]))
+
+    with pytest.raises(RewardError, match=r"row 0: .*beyond float32.*reward_model"):
+        made("fail")
+    with pytest.raises(RewardError, match=r"row 0: .*beyond float32"):
+        made("mask")

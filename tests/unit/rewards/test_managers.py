@@ -51,7 +51,11 @@ def make_batch(texts: list[str], prompt_width: int = 2) -> DataProto:
     for row, text in enumerate(texts):
         responses[row, : len(text)] = torch.tensor([ord(c) for c in text], dtype=torch.int64)
         mask[row, : len(text)] = 1
-    tensors = {"responses": responses, "attention_mask": torch.cat([torch.ones(rows, prompt_width, dtype=torch.int64), mask], 1)}
+    tensors = {
+        "responses": responses,
+        "response_mask": mask,
+        "attention_mask": torch.cat([torch.ones(rows, prompt_width, dtype=torch.int64), mask], 1),
+    }
     columns = {
         "data_source": ["source"] * rows,
         "ground_truth": [f"truth {i}" for i in range(rows)],
@@ -63,6 +67,23 @@ def make_batch(texts: list[str], prompt_width: int = 2) -> DataProto:
 def parts(table: dict[str, Any], **settings: Any) -> ManagerParts:
     values: dict[str, Any] = {"on_error": "mask", "max_error_rate": 1.0, "max_response_length": WIDTH} | settings
     return ManagerParts(pool=Scripted(table), tokenizer=Letters(), **values)  # type: ignore[arg-type]
+
+
+def ending_in_context(texts: list[str], written: list[list[int]]) -> DataProto:
+    """The model wrote only some of each response's tokens."""
+    batch = make_batch(texts)
+    batch.batch["response_mask"] = torch.tensor([row + [0] * (WIDTH - len(row)) for row in written])
+    return batch
+
+
+def test_the_score_is_on_the_last_token_that_the_model_wrote() -> None:
+    """A tool's answer or an observation may follow it: a score on that would be on nobody's token."""
+    batch = ending_in_context(["abcd", "abcd", "ab", "abcd"], [[1, 1, 0, 0], [1, 0, 1, 0], [1, 1], [0, 0, 0, 0]])
+    result = NaiveManager(parts({"abcd": 0.5, "ab": 1.0}))(batch)
+    expected = torch.zeros(4, WIDTH)
+    expected[0, 1], expected[1, 2], expected[2, 1] = 0.5, 0.5, 1.0
+    assert torch.equal(result.token_level_scores, expected)
+    assert result.scores.tolist() == [0.5, 0.5, 1.0, 0.5]
 
 
 def test_requests_hold_the_response_without_padding_and_special_tokens() -> None:
@@ -164,3 +185,20 @@ def test_wrong_dapo_knobs_are_named(given: Any, says: str) -> None:
 def test_a_buffer_longer_than_the_response_is_an_error() -> None:
     with pytest.raises(ValueError, match="exceeds data.max_response_length=6"):
         DapoManager(parts({}), DapoKnobs(overlong_buffer_cfg=OverlongBuffer(enable=True, len=7)))
+
+
+@pytest.mark.parametrize("name", ["num_failed", "failed_share", "num_failed/raised", "mean", "std", "judge"])
+def test_a_detail_with_the_name_of_one_of_the_runs_own_metrics_replaces_none(name: str) -> None:
+    table = {"a": {"score": 1.0, name: 40.0}, "b": {"score": 0.0, name: 60.0}}
+    result = NaiveManager(parts(table))(make_batch(["a", "b", "x", "x"]))
+    assert (result.metrics["reward/num_failed"], result.metrics["reward/failed_share"]) == (2.0, 0.5)
+    assert result.metrics["reward/num_failed/raised"] == 2.0
+    assert result.metrics[f"reward/details/{name}"] == 50.0
+    assert {"reward/mean", "reward/std", "reward/judge"}.isdisjoint(result.metrics)
+    assert result.extra[name].tolist() == [40.0, 60.0, None, None], "who reads it by its name finds it"
+
+
+def test_means_of_the_largest_details_are_finite() -> None:
+    table = {"a": {"score": 3e38, "n": 1.5e308}, "b": {"score": 3e38, "n": 1.5e308}}
+    result = NaiveManager(parts(table))(make_batch(["a", "b"]))
+    assert result.metrics["reward/n"] == pytest.approx(1.5e308)

@@ -21,6 +21,7 @@ from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
 from rlhub.algorithms.masked import masked
 from rlhub.algorithms.outcome import on_tokens, outcome_rewards
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS
+from rlhub.errors import ProtocolError
 from tests.unit.algorithms.advantages.estimators import (
     REFERENCES,
     RUNS,
@@ -174,12 +175,35 @@ def test_what_is_masked_is_never_read(name: str, junk: float) -> None:
     inputs, knobs = inputs_of((11, torch.float32, "process", 7, 90)), REFERENCES[name][1][-1]
     plain = estimate(name, knobs, inputs)
     keep = inputs.response_mask.bool()
-    columns = ["values", "old_log_probs", "sum_pi_squared"] + ["token_level_rewards"] * (name != "gae")  # gae refuses these
+    columns = ["values", "old_log_probs", "sum_pi_squared"] + ["token_level_rewards"] * math.isnan(junk)  # others are refused
     dirty = {column: torch.where(keep, getattr(inputs, column), junk) for column in columns}
     for dtype in (torch.int64, torch.bool, torch.float32):
         other = estimate(name, knobs, dataclasses.replace(inputs, **dirty, response_mask=inputs.response_mask.to(dtype)))
         assert torch.equal(other.advantages, plain.advantages) and torch.equal(other.returns, plain.returns)
         assert not other.advantages[~keep].any() and not other.returns[~keep].any()
+
+
+@every_name
+@pytest.mark.parametrize("kind", ["outcome", "dense"])  # few rewards, and one on every token
+@pytest.mark.parametrize("lost", [1.0, -1e-30, float("inf")])
+def test_a_reward_on_a_token_the_model_did_not_write_is_an_error_for_every_estimator(name: str, kind: str, lost: float) -> None:
+    """Where it was ignored, a whole run learned nothing while its mean reward looked healthy.  Rows of which nothing trains,
+    as samples without a valid score, have no token for their reward and are not to blame."""
+    inputs = inputs_of((11, torch.float32, kind, 7, 90))
+    keep = inputs.response_mask.bool()
+    rewards = masked(inputs.token_level_rewards, keep)
+    row = int((keep.any(1) & ~keep.all(1)).nonzero()[0])
+    token = int((~keep[row]).nonzero()[-1])
+    rewards[row, token] = lost
+    for dtype in (torch.int64, torch.bool, torch.float32):
+        given = {"token_level_rewards": rewards, "response_mask": inputs.response_mask.to(dtype)}
+        with pytest.raises(ProtocolError, match=rf"row {row}, token {token}: .*response_mask"):
+            estimate(name, {}, dataclasses.replace(inputs, **given))
+    without = inputs.response_mask.clone()
+    without[row] = 0
+    assert inputs.group is not None
+    alone = torch.where(torch.arange(len(without)) == row, -100, inputs.group)
+    estimate(name, {}, dataclasses.replace(inputs, token_level_rewards=rewards, response_mask=without, group=alone))
 
 
 @every_name

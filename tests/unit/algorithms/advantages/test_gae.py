@@ -107,7 +107,7 @@ def reward_outside(row_masks: list[list[int]]) -> AdvantageInputs:
 
 def test_a_reward_on_a_masked_token_is_an_error_that_names_the_row() -> None:
     """A row without model tokens has nowhere to put its reward and is not to blame."""
-    with pytest.raises(ValueError, match="row 2 "):
+    with pytest.raises(ValueError, match="row 2, token 2: "):
         gae(reward_outside([[0, 0, 0], [1, 0, 1], [1, 1, 0]]), GAEKnobs())
     gae(reward_outside([[0, 0, 0], [1, 0, 1], [1, 1, 1]]), GAEKnobs())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from rlhub.algorithms.kl_control import AdaptiveKLController, FixedKLController
 from rlhub.algorithms.masked import masked
 from rlhub.config.algorithm import KLControlConfig
 from rlhub.config.ppo import PPOConfig
-from rlhub.errors import ConfigError, RegistryError
+from rlhub.errors import ConfigError, RegistryError, RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import RewardResult
 from rlhub.trainer.ppo import columns as columns_module
@@ -347,6 +348,42 @@ def test_leaving_invalid_rows_in_their_group_is_caught(monkeypatch: pytest.Monke
     monkeypatch.setattr(learner_module, "own_group_when_invalid", lambda uid, valid: uid)
     with pytest.raises(AssertionError):
         check_advantages(learn(config_of(samples=4), invalid={1, 6}), {1, 6})
+
+
+def test_a_response_of_which_the_model_wrote_nothing_moves_nobodys_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a score and no token for it: as 0 in its group it would pass for a bad answer."""
+    whole = rollout_batch()
+
+    def without_a_token() -> DataProto:
+        whole.batch["response_mask"][2] = 0
+        return whole
+
+    monkeypatch.setattr(f"{__name__}.rollout_batch", lambda samples: without_a_token())
+    run = learn(config_of())
+    columns = run.batch.batch
+    place = {row: index for index, row in enumerate(columns["row"].tolist())}
+    assert not columns["valid"][place[2]] and columns["valid"].sum() == ROWS - 1
+    assert not columns["advantages"][place[3]].any(), "it is alone in its group now"
+    assert run.metrics["reward/mean"] == pytest.approx((sum(SCORES) - SCORES[2]) / (ROWS - 1))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "gae"])
+def test_scores_near_the_largest_have_finite_metrics_or_an_error_that_names_the_row(
+    estimator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3e38 is a float32.  Sums of such are not; what an estimator cannot hold in float32 is no update worth taking."""
+    huge = [3e38, -3e38, 3e38, 3e38, 3e38, 0.0, 3e38, 0.0]
+    monkeypatch.setattr(f"{__name__}.SCORES", huge)
+    if estimator == "grpo":
+        metrics = learn(config_of(estimator)).metrics
+        assert metrics["reward/mean"] == pytest.approx(sum(huge) / ROWS, rel=1e-6)
+        assert all(map(math.isfinite, metrics.values())), metrics
+    elif estimator == "rloo":
+        with pytest.raises(RewardError, match=r"row \d+: .*3e\+38.*not finite.*Scale the rewards down"):
+            learn(config_of(estimator))
+    else:
+        with pytest.raises(RewardError, match=r"not finite"):
+            learn(config_of(estimator))
 
 
 def test_invalid_rows_get_ids_that_no_prompt_has() -> None:

@@ -106,3 +106,24 @@ def test_metrics_of_several_ranks_are_averaged_and_single_ones_kept() -> None:
 
 def test_a_metric_that_no_rank_gave_is_left_out() -> None:
     assert mean_metrics({"a": [], "b": [2.0]}) == {"b": 2.0}
+
+
+def test_means_of_the_largest_floats_are_finite() -> None:
+    """Against exact sums: float32 overflows with the second of them."""
+    batch = batch_of()
+    for name in ("advantages", "returns", "values", "token_level_rewards"):
+        batch.batch[name] = torch.full((4, 2), 3e38)
+    batch.batch["scores"] = torch.tensor([3e38, 3e38, -1e38, 0.0])
+    metrics = batch_metrics(batch)
+    assert all(map(math.isfinite, metrics.values())), metrics
+    scores = [float(x) for x in batch.batch["scores"][:3].double()]
+    mean = math.fsum(scores) / 3
+    assert metrics["reward/mean"] == metrics["critic/score/mean"] == pytest.approx(mean)
+    assert metrics["reward/std"] == pytest.approx(math.sqrt(math.fsum(((x - mean) / 1e38) ** 2 for x in scores) / 3) * 1e38)
+    assert metrics["critic/rewards/max"] == pytest.approx(6e38)
+
+
+def test_a_batch_without_any_valid_score_has_no_mean_reward() -> None:
+    batch = batch_of()
+    batch.batch["valid"] = torch.zeros(4, dtype=torch.bool)
+    assert all(map(math.isfinite, batch_metrics(batch).values())) and "reward/mean" not in batch_metrics(batch)
