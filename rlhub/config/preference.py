@@ -27,7 +27,8 @@ class PreferenceDataConfig:
     micro_batch_size_per_gpu: PositiveInt | None = None
     """Pairs in a forward pass of a rank; null: on GPUs cut by tokens (use_dynamic_bsz), on CPU its whole share at once."""
     use_dynamic_bsz: bool | None = None
-    """Cut micro-batches by tokens instead of pairs; a pair is never cut. null: on GPUs, unless micro_batch_size_per_gpu is set."""
+    """Cut micro-batches by tokens instead of pairs; a pair is never cut. null: on GPUs, unless micro_batch_size_per_gpu is
+    set."""
     max_token_len_per_gpu: PositiveInt | None = None
     """With use_dynamic_bsz: most tokens in a forward pass of a rank; at least 2 x max_length. null: 16384, or 2 x max_length if
     it is more."""

@@ -21,7 +21,7 @@ from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
 from rlhub.config import checks, effects, placement, rollout_correction
 from rlhub.config.data import DataConfig
-from rlhub.config.devices import count_gpus, torch_has_cuda
+from rlhub.config.devices import count_gpus, driver_problem, torch_has_cuda
 from rlhub.config.dpo import DPOConfig
 from rlhub.config.engines import Engine, engines, role_ranks
 from rlhub.config.model import ModelConfig
@@ -422,7 +422,7 @@ def _is_cached(name: str) -> bool:
 
 
 def check_machine(trainer: TrainerConfig) -> list[str]:
-    """This machine has the GPUs asked for; a cluster that is joined is asked when it is there."""
+    """This machine has the GPUs asked for, and its driver can be used; a cluster that is joined is asked when it is there."""
     joins_cluster = "address" in trainer.ray_init or "RAY_ADDRESS" in os.environ
     if trainer.device != "cuda" or trainer.nnodes > 1 or (joins_cluster and trainer.backend == "ray"):
         return []
@@ -431,6 +431,8 @@ def check_machine(trainer: TrainerConfig) -> list[str]:
         return ["trainer.device=cuda: no GPU found on this machine; trainer.device=cpu runs without"]
     if not torch_has_cuda():
         return ["trainer.device=cuda: the installed torch is a CPU build: make the environment on a GPU machine"]
+    if problem := driver_problem():
+        return [f"trainer.device=cuda: {problem}; trainer.device=cpu runs without"]
     if wanted is not None and wanted > found:
         return [f"trainer.n_gpus_per_node={wanted}, but this machine has {found} GPUs"]
     return placement.on_machine(trainer, found)
