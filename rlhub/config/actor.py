@@ -28,11 +28,14 @@ class ActorConfig:
     ppo_mini_batch_size: PositiveInt = 256
     """Prompts in an optimizer step, over all ranks; divides data.train_batch_size. Equal to it: fully on-policy."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
-    """Rows (samples) in a forward pass of a rank; null: its whole mini-batch at once. Changes memory and speed, not results."""
-    use_dynamic_bsz: bool = False
-    """Cut micro-batches by tokens instead of rows: fuller passes with uneven lengths."""
-    ppo_max_token_len_per_gpu: PositiveInt = 16384
-    """With use_dynamic_bsz: most tokens in a forward pass of a rank; at least prompt + response length."""
+    """Rows (samples) in a forward pass of a rank; null: on GPUs cut by tokens (use_dynamic_bsz), on CPU the whole mini-batch at
+    once. Changes memory and speed, not results."""
+    use_dynamic_bsz: bool | None = None
+    """Cut micro-batches by tokens instead of rows: fuller passes with uneven lengths; null: on GPUs, unless
+    ppo_micro_batch_size_per_gpu is set."""
+    ppo_max_token_len_per_gpu: PositiveInt | None = None
+    """With use_dynamic_bsz: most tokens in a forward pass of a rank; at least prompt + response length. null: 16384, or that
+    length if it is more."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch; above 1 reuses samples off-policy."""
     shuffle: bool = False

@@ -96,6 +96,7 @@ def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, rows: str, row: 
     ]
     if data.train_batch_size < ranks.count:
         problems.append(f"data.train_batch_size={data.train_batch_size} {rows} cannot feed {ranks.text}")
+    assert data.max_token_len_per_gpu is not None, "derive first"
     if data.use_dynamic_bsz and data.max_token_len_per_gpu < sequences * data.max_length:
         budget = f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}"
         problems.append(f"{budget} tokens cannot hold {row} data.max_length={data.max_length}")

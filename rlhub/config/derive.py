@@ -24,6 +24,9 @@ from rlhub.config.trainer import TrainerConfig
 from rlhub.config.training import MegatronConfig
 
 MAX_REWARD_WORKERS = 4  # scoring is light; more processes mostly cost memory
+PASS_TOKENS = 16384
+"""Tokens of a forward pass on a GPU unless the user says otherwise: enough to keep it busy, while a whole mini-batch at once
+(256 prompts x 8 samples of 1,000 tokens are 2 million) fits nowhere."""
 
 
 @functools.singledispatch
@@ -38,6 +41,7 @@ def _(config: PPOConfig) -> None:
     derive_trainer(config.trainer)
     if actor.loss_scale_factor is None:
         actor.loss_scale_factor = float(config.data.max_response_length)
+    _passes(config)
     _log_prob_from_actor(rollout, actor)
     _log_prob_from_actor(reference, actor)
     if reference.fsdp_config is None:
@@ -66,15 +70,53 @@ def _episodes(config: PPOConfig) -> None:
         agent.episode_timeout_s = trainer.deadline_s.generate
 
 
-@derive.register(SFTConfig)
-@derive.register(RMConfig)
-def _(config: SFTConfig | RMConfig) -> None:
+def _passes(config: PPOConfig) -> None:
+    """How forward passes are cut: by tokens on GPUs, whose memory a whole mini-batch would exceed, where no number of rows is
+    set.  Who has a number of its own does not follow an actor that nobody told to cut by tokens."""
+    actor, rollout, reference = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref
+    critic, scoring = config.critic, config.reward_model
+    if actor.use_dynamic_bsz is None:
+        actor.use_dynamic_bsz = _by_tokens(config.trainer, actor.ppo_micro_batch_size_per_gpu)
+        for part in (rollout, reference):
+            if part.log_prob_use_dynamic_bsz is None and part.log_prob_micro_batch_size_per_gpu is not None:
+                part.log_prob_use_dynamic_bsz = False
+        if critic.use_dynamic_bsz is None and critic.ppo_micro_batch_size_per_gpu is not None:
+            critic.use_dynamic_bsz = False
+        if scoring.use_dynamic_bsz is None and scoring.micro_batch_size_per_gpu is not None:
+            scoring.use_dynamic_bsz = False
+    if actor.ppo_max_token_len_per_gpu is None:
+        actor.ppo_max_token_len_per_gpu = max(PASS_TOKENS, config.data.max_prompt_length + config.data.max_response_length)
+
+
+def _by_tokens(trainer: TrainerConfig, rows: int | None) -> bool:
+    return trainer.device == "cuda" and rows is None
+
+
+@derive.register
+def _(config: SFTConfig) -> None:
     derive_trainer(config.trainer)
+    _supervised_passes(config, 1)
+
+
+@derive.register
+def _(config: RMConfig) -> None:
+    derive_trainer(config.trainer)
+    _supervised_passes(config, 2)
+
+
+def _supervised_passes(config: SFTConfig | DPOConfig | RMConfig, sequences: int) -> None:
+    """As `_passes`.  sequences: token sequences in a row of the data."""
+    data = config.data
+    if data.use_dynamic_bsz is None:
+        data.use_dynamic_bsz = _by_tokens(config.trainer, data.micro_batch_size_per_gpu)
+    if data.max_token_len_per_gpu is None:
+        data.max_token_len_per_gpu = max(PASS_TOKENS, sequences * data.max_length)
 
 
 @derive.register
 def _(config: DPOConfig) -> None:
     derive_trainer(config.trainer)
+    _supervised_passes(config, 2)
     if config.ref_fsdp_config is None:
         config.ref_fsdp_config = dataclasses.replace(config.fsdp_config)
     if config.ref_megatron is None:

@@ -1,4 +1,7 @@
-"""What this machine computes on, found without loading torch."""
+"""What this machine computes on, found without loading torch.
+
+As a program, which scripts/setup_env.sh runs before it installs anything, it fails with what keeps the GPUs from being used.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,23 @@ import importlib.util
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 NVIDIA_SMI_DEADLINE_S = 15  # a driver in a bad state can hang the tool
+DRIVER_DEADLINE_S = 120  # without a persistence daemon the first use starts each GPU, which takes seconds
+CUDA = 13
+"""Major version of the CUDA runtime in the pinned builds of torch and vLLM."""
+MIN_DRIVER = 580
+"""The first driver branch for it (release notes of the CUDA Toolkit 13.0)."""
+KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+ASK_DRIVER = """
+import ctypes, sys
+driver, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+driver.cuDriverGetVersion(ctypes.byref(version))
+sys.stdout.write(f"{driver.cuInit(0)} {version.value}")
+"""
+"""What cuInit returns, and the newest CUDA version of the driver's library as 1000 x major + 10 x minor."""
 
 
 @functools.cache
@@ -17,7 +34,7 @@ def count_gpus() -> int:
     """CUDA GPUs this process may use: those of the machine, cut down by CUDA_VISIBLE_DEVICES."""
     found = len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
     if found == 0 and any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/dxg")):  # dxg: Windows' Linux
-        found = _ask_nvidia_smi()
+        found = sum(line.startswith("GPU ") for line in _nvidia_smi("-L"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return found
@@ -25,12 +42,60 @@ def count_gpus() -> int:
     return min(found, len(named))
 
 
-def _ask_nvidia_smi() -> int:
+def _nvidia_smi(*arguments: str) -> list[str]:
+    """The lines it prints; none where it fails."""
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_DEADLINE_S, check=False)
+        asked = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=NVIDIA_SMI_DEADLINE_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+        return []
+    return asked.stdout.splitlines() if asked.returncode == 0 else []
+
+
+@functools.cache
+def gpu_memory_gb() -> float | None:
+    """Memory in GiB of this machine's largest GPU, as nvidia-smi says; None where it does not."""
+    sizes = [line.strip() for line in _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")]
+    return max((int(mib) / 1024 for mib in sizes if mib.isdigit()), default=None)
+
+
+def driver_version() -> str | None:
+    """Of the NVIDIA driver, for example 580.65.06, from nvidia-smi or the kernel module; None where there is none."""
+    texts = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")[:1]
+    texts += [KERNEL_MODULE.read_text()] if KERNEL_MODULE.is_file() else []
+    found = re.search(r"\b\d{3,}(\.\d+)+\b", "\n".join(texts))
+    return found.group() if found else None
+
+
+@functools.cache
+def driver_problem() -> str | None:
+    """What keeps programs built for our CUDA version from using this machine's GPUs, and the remedy; None: nothing.
+
+    The driver's own library is asked, which knows best (a package for data centers lets old drivers run newer CUDA), in another
+    process: one that has initialized CUDA must not fork.
+    """
+    command = [sys.executable, "-I", "-c", ASK_DRIVER]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_DEADLINE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"the NVIDIA driver does not answer within {DRIVER_DEADLINE_S} s; nvidia-smi may say why, a restart may help"
+    answer, version = re.fullmatch(r"(\d+) (\d+)", asked.stdout.strip()), driver_version()
+    error, supported = (int(answer.group(1)), int(answer.group(2))) if answer else (None, 0)
+    if error == 0 and supported >= 1000 * CUDA:
+        return None
+    name = f"the NVIDIA driver {version}" if version else "the NVIDIA driver"
+    if 0 < supported < 1000 * CUDA or (supported == 0 and version and int(version.partition(".")[0]) < MIN_DRIVER):
+        upto = f" (CUDA up to {supported // 1000}.{supported % 1000 // 10})" if supported else ""
+        needed = f"builds for CUDA {CUDA} need version {MIN_DRIVER} or newer"
+        return f"{name}{upto} is too old: torch's and vLLM's {needed}; update the driver"
+    if error is not None:
+        return f"{name} cannot be used (cuInit: error {error}); nvidia-smi may say why, after an update restart the machine"
+    reason = (asked.stderr.strip().splitlines() or ["no reason given"])[-1]
+    if version is None:
+        return f"there is a GPU but no working NVIDIA driver ({reason}); install version {MIN_DRIVER} or newer"
+    container = "a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+    return f"{name} is there, but its library cannot be used ({reason}); install the driver as a whole ({container})"
 
 
 @functools.cache
@@ -41,3 +106,7 @@ def torch_has_cuda() -> bool:
         return False
     version = Path(spec.origin).with_name("version.py")
     return bool(re.search(r"^cuda\b[^=]*= *['\"]", version.read_text(), re.MULTILINE)) if version.is_file() else False
+
+
+if __name__ == "__main__":
+    sys.exit(driver_problem())

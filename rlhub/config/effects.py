@@ -68,7 +68,7 @@ def _(config: PPOConfig) -> list[Dead]:
         (not has_reference, (_REF,), "there is no reference without use_kl_loss or use_kl_in_reward"),
         (actor.loss_agg_mode != "seq-mean-token-sum-norm", (f"{_ACTOR}loss_scale_factor",),
          "only loss_agg_mode=seq-mean-token-sum-norm reads it"),
-        *_batching(actor.use_dynamic_bsz, _ACTOR, "ppo_"),
+        *_batching(bool(actor.use_dynamic_bsz), _ACTOR, "ppo_"),
         *_batching(bool(critic.use_dynamic_bsz), "critic.", "ppo_"),
         *_batching(bool(rollout.log_prob_use_dynamic_bsz), _ROLLOUT, "log_prob_"),
         *_batching(bool(config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz), _REF, "log_prob_"),
@@ -114,7 +114,7 @@ def _(config: SFTConfig | RMConfig) -> list[Dead]:
 
 
 def _supervised(config: SFTConfig | DPOConfig | RMConfig) -> list[Dead]:
-    dynamic = config.data.use_dynamic_bsz
+    dynamic = bool(config.data.use_dynamic_bsz)
     return [
         (not dynamic, ("data.max_token_len_per_gpu",), "data.use_dynamic_bsz is off"),
         (dynamic, ("data.micro_batch_size_per_gpu",), "data.use_dynamic_bsz cuts by tokens"),

@@ -25,11 +25,13 @@ class PreferenceDataConfig:
     train_batch_size: PositiveInt = 64
     """Pairs in an optimizer step, over all ranks."""
     micro_batch_size_per_gpu: PositiveInt | None = None
-    """Pairs in a forward pass of a rank; null: its whole share at once."""
-    use_dynamic_bsz: bool = False
-    """Cut micro-batches by tokens instead of pairs; a pair is never cut."""
-    max_token_len_per_gpu: PositiveInt = 16384
-    """With use_dynamic_bsz: most tokens in a forward pass of a rank; at least 2 x max_length."""
+    """Pairs in a forward pass of a rank; null: on GPUs cut by tokens (use_dynamic_bsz), on CPU its whole share at once."""
+    use_dynamic_bsz: bool | None = None
+    """Cut micro-batches by tokens instead of pairs; a pair is never cut. null: on GPUs, unless micro_batch_size_per_gpu is
+    set."""
+    max_token_len_per_gpu: PositiveInt | None = None
+    """With use_dynamic_bsz: most tokens in a forward pass of a rank; at least 2 x max_length. null: 16384, or 2 x max_length if
+    it is more."""
     truncation: Literal["error", "left", "right"] = "error"
     """What to do with a pair over max_length: stop, cut both prompts alike at their start, or the answers at their end."""
     shuffle: bool = True

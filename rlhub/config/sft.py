@@ -26,11 +26,12 @@ class SFTDataConfig:
     train_batch_size: PositiveInt = 256
     """Rows in an optimizer step, over all ranks."""
     micro_batch_size_per_gpu: PositiveInt | None = None
-    """Rows in a forward pass of a rank; null: its whole share at once."""
-    use_dynamic_bsz: bool = False
-    """Cut micro-batches by tokens instead of rows."""
-    max_token_len_per_gpu: PositiveInt = 16384
-    """With use_dynamic_bsz: most tokens in a forward pass of a rank; at least max_length."""
+    """Rows in a forward pass of a rank; null: on GPUs cut by tokens (use_dynamic_bsz), on CPU its whole share at once."""
+    use_dynamic_bsz: bool | None = None
+    """Cut micro-batches by tokens instead of rows; null: on GPUs, unless micro_batch_size_per_gpu is set."""
+    max_token_len_per_gpu: PositiveInt | None = None
+    """With use_dynamic_bsz: most tokens in a forward pass of a rank; at least max_length. null: 16384, or max_length if it is
+    more."""
     truncation: Literal["error", "left", "right"] = "error"
     """What to do with a row over max_length: stop, or which end to cut."""
     shuffle: bool = True

@@ -39,7 +39,7 @@ class FSDPConfig:
     param_offload: bool = False
     """Keep parameters in host memory while unused. When GPU memory does not suffice; costs time."""
     optimizer_offload: bool = False
-    """Keep optimizer state in host memory between updates. When GPU memory does not suffice; costs time."""
+    """Keep optimizer state in host memory but for the optimizer step. When GPU memory does not suffice; costs time."""
     fsdp_size: IntOrOff = -1
     """Ranks that share one copy of the model; -1: all. Smaller (hybrid sharding): copies are replicated over the rest."""
     model_dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
@@ -71,7 +71,7 @@ class MegatronConfig:
     param_offload: bool = False
     """Keep parameters in host memory while unused. When GPU memory does not suffice; costs time."""
     optimizer_offload: bool = False
-    """Keep optimizer state in host memory between updates. When GPU memory does not suffice; costs time."""
+    """Keep optimizer state in host memory but for the optimizer step. When GPU memory does not suffice; costs time."""
     grad_offload: bool = False
     """Free the gradient buffers between updates. When GPU memory does not suffice; costs time."""
     model_dtype: Literal["fp32", "bf16"] | None = None

@@ -13,6 +13,9 @@ from typing import Any
 
 from rlhub.errors import ConfigError
 
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configurations call the experts of a layer."""
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ModelShape:
@@ -70,6 +73,18 @@ def read_model_shape(path: str | Path, override_config: Mapping[str, Any] | None
         ) from None
 
 
+def count_params(path: str | Path, override_config: Mapping[str, Any] | None = None, *, language_model: bool = True) -> int:
+    """Elements of all matrices of the model in a local folder, those of all experts too; norms, biases and routers, thousands of
+    times fewer, are left out.  language_model: with its head, where that is not the embedding itself.  Raises as
+    `read_model_shape`."""
+    shape, values = read_model_shape(path, override_config), read_model_values(path, override_config)
+    experts = next((int(values[name]) for name in NUM_EXPERTS if values.get(name)), 1)
+    attention = shape.num_layers * shape.hidden_size * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
+    mlp = 3 * shape.hidden_size * _mlp_columns(values, shape.intermediate_size, experts)
+    vocabularies = 2 if language_model and not shape.tied else 1
+    return attention + mlp + vocabularies * shape.vocab_size * shape.hidden_size
+
+
 def _shape(values: Mapping[str, Any]) -> ModelShape:
     heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
     intermediate = int(values.get("intermediate_size") or 4 * hidden)
@@ -78,7 +93,7 @@ def _shape(values: Mapping[str, Any]) -> ModelShape:
         vocab_size=int(values["vocab_size"]),
         hidden_size=hidden,
         intermediate_size=intermediate,
-        mlp_columns=sum(_mlp_columns(values, layer, intermediate) for layer in range(int(values["num_hidden_layers"]))),
+        mlp_columns=_mlp_columns(values, intermediate, int(values.get("num_experts_per_tok") or 1)),
         num_layers=int(values["num_hidden_layers"]),
         num_heads=heads,
         num_kv_heads=int(values.get("num_key_value_heads") or heads),
@@ -88,9 +103,12 @@ def _shape(values: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def _mlp_columns(values: Mapping[str, Any], layer: int, dense: int) -> int:
-    """Of one layer; sparse where configurations of Qwen's mixtures say so."""
+def _mlp_columns(values: Mapping[str, Any], dense: int, experts: int) -> int:
+    """Over all layers, with that many experts in a sparse one; sparse are those that configurations of Qwen's mixtures say."""
     width, step = values.get("moe_intermediate_size"), int(values.get("decoder_sparse_step") or 1)
-    if not width or layer in (values.get("mlp_only_layers") or ()) or (layer + 1) % step:
-        return dense
-    return int(width) * int(values.get("num_experts_per_tok") or 1) + int(values.get("shared_expert_intermediate_size") or 0)
+    shared = int(values.get("shared_expert_intermediate_size") or 0)
+    total = 0
+    for layer in range(int(values["num_hidden_layers"])):
+        is_dense = not width or layer in (values.get("mlp_only_layers") or ()) or (layer + 1) % step
+        total += dense if is_dense else int(width or 0) * experts + shared
+    return total

@@ -21,7 +21,7 @@ from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
 from rlhub.config import checks, effects, placement, rollout_correction
 from rlhub.config.data import DataConfig
-from rlhub.config.devices import count_gpus, torch_has_cuda
+from rlhub.config.devices import count_gpus, driver_problem, gpu_memory_gb, torch_has_cuda
 from rlhub.config.dpo import DPOConfig
 from rlhub.config.engines import Engine, engines, role_ranks
 from rlhub.config.model import ModelConfig
@@ -42,6 +42,7 @@ from rlhub.registry import Registry
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
 from rlhub.tracking.registry import TRACKERS
+from rlhub.trainer.memory_checks import check_memory
 from rlhub.trainer.named import read_source, unknown
 from rlhub.trainer.ppo.requirements import check_group_metric
 from rlhub.trainer.ppo.rollout_checks import check_episodes, check_rollout_engine, check_weights_reach
@@ -92,7 +93,8 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
 
 def check_training(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
     """As `check`, of a configuration that is to train and not only to evaluate."""
-    return [*check(config, set_keys), *check_weights_reach(config)]
+    problems = [*check(config, set_keys), *check_weights_reach(config)]
+    return problems or _memory_problems(config)
 
 
 @check.register
@@ -130,7 +132,7 @@ def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, data_problems: l
     shape = read_shape(config.model, "model", problems)
     if shape is not None:
         problems += check_length(shape, config.data.max_length, f"data.max_length={config.data.max_length}", "model")
-    return problems
+    return problems or _memory_problems(config)
 
 
 def warnings(config: PPOConfig, set_keys: AbstractSet[str]) -> list[str]:
@@ -422,18 +424,31 @@ def _is_cached(name: str) -> bool:
 
 
 def check_machine(trainer: TrainerConfig) -> list[str]:
-    """This machine has the GPUs asked for; a cluster that is joined is asked when it is there."""
-    joins_cluster = "address" in trainer.ray_init or "RAY_ADDRESS" in os.environ
-    if trainer.device != "cuda" or trainer.nnodes > 1 or (joins_cluster and trainer.backend == "ray"):
+    """This machine has the GPUs asked for, and its driver can be used; a cluster that is joined is asked when it is there."""
+    if not _uses_gpus_here(trainer):
         return []
     found, wanted = count_gpus(), trainer.n_gpus_per_node
     if found == 0:
         return ["trainer.device=cuda: no GPU found on this machine; trainer.device=cpu runs without"]
     if not torch_has_cuda():
         return ["trainer.device=cuda: the installed torch is a CPU build: make the environment on a GPU machine"]
+    if problem := driver_problem():
+        return [f"trainer.device=cuda: {problem}; trainer.device=cpu runs without"]
     if wanted is not None and wanted > found:
         return [f"trainer.n_gpus_per_node={wanted}, but this machine has {found} GPUs"]
     return placement.on_machine(trainer, found)
+
+
+def _uses_gpus_here(trainer: TrainerConfig) -> bool:
+    """Whether the run's GPUs are this machine's, and no others."""
+    joins_cluster = "address" in trainer.ray_init or "RAY_ADDRESS" in os.environ
+    return trainer.device == "cuda" and trainer.nnodes == 1 and not (joins_cluster and trainer.backend == "ray")
+
+
+def _memory_problems(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
+    """What this machine's GPUs cannot hold."""
+    device_gb = gpu_memory_gb() if _uses_gpus_here(config.trainer) else None
+    return [] if device_gb is None else check_memory(config, device_gb)
 
 
 def check_folders(trainer: TrainerConfig) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhub.config.devices import count_gpus, torch_has_cuda
+from rlhub.config.devices import count_gpus, driver_problem, torch_has_cuda
 from rlhub.config.serve import MAX_PORT, ServeConfig, ServerConfig, problems
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
 from rlhub.registry import Registry
@@ -54,7 +54,11 @@ def _of_devices(config: ServeConfig) -> list[str]:
         return ["device=cuda: no GPU found on this machine; device=cpu serves without"]
     if config.device == "cuda" and not torch_has_cuda():
         return ["device=cuda: the installed torch is a CPU build: make the environment on a GPU machine"]
-    if config.device == "cpu" or not gpus or not torch_has_cuda() or size <= gpus:
+    if config.device == "cpu" or not gpus or not torch_has_cuda():
+        return []
+    if problem := driver_problem():
+        return [f"device={config.device}: {problem}; device=cpu serves without"]
+    if size <= gpus:
         return []
     return [f"rollout.tensor_model_parallel_size={size}: this machine has {gpus} GPUs; set it to at most that"]
 

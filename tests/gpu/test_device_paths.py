@@ -7,6 +7,7 @@ import torch
 
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.rollout.hf.sampling import sample_tokens
+from rlhub.engines.training.host_tensors import HostTensors
 from rlhub.engines.training.megatron.residence import HostCopies
 from rlhub.engines.training.packing import model_inputs
 from rlhub.utils.fingerprint import digests, fingerprint
@@ -45,6 +46,16 @@ def test_a_changed_or_moved_element_changes_the_fingerprint(dtype: torch.dtype) 
     moved[0], moved[1] = weight[1], weight[0]
     assert fingerprint(weight) == fingerprint(weight.clone()) != fingerprint(moved)
     assert digests([weight, moved])[0] == digests([weight.clone()])[0] != digests([moved])[0]
+
+
+def test_optimizer_states_are_on_the_device_while_they_are_written() -> None:
+    states = [torch.ones(1 << 20, device=CUDA), torch.zeros(3, device=CUDA)]
+    used, hosted = torch.cuda.memory_allocated(CUDA), HostTensors(states)
+    assert torch.cuda.memory_allocated(CUDA) < used and all(state.device.type == "cpu" for state in states)
+    with hosted.on_device(CUDA):
+        assert all(state.device == CUDA for state in states)
+        states[0].add_(1)
+    assert all(state.device.type == "cpu" for state in states) and float(states[0].sum()) == 2 << 20
 
 
 def test_emptied_storages_come_back_with_their_content() -> None:

@@ -44,6 +44,7 @@ from tests.integration.fsdp_checks import (
     plain_model,
     plain_outputs,
 )
+from tests.support.device_moves import counted_moves, moves_of_each_use
 from tests.support.memory import peak, reset_peak
 
 CPU = torch.device("cpu")
@@ -380,6 +381,35 @@ def half_precision(path: str, layout: dict[str, Any]) -> dict[str, Any]:
         "model": all(torch.equal(loaded[name], masters[name].bfloat16()) for name in masters),
         "finer": any(not torch.equal(masters[name], loaded[name].float()) for name in masters),
     }
+
+
+@on_first_ranks
+def hosted_states(path: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Masters and moments in host memory: what is brought to the device, and whether two steps, and one after loading, are those
+    of an engine that keeps them there."""
+    layout = {"model_dtype": "bf16"} | layout
+    hosted, usual = make_engine(path, layout=layout | {"optimizer_offload": True}), make_engine(path, layout=layout)
+    assert isinstance(hosted, MegatronEngine) and hosted.optimizer is not None
+    rows = {name: column for name, column in own_rows(make_rows(), hosted).items() if name != "target"}
+    counts = []
+    for seed in (5, 6):
+        counts.append(moves_of_each_use(hosted, rows, lambda seed=seed: train(hosted, 1, seed)))
+        train(usual, 1, seed)
+    same = [_equal(saved(hosted).tensors, saved(usual).tensors)]
+    stored = saved(usual)
+    for tensor in stored.tensors.values():
+        tensor.mul_(1.5)
+    for engine in (hosted, usual):
+        engine.load_state(stored.read)
+        with counted_moves():
+            train(engine, 1, 7)
+    same += [_equal(saved(hosted).tensors, saved(usual).tensors), _equal(stream(hosted), stream(usual))]
+    masters_and_moments = len(hosted.optimizer.slots) * 3
+    return {"counts": counts, "states": masters_and_moments, "same": same}
+
+
+def _equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @on_first_ranks

@@ -14,7 +14,9 @@ from rlhub.config.model import ModelConfig
 from rlhub.config.training import FSDPConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
 from rlhub.engines.training.fsdp.engine import FSDPEngine
+from rlhub.engines.training.fsdp.optimizer import MOMENTS
 from rlhub.errors import EngineError
+from tests.support.device_moves import counted_moves, moves_of_each_use
 from tests.unit.models.conftest import save_model
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -28,9 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("engine") / "model", vocab_size=VOCAB)
 
 
-def make(folder: Path, kind: Any = "policy", train: bool = True) -> FSDPEngine:
-    model = ModelConfig(path=str(folder), enable_gradient_checkpointing=False)
-    engine = FSDPEngine(model, FSDPConfig(), OptimConfig(lr=1e-3) if train else None, kind=kind, device=CPU)
+def make(folder: Path, kind: Any = "policy", train: bool = True, offload: bool = False) -> FSDPEngine:
+    model, fsdp = ModelConfig(path=str(folder), enable_gradient_checkpointing=False), FSDPConfig(optimizer_offload=offload)
+    engine = FSDPEngine(model, fsdp, OptimConfig(lr=1e-3) if train else None, kind=kind, device=CPU)
     engine.initialize()
     return engine
 
@@ -102,6 +104,35 @@ def test_refusals(folder: Path) -> None:
         make(folder).forward_backward(rows(), lambda outputs, micro: LossOutput(loss=torch.zeros(())))
     with pytest.raises(EngineError, match="initialize"):
         FSDPEngine(ModelConfig(path=str(folder)), FSDPConfig(), None, kind="policy", device=CPU).state_shards()
+
+
+def test_moments_are_on_the_device_for_the_step_alone(folder: Path) -> None:
+    """And a step with them in host memory is the same step, from the same memory on."""
+    hosted, usual = make(folder, offload=True), make(folder)
+
+    def step(engine: FSDPEngine) -> None:
+        engine.forward_backward(rows(), loss)
+        assert not engine.optimizer_step().skipped
+
+    assert hosted.optimizer is not None
+    slots = hosted.optimizer.slots
+    homes = [hosted.optimizer.moment(slot, name).data_ptr() for slot in slots for name in MOMENTS]
+    for _ in range(2):
+        counts = moves_of_each_use(hosted, rows(), lambda: step(hosted))
+        assert counts == {"infer": 0, "stream": 0, "sync": 0, "save": 0, "step": len(homes)}
+        step(usual)
+    assert homes == [hosted.optimizer.moment(slot, name).data_ptr() for slot in slots for name in MOMENTS]
+    for found, expected in zip(hosted.state_shards(), usual.state_shards(), strict=True):
+        assert found.name == expected.name and torch.equal(found.tensor, expected.tensor)
+    assert max(float(hosted.optimizer.moment(slot, "exp_avg_sq").max()) for slot in slots) > 0
+
+
+def test_a_skipped_step_brings_no_moments(folder: Path) -> None:
+    engine = make(folder, offload=True)
+    with counted_moves() as sizes:
+        engine.forward_backward(rows(), lambda outputs, micro: LossOutput(loss=loss(outputs, micro).loss * torch.nan))
+        assert engine.optimizer_step().skipped
+    assert not sizes
 
 
 def test_live_weights_are_streamed_without_copies(folder: Path) -> None:

@@ -255,6 +255,16 @@ def test_half_precision_keeps_masters(group: Group, models: dict[str, str], layo
         assert facts["norms"] < 0.05
 
 
+@pytest.mark.parametrize("layout", [{}, WHOLE], ids=["distributed", "whole"])
+def test_optimizer_states_are_on_the_device_for_the_step_alone(
+    group: Group, models: dict[str, str], layout: dict[str, Any]
+) -> None:
+    for facts in group.call(checks.hosted_states, 2, models["qwen2"], layout):
+        step = {"infer": 0, "stream": 0, "sync": 0, "save": 0, "step": facts["states"]}
+        assert facts["counts"] == [step, step] and facts["states"] > 0
+        assert facts["same"] == [True, True, True]
+
+
 def test_engines_of_a_process_agree_on_their_groups(group: Group, models: dict[str, str]) -> None:
     for message in group.call(checks.other_sizes, 2, models["qwen2"]):
         assert "tensor=2, pipeline=1" in message and "tensor=1, pipeline=2" in message

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,67 @@ def test_help_names_every_option(script: str) -> None:
 def test_setup_refuses_an_unknown_option() -> None:
     refused = bash("scripts/setup_env.sh", "--nonsense")
     assert refused.returncode == 2 and "--nonsense" in refused.stderr
+
+
+def on_gpu_machine(folder: Path, driver: str | None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """setup_env.sh where nvidia-smi lists a GPU and knows the driver's version (None: it fails), and libcuda.so.1 is no library.
+    It runs in a copy of the repository, and without a package index."""
+    version = f"echo {driver}" if driver else "echo 'NVIDIA-SMI has failed because it could not communicate'; exit 9"
+    for file in ("setup.py", "constraints.txt", "scripts/setup_env.sh", "rlhub/config/devices.py"):
+        (folder / "tree" / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, folder / "tree" / file)
+    (folder / "nvidia-smi").write_text(f'#!/bin/sh\nif [ "$1" = -L ]; then echo "GPU 0: Test"; else {version}; fi\n')
+    (folder / "nvidia-smi").chmod(0o755)
+    (folder / "libcuda.so.1").write_text("")
+    variables = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "LD_LIBRARY_PATH": str(folder),
+        "PYTHON": sys.executable,
+        "PIP_NO_INDEX": "1",
+    }
+    command = ["bash", str(folder / "tree" / "scripts" / "setup_env.sh")]
+    variables = {key: value for key, value in os.environ.items() if key != "RLHUB_PLATFORM"} | variables | environment
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    ("driver", "texts"),
+    [
+        ("535.129.03", ["NVIDIA driver 535.129.03", "too old", "580", "update the driver"]),
+        ("580.65.06", ["NVIDIA driver 580.65.06", "library cannot be used", "NVIDIA_DRIVER_CAPABILITIES"]),
+        (None, ["no working NVIDIA driver", "580"]),
+    ],
+)
+def test_setup_installs_nothing_for_a_driver_that_could_not_run_it(tmp_path: Path, driver: str | None, texts: list[str]) -> None:
+    refused = on_gpu_machine(tmp_path, driver)
+    assert refused.returncode == 1 and all(text in refused.stderr for text in [*texts, "RLHUB_PLATFORM=cpu"]), refused.stderr
+    assert not (tmp_path / "tree" / ".venv").exists() and "[setup] making" not in refused.stdout
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_setup_asks_no_driver_where_the_platform_is_said(tmp_path: Path, platform: str) -> None:
+    """For CPU it is not needed; an image for GPUs is built where there are none."""
+    went_on = on_gpu_machine(tmp_path, "535.129.03", RLHUB_PLATFORM=platform, PYTHON="no-such-python")
+    assert went_on.returncode == 1 and "no Python 3.11 or 3.12 found" in went_on.stderr and "NVIDIA" not in went_on.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cuda", "texts"),
+    [
+        (["cuda", "here"], "13.0", ["CUDA 13.0 cannot use this machine's GPU", "driver is too old (found version 12020)"]),
+        (["cuda", "here"], "", ["is a CPU build", "--torch-index"]),
+        (["cpu"], "13.0", ["is a CUDA build", "--torch-index"]),
+    ],
+)
+def test_setup_says_why_torch_cannot_compute_here(tmp_path: Path, arguments: list[str], cuda: str, texts: list[str]) -> None:
+    (tmp_path / "torch.py").write_text(
+        f"__version__ = '2.0'\nclass version: cuda = {cuda!r}\nclass cuda: is_available = staticmethod(lambda: False)\n"
+        "def empty(*sizes, device): raise RuntimeError('The NVIDIA driver is too old (found version 12020)')\n"
+    )
+    command = [sys.executable, "scripts/check_environment.py", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    refused = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 1 and all(text in refused.stderr for text in texts), refused.stderr
 
 
 def test_continuous_integration_runs_the_documented_command() -> None:

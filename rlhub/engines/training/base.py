@@ -157,8 +157,11 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def onload(self) -> None:
-        """Bring offloaded weights (and optimizer state, when training) to the device.  No-op without offloading."""
+        """Bring offloaded weights to the device, as passes and streams do by themselves.  Optimizer state that is offloaded stays
+        in host memory: it is on the device while `optimizer_step` writes it, and at no other time (a checkpoint is written from
+        host memory).  No-op without offloading."""
 
     @abstractmethod
     def offload(self) -> None:
-        """Move weights and optimizer state to host memory where configured.  No-op without offloading."""
+        """Move weights to host memory where configured, and give memory that the device's allocator keeps for later passes back
+        to the device, for whoever computes next in another way (a rollout engine).  No-op on CPU."""

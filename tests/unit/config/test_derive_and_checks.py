@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from rlhub.config import checks, derive, effects
+from rlhub.config.dpo import DPOConfig
 from rlhub.config.ppo import PPOConfig
+from rlhub.config.rm import RMConfig
 from rlhub.config.schema import leaves
 from rlhub.config.sft import SFTConfig
 
@@ -103,6 +105,65 @@ def test_device_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _A, _R = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
+
+
+def cuts(config: PPOConfig) -> list[tuple[bool | None, int | None, int | None]]:
+    """How actor, log-probs, reference, critic and reward model cut their passes: (by tokens, rows, tokens)."""
+    actor, critic, scoring = config.actor_rollout_ref.actor, config.critic, config.reward_model
+    rollout, ref = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref
+    return [
+        *((part.use_dynamic_bsz, part.ppo_micro_batch_size_per_gpu, part.ppo_max_token_len_per_gpu) for part in (actor, critic)),
+        *(
+            (part.log_prob_use_dynamic_bsz, part.log_prob_micro_batch_size_per_gpu, part.log_prob_max_token_len_per_gpu)
+            for part in (rollout, ref)
+        ),
+        (scoring.use_dynamic_bsz, scoring.micro_batch_size_per_gpu, scoring.forward_max_token_len_per_gpu),
+    ]
+
+
+def test_on_gpus_a_pass_is_no_whole_mini_batch() -> None:
+    """256 prompts x 8 samples in one pass would exceed every GPU; passes of many tokens fit, and keep it busy."""
+    assert cuts(good(trainer__device="cuda", trainer__n_gpus_per_node=1)) == [(True, None, 16384)] * 5
+    assert cuts(good()) == [(False, None, 16384)] * 5  # on CPU memory is not that scarce
+
+
+def test_what_the_user_says_of_micro_batches_holds_on_gpus() -> None:
+    gpu = {"trainer__device": "cuda", "trainer__n_gpus_per_node": 1}
+    assert cuts(good(**gpu, **{f"{_A}ppo_micro_batch_size_per_gpu": 4})) == [(False, 4, 16384)] * 5
+    assert cuts(good(**gpu, **{f"{_A}use_dynamic_bsz": False})) == [(False, None, 16384)] * 5
+    assert cuts(good(**gpu, **{f"{_A}ppo_max_token_len_per_gpu": 5000})) == [(True, None, 5000)] * 5
+    own = good(
+        **gpu,
+        **{f"{_R}log_prob_micro_batch_size_per_gpu": 8},
+        actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu=16,
+        critic__ppo_micro_batch_size_per_gpu=2,
+    )
+    rows = [(False, 2, 16384), (False, 8, 16384), (False, 16, 16384), (False, 8, 16384)]
+    assert cuts(own) == [(True, None, 16384), *rows]  # the reward model follows the log-probs
+    said = good(**gpu, **{f"{_A}use_dynamic_bsz": True, f"{_R}log_prob_micro_batch_size_per_gpu": 8})
+    assert cuts(said)[2] == (True, 8, 16384)  # what was said of the actor holds for those that follow it
+
+
+def test_a_row_longer_than_the_default_pass_is_a_pass_of_its_own() -> None:
+    config = good(trainer__device="cuda", trainer__n_gpus_per_node=1, data__max_response_length=32768)
+    assert cuts(config) == [(True, None, 512 + 32768)] * 5 and checks.check(config) == []
+
+
+@pytest.mark.parametrize(("config", "longest"), [(SFTConfig, 30000), (RMConfig, 2 * 30000), (DPOConfig, 2 * 30000)])
+def test_supervised_training_on_gpus_cuts_by_tokens(config: type[SFTConfig | RMConfig | DPOConfig], longest: int) -> None:
+    def data(device: str = "cuda", **values: object) -> tuple[bool | None, int | None]:
+        built = config()
+        put(built, trainer__device=device, trainer__n_gpus_per_node=1, **values)
+        derive.derive(built)
+        return built.data.use_dynamic_bsz, built.data.max_token_len_per_gpu
+
+    assert data() == (True, 16384) and data("cpu") == (False, 16384)
+    assert data(data__micro_batch_size_per_gpu=4) == (False, 16384)
+    assert data(data__use_dynamic_bsz=False) == (False, 16384)
+    assert data(data__max_token_len_per_gpu=50000) == (True, 50000)
+    assert data(data__max_length=30000) == (True, longest)
+
+
 REWARD_MODEL = {"reward_model__enable": True, "reward_model__model__path": "some/model"}
 JUDGE = {"reward_model__judge__model__path": "some/judge"}
 

@@ -166,6 +166,7 @@ def test_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(preflight, "count_gpus", lambda: 0)
     monkeypatch.setattr(preflight, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(preflight, "driver_problem", lambda: None)
     assert "no GPU found" in problems(change)[0]
     monkeypatch.setattr(preflight, "count_gpus", lambda: 2)
     assert problems(change) == ["trainer.n_gpus_per_node=4, but this machine has 2 GPUs"]
@@ -174,6 +175,8 @@ def test_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setattr(preflight, "count_gpus", lambda: 4)
     assert problems(change) == []
+    monkeypatch.setattr(preflight, "driver_problem", lambda: "the NVIDIA driver 535.1 is too old")
+    assert problems(change) == ["trainer.device=cuda: the NVIDIA driver 535.1 is too old; trainer.device=cpu runs without"]
     monkeypatch.setattr(preflight, "torch_has_cuda", lambda: False)
     assert "CPU build" in problems(change)[0]
 

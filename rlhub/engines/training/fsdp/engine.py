@@ -14,7 +14,7 @@ from rlhub.config.model import ModelConfig
 from rlhub.config.training import FSDPConfig, OptimConfig
 from rlhub.engines.training.base import Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.fsdp.building import BuildPlan, build_sharded
-from rlhub.engines.training.fsdp.optimizer import MOMENTS, ShardedAdamW
+from rlhub.engines.training.fsdp.optimizer import ShardedAdamW
 from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, local_pieces, make_layout, num_bytes, reshard
 from rlhub.engines.training.fsdp.state import fill, live_pieces
 from rlhub.engines.training.fsdp.weights import Entry, WeightStream
@@ -84,7 +84,8 @@ class FSDPEngine(TrainEngine):
         self.root, self.model, self.params = built.root, built.model, built.params
         self._sync_once = num_bytes(p.param for p in self.params if p.param.requires_grad) <= UNSHARDED_GRAD_BYTES
         if self.optim_config is not None:
-            self.optimizer = ShardedAdamW(self.params, self.optim_config, self.layout)
+            offload = self.fsdp_config.optimizer_offload
+            self.optimizer = ShardedAdamW(self.params, self.optim_config, self.layout, offload=offload)
 
     # Passes
 
@@ -255,20 +256,15 @@ class FSDPEngine(TrainEngine):
         self._offloaded = False
 
     def offload(self) -> None:
-        if self.device.type == "cpu" or not (self.fsdp_config.param_offload or self.fsdp_config.optimizer_offload):
+        if self.device.type == "cpu":
             return
-        self._move(torch.device("cpu"))
+        if self.fsdp_config.param_offload:
+            self._move(torch.device("cpu"))
+            self._offloaded = True
         torch.cuda.empty_cache()
-        self._offloaded = True
 
     def _move(self, device: torch.device) -> None:
-        if self.fsdp_config.param_offload:
-            self._zero_grad()
-            self.root.to(device)
-        if self.optimizer is None:
-            return
-        self.optimizer.rebind()
-        if self.fsdp_config.optimizer_offload:
-            for slot in self.optimizer.slots:
-                for name in MOMENTS:
-                    self.optimizer.adamw.state[slot.leaf][name] = self.optimizer.moment(slot, name).to(device)
+        self._zero_grad()
+        self.root.to(device)
+        if self.optimizer is not None:
+            self.optimizer.rebind()

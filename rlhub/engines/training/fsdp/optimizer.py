@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rlhub.config.training import OptimConfig
 from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam
+from rlhub.engines.training.host_tensors import HOST, HostTensors
 from rlhub.engines.training.learning_rate import check_schedule, learning_rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -30,9 +31,10 @@ class Slot:
 
 
 class ShardedAdamW:
-    """AdamW whose norms and biases (fewer than two dimensions) do not decay."""
+    """AdamW whose norms and biases (fewer than two dimensions) do not decay.  offload: the moments are made in host memory and
+    are on the device only while `step` writes them."""
 
-    def __init__(self, params: Sequence[ShardedParam], config: OptimConfig, layout: Layout) -> None:
+    def __init__(self, params: Sequence[ShardedParam], config: OptimConfig, layout: Layout, *, offload: bool = False) -> None:
         check_schedule(config)
         self.config, self.layout = config, layout
         self.slots = [Slot(owner=p, leaf=nn.Parameter(p.local)) for p in params if p.param.requires_grad]
@@ -50,8 +52,10 @@ class ShardedAdamW:
         )
         for slot in self.slots:
             leaf = slot.leaf
-            self.adamw.state[leaf] = {name: torch.zeros_like(leaf, requires_grad=False) for name in MOMENTS}
+            where = HOST if offload else leaf.device
+            self.adamw.state[leaf] = {name: torch.zeros_like(leaf, requires_grad=False, device=where) for name in MOMENTS}
             self.adamw.state[leaf]["step"] = torch.zeros((), dtype=torch.float32, device=leaf.device)
+        self._hosted = HostTensors(self.moment(slot, name) for slot in self.slots if offload for name in MOMENTS)
 
     @property
     def schedule_step(self) -> int:
@@ -99,7 +103,8 @@ class ShardedAdamW:
             torch._foreach_mul_([slot.leaf.grad for slot in self.slots if slot.leaf.grad is not None], max_norm / (norm + 1e-6))
         for group in self.adamw.param_groups:
             group["lr"] = rate
-        self.adamw.step()
+        with self._hosted.on_device(self.slots[0].leaf.device):
+            self.adamw.step()
         for slot in self.slots:
             slot.leaf.grad = None
         self.num_steps += 1

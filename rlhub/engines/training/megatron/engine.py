@@ -23,7 +23,7 @@ from rlhub.config.training import MegatronConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.kinds import check_outputs, columns_read
 from rlhub.engines.training.megatron.heads import own_outputs, policy_outputs, scalar_output
-from rlhub.engines.training.megatron.optimizer import MOMENTS, MegatronAdamW
+from rlhub.engines.training.megatron.optimizer import MegatronAdamW
 from rlhub.engines.training.megatron.parallel import ParallelState, ensure_model_parallel
 from rlhub.engines.training.megatron.residence import HostCopies
 from rlhub.engines.training.megatron.schedule import MicroBatch, passes_needed, prepare_schedule, run_micro_batches, sum_gradients
@@ -104,14 +104,14 @@ class MegatronEngine(TrainEngine):
         compat.install()
 
     def _make_trainable(self, optim: OptimConfig) -> None:
-        distributed = self.megatron_config.use_distributed_optimizer
+        distributed, offload = self.megatron_config.use_distributed_optimizer, self.megatron_config.optimizer_offload
         settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
         wrapped = [
             DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(self.chunks)
         ]
         self.chunks = list(wrapped)
-        self.optimizer = MegatronAdamW(wrapped, optim, dtype=self.dtype, distributed=distributed)
+        self.optimizer = MegatronAdamW(wrapped, optim, dtype=self.dtype, distributed=distributed, offload=offload)
 
     @property
     def parallel(self) -> ParallelState:
@@ -309,12 +309,8 @@ class MegatronEngine(TrainEngine):
         config = self.megatron_config
         if self.device.type == "cpu" or self._host.stored:
             return
-        slots = self.optimizer.slots if self.optimizer is not None else []
         if config.param_offload:
             self._host.take_out(entry.param for entry in self.params)
-        if config.optimizer_offload:
-            self._host.take_out(slot.main for slot in slots if slot.is_master_copy)
-            self._host.take_out(slot.moment(name) for slot in slots for name in MOMENTS)
         if config.grad_offload and self.optimizer is not None:
             buffers = [b for chunk in self.optimizer.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
             self._host.take_out((buffer.grad_data for buffer in buffers), keep=False)

@@ -22,6 +22,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from torch import Tensor, nn
 
 from rlhub.config.training import OptimConfig
+from rlhub.engines.training.host_tensors import HOST, HostTensors
 from rlhub.engines.training.learning_rate import check_schedule, learning_rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -51,10 +52,17 @@ class Slot:
 
 
 class MegatronAdamW:
-    """AdamW whose norms and biases (fewer than two dimensions) do not decay.  Build it after wrapping the chunks."""
+    """AdamW whose norms and biases (fewer than two dimensions) do not decay.  Build it after wrapping the chunks.  offload:
+    masters and moments are in host memory and come to the device only while `step` writes them."""
 
     def __init__(
-        self, chunks: Sequence[DistributedDataParallel], config: OptimConfig, *, dtype: torch.dtype, distributed: bool
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        config: OptimConfig,
+        *,
+        dtype: torch.dtype,
+        distributed: bool,
+        offload: bool = False,
     ) -> None:
         check_schedule(config)
         self.config, self.chunks, self.distributed = config, list(chunks), distributed
@@ -76,13 +84,17 @@ class MegatronAdamW:
         self.slots = [slot for optimizer in self.inner for slot in _slots(optimizer)]
         self.num_steps = 0
         self.num_skipped = 0
-        self._fill_state()
+        self._device = next(self.chunks[0].parameters()).device  # also of a rank without slots
+        self._fill_state(HOST if offload else self._device)
+        masters = [slot.main for slot in self.slots if slot.is_master_copy]
+        moments = [slot.moment(name) for slot in self.slots for name in MOMENTS]
+        self._hosted = HostTensors([*masters, *moments] if offload else [])
 
-    def _fill_state(self) -> None:
+    def _fill_state(self, where: torch.device) -> None:
         """Zero moments from the start: a checkpoint of step 0 has them, too."""
         for slot in self.slots:
             state = slot.optimizer.optimizer.state[slot.main]
-            state.update({name: torch.zeros_like(slot.main, requires_grad=False) for name in MOMENTS})
+            state.update({name: torch.zeros_like(slot.main, requires_grad=False, device=where) for name in MOMENTS})
         self.set_num_steps(0)
 
     def set_num_steps(self, num_steps: int) -> None:
@@ -93,7 +105,7 @@ class MegatronAdamW:
             for group in optimizer.param_groups:
                 group |= {"fused": True} if plain else {"step": num_steps}  # one kernel for all tensors, as the FSDP engine's
                 for main in group["params"] if plain else ():
-                    optimizer.optimizer.state[main]["step"] = torch.tensor(float(num_steps), device=main.device)
+                    optimizer.optimizer.state[main]["step"] = torch.tensor(float(num_steps), device=self._device)
 
     @property
     def schedule_step(self) -> int:
@@ -102,8 +114,7 @@ class MegatronAdamW:
     @torch.no_grad()
     def _grad_norm(self) -> float:
         """Norm of the whole gradient, every element once; every rank calls."""
-        device = next(self.chunks[0].parameters()).device  # also of a rank without slots: all must use the same backend
-        square = torch.zeros((), dtype=torch.float64, device=device)
+        square = torch.zeros((), dtype=torch.float64, device=self._device)  # all ranks must use the same backend
         for optimizer in self.inner:
             norms = torch._foreach_norm(optimizer.get_main_grads_for_grad_norm())
             part = torch.stack(norms).double().square().sum() if norms else torch.zeros_like(square)
@@ -117,6 +128,10 @@ class MegatronAdamW:
 
         The schedule moves on either way.  Every rank calls, and all come to the same decision.
         """
+        with self._hosted.on_device(self._device):  # the gradients are given to the masters, which have to be where these are
+            return self._step(max_norm, loss_is_finite)
+
+    def _step(self, max_norm: float, loss_is_finite: bool) -> tuple[float, float, bool]:
         rate = learning_rate(self.config, self.schedule_step)
         self.megatron.prepare_grads()
         norm = self._grad_norm()
