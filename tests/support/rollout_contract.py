@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams, WeightBucket
 from rlhub.engines.rollout.stepped import SteppedEngine
-from rlhub.errors import EngineError
+from rlhub.errors import EngineError, RequestError
 from rlhub.utils.regions import take
 from tests.support.stopping import LIMIT_S, StopAt, halt, run_to
 
@@ -59,6 +59,33 @@ def check_refusals(engine: RolloutEngine, max_model_len: int) -> None:
         engine.generate(requests(), SamplingParams(max_new_tokens=0))
     with pytest.raises(EngineError, match="top_p"):
         engine.generate(requests(), SamplingParams(top_p=0.0))
+    if engine.vocab_size is not None:
+        check_foreign_ids(engine, engine.vocab_size)
+
+
+def check_foreign_ids(engine: RolloutEngine, vocab_size: int) -> None:
+    """What is in no vocabulary is refused by its name, alone and among others, and harms nobody."""
+    params = SamplingParams(max_new_tokens=4)
+    right = tokens(engine.generate(requests(), params))
+
+    async def together(bad: GenerationRequest, bad_params: SamplingParams) -> list[Completion | BaseException]:
+        good = (engine.agenerate(request, params) for request in requests())
+        return await asyncio.gather(engine.agenerate(bad, bad_params), *good, return_exceptions=True)
+
+    for token in (-1, vocab_size, 2**70):
+        prompt, stops = GenerationRequest(prompt_ids=[5, token], seed=0), replace(params, stop_token_ids=(token,))
+        for asked, sampling in ((prompt, params), (requests()[0], stops)):
+            with pytest.raises(RequestError, match=f"token id {token} at place"):
+                engine.generate([requests()[1], asked], sampling)
+            refused, *answers = asyncio.run(together(asked, sampling))
+            assert isinstance(refused, RequestError) and str(token) in str(refused)
+            assert tokens(answers) == right and engine.failure == ""  # type: ignore[arg-type]
+    for wrong in (replace(params, temperature=float("nan")), replace(params, temperature=1e-42), replace(params, top_k=2**70)):
+        with pytest.raises(RequestError, match="temperature|top_k"):
+            engine.generate(requests(), wrong)
+    with pytest.raises(RequestError, match="seed"):
+        engine.generate([GenerationRequest(prompt_ids=[5], seed=2**63)], params)
+    assert tokens(engine.generate(requests(), params)) == right
 
 
 def check_weight_stream(engine: RolloutEngine, weights: WeightBucket) -> None:

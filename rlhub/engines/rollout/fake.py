@@ -42,13 +42,21 @@ def hashed_script(request: GenerationRequest, params: SamplingParams) -> list[in
 class FakeEngine(SteppedEngine):
     """Keeps whatever weights it is given: the first update says which names belong to the model."""
 
-    def __init__(self, setup: RolloutSetup, *, script: Script = hashed_script, step_s: float = 0.0) -> None:
-        """script: what a request's completion is; step_s: seconds a step of the continuous batch takes."""
+    def __init__(
+        self, setup: RolloutSetup, *, script: Script = hashed_script, step_s: float = 0.0, vocab_size: int | None = None
+    ) -> None:
+        """script: what a request's completion is; step_s: seconds a step of the continuous batch takes; vocab_size: of the model
+        that it stands for, None: it reads any token ids."""
         super().__init__(setup)
         self._script = script
         self._weights: dict[str, Tensor] = {}
         self._ready = setup.load_checkpoint
         self._step_s = step_s
+        self._vocab_size = vocab_size
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self._vocab_size
 
     def _make_stepper(self) -> Stepper:
         return FakeStepper(self._whole, self._step_s)

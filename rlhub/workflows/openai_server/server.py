@@ -199,6 +199,7 @@ class OpenAIServer:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
         body = read_chat(await self._json(request), self._sampling)
+        self._bound("n", 1, body.n)
         with self._place(session) as number:
             asked = _Request(body=body, session=session, number=number)
             return await self._respond(request, asked, self._answer_chat(asked, body), chat=True)
@@ -215,21 +216,17 @@ class OpenAIServer:
         return await read_json(request, seconds=self._options.connection_s, setting="server.connection_s")
 
     def _bound(self, param: str, prompts: int, n: int) -> None:
-        most = self._options.max_samples
-        if prompts * n > most:
-            told = f"{param} and n: {prompts} prompts x {n} = {prompts * n} answers, and a request has at most {most}"
-            raise ApiError(f"{told} (server.max_samples): send several requests", param=param)
+        if prompts * n > (most := self._options.max_samples):
+            told = f"{prompts} prompts x {n} = {prompts * n} answers, and a request has at most {most} (server.max_samples)"
+            raise ApiError(f"{told}: send several", param=param)
 
     def _admit_admin(self, request: web.Request) -> None:
         """ApiError 401 for a key that is not administration's."""
         if not _bears(request, self._options.admin_key):
-            raise ApiError(
-                "wrong key for administration: it has one of its own (server.admin_key_file; a trainer names that file in "
-                "rollout.remote.admin_key_file)",
-                status=401,
-                code="invalid_api_key",
-                kind="authentication_error",
+            told = (
+                "administration has a key of its own (server.admin_key_file; a trainer names it in rollout.remote.admin_key_file)"
             )
+            raise ApiError(f"wrong key: {told}", status=401, code="invalid_api_key", kind="authentication_error")
 
     def _admit(self, request: web.Request) -> Session | None:
         """Whose request it is.  ApiError 401 for a wrong key; an unknown session answers the same."""
