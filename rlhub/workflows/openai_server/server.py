@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import json
 import logging
 import secrets
@@ -33,7 +32,7 @@ from rlhub.workflows.openai_server.errors import ApiError, as_api_error, bad_fie
 from rlhub.workflows.openai_server.json_body import read_json
 from rlhub.workflows.openai_server.rendering import Renderer
 from rlhub.workflows.openai_server.sampling import as_answer, ending_token, gathered, sample
-from rlhub.workflows.openai_server.sessions import Limits, Session, Turn, has_answers, history_of, tools_key
+from rlhub.workflows.openai_server.sessions import Limits, Session, Turn, carries, has_answers, history_of, tools_key
 from rlhub.workflows.openai_server.streaming import Choice, FindCalls, Rules, UnderWay
 from rlhub.workflows.openai_server.tool_choice import ToolUse
 
@@ -222,7 +221,7 @@ class OpenAIServer:
 
     def _admit_admin(self, request: web.Request) -> None:
         """ApiError 401 for a key that is not administration's."""
-        if not _bears(request, self._options.admin_key):
+        if not carries(request.headers.get("Authorization", ""), self._options.admin_key):
             told = (
                 "administration has a key of its own (server.admin_key_file; a trainer names it in rollout.remote.admin_key_file)"
             )
@@ -233,7 +232,7 @@ class OpenAIServer:
         name = request.match_info.get("session")
         session = self._sessions.get(name) if name is not None else None
         right = session.token if session is not None else self._options.key if name is None else None
-        if not _bears(request, right):
+        if not carries(request.headers.get("Authorization", ""), right):
             raise ApiError("wrong API key, or no such session", status=401, code="invalid_api_key", kind="authentication_error")
         return session
 
@@ -404,7 +403,7 @@ class OpenAIServer:
         answering = _in_time(answering, self._options.request_s)
         if body.stream:
             return await _stream(request, writer, answering, asked.under_way, self._options.connection_s)
-        return web.json_response(writer.whole(await answering))
+        return await _whole(request, writer.whole(await answering), self._options.connection_s)
 
 
 async def _in_time(answering: Awaitable[list[Answer]], seconds: float) -> list[Answer]:
@@ -416,14 +415,6 @@ async def _in_time(answering: Awaitable[list[Answer]], seconds: float) -> list[A
         if not limit.expired():
             raise
         raise DeadlineError("server.request_s: the answer", seconds, "ask for fewer tokens, or raise it") from None
-
-
-def _bears(request: web.Request, key: str | None) -> bool:
-    """Whether the request carries this key; no key is carried by none."""
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    right = (key or secrets.token_hex()).encode()
-    same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), right)  # headers are bytes
-    return key is not None and same and scheme.lower() == "bearer"
 
 
 def _start(body: Asked, session: Session | None) -> int:
@@ -440,22 +431,32 @@ def _seeds(asked: _Request, before: int) -> list[int]:
     return [secrets.randbits(SEED_BITS) if seed is None else seed % (1 << SEED_BITS) for seed in named]
 
 
+async def _whole(request: web.Request, answer: dict[str, Any], write_s: float) -> web.StreamResponse:
+    """The answer in one piece."""
+    body, response = json.dumps(answer).encode(), web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
+    response.content_length = len(body)
+    await response.prepare(request)
+    await _write(request, response, body, write_s)
+    return response
+
+
+async def _write(request: web.Request, response: web.StreamResponse, told: bytes, seconds: float) -> None:
+    """ConnectionResetError, and there is no connection any more, where the client does not take it within so many seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            await response.write(told)
+    except TimeoutError:
+        logger.info("%s: the client has read nothing for %g s (server.connection_s)", request.path, seconds)
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client does not read") from None
+
+
 async def _stream(
     request: web.Request, writer: Writer, answering: Awaitable[list[Answer]], under_way: UnderWay, write_s: float
 ) -> web.StreamResponse:
     """Server-sent events, each as soon as it can be told; comments where there is nothing to tell keep the connection open and
-    notice a client that left.  write_s: for a client to take what it is sent."""
-
-    async def write(told: bytes) -> None:
-        try:
-            async with asyncio.timeout(write_s):
-                await response.write(told)
-        except TimeoutError:
-            logger.info("%s: the client has read nothing for %g s (server.connection_s)", request.path, write_s)
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionResetError("the client does not read") from None
-
+    notice a client that left.  write_s: see `_write`."""
     task = asyncio.ensure_future(answering)
     task.add_done_callback(lambda _: under_way.notify())
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -471,10 +472,10 @@ async def _stream(
             if not told and clock() - written_at >= HEARTBEAT_S:
                 told = b": working\n\n"
             if told:
-                await write(told)
+                await _write(request, response, told, write_s)
                 written_at = clock()
             await under_way.news(HEARTBEAT_S)
-        await write(_last_events(request, task, writer, under_way))
+        await _write(request, response, _last_events(request, task, writer, under_way), write_s)
         await response.write_eof()
     except ConnectionResetError:
         if not response.prepared:

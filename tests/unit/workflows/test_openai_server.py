@@ -6,8 +6,10 @@ from typing import Any
 
 import openai
 import pytest
+from aiohttp import web
 
 from rlhub.errors import EngineError, RequestError, WorkerError
+from rlhub.workflows.openai_server import server as server_module
 from rlhub.workflows.openai_server.sessions import Limits
 from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
 from rlhub.workflows.turns import turn_seed
@@ -352,3 +354,31 @@ async def test_more_answers_than_a_request_may_have_are_refused() -> None:
         with pytest.raises(openai.BadRequestError, match="at most 6"):
             await client.chat.completions.create(model="any", messages=[QUESTION], n=7)
         assert len(at.engine.requests) == 6
+
+
+async def test_a_client_that_does_not_read_its_answer_loses_its_connection() -> None:
+    """An answer of more bytes than the system keeps for it; the parts of a stream are written likewise."""
+    outcomes: list[BaseException | None] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await server_module._whole(request, {"text": "x" * (32 << 20)}, 0.2)
+        except BaseException as error:
+            outcomes.append(error)
+            raise
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    reader, writer = await asyncio.open_connection(*runner.addresses[0][:2], limit=1)
+    writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    async with asyncio.timeout(60):
+        while not outcomes:
+            await asyncio.sleep(0.01)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(32 << 20)
+    assert isinstance(outcomes[0], ConnectionResetError)
+    writer.transport.abort()
+    await runner.cleanup()
