@@ -28,8 +28,8 @@ class PromptDataset:
     A row has `config.prompt_key` (text or chat messages), `data_source`, and optionally `reward_model` (`ground_truth` in it),
     `extra_info` and `agent_name`, the workflow that runs its episodes.  Prompts longer than `config.max_prompt_length` tokens
     are dropped (`filter_overlong_prompts`), cut (`truncation`) or an error.  Every problem is a DataError that names file, row
-    and column, raised here and not mid-run.  vocab_size: of the policy's embedding, which must have each token; None: not looked
-    at.
+    and column, raised here and not mid-run.  vocab_size: rows of the model's embedding, which must have each token;
+    None: not known.
     """
 
     def __init__(
@@ -38,8 +38,7 @@ class PromptDataset:
         check_policy(config.truncation)
         rows = load_rows(files)
         texts, ids = encode_prompts(tokenizer, rows, config.prompt_key, config.apply_chat_template_kwargs)
-        if vocab_size is not None:
-            check_vocabulary(rows, config.prompt_key, ids, vocab_size)
+        check_vocabulary(rows, config.prompt_key, ids, vocab_size)
         kept = _within_limit(config, rows, ids)
         self.pad_id = pad_id(tokenizer)
         self.prompt_ids = [truncate(ids[index], config.max_prompt_length, config.truncation) for index in kept]

@@ -134,14 +134,16 @@ def encode_prompts(
     return texts, ids
 
 
-def check_vocabulary(rows: Sequence[Row], column: str, ids: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """DataError for the first row with a token id that the model has no embedding for."""
+def check_vocabulary(rows: Sequence[Row], column: str, ids: Sequence[Sequence[int]], vocab_size: int | None) -> None:
+    """DataError for the first row with a token id that the model has no embedding for; None: nobody knows how many it has."""
+    if vocab_size is None:
+        return
     for row, tokens in zip(rows, ids, strict=True):
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
             place, token = next((place, token) for place, token in enumerate(tokens) if not 0 <= token < vocab_size)
             raise row.problem(
                 column,
-                f"token {place} of the tokenized prompt has id {token}, and the policy's embedding has {vocab_size} rows: the "
+                f"token {place} of its tokens has id {token}, and the model's embedding has {vocab_size} rows: the "
                 "tokenizer is another model's, or got tokens without a resized embedding",
             )
 
