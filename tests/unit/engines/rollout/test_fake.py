@@ -37,6 +37,7 @@ def test_it_refuses_ids_outside_the_vocabulary_it_is_given() -> None:
     engine = slow_engine(vocab_size=25)
     engine.update_weights([list(WEIGHTS.items())], 0)
     contract.check_refusals(engine, max_model_len=100)
+    contract.check_agenerate(engine)
     engine.shutdown()
 
 
