@@ -119,6 +119,20 @@ class EngineError(RlhubError, RuntimeError):
     """A training or rollout engine cannot do what was asked in its present state."""
 
 
+class RequestError(EngineError, ValueError):
+    """A request for generation cannot be served by this engine, whatever its state: the request is at fault and the engine goes
+    on.  Field `param`: what of it, as it is called in an OpenAI request; "" where that has no name."""
+
+    param: str
+
+    def __init__(self, message: str, *, param: str = "") -> None:
+        super().__init__(message, param=param)
+
+
+class VersionError(RlhubError, ValueError):
+    """Weights are not newer than those that an engine has."""
+
+
 class CheckpointError(RlhubError, RuntimeError):
     """A checkpoint is incomplete, corrupt or does not fit: the message names folder, file and remedy."""
 

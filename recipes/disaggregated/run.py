@@ -55,6 +55,7 @@ def learn(options: stages.Options, engine: str) -> None:
         settings = [
             f"{remote}.urls=['{address}']",
             f"{remote}.api_key_file={shared / 'key'}",
+            f"{remote}.admin_key_file={shared / 'admin-key'}",
             f"{remote}.weights_folder={shared}",
         ]
         stages.train("trainer", "main_ppo", [*quickstart.rl_settings(options, warm_start, folder), *settings])
@@ -67,7 +68,8 @@ def server(shared: Path, model: Path, engine: str, log: Path) -> Iterator[str]:
     ready = shared / "address"
     ready.unlink(missing_ok=True)
     settings = [f"model.path={model}", f"rollout.name={engine}", "server.port=0"]
-    settings += [f"server.api_key_file={shared / 'key'}", f"server.ready_file={ready}"]
+    settings += [f"server.api_key_file={shared / 'key'}", f"server.admin_key_file={shared / 'admin-key'}"]
+    settings += [f"server.ready_file={ready}"]
     command = [sys.executable, "-m", "rlhub.trainer.main_serve", *settings]
     logger.info("\ninference (log in %s):\n  %s", log, shlex.join(command))
     with log.open("w") as stream:

@@ -78,6 +78,9 @@ class RemoteConfig:
     """The model's name on the server (vllm: --served-model-name)."""
     api_key_file: str | None = None
     """File with the servers' key; null: they ask for none."""
+    admin_key_file: str | None = None
+    """File with the key of the servers' administration (rlhub: server.admin_key_file), which pausing and new weights need;
+    null: the same key."""
     weights_folder: str | None = None
     """Folder that this job and the servers reach under the same path, for new weights; null: no training, only evaluation."""
     start_s: PositiveFloat = 600.0

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from rlhub.config.model import ModelConfig
 from rlhub.config.rollout import RolloutConfig, TopK
-from rlhub.config.schema import Bounds, NonNegativeFloat, PositiveInt, PositiveUnitFloat
+from rlhub.config.schema import Bounds, NonNegativeFloat, PositiveFloat, PositiveInt, PositiveUnitFloat
 
 Port = Annotated[int, Bounds(ge=0)]
 MAX_PORT = 65535
@@ -22,10 +22,20 @@ class ServerConfig:
     """Port to listen on; 0: a free one, which the log names."""
     api_key_file: str | None = None
     """File with the key that clients send; one that does not exist is made, with a random key. null: a random key, in the log."""
+    admin_key_file: str | None = None
+    """File with the key of /admin (pause, resume, new weights, status), as api_key_file; clients' key does not open it. A
+    trainer that generates here names the file in rollout.remote.admin_key_file. null: a random key, in the log."""
     model_name: str = "policy"
     """Name of the model that clients see."""
     max_concurrent: PositiveInt = 1024
     """Requests answered at once; more are told to come back (429)."""
+    max_samples: PositiveInt = 512
+    """Most answers to one request: its prompts times n; more are refused (400)."""
+    connection_s: PositiveFloat = 60.0
+    """Seconds for a client to send a request's head, to send its body, to take each part of a stream, and between two requests;
+    then its connection is closed."""
+    request_s: PositiveFloat = 7200.0
+    """Seconds for the answer to a request, waiting for its turn and through pauses included; then it is 504."""
     tool_format: str = "hermes"
     """How tool calls stand in the model's text: a registered format."""
     temperature: NonNegativeFloat = 1.0
@@ -44,7 +54,8 @@ class ServerConfig:
 class ServeConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """The engine. Of its settings those for training (n, temperature, mode, weights, agents) are not read. With
+    """The engine. Of its settings those for training (n, temperature, mode, weights, agents) are not read. One that has failed
+    is built anew, replica_restarts times without an answer in between; then the server ends. With
     tensor_model_parallel_size above 1 vLLM runs in processes of its own, one a part of the model."""
     server: ServerConfig = field(default_factory=ServerConfig)
     device: Literal["auto", "cuda", "cpu"] = "auto"

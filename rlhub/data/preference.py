@@ -22,6 +22,7 @@ from rlhub.data.prompts import fingerprint_of
 from rlhub.data.tokenizing import (
     Tokenizer,
     check_policy,
+    check_vocabulary,
     checked_messages,
     checked_text,
     encode,
@@ -56,11 +57,17 @@ class PreferenceDataset:
     a prompt of messages, or two whole conversations that differ in their last message; `prompt_key` is not read then.
     The end-of-sequence token belongs to an answer.  Pairs over `config.max_length` tokens are an error or cut by
     `config.truncation`; pairs whose answers are the same say nothing, are counted and left out.  margin_key: column of
-    margins.  DataError names file, row and column.
+    margins.  DataError names file, row and column.  vocab_size: see PromptDataset.
     """
 
     def __init__(
-        self, config: PreferenceDataConfig, files: str | Sequence[str], tokenizer: Tokenizer, *, margin_key: str | None = None
+        self,
+        config: PreferenceDataConfig,
+        files: str | Sequence[str],
+        tokenizer: Tokenizer,
+        *,
+        margin_key: str | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         check_policy(config.truncation)
         if tokenizer.eos_token_id is None:
@@ -68,7 +75,10 @@ class PreferenceDataset:
         self.pad_id = pad_id(tokenizer)
         self.margin_key = margin_key
         rows = load_rows(files)
-        pairs = [_cut(config, row, pair) for row, pair in zip(rows, _tokenized(config, tokenizer, rows), strict=True)]
+        found = _tokenized(config, tokenizer, rows)
+        check_vocabulary(rows, config.chosen_key, [[*pair.prompt, *pair.chosen] for pair in found], vocab_size)
+        check_vocabulary(rows, config.rejected_key, [pair.rejected for pair in found], vocab_size)
+        pairs = [_cut(config, row, pair) for row, pair in zip(rows, found, strict=True)]
         if margin_key is not None:
             for row, pair in zip(rows, pairs, strict=True):
                 pair.margin = _number(row, margin_key)

@@ -14,7 +14,7 @@ import torch
 from rlhub.config.data import DataConfig
 from rlhub.data.files import AGENT_NAME, Row, load_rows
 from rlhub.data.order import ResumableLoader
-from rlhub.data.tokenizing import Tokenizer, check_policy, encode_prompts, left_padded, pad_id, truncate
+from rlhub.data.tokenizing import Tokenizer, check_policy, check_vocabulary, encode_prompts, left_padded, pad_id, truncate
 from rlhub.errors import DataError
 from rlhub.protocol import DataProto
 from rlhub.utils.columns import object_array
@@ -28,13 +28,17 @@ class PromptDataset:
     A row has `config.prompt_key` (text or chat messages), `data_source`, and optionally `reward_model` (`ground_truth` in it),
     `extra_info` and `agent_name`, the workflow that runs its episodes.  Prompts longer than `config.max_prompt_length` tokens
     are dropped (`filter_overlong_prompts`), cut (`truncation`) or an error.  Every problem is a DataError that names file, row
-    and column, raised here and not mid-run.
+    and column, raised here and not mid-run.  vocab_size: rows of the model's embedding, which must have each token;
+    None: not known.
     """
 
-    def __init__(self, config: DataConfig, files: str | Sequence[str], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, config: DataConfig, files: str | Sequence[str], tokenizer: Tokenizer, *, vocab_size: int | None = None
+    ) -> None:
         check_policy(config.truncation)
         rows = load_rows(files)
         texts, ids = encode_prompts(tokenizer, rows, config.prompt_key, config.apply_chat_template_kwargs)
+        check_vocabulary(rows, config.prompt_key, ids, vocab_size)
         kept = _within_limit(config, rows, ids)
         self.pad_id = pad_id(tokenizer)
         self.prompt_ids = [truncate(ids[index], config.max_prompt_length, config.truncation) for index in kept]

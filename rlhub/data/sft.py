@@ -21,6 +21,7 @@ from rlhub.data.prompts import fingerprint_of
 from rlhub.data.tokenizing import (
     Tokenizer,
     check_policy,
+    check_vocabulary,
     checked_messages,
     checked_text,
     encode,
@@ -61,19 +62,23 @@ class SFTDataset:
     A row has `config.prompt_key` (text or chat messages) and `config.response_key` (text), or `messages` with at least one
     assistant turn (and `tools`, if it uses some).  Learned are the response's or the assistant turns' tokens, the
     end-of-sequence token included.  Rows longer than `config.max_length` tokens are an error or cut by `config.truncation`.
-    DataError names file, row and column.
+    DataError names file, row and column.  vocab_size: see PromptDataset.
     """
 
-    def __init__(self, config: SFTDataConfig, files: str | Sequence[str], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, config: SFTDataConfig, files: str | Sequence[str], tokenizer: Tokenizer, *, vocab_size: int | None = None
+    ) -> None:
         check_policy(config.truncation)
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-sequence token, so a model could not learn to stop")
         rows = load_rows(files)
         self.pad_id = pad_id(tokenizer)
+        column = config.prompt_key
         if config.prompt_key not in rows[0].values and MESSAGES in rows[0].values:
-            found = [_of_messages(tokenizer, row) for row in rows]
+            column, found = MESSAGES, [_of_messages(tokenizer, row) for row in rows]
         else:
             found = _of_pairs(config, tokenizer, rows)
+        check_vocabulary(rows, column, [item.tokens for item in found], vocab_size)
         self.demonstrations = [_cut(config, row, demonstration) for row, demonstration in zip(rows, found, strict=True)]
         self.fingerprint = fingerprint_of([(item.tokens, item.learned) for item in self.demonstrations])
 

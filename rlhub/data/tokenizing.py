@@ -134,6 +134,20 @@ def encode_prompts(
     return texts, ids
 
 
+def check_vocabulary(rows: Sequence[Row], column: str, ids: Sequence[Sequence[int]], vocab_size: int | None) -> None:
+    """DataError for the first row with a token id that the model has no embedding for; None: nobody knows how many it has."""
+    if vocab_size is None:
+        return
+    for row, tokens in zip(rows, ids, strict=True):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            place, token = next((place, token) for place, token in enumerate(tokens) if not 0 <= token < vocab_size)
+            raise row.problem(
+                column,
+                f"token {place} of its tokens has id {token}, and the model's embedding has {vocab_size} rows: the "
+                "tokenizer is another model's, or got tokens without a resized embedding",
+            )
+
+
 def end_of_answer(text: str, start: int, eos: str | None) -> int:
     """Where the answer from `start` on ends.  Templates write e.g. a line break after the end-of-sequence token (or another
     token that ends a turn), which a model never gets to sample."""

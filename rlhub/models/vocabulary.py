@@ -12,7 +12,7 @@ from rlhub.config.model import ModelConfig
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Vocabulary:
     """size: of the model's output layer (it may be larger than the tokenizer's).  stop_token_ids: the tokenizer's end token
-    and those of the model's generation settings.  pad_id: fills the space after an answer."""
+    and those of the model's generation settings, as far as the model can write them.  pad_id: fills the space after an answer."""
 
     size: int
     stop_token_ids: tuple[int, ...]
@@ -29,6 +29,6 @@ def read_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> V
     except OSError:  # the model has no generation settings
         more = None
     stops |= set(more) if isinstance(more, list) else ({more} - {None})
-    return Vocabulary(
-        size=int(config.get_text_config().vocab_size), stop_token_ids=tuple(sorted(stops)), pad_id=int(tokenizer.pad_token_id)
-    )
+    size = int(config.get_text_config().vocab_size)
+    written = tuple(sorted(stop for stop in stops if stop < size))
+    return Vocabulary(size=size, stop_token_ids=written, pad_id=int(tokenizer.pad_token_id))

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import signal
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from rlhub.models.shape import read_model_shape
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.models.vocabulary import read_vocabulary
 from rlhub.tools.registry import TOOL_FORMATS
-from rlhub.trainer.serve_weights import EngineAdministration
+from rlhub.trainer.serve_engine import ServedEngine, ServeLimits
 from rlhub.utils.atomic import write_text
 from rlhub.workflows.openai_server.server import OpenAIServer, ServerOptions
 
@@ -35,25 +36,37 @@ INITIAL_VERSION = 0
 
 def serve(config: ServeConfig) -> int:
     """Until SIGINT or SIGTERM; the exit status is 0."""
-    engine = build_engine(config)
+    rollout = config.rollout
+    limits = ServeLimits(
+        recompute=rollout.recompute_kv_cache,
+        bucket_bytes=rollout.update_weights_bucket_mb << 20,
+        rebuilds=rollout.replica_restarts,
+    )
+    engine = ServedEngine(partial(build_engine, config), limits)
     try:
         return asyncio.run(_serve(config, engine))
     finally:
         engine.shutdown()
 
 
-async def _serve(config: ServeConfig, engine: RolloutEngine) -> int:
+async def _serve(config: ServeConfig, engine: ServedEngine) -> int:
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    server = build_server(config, engine, read_key(config.server.api_key_file))
+    key = read_key("api_key_file", config.server.api_key_file)
+    server = build_server(config, engine, key, read_key("admin_key_file", config.server.admin_key_file))
     address = await server.start()
     logger.info("serving %s at %s/v1", config.model.path, address)
     if config.server.ready_file is not None:
         write_text(Path(config.server.ready_file).expanduser(), address)
-    await stopped.wait()
+    watching = asyncio.create_task(engine.watch())
+    stopping = asyncio.create_task(stopped.wait())
+    await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
     logger.info("stopping")
     await server.aclose()
+    if watching.done():
+        watching.result()  # raises why the engine cannot be mended
+    watching.cancel()
     return 0
 
 
@@ -95,7 +108,7 @@ def device_of(config: ServeConfig) -> str:
     return "cuda" if count_gpus() > 0 and torch_has_cuda() else "cpu"
 
 
-def build_server(config: ServeConfig, engine: RolloutEngine, key: str) -> OpenAIServer:
+def build_server(config: ServeConfig, engine: ServedEngine, key: str, admin_key: str) -> OpenAIServer:
     """The endpoint, not yet listening."""
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     asked, length = config.server, max_model_len(config)
@@ -112,20 +125,22 @@ def build_server(config: ServeConfig, engine: RolloutEngine, key: str) -> OpenAI
         host=asked.host,
         port=asked.port,
         key=key,
+        admin_key=admin_key,
         max_concurrent=asked.max_concurrent,
+        max_samples=asked.max_samples,
+        connection_s=asked.connection_s,
+        request_s=asked.request_s,
         find_calls=TOOL_FORMATS.get(asked.tool_format),
         template_kwargs=asked.chat_template_kwargs,
     )
-    bucket_bytes = config.rollout.update_weights_bucket_mb << 20
-    admin = EngineAdministration(engine, recompute=config.rollout.recompute_kv_cache, bucket_bytes=bucket_bytes)
-    return OpenAIServer(engine, tokenizer, sampling, options, admin=admin)
+    return OpenAIServer(engine, tokenizer, sampling, options, admin=engine)
 
 
-def read_key(file: str | None) -> str:
+def read_key(setting: str, file: str | None) -> str:
     """The key in the file, which is made with a random one if it does not exist; without a file a random one, which is logged."""
     if file is None:
         key = secrets.token_urlsafe(KEY_BYTES)
-        logger.info("the key of this run is %s (server.api_key_file keeps one)", key)
+        logger.info("the %s of this run is %s (server.%s keeps one)", setting.removesuffix("_file"), key, setting)
         return key
     path = Path(file).expanduser()
     try:
@@ -133,10 +148,10 @@ def read_key(file: str | None) -> str:
     except FileExistsError:
         key = path.read_text(encoding="utf-8").strip()
         if not key:
-            raise ConfigError(f"server.api_key_file: {path} is empty; write a key to it, or remove it") from None
+            raise ConfigError(f"server.{setting}: {path} is empty; write a key to it, or remove it") from None
         return key
     except OSError as error:
-        raise ConfigError(f"server.api_key_file: {path} cannot be made: {error}") from error
+        raise ConfigError(f"server.{setting}: {path} cannot be made: {error}") from error
     key = secrets.token_urlsafe(KEY_BYTES)
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         stream.write(key)

@@ -86,7 +86,11 @@ def _of_address(server: ServerConfig) -> list[str]:
 def _of_files(server: ServerConfig) -> list[str]:
     """They can be made, or read."""
     found = []
-    for key, file in (("api_key_file", server.api_key_file), ("ready_file", server.ready_file)):
+    for key, file in (
+        ("api_key_file", server.api_key_file),
+        ("admin_key_file", server.admin_key_file),
+        ("ready_file", server.ready_file),
+    ):
         if file is None:
             continue
         path = Path(file).expanduser()

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.rollout.elsewhere import WeightsElsewhere
 from rlhub.engines.rollout.weight_stream import apply_buckets
-from rlhub.errors import EngineError
+from rlhub.errors import EngineError, RequestError, RlhubError
 from rlhub.utils.pieces import Piece
 from rlhub.workers.folder_reader import FolderReader, folder_reader
 
@@ -25,7 +25,7 @@ VERSION_S = 1.0  # to wait for a version that the trainer says is there
 
 
 class EngineAdministration:
-    """See `Administration`.  Calls that block run in a thread, one after the other."""
+    """Of one engine; see `Administration`.  Calls that block run in a thread, one after the other."""
 
     def __init__(self, engine: RolloutEngine, *, recompute: bool, bucket_bytes: int) -> None:
         self._engine, self._recompute, self._bucket_bytes = engine, recompute, bucket_bytes
@@ -34,10 +34,24 @@ class EngineAdministration:
         self._unsound = False  # writing has failed half-way: the engine stays paused until it has whole weights
         self._readers: dict[str, FolderReader] = {}
 
+    @property
+    def paused(self) -> bool:
+        """Whether it was asked to, by `pause`."""
+        return self._paused
+
+    @property
+    def failure(self) -> str:
+        """Why the engine stays paused until whole weights come; "" where it does not."""
+        return "its weights are half-written: publish whole ones at /admin/weights" if self._unsound else ""
+
     async def pause(self) -> None:
         async with self._turn:
-            await asyncio.to_thread(self._engine.pause)
-            self._paused = True
+            await asyncio.to_thread(self.hold)
+
+    def hold(self) -> None:
+        """As `pause`, and blocking."""
+        self._engine.pause()
+        self._paused = True
 
     async def resume(self, *, recompute: bool) -> None:
         async with self._turn:
@@ -45,18 +59,21 @@ class EngineAdministration:
             await asyncio.to_thread(self._engine.resume, recompute=recompute and self._recompute)
 
     async def reload(self, folder: str, version: int) -> dict[str, Any]:
+        """RequestError, and nothing was changed, for a folder that cannot be used; EngineError where writing failed half-way."""
         async with self._turn:
-            await asyncio.to_thread(self._reload, Path(folder), version)
+            await asyncio.to_thread(self.take, Path(folder), version)
         logger.info("version %d from %s", version, folder)
         return await self.status()
 
     async def status(self) -> dict[str, Any]:
         return {"version": self._engine.version, "load": self._engine.load, "paused": self._paused or self._unsound}
 
-    def _reload(self, folder: Path, version: int) -> None:
-        """From a Hugging Face folder, or from that of a trainer's WeightWriter.  What cannot be read or does not fit changes
-        nothing."""
-        write = self._prepared(folder, version)
+    def take(self, folder: Path, version: int) -> None:
+        """As `reload`, and blocking.  From a Hugging Face folder, or from that of a trainer's WeightWriter."""
+        try:
+            write = self._prepared(folder, version)
+        except (RlhubError, OSError, ValueError) as error:  # ValueError: no path at all
+            raise RequestError(f"{error}; nothing was changed", param="folder") from error
         self._engine.pause()
         self._unsound = True
         write()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +16,8 @@ from rlhub.config.rm import RMConfig
 from rlhub.config.sft import SFTConfig
 from rlhub.config.trainer import TrainerConfig
 from rlhub.data.order import IndexedData, ResumableLoader
-from rlhub.data.tokenizing import Tokenizer
 from rlhub.models.tokenizer import load_tokenizer
+from rlhub.models.vocabulary import read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Worker, WorkerGroup
 from rlhub.trainer.ppo.metrics import mean_metrics
@@ -103,13 +104,12 @@ class SupervisedData:
     total_steps: int
 
 
-def read_data(
-    config: SupervisedConfig, read: Callable[[str | list[str], Tokenizer], IndexedData], columns: Sequence[str]
-) -> SupervisedData:
-    """Read the files; DataError names file, row and column of what is unusable."""
+def read_data(config: SupervisedConfig, read: Callable[..., IndexedData], columns: Sequence[str]) -> SupervisedData:
+    """Read the files; DataError names file, row and column of what is unusable.  read: (files, tokenizer, *, vocab_size)."""
     data = config.data
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     assert data.train_files is not None and config.model.path is not None, "checked when the configuration is loaded"
+    read = partial(read, vocab_size=read_vocabulary(config.model, tokenizer).size)
     dataset = read(data.train_files, tokenizer)
     loader = ResumableLoader(dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, drop_last=True)
     val_batches: list[DataProto] = []

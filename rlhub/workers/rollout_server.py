@@ -18,8 +18,7 @@ import psutil
 
 from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams
-from rlhub.engines.rollout.requests import check_requests
-from rlhub.errors import EngineError
+from rlhub.errors import EngineError, RequestError
 from rlhub.models.vocabulary import Vocabulary
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Worker
@@ -100,15 +99,17 @@ class RolloutServer(Worker):
         return self._engine
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: str = "") -> Completion:
-        """One completion, checked: token ids inside the vocabulary, finite log-probs, one for each token.
+        """One completion, checked: token ids inside the vocabulary, finite log-probs, one for each token.  RequestError, and the
+        engine goes on, where the request is at fault.
 
         follow: a name by which `progress` knows it, no other request's; "": nobody follows it.
         """
-        check_requests([request], params, max_model_len=self._setup.max_model_len)
         engine = self.engine
         try:
             with self._trails.of(follow) if follow else nullcontext() as trail:
                 completion = await engine.agenerate(request, params, trail.follow if trail is not None else None)
+        except RequestError:
+            raise
         except Exception as error:
             self._failure = f"{type(error).__name__}: {error}"  # the request was fine, so the engine is not
             raise

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
-from rlhub.errors import WeightMismatchError, WorkerDiedError, WorkerError
+from rlhub.errors import RequestError, WeightMismatchError, WorkerDiedError, WorkerError
 from rlhub.sharding_manager.files import WeightWriter
 from rlhub.single_controller import AsyncActor, AsyncActorOptions, ClassWithInitArgs, start_async_actor
 from rlhub.utils.loop_thread import LoopThread
@@ -137,6 +137,17 @@ def test_equal_seeds_repeat_and_log_probs_are_those_of_the_model(replica: Replic
     for one in (same, other):
         expected = sequence_log_probs(replica.models[4], LONG_PROMPT, one.token_ids, 0.7)
         assert one.log_probs == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_token_id_that_the_model_has_not_is_refused_and_the_replica_goes_on(replica: Replica) -> None:
+    replica.publish(5, seed=1)
+    for ids, stops in (([5, 10**6], ()), ([5], (10**6,))):
+        params = SamplingParams(max_new_tokens=4, stop_token_ids=stops)
+        with pytest.raises(WorkerError, match="token id 1000000 at place") as refused:
+            replica.call("agenerate", GenerationRequest(prompt_ids=ids, seed=0), params)
+        assert isinstance(refused.value.__cause__, RequestError)
+    assert replica.call("status").failure == ""
+    check_greedy(replica, 5)
 
 
 def interrupted(replica: Replica, version: int, *, recompute: bool) -> tuple[list[float], list[float], float]:

@@ -201,8 +201,9 @@ def test_openais_client_and_the_server_s_own_key(server: Server) -> None:
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] in ("stop", "length")
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.address}/v1", api_key="wrong").models.list()
-    with pytest.raises(openai.InternalServerError, match="no weights in"):
-        client.with_options(max_retries=0).post(
-            f"{server.address}/admin/weights", body={"folder": "/nowhere", "version": 3}, cast_to=object
-        )
+    nowhere: dict[str, object] = {"folder": "/nowhere", "version": 1000}
+    with pytest.raises(openai.AuthenticationError, match="administration"):
+        client.post(f"{server.address}/admin/weights", body=nowhere, cast_to=object)
+    with pytest.raises(openai.BadRequestError, match="no weights in"):
+        client.with_options(api_key=server.admin_key).post(f"{server.address}/admin/weights", body=nowhere, cast_to=object)
     assert client.models.list().data[0].id == "policy"

@@ -119,11 +119,11 @@ def check_trainer_folder(server: Server, client: openai.OpenAI, folder: Path) ->
     model = AutoModelForCausalLM.from_pretrained(server.model)
     model.load_state_dict(moved, strict=False)
     WeightWriter(PlainTrainEngine(model), folder, bucket_bytes=1 << 16).write(21)
-    reload = f"{server.address}/admin/weights"
-    client.post(reload, body={"folder": str(folder), "version": 21}, cast_to=object)
-    for wrong in (22, 20):
-        with pytest.raises(openai.InternalServerError, match="version"):
-            client.post(reload, body={"folder": str(folder), "version": wrong}, cast_to=object)
+    reload, administration = f"{server.address}/admin/weights", client.with_options(api_key=server.admin_key)
+    administration.post(reload, body={"folder": str(folder), "version": 21}, cast_to=object)
+    for wrong, refusal in ((22, openai.BadRequestError), (20, openai.ConflictError)):
+        with pytest.raises(refusal, match="version"):
+            administration.post(reload, body={"folder": str(folder), "version": wrong}, cast_to=object)
     extra = {"return_token_ids": True, "ignore_eos": True}
     answer = client.completions.create(model="policy", prompt=PROMPTS[1], max_tokens=30, logprobs=0, extra_body=extra)
     choice = answer.choices[0]

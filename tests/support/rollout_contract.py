@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams, WeightBucket
 from rlhub.engines.rollout.stepped import SteppedEngine
-from rlhub.errors import EngineError
+from rlhub.errors import EngineError, RequestError
 from rlhub.utils.regions import take
 from tests.support.stopping import LIMIT_S, StopAt, halt, run_to
 
@@ -59,6 +59,40 @@ def check_refusals(engine: RolloutEngine, max_model_len: int) -> None:
         engine.generate(requests(), SamplingParams(max_new_tokens=0))
     with pytest.raises(EngineError, match="top_p"):
         engine.generate(requests(), SamplingParams(top_p=0.0))
+    if engine.vocab_size is not None:
+        check_foreign_ids(engine, engine.vocab_size)
+
+
+def check_foreign_ids(engine: RolloutEngine, vocab_size: int) -> None:
+    """What is in no vocabulary is refused by its name, and so is sampling that would give no numbers; the next batch is fine."""
+    params = SamplingParams(max_new_tokens=4)
+    right = tokens(engine.generate(requests(), params))
+    for token, asked, sampling in foreign(params, vocab_size):
+        with pytest.raises(RequestError, match=f"token id {token} at place"):
+            engine.generate([requests()[1], asked], sampling)
+    for wrong in (replace(params, temperature=float("nan")), replace(params, temperature=1e-42), replace(params, top_k=2**70)):
+        with pytest.raises(RequestError, match="temperature|top_k"):
+            engine.generate(requests(), wrong)
+    with pytest.raises(RequestError, match="seed"):
+        engine.generate([GenerationRequest(prompt_ids=[5], seed=2**63)], params)
+    assert tokens(engine.generate(requests(), params)) == right
+
+
+def foreign(params: SamplingParams, vocab_size: int) -> list[tuple[int, GenerationRequest, SamplingParams]]:
+    """Requests with a token id, in the prompt or among the stop tokens, that the engine has not."""
+    ids = (-1, vocab_size, 2**70)
+    prompts = [(token, GenerationRequest(prompt_ids=[5, token], seed=0), params) for token in ids]
+    return [*prompts, *((token, requests()[0], replace(params, stop_token_ids=(token,))) for token in ids)]
+
+
+async def _check_foreign_among_others(engine: RolloutEngine, vocab_size: int) -> None:
+    params = SamplingParams(max_new_tokens=4)
+    right = [await engine.agenerate(request, params) for request in requests()]
+    for token, asked, sampling in foreign(params, vocab_size):
+        good = (engine.agenerate(request, params) for request in requests())
+        refused, *answers = await asyncio.gather(engine.agenerate(asked, sampling), *good, return_exceptions=True)
+        assert isinstance(refused, RequestError) and str(token) in str(refused)
+        assert [one.token_ids for one in answers if isinstance(one, Completion)] == tokens(right) and engine.failure == ""
 
 
 def check_weight_stream(engine: RolloutEngine, weights: WeightBucket) -> None:
@@ -145,6 +179,8 @@ def check_agenerate(engine: RolloutEngine) -> None:
     assert tokens(both) == tokens(engine.generate(requests(), params)) + tokens(engine.generate(requests(), other))
 
     asyncio.run(_check_follow(engine, params))
+    if engine.vocab_size is not None:
+        asyncio.run(_check_foreign_among_others(engine, engine.vocab_size))
 
     async def refused() -> None:
         await engine.agenerate(GenerationRequest(prompt_ids=[], seed=0), params)

@@ -33,11 +33,12 @@ END_S = 60.0
 
 @dataclass
 class Server:
-    """A running main_serve.  family: its processes.  hold: of its engine's steps."""
+    """A running main_serve.  admin_key_file: of its administration.  family: its processes.  hold: of its engine's steps."""
 
     model: Path
     address: str
     key_file: Path
+    admin_key_file: Path
     log: Path
     hold: Hold
     family: list[int] = field(default_factory=list)
@@ -46,13 +47,19 @@ class Server:
     def key(self) -> str:
         return self.key_file.read_text()
 
+    @property
+    def admin_key(self) -> str:
+        return self.admin_key_file.read_text()
+
 
 @contextmanager
-def serving(folder: Path, *settings: str) -> Iterator[Server]:
-    """Ended by SIGTERM, at which it must end well."""
+def serving(folder: Path, *settings: str, plugins: Sequence[str] = ()) -> Iterator[Server]:
+    """Ended by SIGTERM, at which it must end well.  plugins: modules that it imports."""
     model, ready, key, log = save_chat_model(folder / "model"), folder / "ready", folder / "key", folder / "log"
+    admin = folder / "admin-key"
     command = [sys.executable, "-m", "rlhub.trainer.main_serve", f"model.path={model}", "server.port=0", "device=cpu"]
-    files = [f"server.ready_file={ready}", f"server.api_key_file={key}", f"plugins=[{ENGINES}]"]
+    files = [f"server.ready_file={ready}", f"server.api_key_file={key}", f"server.admin_key_file={admin}"]
+    files.append(f"plugins=[{','.join((ENGINES, *plugins))}]")
     hold = Hold(folder / "hold")
     with log.open("w") as stream:
         path = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
@@ -64,7 +71,15 @@ def serving(folder: Path, *settings: str) -> Iterator[Server]:
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-        yield Server(model=model, address=ready.read_text(), key_file=key, log=log, hold=hold, family=family)
+        yield Server(
+            model=model,
+            address=ready.read_text(),
+            key_file=key,
+            admin_key_file=admin,
+            log=log,
+            hold=hold,
+            family=family,
+        )
     finally:
         process.terminate()
         status = process.wait(END_S)
@@ -76,6 +91,7 @@ def build(server: Server, name: str, folder: Path | None = None, address: str | 
     remote = RemoteConfig(
         urls=[address or server.address],
         api_key_file=str(server.key_file),
+        admin_key_file=str(server.admin_key_file),
         weights_folder=str(folder) if folder else None,
         start_s=60.0,
     )

@@ -22,6 +22,8 @@ SPECIAL = [
     (errors.WeightMismatchError("differs", weight="lm_head.weight"), RuntimeError),
     (errors.ReshardError("other shape", weight="lm_head.weight"), ValueError),
     (errors.EngineError("asleep"), RuntimeError),
+    (errors.RequestError("no such token", param="prompt"), errors.EngineError),
+    (errors.VersionError("older"), ValueError),
     (errors.CheckpointError("torn"), RuntimeError),
     (errors.RewardError("failed"), RuntimeError),
     (errors.WorkflowError("keep failing"), RuntimeError),

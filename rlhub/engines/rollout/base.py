@@ -102,15 +102,23 @@ class RolloutEngine(ABC):
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
         """Completions in the order of the requests.  An empty list of requests gives an empty list.
 
-        Raises EngineError while requests of `agenerate` wait or run.
+        Raises RequestError for what it cannot serve (see `check_requests`), and EngineError while requests of `agenerate` wait or
+        run.
         """
 
     @abstractmethod
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         """One request of the continuous batch, from any event loop; cancelling the task ends the request.  See Follow.
 
-        While the engine is paused requests wait.  If a step fails, every waiting request gets the error, and so do later ones.
+        Raises RequestError as `generate` does: what is wrong with one request ends that one.  While the engine is paused requests
+        wait.  If a step fails, every waiting request gets the error, and so do later ones.
         """
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the model's embedding: it reads the token ids 0 to one less, and refuses others with RequestError.  None: it
+        has no model here, and who has checks them."""
+        return None
 
     @property
     def failure(self) -> str:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rlhub.engines.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams, WeightBucket
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.requests import check_requests
 from rlhub.engines.rollout.stepped import SteppedEngine
 from rlhub.engines.rollout.stepping import Stepper, TokenEvent
 from rlhub.engines.rollout.weight_stream import apply_buckets
@@ -43,13 +42,21 @@ def hashed_script(request: GenerationRequest, params: SamplingParams) -> list[in
 class FakeEngine(SteppedEngine):
     """Keeps whatever weights it is given: the first update says which names belong to the model."""
 
-    def __init__(self, setup: RolloutSetup, *, script: Script = hashed_script, step_s: float = 0.0) -> None:
-        """script: what a request's completion is; step_s: seconds a step of the continuous batch takes."""
+    def __init__(
+        self, setup: RolloutSetup, *, script: Script = hashed_script, step_s: float = 0.0, vocab_size: int | None = None
+    ) -> None:
+        """script: what a request's completion is; step_s: seconds a step of the continuous batch takes; vocab_size: of the model
+        that it stands for, None: it reads any token ids."""
         super().__init__(setup)
         self._script = script
         self._weights: dict[str, Tensor] = {}
         self._ready = setup.load_checkpoint
         self._step_s = step_s
+        self._vocab_size = vocab_size
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self._vocab_size
 
     def _make_stepper(self) -> Stepper:
         return FakeStepper(self._whole, self._step_s)
@@ -59,7 +66,7 @@ class FakeEngine(SteppedEngine):
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
         self._refuse_unready("generate")
-        check_requests(requests, params, max_model_len=self._setup.max_model_len)
+        self._check(requests, params)
         with self._generating():
             return [self._complete(request, params) for request in requests]
 
@@ -124,14 +131,17 @@ class FakeStepper:
     def __init__(self, whole: Script, step_s: float) -> None:
         self._whole = whole
         self._step_s = step_s
+        self._arrived: dict[int, tuple[GenerationRequest, SamplingParams]] = {}
         self._rest: dict[int, tuple[list[int], SamplingParams]] = {}  # tokens to come, the next one last
 
     def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
-        self._rest[key] = (self._whole(request, params)[::-1], params)
+        self._arrived[key] = (request, params)
 
     def step(self) -> Sequence[TokenEvent]:
         if self._step_s:
             time.sleep(self._step_s)
+        self._rest |= {key: (self._whole(*asked)[::-1], asked[1]) for key, asked in self._arrived.items()}
+        self._arrived = {}
         events = []
         for key, (rest, params) in list(self._rest.items()):
             token = rest.pop()
@@ -142,6 +152,7 @@ class FakeStepper:
 
     def remove(self, keys: Collection[int]) -> None:
         for key in keys:
+            self._arrived.pop(key, None)
             self._rest.pop(key, None)
 
     def recompute(self) -> None:

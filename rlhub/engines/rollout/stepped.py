@@ -29,7 +29,7 @@ class SteppedEngine(RolloutEngine):
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         if not self._loop.paused:  # else it waits, with those that are there, for the weights
             self._refuse_unready("generate")
-        check_requests([request], params, max_model_len=self._setup.max_model_len)
+        self._check([request], params)
         return await self._loop.generate(request, params, follow)
 
     @property
@@ -56,6 +56,9 @@ class SteppedEngine(RolloutEngine):
             raise EngineError(
                 f"the engine has no whole set of weights: initialize, wake_up and update_weights come before {action}"
             )
+
+    def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
+        check_requests(requests, params, max_model_len=self._setup.max_model_len, vocab_size=self.vocab_size)
 
     def _generating(self) -> AbstractContextManager[None]:
         """Around a whole batch."""

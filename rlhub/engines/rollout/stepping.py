@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from rlhub.engines.rollout.base import Completion, FinishReason, Follow, GenerationRequest, Progress, SamplingParams
-from rlhub.errors import EngineError
+from rlhub.errors import EngineError, RequestError
 
 
 class TokenEvent(NamedTuple):
@@ -247,17 +247,34 @@ class EngineLoop:
             self._apply_removals()
             arrived, self._arrived = self._arrived, []
             arrived = [live for live in arrived if live.key in self._live]
-            running = bool(self._live)
+            running = len(self._live)
         if recompute:
             self._stepper.recompute()
-        for live in arrived:
-            self._stepper.add(live.key, live.request, live.params)
-        if not running:
-            return []
+        refused = self._admit(arrived)
+        if len(refused) == running:
+            return refused
         version = self._version()  # no update begins while a step is under way
         events = self._stepper.step()
         with self._changed:
-            return self._record(events, version)
+            return refused + self._record(events, version)
+
+    def _admit(self, arrived: Sequence[_Live]) -> list[Answer]:
+        """Hand requests to the stepper; the answers of those it does not take.  What is wrong with one ends that one alone."""
+        assert self._stepper is not None
+        refused: list[Answer] = []
+        for live in arrived:
+            try:
+                self._stepper.add(live.key, live.request, live.params)
+            except EngineError:
+                raise  # it can take none
+            except Exception as error:  # noqa: BLE001  whatever the engine says of this request belongs to its caller
+                refusal = RequestError(f"the engine refuses the request: {type(error).__name__}: {error}")
+                refusal.__cause__ = error
+                refused.append((live, refusal))
+        with self._changed:
+            for live, _ in refused:
+                self._live.pop(live.key, None)
+        return refused
 
     def _apply_removals(self) -> None:
         if self._removed and self._stepper is not None:

@@ -13,6 +13,7 @@ from rlhub.config.placement import is_separate
 from rlhub.config.ppo import PPOConfig
 from rlhub.data.prompts import PromptDataset, PromptLoader
 from rlhub.models.tokenizer import load_tokenizer
+from rlhub.models.vocabulary import read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Launched
 from rlhub.trainer.ppo.batch_source import BatchSource
@@ -54,7 +55,7 @@ def build_data(config: PPOConfig) -> PPOData:
     """Read the files; DataError names file, row and column of what is unusable."""
     model, data = config.actor_rollout_ref.model, config.data
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    dataset = PromptDataset(data, data.train_files, tokenizer)
+    dataset = PromptDataset(data, data.train_files, tokenizer, vocab_size=read_vocabulary(model, tokenizer).size)
     loader = PromptLoader(dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, drop_last=True)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
     val_batches: Sequence[DataProto] = ()
@@ -65,8 +66,8 @@ def build_data(config: PPOConfig) -> PPOData:
 
 def load_validation(config: PPOConfig, tokenizer: Any) -> list[DataProto]:
     """The validation prompts in batches, with ordinals of their own."""
-    data = config.data
-    dataset = PromptDataset(data, data.val_files, tokenizer)
+    data, vocabulary = config.data, read_vocabulary(config.actor_rollout_ref.model, tokenizer)
+    dataset = PromptDataset(data, data.val_files, tokenizer, vocab_size=vocabulary.size)
     size = data.val_batch_size or len(dataset)
     batches = list(PromptLoader(dataset, size, shuffle=False, drop_last=False))
     for batch in batches:

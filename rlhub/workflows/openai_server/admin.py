@@ -1,18 +1,24 @@
-"""What a trainer of another job asks of a server: pause, new weights, resume.  With the server's own key only."""
+"""What a trainer of another job asks of a server: pause, new weights, resume.  With a key of its own, not that of clients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from aiohttp import web
 
-from rlhub.errors import RlhubError
+from rlhub.errors import RequestError, RlhubError, VersionError
+from rlhub.workflows.openai_server.bodies import read_flag
 from rlhub.workflows.openai_server.errors import ApiError, bad_field
 
 
 class Administration(Protocol):
     """Of the engine behind the server."""
+
+    @property
+    def failure(self) -> str:
+        """Why nothing can be generated now, until that is mended or whole weights come; "" while it can."""
+        ...
 
     async def pause(self) -> None:
         """Sample nothing until `resume`; requests wait with their tokens."""
@@ -20,8 +26,12 @@ class Administration(Protocol):
 
     async def resume(self, *, recompute: bool) -> None: ...
 
-    async def reload(self, folder: str, version: int) -> dict[str, Any]:
-        """Take the weights in `folder` as policy `version`, paused or not; what happened, for the log of who asked."""
+    async def reload(self, folder: str, version: int, *, reset_version: bool) -> dict[str, Any]:
+        """Take the weights in `folder` as policy `version`, paused or not; what happened, for the log of who asked.
+
+        RequestError for a folder that cannot be used, VersionError for a version that is not newer than the present one;
+        reset_version: then too, for another run begins.  After both errors all is as it was.
+        """
         ...
 
     async def status(self) -> dict[str, Any]:
@@ -29,7 +39,10 @@ class Administration(Protocol):
         ...
 
 
-def admin_routes(admin: Administration, admit: Callable[[web.Request], object]) -> list[web.RouteDef]:
+ReadBody = Callable[[web.Request], Awaitable[dict[str, Any]]]
+
+
+def admin_routes(admin: Administration, admit: Callable[[web.Request], object], read_json: ReadBody) -> list[web.RouteDef]:
     """admit: ApiError for a wrong key."""
 
     async def pause(request: web.Request) -> web.Response:
@@ -40,7 +53,7 @@ def admin_routes(admin: Administration, admit: Callable[[web.Request], object]) 
     async def resume(request: web.Request) -> web.Response:
         admit(request)
         body = await read_json(request)
-        await _done(admin.resume(recompute=bool(body.get("recompute", True))))
+        await _done(admin.resume(recompute=read_flag(body, "recompute", default=True)))
         return web.json_response(await admin.status())
 
     async def reload(request: web.Request) -> web.Response:
@@ -51,7 +64,8 @@ def admin_routes(admin: Administration, admit: Callable[[web.Request], object]) 
             raise bad_field("folder", folder, "a folder that the server reaches")
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
             raise bad_field("version", version, "the policy's version, an integer of at least 0")
-        return web.json_response(await _done(admin.reload(folder, version)))
+        anew = read_flag(body, "reset_version")
+        return web.json_response(await _done(admin.reload(folder, version, reset_version=anew)))
 
     async def status(request: web.Request) -> web.Response:
         admit(request)
@@ -68,16 +82,9 @@ def admin_routes(admin: Administration, admit: Callable[[web.Request], object]) 
 async def _done(work: Any) -> Any:
     try:
         return await work
+    except VersionError as error:
+        raise ApiError(str(error), status=409, param="version", code="version_conflict") from error
+    except RequestError as error:
+        raise ApiError(str(error), param=error.param or None) from error
     except RlhubError as error:
         raise ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error") from error
-
-
-async def read_json(request: web.Request) -> Any:
-    """The body.  ApiError if it is no JSON object."""
-    try:
-        body = await request.json()
-    except ValueError as error:
-        raise ApiError(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ApiError(f"the body must be a JSON object, got {type(body).__name__}")
-    return body

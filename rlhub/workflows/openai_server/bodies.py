@@ -17,6 +17,7 @@ from rlhub.workflows.openai_server.tool_choice import ToolUse, read_tools
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_CHOICES = 128  # OpenAI's own bound on n
 MAX_STOPS = 16
+MAX_INTEGER = (1 << 63) - 1
 Message = dict[str, Any]
 _KEPT = "log-probs are kept of the sampled tokens alone, which need not be the likeliest"
 
@@ -66,7 +67,7 @@ def read_chat(body: Any, defaults: SamplingParams) -> ChatBody:
         raise unsupported("top_logprobs", f"{_KEPT}: send logprobs=true without top_logprobs")
     return ChatBody(
         **_shared(body, defaults),
-        log_probs=_flag(body, "logprobs"),
+        log_probs=read_flag(body, "logprobs"),
         messages=_messages(body.get("messages")),
         tool_use=read_tools(body),
     )
@@ -82,7 +83,7 @@ def read_completion(body: Any, defaults: SamplingParams) -> CompletionBody:
         **_shared(body, defaults),
         log_probs=log_probs is not None,
         prompts=_prompts(body.get("prompt")),
-        start=_integer(body, "start", 0, low=0),
+        start=_integer(body, "start", 0, low=0, high=MAX_INTEGER),
     )
 
 
@@ -96,7 +97,7 @@ def _checked(body: Any, followed: frozenset[str]) -> dict[str, Any]:
 
 def _shared(body: dict[str, Any], defaults: SamplingParams) -> dict[str, Any]:
     sampling, differing = _sampling(body, defaults)
-    stream = _flag(body, "stream")
+    stream = read_flag(body, "stream")
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     options = body.get("stream_options")
     options = {} if options is None else options
@@ -105,13 +106,13 @@ def _shared(body: dict[str, Any], defaults: SamplingParams) -> dict[str, Any]:
     return {
         "sampling": sampling,
         "differing": differing,
-        "max_tokens": _integer(body, limit, None, low=1),
+        "max_tokens": _integer(body, limit, None, low=1, high=MAX_INTEGER),
         "n": _integer(body, "n", 1, low=1, high=MAX_CHOICES),
-        "seed": _integer(body, "seed", None, low=-(1 << 63), high=(1 << 63) - 1),
+        "seed": _integer(body, "seed", None, low=-MAX_INTEGER - 1, high=MAX_INTEGER),
         "stop": _stops(body.get("stop")),
         "stream": stream,
-        "usage_chunk": _flag(options, "include_usage", within="stream_options."),
-        "token_ids": _flag(body, "return_token_ids"),
+        "usage_chunk": read_flag(options, "include_usage", within="stream_options."),
+        "token_ids": read_flag(body, "return_token_ids"),
     }
 
 
@@ -119,8 +120,8 @@ def _sampling(body: dict[str, Any], defaults: SamplingParams) -> tuple[SamplingP
     wanted: dict[str, Any] = {
         "temperature": _number(body, "temperature", defaults.temperature, 0.0, 100.0),
         "top_p": _number(body, "top_p", defaults.top_p, 0.0, 1.0),
-        "top_k": _integer(body, "top_k", defaults.top_k, low=-1),
-        "ignore_eos": _flag(body, "ignore_eos", default=defaults.ignore_eos),
+        "top_k": _integer(body, "top_k", defaults.top_k, low=-1, high=MAX_INTEGER),
+        "ignore_eos": read_flag(body, "ignore_eos", default=defaults.ignore_eos),
     }
     if wanted["top_p"] == 0:
         raise bad_field("top_p", body["top_p"], "a number above 0 and at most 1")
@@ -156,7 +157,8 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _flag(body: dict[str, Any], name: str, *, default: bool = False, within: str = "") -> bool:
+def read_flag(body: dict[str, Any], name: str, *, default: bool = False, within: str = "") -> bool:
+    """ApiError for what is neither true nor false."""
     value = body.get(name)
     if value is None:
         return default

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Any
 
-from rlhub.errors import RlhubError
+from aiohttp import web
+
+from rlhub.errors import DeadlineError, RlhubError
+
+logger = logging.getLogger(__name__)
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+RETRY_S = 2.0  # until an engine that is being built anew may be there
 
 
 class ApiError(RlhubError, ValueError):
@@ -42,3 +52,43 @@ def bad_field(param: str, got: Any, expected: str) -> ApiError:
 def unsupported(param: str, why: str) -> ApiError:
     """400: a field that would change the answer and that no engine here can follow."""
     return ApiError(f"{param}: {why}", param=param, code="unsupported_parameter")
+
+
+def unavailable(why: str) -> ApiError:
+    """503: the engine has failed, or has no whole weights; later it may be there again."""
+    return ApiError(
+        f"the engine cannot generate now: {why}",
+        status=503,
+        kind="server_error",
+        code="engine_unavailable",
+        retry_after_s=RETRY_S,
+    )
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error in OpenAI's format."""
+    try:
+        return await handler(request)
+    except Exception as error:  # noqa: BLE001  the request's boundary
+        failed = as_api_error(request, error)
+    headers = {"Retry-After": f"{failed.retry_after_s:g}"} if failed.retry_after_s is not None else None
+    return web.json_response(failed.body, status=failed.status, headers=headers)
+
+
+def as_api_error(request: web.Request, error: Exception) -> ApiError:
+    """What the client is told of an error; what nobody has foreseen is logged, and 500."""
+    match error:
+        case ApiError():
+            return error
+        case DeadlineError():
+            return ApiError(str(error), status=504, kind="server_error", code="deadline_exceeded")
+        case web.HTTPException():
+            known = f"; there are {', '.join(PATHS)}" if error.status == HTTPStatus.NOT_FOUND else ""
+            return ApiError(f"{request.method} {request.path}: {error.reason}{known}", status=error.status)
+        case _:
+            logger.error("%s %s failed", request.method, request.path, exc_info=error)
+            return ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error")

@@ -35,7 +35,8 @@ async def gathered(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
     except ExceptionGroup as errors:
-        raise errors.exceptions[0] from errors
+        first = errors.exceptions[0]
+        raise first from first.__cause__
     return [task.result() for task in tasks]
 
 

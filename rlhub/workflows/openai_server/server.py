@@ -11,29 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
-from rlhub.errors import ConfigError, EngineError
+from rlhub.errors import ConfigError, DeadlineError, EngineError, RequestError, WorkerError
 from rlhub.tools.call_streams import opening
 from rlhub.workflows.base import EpisodeEngine
-from rlhub.workflows.openai_server.admin import Administration, admin_routes, read_json
+from rlhub.workflows.openai_server.admin import Administration, admin_routes
 from rlhub.workflows.openai_server.answers import Answer, Writer
 from rlhub.workflows.openai_server.bodies import Asked, ChatBody, CompletionBody, read_chat, read_completion
-from rlhub.workflows.openai_server.errors import ApiError, bad_field, unsupported
+from rlhub.workflows.openai_server.errors import ApiError, as_api_error, bad_field, errors, unavailable, unsupported
+from rlhub.workflows.openai_server.json_body import read_json
 from rlhub.workflows.openai_server.rendering import Renderer
 from rlhub.workflows.openai_server.sampling import as_answer, ending_token, gathered, sample
-from rlhub.workflows.openai_server.sessions import Limits, Session, Turn, has_answers, history_of, tools_key
+from rlhub.workflows.openai_server.sessions import Limits, Session, Turn, carries, has_answers, history_of, tools_key
 from rlhub.workflows.openai_server.streaming import Choice, FindCalls, Rules, UnderWay
 from rlhub.workflows.openai_server.tool_choice import ToolUse
 
@@ -44,7 +43,6 @@ MAX_BODY_BYTES = 64 << 20
 RETRY_AFTER_S = 1.0
 HEARTBEAT_S = 10.0  # below the minute after which proxies commonly close a silent connection
 SEED_BITS = 31
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 SHUTDOWN_S = 1.0  # for answers that are being written when the server closes
 
 
@@ -54,9 +52,11 @@ class ServerOptions:
 
     port: 0 is any free one; else the first free one of `num_ports` from there on.
 
-    key: of requests outside of sessions; None: there are none.  fixed_sampling: temperature, top_p and top_k are the server's,
-    whatever a client asks for: a trainer computes log-probs of that distribution.  max_concurrent: requests served at once;
-    more are answered 429.  find_calls: finds tool calls in answers; None: answers are text.
+    key: of requests outside of sessions; None: there are none.  admin_key: of administration; None: nobody's.  fixed_sampling:
+    temperature, top_p and top_k are the server's, whatever a client asks for: a trainer computes log-probs of that distribution.
+    max_concurrent: requests served at once; more are answered 429.  max_samples: of one request, its prompts times n.
+    find_calls: finds tool calls in answers; None: answers are text.  connection_s: for a client to send a request's head, its
+    body, to take each part of a stream, and to ask again.  request_s: for an answer, waiting included; then it is 504.
     """
 
     model: str
@@ -65,8 +65,12 @@ class ServerOptions:
     port: int = 0
     num_ports: int = 1
     key: str | None = None
+    admin_key: str | None = None
     fixed_sampling: bool = True
     max_concurrent: int = 4096
+    max_samples: int = 512
+    connection_s: float = 60.0
+    request_s: float = 7200.0
     find_calls: FindCalls | None = None
     template_kwargs: dict[str, Any] | None = None
 
@@ -105,10 +109,10 @@ class OpenAIServer:
 
     def app(self) -> web.Application:
         """Routes, without a socket."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[errors])
         app.router.add_get("/health", self._health)
         if self._admin is not None:
-            app.router.add_routes(admin_routes(self._admin, self._admit))
+            app.router.add_routes(admin_routes(self._admin, self._admit_admin, self._json))
         for prefix in ("/v1", "/s/{session}/v1"):
             app.router.add_get(f"{prefix}/models", self._models)
             app.router.add_get(f"{prefix}/models/{{model:.+}}", self._model)
@@ -119,7 +123,14 @@ class OpenAIServer:
     async def start(self) -> str:
         """Listen; returns the server's address, http://host:port."""
         # Cancelling the handler when its client goes away cancels the generation, which aborts the request in the engine.
-        self._runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        # The time to keep a connection alive holds for one that has sent no whole head yet, too.
+        self._runner = web.AppRunner(
+            self.app(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=SHUTDOWN_S,
+            keepalive_timeout=self._options.connection_s,
+        )
         await self._runner.setup()
         await self._listen(self._runner)
         host, port = self._runner.addresses[0][:2]
@@ -165,6 +176,8 @@ class OpenAIServer:
     # --- requests ------------------------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
+        if self._admin is not None and self._admin.failure:
+            raise unavailable(self._admin.failure)
         return web.json_response({"status": "ok"})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -184,26 +197,42 @@ class OpenAIServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
-        body = read_chat(await read_json(request), self._sampling)
+        body = read_chat(await self._json(request), self._sampling)
+        self._bound("n", 1, body.n)
         with self._place(session) as number:
             asked = _Request(body=body, session=session, number=number)
             return await self._respond(request, asked, self._answer_chat(asked, body), chat=True)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
-        body = read_completion(await read_json(request), self._sampling)
+        body = read_completion(await self._json(request), self._sampling)
+        self._bound("prompt", len(body.prompts), body.n)
         with self._place(session) as number:
             asked = _Request(body=body, session=session, number=number)
             return await self._respond(request, asked, self._answer_prompts(asked, body), chat=False)
+
+    async def _json(self, request: web.Request) -> dict[str, Any]:
+        return await read_json(request, seconds=self._options.connection_s, setting="server.connection_s")
+
+    def _bound(self, param: str, prompts: int, n: int) -> None:
+        if prompts * n > (most := self._options.max_samples):
+            told = f"{prompts} prompts x {n} = {prompts * n} answers, and a request has at most {most} (server.max_samples)"
+            raise ApiError(f"{told}: send several", param=param)
+
+    def _admit_admin(self, request: web.Request) -> None:
+        """ApiError 401 for a key that is not administration's."""
+        if not carries(request.headers.get("Authorization", ""), self._options.admin_key):
+            told = (
+                "administration has a key of its own (server.admin_key_file; a trainer names it in rollout.remote.admin_key_file)"
+            )
+            raise ApiError(f"wrong key: {told}", status=401, code="invalid_api_key", kind="authentication_error")
 
     def _admit(self, request: web.Request) -> Session | None:
         """Whose request it is.  ApiError 401 for a wrong key; an unknown session answers the same."""
         name = request.match_info.get("session")
         session = self._sessions.get(name) if name is not None else None
         right = session.token if session is not None else self._options.key if name is None else None
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        same = hmac.compare_digest(given.strip().encode(), (right or secrets.token_hex()).encode())
-        if right is None or not same or scheme.lower() != "bearer":
+        if not carries(request.headers.get("Authorization", ""), right):
             raise ApiError("wrong API key, or no such session", status=401, code="invalid_api_key", kind="authentication_error")
         return session
 
@@ -317,8 +346,18 @@ class OpenAIServer:
             choices = asked.under_way.begin(prompt_ids, rules, len(requests))
         try:
             return await sample(engine, requests, params, choices), choices
-        except EngineError as error:
-            raise ApiError(f"the engine: {error}", status=500, kind="server_error") from error
+        except (EngineError, WorkerError) as error:
+            raise self._failed(error, asked.body) from error
+
+    def _failed(self, error: EngineError | WorkerError, body: Asked) -> ApiError:
+        """400 where the request is at fault, in whichever process that was found."""
+        told = error.__cause__ if isinstance(error, WorkerError) else error
+        if isinstance(told, RequestError):
+            param = "messages" if told.param == "prompt" and isinstance(body, ChatBody) else told.param
+            return ApiError(str(told), param=param or None)
+        if self._admin is not None and self._admin.failure:
+            return unavailable(self._admin.failure)
+        return ApiError(f"the engine: {error}", status=500, kind="server_error")
 
     def _params(self, body: Asked, session: Session | None, parent: Turn | None, added: list[int]) -> SamplingParams:
         """Sampling of this request, with no more tokens than there is room for."""
@@ -361,9 +400,21 @@ class OpenAIServer:
             usage_chunk=body.usage_chunk,
             n=body.n,
         )
+        answering = _in_time(answering, self._options.request_s)
         if body.stream:
-            return await _stream(request, writer, answering, asked.under_way)
-        return web.json_response(writer.whole(await answering))
+            return await _stream(request, writer, answering, asked.under_way, self._options.connection_s)
+        return await _whole(request, writer.whole(await answering), self._options.connection_s)
+
+
+async def _in_time(answering: Awaitable[list[Answer]], seconds: float) -> list[Answer]:
+    """DeadlineError where they are not there after so many seconds."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await answering
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineError("server.request_s: the answer", seconds, "ask for fewer tokens, or raise it") from None
 
 
 def _start(body: Asked, session: Session | None) -> int:
@@ -380,11 +431,32 @@ def _seeds(asked: _Request, before: int) -> list[int]:
     return [secrets.randbits(SEED_BITS) if seed is None else seed % (1 << SEED_BITS) for seed in named]
 
 
+async def _whole(request: web.Request, answer: dict[str, Any], write_s: float) -> web.StreamResponse:
+    """The answer in one piece."""
+    body, response = json.dumps(answer).encode(), web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
+    response.content_length = len(body)
+    await response.prepare(request)
+    await _write(request, response, body, write_s)
+    return response
+
+
+async def _write(request: web.Request, response: web.StreamResponse, told: bytes, seconds: float) -> None:
+    """ConnectionResetError, and there is no connection any more, where the client does not take it within so many seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            await response.write(told)
+    except TimeoutError:
+        logger.info("%s: the client has read nothing for %g s (server.connection_s)", request.path, seconds)
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client does not read") from None
+
+
 async def _stream(
-    request: web.Request, writer: Writer, answering: Awaitable[list[Answer]], under_way: UnderWay
+    request: web.Request, writer: Writer, answering: Awaitable[list[Answer]], under_way: UnderWay, write_s: float
 ) -> web.StreamResponse:
     """Server-sent events, each as soon as it can be told; comments where there is nothing to tell keep the connection open and
-    notice a client that left."""
+    notice a client that left.  write_s: see `_write`."""
     task = asyncio.ensure_future(answering)
     task.add_done_callback(lambda _: under_way.notify())
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -400,10 +472,10 @@ async def _stream(
             if not told and clock() - written_at >= HEARTBEAT_S:
                 told = b": working\n\n"
             if told:
-                await response.write(told)
+                await _write(request, response, told, write_s)
                 written_at = clock()
             await under_way.news(HEARTBEAT_S)
-        await response.write(_last_events(request, task, writer, under_way))
+        await _write(request, response, _last_events(request, task, writer, under_way), write_s)
         await response.write_eof()
     except ConnectionResetError:
         if not response.prepared:
@@ -418,35 +490,9 @@ def _last_events(request: web.Request, task: asyncio.Future[list[Answer]], write
     try:
         answers = task.result()
     except Exception as error:  # noqa: BLE001  the request's boundary: its status is sent, so an event tells of the error
-        return _events([_as_api_error(request, error).body])
+        return _events([as_api_error(request, error).body])
     return _events(writer.ends(answers, under_way)) + b"data: [DONE]\n\n"
 
 
 def _events(told: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in told)
-
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error in OpenAI's format."""
-    try:
-        return await handler(request)
-    except Exception as error:  # noqa: BLE001  the request's boundary
-        failed = _as_api_error(request, error)
-    headers = {"Retry-After": f"{failed.retry_after_s:g}"} if failed.retry_after_s is not None else None
-    return web.json_response(failed.body, status=failed.status, headers=headers)
-
-
-def _as_api_error(request: web.Request, error: Exception) -> ApiError:
-    match error:
-        case ApiError():
-            return error
-        case web.HTTPException():
-            known = f"; there are {', '.join(PATHS)}" if error.status == HTTPStatus.NOT_FOUND else ""
-            return ApiError(f"{request.method} {request.path}: {error.reason}{known}", status=error.status)
-        case _:
-            logger.error("%s %s failed", request.method, request.path, exc_info=error)
-            return ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error")

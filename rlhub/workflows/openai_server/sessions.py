@@ -7,6 +7,7 @@ other starts a segment of its own.  So the record is a forest; each path from a 
 
 from __future__ import annotations
 
+import hmac
 import json
 import random
 import secrets
@@ -197,3 +198,10 @@ def _begins(history: tuple[str, ...], beginning: tuple[str, ...]) -> bool:
 
 def _num_written(path: Sequence[Turn]) -> int:
     return sum(len(turn.completion.token_ids) for turn in path)
+
+
+def carries(header: str, key: str | None) -> bool:
+    """Whether an Authorization header bears this key, found in the same time whatever it bears; no key is borne by none."""
+    scheme, _, given = header.partition(" ")
+    same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), (key or secrets.token_hex()).encode())
+    return key is not None and same and scheme.lower() == "bearer"

@@ -48,6 +48,7 @@ def test_everything_that_can_be_derived_is() -> None:
         "actor_rollout_ref.model.path", "actor_rollout_ref.actor.optim.total_training_steps", "critic.optim.total_training_steps",
         "actor_rollout_ref.rollout.weights_folder", "actor_rollout_ref.rollout.agent.default_agent_loop", "trainer.replay_from",
         "actor_rollout_ref.rollout.remote.api_key_file", "actor_rollout_ref.rollout.remote.weights_folder",
+        "actor_rollout_ref.rollout.remote.admin_key_file",
         "actor_rollout_ref.rollout.trajectories_folder",
         *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in
           ("max_assistant_turns", "max_user_turns", "tool_config_path")),

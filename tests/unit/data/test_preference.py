@@ -55,6 +55,15 @@ def texts(data: PreferenceDataset, index: int = 0) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.parametrize("column", ["prompt", "chosen", "rejected"])
+def test_a_token_without_an_embedding_is_an_error_that_names_row_and_id(tmp_path: Path, column: str) -> None:
+    plus, row = TOKENIZER.convert_tokens_to_ids("+"), {"prompt": "1", "chosen": "2", "rejected": "3"}
+    path = write(tmp_path, [row, {**row, column: "1+"}])
+    assert len(PreferenceDataset(PreferenceDataConfig(), path, TOKENIZER, vocab_size=plus + 1)) == 2
+    with pytest.raises(DataError, match=rf"row 2, .* has id {plus}, and the model's embedding has {plus} rows"):
+        PreferenceDataset(PreferenceDataConfig(), path, TOKENIZER, vocab_size=plus)
+
+
 def test_a_pair_has_two_rows_behind_one_prompt(tmp_path: Path) -> None:
     data = dataset(tmp_path, [PAIR, {"prompt": "5=", "chosen": "five", "rejected": "4"}])
     batch = data.batch(np.array([0, 1])).batch

@@ -65,6 +65,15 @@ def test_chat_prompts_go_through_the_template(tmp_path: Path) -> None:
     assert found.batch(np.array([0])).non_tensor_batch["raw_prompt"][0] == "[s]add<eos>\n[u]1+1<eos>\n[a]"
 
 
+def test_a_token_without_an_embedding_is_an_error_that_names_row_and_id(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (row("119"), row("2+9"))))
+    plus = TOKENIZER.convert_tokens_to_ids("+")
+    assert len(PromptDataset(DataConfig(), str(path), TOKENIZER, vocab_size=len(TOKENIZER))) == 2
+    with pytest.raises(DataError, match=rf"rows.jsonl, row 2, column 'prompt': token 1 .* has id {plus}, .* has {plus} rows"):
+        PromptDataset(DataConfig(), str(path), TOKENIZER, vocab_size=plus)
+
+
 def test_template_arguments_reach_the_template(tmp_path: Path) -> None:
     tokenizer = characters.character_tokenizer(template="{{ flavour }}{{ messages[0]['content'] }}")
     found = dataset(tmp_path, [row([{"role": "user", "content": "1"}])], tokenizer, apply_chat_template_kwargs={"flavour": "x"})

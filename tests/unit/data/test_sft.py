@@ -61,6 +61,15 @@ def test_prompts_are_those_of_reinforcement_learning(tmp_path: Path) -> None:
     assert ours == [list(ids) for ids in PromptDataset(DataConfig(), path, TOKENIZER).prompt_ids]
 
 
+@pytest.mark.parametrize("row", [{"prompt": "1", "response": "2+"}, {"prompt": "1+", "response": "2"}])
+def test_a_token_without_an_embedding_is_an_error_that_names_row_and_id(tmp_path: Path, row: dict) -> None:
+    plus = TOKENIZER.convert_tokens_to_ids("+")
+    path = write(tmp_path, [{"prompt": "1", "response": "2"}, row])
+    assert len(SFTDataset(SFTDataConfig(), path, TOKENIZER, vocab_size=plus + 1)) == 2
+    with pytest.raises(DataError, match=rf"row 2, .* has id {plus}, and the model's embedding has {plus} rows"):
+        SFTDataset(SFTDataConfig(), path, TOKENIZER, vocab_size=plus)
+
+
 def test_a_response_that_ends_is_not_ended_twice(tmp_path: Path) -> None:
     assert learned(dataset(tmp_path, [{"prompt": "1", "response": "2<eos>"}])) == "2<eos>"
 

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
-from rlhub.errors import EngineError, WeightMismatchError
+from rlhub.engines.rollout.base import GenerationRequest
+from rlhub.engines.rollout.fake import FakeEngine
+from rlhub.errors import EngineError, RequestError, WeightMismatchError, WorkerError
 from rlhub.sharding_manager.files import WeightReader
 from rlhub.workers.rollout_server import RolloutServer
-from tests.support.rollout_service import PACE, RUNTIME, Weights, fake_config, request, sampling
+from rlhub.workers.router import Router
+from tests.support.rollout_service import PACE, RUNTIME, Replicas, Weights, fake_config, request, sampling
 
 
 @pytest.fixture
@@ -53,6 +56,26 @@ def test_it_serves_the_weights_of_the_folder(weights: Weights) -> None:
         assert (status.num_requests, status.num_tokens, status.load, status.failure) == (1, 8, 0, "")
         await server.shutdown()
         await server.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_with_a_foreign_token_is_refused_and_the_replica_goes_on(
+    weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEngine, "vocab_size", 8)
+
+    async def scenario() -> None:
+        router = Router(Replicas())
+        await router.add("rollout-0")
+        weights.write(0)
+        await router.update(weights.folder, 0)
+        with pytest.raises(WorkerError, match="token id 4711 at place 0, outside the model's vocabulary of 8") as refused:
+            await router.agenerate(GenerationRequest(prompt_ids=[4711], seed=0), sampling())
+        assert isinstance(refused.value.__cause__, RequestError)
+        assert len((await router.agenerate(request(), sampling())).token_ids) == 8
+        assert (router.counts["retries"], router.fleet.counts["deaths"]) == (0, 0)
+        await router.close()
 
     asyncio.run(scenario())
 

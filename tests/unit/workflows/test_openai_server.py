@@ -6,7 +6,10 @@ from typing import Any
 
 import openai
 import pytest
+from aiohttp import web
 
+from rlhub.errors import EngineError, RequestError, WorkerError
+from rlhub.workflows.openai_server import server as server_module
 from rlhub.workflows.openai_server.sessions import Limits
 from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
 from rlhub.workflows.turns import turn_seed
@@ -313,3 +316,69 @@ async def test_the_trained_distribution_is_sampled_whatever_a_client_wants() -> 
         await free.chat.completions.create(model="any", messages=[QUESTION], temperature=0.1, seed=3)
         assert at.engine.params[1].temperature == 0.1
         assert at.engine.requests[1].seed == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_went_wrong_in_the_engine_has_the_status_that_fits(stream: bool) -> None:
+    """Where the request was at fault it is told so, though another process found it."""
+    foreign = RequestError("token id 9 at place 0", param="prompt")
+    remote = WorkerError("agenerate raised RequestError", role="rollout-0", rank=0)
+    remote.__cause__ = foreign
+    lost = WorkerError("agenerate raised KeyError", role="rollout-0", rank=0)
+    async with endpoint() as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        client, at.engine.given = at.client(session), 0
+        cases = [(foreign, 400, "messages"), (remote, 400, "messages"), (EngineError("it broke"), 500, None), (lost, 500, None)]
+        for error, status, param in cases:
+            at.engine.fails = error
+            with pytest.raises(openai.APIStatusError) as caught:
+                await client.chat.completions.create(model="any", messages=[QUESTION], stream=stream)
+            assert (caught.value.status_code, caught.value.param) == (status, param)
+
+
+async def test_an_answer_that_is_not_there_in_its_time_is_504_and_ends_the_generation() -> None:
+    async with endpoint(delay_s=60.0, request_s=0.2) as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        with pytest.raises(openai.InternalServerError, match="server.request_s") as caught:
+            await at.client(session).chat.completions.create(model="any", messages=[QUESTION])
+        assert caught.value.status_code == 504 and at.engine.cancelled == 1
+
+
+async def test_more_answers_than_a_request_may_have_are_refused() -> None:
+    async with endpoint(max_samples=6) as at:
+        session = at.server.open_session("a", seed=5, limits=LIMITS)
+        client = at.client(session)
+        await client.completions.create(model="any", prompt=["a", "b", "c"], n=2)
+        with pytest.raises(openai.BadRequestError, match=r"4 prompts x 2 = 8 answers.*at most 6"):
+            await client.completions.create(model="any", prompt=["a", "b", "c", "d"], n=2)
+        with pytest.raises(openai.BadRequestError, match="at most 6"):
+            await client.chat.completions.create(model="any", messages=[QUESTION], n=7)
+        assert len(at.engine.requests) == 6
+
+
+async def test_a_client_that_does_not_read_its_answer_loses_its_connection() -> None:
+    """An answer of more bytes than the system keeps for it; the parts of a stream are written likewise."""
+    outcomes: list[BaseException | None] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await server_module._whole(request, {"text": "x" * (32 << 20)}, 0.2)
+        except BaseException as error:
+            outcomes.append(error)
+            raise
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    reader, writer = await asyncio.open_connection(*runner.addresses[0][:2], limit=1)
+    writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    async with asyncio.timeout(60):
+        while not outcomes:
+            await asyncio.sleep(0.01)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(32 << 20)
+    assert isinstance(outcomes[0], ConnectionResetError)
+    writer.transport.abort()
+    await runner.cleanup()

@@ -19,7 +19,6 @@ from rlhub.engines.rollout.hf.lean import LeanStep, why_not_lean
 from rlhub.engines.rollout.hf.step import DecodeStep, ModelStep
 from rlhub.engines.rollout.hf.stepper import HFStepper
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.requests import check_requests
 from rlhub.engines.rollout.stepped import SteppedEngine
 from rlhub.engines.rollout.stepping import Stepper
 from rlhub.engines.rollout.weight_memory import memory_blocks, move_to_blocks
@@ -69,7 +68,7 @@ class HFEngine(SteppedEngine):
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
         self._refuse_unready("generate")
-        check_requests(requests, params, max_model_len=self._setup.max_model_len)
+        self._check(requests, params)
         with self._generating():
             return self._generate(requests, params)
 
@@ -86,6 +85,10 @@ class HFEngine(SteppedEngine):
                 completion.versions = [self.version] * len(completion.token_ids)
                 completions[index] = completion
         return [completions[i] for i in range(len(requests))]
+
+    @property
+    def vocab_size(self) -> int | None:
+        return None if self._model is None else int(self._model.get_input_embeddings().weight.shape[0])
 
     def _make_stepper(self) -> Stepper:
         assert self._model is not None and self._step is not None, "single requests are refused before"

@@ -26,7 +26,8 @@ def remote_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
             f"{KEY}.urls is not set, but actor_rollout_ref.rollout.name={config.name}: name the servers, for example "
             "[http://host:8000] (python -m rlhub.trainer.main_serve starts one)"
         )
-    return [*problems, *_key_problems(remote), *(_weight_problems(remote) if trains else ())]
+    keys = [*_key_problems("api_key_file", remote.api_key_file), *_key_problems("admin_key_file", remote.admin_key_file)]
+    return [*problems, *keys, *(_weight_problems(remote) if trains else ())]
 
 
 def most_replicas(config: RolloutConfig) -> int:
@@ -34,17 +35,14 @@ def most_replicas(config: RolloutConfig) -> int:
     return max(len(set(config.remote.urls)), 1)
 
 
-def _key_problems(remote: RemoteConfig) -> list[str]:
-    if remote.api_key_file is None:
+def _key_problems(setting: str, file: str | None) -> list[str]:
+    if file is None:
         return []
     try:
-        text = Path(remote.api_key_file).expanduser().read_text(encoding="utf-8")
+        text = Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        return [
-            f"{KEY}.api_key_file={remote.api_key_file} cannot be read ({error}); name the file from which the servers have their "
-            "key"
-        ]
-    return [] if text.strip() else [f"{KEY}.api_key_file={remote.api_key_file} is empty; write the servers' key to it"]
+        return [f"{KEY}.{setting}={file} cannot be read ({error}); name the file from which the servers have their key"]
+    return [] if text.strip() else [f"{KEY}.{setting}={file} is empty; write the servers' key to it"]
 
 
 def _weight_problems(remote: RemoteConfig) -> list[str]:

@@ -62,8 +62,9 @@ class Dialect(Protocol):
 
     def resume(self, *, recompute: bool) -> list[Call]: ...
 
-    def reload(self, folder: str, version: int) -> list[Call]:
-        """Take the Hugging Face weights in `folder`, while paused."""
+    def reload(self, folder: str, version: int, *, reset_version: bool) -> list[Call]:
+        """Take the Hugging Face weights in `folder`, while paused.  reset_version: the first of this job, which counts its
+        versions from where it begins or goes on, whatever the server has."""
         ...
 
 

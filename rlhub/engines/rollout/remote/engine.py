@@ -58,7 +58,8 @@ class RemoteEngine(RolloutEngine):
         self._setup, self._remote = setup, remote
         urls = list(dict.fromkeys(remote.urls))
         self._url = urls[setup.dp_rank % len(urls)]
-        self._key = read_key(remote.api_key_file)
+        self._key = read_key("api_key_file", remote.api_key_file)
+        self._admin_key = read_key("admin_key_file", remote.admin_key_file)
         self._server: Dialect = load_object(f"{__package__}.{remote.server}:Server")(setup)
         self._folder = Path(remote.weights_folder).expanduser().absolute() if remote.weights_folder else None
         name = f"policy-{urls.index(self._url)}"
@@ -78,7 +79,7 @@ class RemoteEngine(RolloutEngine):
 
     def initialize(self) -> None:
         self._loop = LoopThread("remote rollout")
-        self._http = Http(self._url, self._key, request_s=self._remote.request_s)
+        self._http = Http(self._url, self._key, request_s=self._remote.request_s, admin_key=self._admin_key)
         self._loop.call(self._going.set)
         try:
             self._loop.run(self._http.wait_ready(self._server.health, self._remote.start_s))
@@ -269,7 +270,7 @@ class RemoteEngine(RolloutEngine):
     def _ask(self, calls: Sequence[Call]) -> None:
         assert self._http is not None
         for path, body in calls:
-            self._running().run(self._http.call(path, body))
+            self._running().run(self._http.call(path, body, admin=True))
 
     def _refuse_unready(self, action: str) -> None:
         if not self._ready:
@@ -309,7 +310,8 @@ class RemoteEngine(RolloutEngine):
         """Between two requests' tokens, whether or not the caller has paused."""
         folder = self._staging.write(version)
         own = not self._paused
-        self._ask([*(self._server.pause() if own else ()), *self._server.reload(str(folder), version)])
+        reload = self._server.reload(str(folder), version, reset_version=self.version < 0)
+        self._ask([*(self._server.pause() if own else ()), *reload])
         if own:
             self._ask(self._server.resume(recompute=True))
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import aiohttp
 
-from rlhub.errors import ConfigError, DeadlineError, EngineError
+from rlhub.errors import ConfigError, DeadlineError, EngineError, RequestError
 
 POLL_S = 0.5
-FULL = 429
+AT_FAULT, FULL, UNAVAILABLE = 400, 429, 503
 SHOWN = 500  # characters of an error's body in the message
 JSON = "application/json"
 DATA, LAST_EVENT = b"data:", b"[DONE]"
@@ -26,16 +26,18 @@ class BrokenConnectionError(EngineError):
 
 
 class Http:
-    """Lives on one event loop.  url: without the path.  request_s: for one request, waiting for a place included."""
+    """Lives on one event loop.  url: without the path.  admin_key: of the calls that say so, where it differs from `key`.
+    request_s: for one request, waiting for a place or for a server that mends itself included."""
 
-    def __init__(self, url: str, key: str | None, *, request_s: float) -> None:
+    def __init__(self, url: str, key: str | None, *, request_s: float, admin_key: str | None = None) -> None:
         self.url, self._request_s = url.rstrip("/").removesuffix("/v1"), request_s
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers, self._admin_headers = _bearer(key), _bearer(admin_key or key)
         self._session: aiohttp.ClientSession | None = None
 
-    async def call(self, path: str, body: dict[str, Any] | None = None, *, method: str = "POST") -> Any:
-        """The answer's JSON, None where there is none.  EngineError for any status but success, DeadlineError when it is late."""
-        async with self._answered(path, body, method) as answer:
+    async def call(self, path: str, body: dict[str, Any] | None = None, *, method: str = "POST", admin: bool = False) -> Any:
+        """The answer's JSON, None where there is none.  EngineError for any status but success, of which RequestError for 400;
+        DeadlineError when it is late.  admin: with the administration's key."""
+        async with self._answered(path, body, method, admin=admin) as answer:
             text = await answer.text()
             return await answer.json() if answer.content_type == JSON and text else None
 
@@ -62,19 +64,25 @@ class Http:
         return event
 
     @asynccontextmanager
-    async def _answered(self, path: str, body: dict[str, Any] | None, method: str) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer of success, to be read inside; where the server is full it is asked again."""
+    async def _answered(
+        self, path: str, body: dict[str, Any] | None, method: str, *, admin: bool = False
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer of success, to be read inside; where the server tells when to come back it is asked again then."""
+        headers = self._admin_headers if admin else self._headers
         deadline = time.monotonic() + self._request_s
         try:
             while True:
                 timeout = aiohttp.ClientTimeout(total=max(deadline - time.monotonic(), 0.001))
-                async with self._open().request(method, self.url + path, json=body, timeout=timeout) as answer:
+                made = self._open().request(method, self.url + path, json=body, timeout=timeout, headers=headers)
+                async with made as answer:
                     if answer.status < 400:
                         yield answer
                         return
-                    if answer.status != FULL:
-                        raise EngineError(f"{self.url}{path} answered {answer.status}: {(await answer.text())[:SHOWN]}")
-                    wait_s = float(answer.headers.get("Retry-After", "1"))
+                    retry_after = answer.headers.get("Retry-After")
+                    if answer.status != FULL and (answer.status != UNAVAILABLE or retry_after is None or method == "GET"):
+                        kind = RequestError if answer.status == AT_FAULT else EngineError
+                        raise kind(f"{self.url}{path} answered {answer.status}: {(await answer.text())[:SHOWN]}")
+                    wait_s = float(retry_after or "1")
                 if time.monotonic() + wait_s > deadline:
                     raise DeadlineError(f"a place at {self.url}{path}", self._request_s, "the server is full: raise its capacity")
                 await asyncio.sleep(wait_s)
@@ -99,7 +107,7 @@ class Http:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             # As many connections as there are requests: the server decides how many it takes.
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         return self._session
 
     async def close(self) -> None:
@@ -118,14 +126,18 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
                 yield line.removeprefix(DATA).strip()
 
 
-def read_key(file: str | None) -> str | None:
-    """The key in a file.  ConfigError if it cannot be read or is empty."""
+def _bearer(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def read_key(setting: str, file: str | None) -> str | None:
+    """The key in a file that rollout.remote's setting names.  ConfigError if it cannot be read or is empty."""
     if file is None:
         return None
     try:
         key = Path(file).expanduser().read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise ConfigError(f"rollout.remote.api_key_file: {file} cannot be read: {error}") from error
+        raise ConfigError(f"rollout.remote.{setting}: {file} cannot be read: {error}") from error
     if not key:
-        raise ConfigError(f"rollout.remote.api_key_file: {file} is empty")
+        raise ConfigError(f"rollout.remote.{setting}: {file} is empty")
     return key

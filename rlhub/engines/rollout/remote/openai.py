@@ -55,5 +55,5 @@ class Server:
     def resume(self, *, recompute: bool) -> list[Call]:
         return []
 
-    def reload(self, folder: str, version: int) -> list[Call]:
+    def reload(self, folder: str, version: int, *, reset_version: bool) -> list[Call]:
         raise EngineError(NO_IDS)

@@ -33,5 +33,5 @@ class Server:
     def resume(self, *, recompute: bool) -> list[Call]:
         return [Call("/admin/resume", {"recompute": recompute})]
 
-    def reload(self, folder: str, version: int) -> list[Call]:
-        return [Call("/admin/weights", {"folder": folder, "version": version})]
+    def reload(self, folder: str, version: int, *, reset_version: bool) -> list[Call]:
+        return [Call("/admin/weights", {"folder": folder, "version": version, "reset_version": reset_version})]

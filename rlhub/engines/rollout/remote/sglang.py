@@ -63,5 +63,5 @@ class Server:
     def resume(self, *, recompute: bool) -> list[Call]:
         return [Call("/continue_generation", {})]
 
-    def reload(self, folder: str, version: int) -> list[Call]:
+    def reload(self, folder: str, version: int, *, reset_version: bool) -> list[Call]:
         return [Call("/update_weights_from_disk", {"model_path": folder, "weight_version": str(version), "flush_cache": True})]

@@ -40,7 +40,7 @@ class Server:
     def resume(self, *, recompute: bool) -> list[Call]:
         return [Call("/resume", {})]
 
-    def reload(self, folder: str, version: int) -> list[Call]:
+    def reload(self, folder: str, version: int, *, reset_version: bool) -> list[Call]:
         return [
             Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
             Call("/reset_prefix_cache", {}),

@@ -32,7 +32,7 @@ from rlhub.engines.rollout.follower import Follower
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.requests import check_requests
 from rlhub.engines.rollout.vllm.environment import child_variables, guarded_process
-from rlhub.errors import EngineError
+from rlhub.errors import EngineError, RequestError
 from rlhub.utils.loop_thread import LoopThread
 from rlhub.utils.pieces import Piece
 from rlhub.utils.resource_tracker import start_apart
@@ -71,6 +71,7 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
         self._live: dict[str, _Live] = {}
         self._thread: LoopThread | None = None
         self._client: AsyncClient | None = None
+        self._vocab_size: int | None = None
 
     def initialize(self) -> None:
         self._thread = LoopThread("vllm-client")
@@ -78,6 +79,7 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
         try:
             with guarded_process(child_variables()):
                 self._client = self._thread.run(self._build())
+            self._vocab_size = self._client.vocab_size
             self._new_weights(self.version)
         except BaseException as error:
             self.shutdown()
@@ -96,7 +98,7 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
         self._refuse_unready("generate")
-        check_requests(requests, params, max_model_len=self._setup.max_model_len)
+        self._check(requests, params)
         self._refuse_busy("generate")
 
         async def gather() -> list[Completion]:
@@ -108,11 +110,18 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         if not self._paused:
             self._refuse_unready("generate")
-        check_requests([request], params, max_model_len=self._setup.max_model_len)
+        self._check([request], params)
         follower = None if follow is None else Follower(follow)
         work = self._answer(self._enter(request), params, follower)
         answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop().loop))
         return await (answer if follower is None else follower.until(answer))
+
+    def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
+        check_requests(requests, params, max_model_len=self._setup.max_model_len, vocab_size=self.vocab_size)
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self._vocab_size
 
     def _enter(self, request: GenerationRequest) -> _Live:
         live = _Live(key=str(next(self._keys)), request=request)
@@ -141,6 +150,10 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
             raise
         except EngineError:
             raise
+        except (ValueError, TypeError) as error:  # before the core has it
+            if self.failure:
+                raise EngineError(f"{self.failure}; the engine must be built anew: {error}") from error
+            raise RequestError(f"vLLM refuses the request: {error}") from error
         except Exception as error:
             raise EngineError(f"vLLM failed: {type(error).__name__}: {error}; the engine must be built anew") from error
         finally:

@@ -90,6 +90,11 @@ class AsyncClient:
         return replies
 
     @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return int(self._llm.model_config.get_vocab_size())
+
+    @property
     def dead(self) -> bool:
         """Whether one of its processes has ended."""
         return bool(self._llm.errored)

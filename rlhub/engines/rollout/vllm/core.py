@@ -32,6 +32,11 @@ class Core:
         self._failure: BaseException | None = None
 
     @property
+    def failure(self) -> str:
+        """Of a step, after which no request is taken; "" without."""
+        return "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether a step is scheduled before the one before it has ended."""
         return self._client.engine_core.batch_queue is not None

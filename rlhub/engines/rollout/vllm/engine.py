@@ -17,7 +17,6 @@ from torch import distributed as dist
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams, WeightBucket
 from rlhub.engines.rollout.dtypes import resolve_dtype
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.requests import check_requests
 from rlhub.engines.rollout.stepped import SteppedEngine
 from rlhub.engines.rollout.stepping import Stepper
 from rlhub.engines.rollout.vllm.environment import distributed_variables, guarded_process, own_stream, settle
@@ -75,7 +74,7 @@ class VLLMEngine(SteppedEngine):
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
         self._refuse_unready("generate")
-        check_requests(requests, params, max_model_len=self._setup.max_model_len)
+        self._check(requests, params)
         with self._generating():
             return self._generate(requests, params) if requests else []
 
@@ -93,6 +92,15 @@ class VLLMEngine(SteppedEngine):
                 "or rollout.tensor_model_parallel_size=1 with more replicas"
             )
         return await super().agenerate(request, params, follow)
+
+    @property
+    def vocab_size(self) -> int | None:
+        return None if self._llm is None else int(self._llm.llm_engine.model_config.get_vocab_size())
+
+    @property
+    def failure(self) -> str:
+        """Also of a whole batch's step."""
+        return super().failure or ("" if self._core is None else self._core.failure)
 
     def _make_stepper(self) -> Stepper:
         from rlhub.engines.rollout.vllm.stepper import VLLMStepper

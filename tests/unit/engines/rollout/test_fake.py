@@ -33,7 +33,15 @@ def test_contract() -> None:
     contract.check_agenerate(fake_engine())
 
 
-def slow_engine(step_s: float = 0.002) -> FakeEngine:
+def test_it_refuses_ids_outside_the_vocabulary_it_is_given() -> None:
+    engine = slow_engine(vocab_size=25)
+    engine.update_weights([list(WEIGHTS.items())], 0)
+    contract.check_refusals(engine, max_model_len=100)
+    contract.check_agenerate(engine)
+    engine.shutdown()
+
+
+def slow_engine(step_s: float = 0.002, vocab_size: int | None = None) -> FakeEngine:
     return FakeEngine(
         RolloutSetup(
             config=RolloutConfig(),
@@ -44,6 +52,7 @@ def slow_engine(step_s: float = 0.002) -> FakeEngine:
             max_response_length=60,
         ),
         step_s=step_s,
+        vocab_size=vocab_size,
     )
 
 

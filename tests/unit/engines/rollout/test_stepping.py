@@ -10,7 +10,7 @@ import pytest
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
 from rlhub.engines.rollout.stepping import EngineLoop, TokenEvent
-from rlhub.errors import EngineError
+from rlhub.errors import EngineError, RequestError
 
 PARAMS = SamplingParams(max_new_tokens=50)
 
@@ -154,6 +154,40 @@ def test_a_step_that_fails_ends_every_request_with_its_error_and_the_engine_says
     with pytest.raises(EngineError, match="must be built anew"), loop.exclusive("generate"):
         pass
     loop.pause()
+    loop.close()
+
+
+class Picky(Counter):
+    """Takes no request named "bad"."""
+
+    def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
+        if request.request_id == "bad":
+            raise KeyError("no such adapter")
+        super().add(key, request, params)
+
+
+def test_what_a_stepper_does_not_take_ends_that_request_alone() -> None:
+    loop = loop_over(Picky())
+
+    async def scenario() -> None:
+        loop.pause()  # until all are there
+        names = ["bad", "", "bad", ""]
+        tasks = [asyncio.create_task(loop.generate(request(name), PARAMS)) for name in names]
+        while loop.load < len(names):
+            await asyncio.sleep(0)
+        loop.resume()
+        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        for name, one in zip(names, found, strict=True):
+            if name:
+                assert isinstance(one, RequestError) and "no such adapter" in str(one)
+            else:
+                assert isinstance(one, Completion) and len(one.token_ids) == 50
+        with pytest.raises(RequestError):  # also where it is the only one
+            await asyncio.wait_for(loop.generate(request("bad"), PARAMS), 60)
+        assert loop.failure == "" and loop.load == 0
+        assert len((await asyncio.wait_for(loop.generate(request(), PARAMS), 60)).token_ids) == 50
+
+    asyncio.run(scenario())
     loop.close()
 
 

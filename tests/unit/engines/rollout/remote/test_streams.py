@@ -19,7 +19,7 @@ from rlhub.config.rollout import RemoteConfig, RolloutConfig
 from rlhub.engines.rollout.base import GenerationRequest, Progress, SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.rollout.remote.engine import RemoteEngine
-from rlhub.errors import EngineError
+from rlhub.errors import EngineError, RequestError
 
 REQUEST = GenerationRequest(prompt_ids=[1, 2], seed=5)
 PARAMS = SamplingParams(max_new_tokens=6, stop_token_ids=(9,))
@@ -45,16 +45,21 @@ def said(kind: str, ids: list[int], ended: str | None = None, **more: Any) -> di
 @dataclass
 class Scripted:
     """answers: of the next requests: what is not streamed, or events; a function among them is awaited, an Exception cuts the
-    connection.  bodies: of the requests."""
+    connection.  bodies: of the requests.  keys: of all that was asked.  published: bodies of new weights."""
 
     kind: Kind
     answers: list[Any] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    published: list[dict[str, Any]] = field(default_factory=list)
     engine: RemoteEngine | None = None
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(request.path)
+        self.keys.append(request.headers.get("Authorization", ""))
+        if request.path == "/admin/weights":
+            self.published.append(await request.json())
         if request.path not in ("/v1/completions", "/generate"):
             return web.json_response({})
         body = await request.json()
@@ -62,6 +67,8 @@ class Scripted:
             return web.json_response(said(self.kind, [0], "length"))
         self.bodies.append(body)
         answer = self.answers.pop(0)
+        if isinstance(answer, web.Response):
+            return answer
         if not isinstance(answer, list):
             return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -85,14 +92,15 @@ class Scripted:
 
 
 @asynccontextmanager
-async def server(kind: Kind, folder: Path | None = None) -> AsyncIterator[Scripted]:
+async def server(kind: Kind, folder: Path | None = None, **more: Any) -> AsyncIterator[Scripted]:
+    """more: of RemoteConfig."""
     scripted, app = Scripted(kind), web.Application()
     app.router.add_route("*", "/{path:.*}", scripted.handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     remote = RemoteConfig(
-        urls=[f"http://127.0.0.1:{runner.addresses[0][1]}"], server=kind, weights_folder=str(folder) if folder else None
+        urls=[f"http://127.0.0.1:{runner.addresses[0][1]}"], server=kind, weights_folder=str(folder) if folder else None, **more
     )
     engine = build_rollout_engine(
         RolloutConfig(name="remote", remote=remote),
@@ -214,3 +222,31 @@ async def test_versions_of_a_stream_that_begins_after_the_update(tmp_path: Path)
         await asyncio.to_thread(at.remote.resume)
         update.set()
         assert (await following)[:3] == ([4, 5], [4, 4], "stop")
+
+
+async def test_a_server_that_mends_itself_is_waited_for_and_a_wrong_request_is_not_sent_again(tmp_path: Path) -> None:
+    async with server("rlhub") as at:
+        back = {"Retry-After": "0.01"}
+        at.answers = [web.json_response({}, status=503, headers=back), web.json_response({}, status=429, headers=back)]
+        at.answers.append(said("rlhub", [4], "length", token_versions=[7]))
+        assert (await at.remote.agenerate(REQUEST, PARAMS)).token_ids == [4] and len(at.bodies) == 3
+        for status, error in ((400, RequestError), (500, EngineError), (503, EngineError)):
+            at.answers = [web.json_response({"error": "why"}, status=status)]
+            with pytest.raises(error, match=f"answered {status}"):
+                await at.remote.agenerate(REQUEST, PARAMS)
+
+
+async def test_administration_has_its_key_and_a_job_s_first_weights_begin_its_versions(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("clients")
+    (tmp_path / "admin-key").write_text("administration")
+    keys = {"api_key_file": str(tmp_path / "key"), "admin_key_file": str(tmp_path / "admin-key")}
+    async with server("rlhub", tmp_path, **keys) as at:
+        at.remote.version = -1
+        for version in (5, 6):
+            await asyncio.to_thread(at.remote.update_weights, [[("w", torch.zeros(1))]], version)
+        at.answers = [said("rlhub", [4], "length", token_versions=[6])]
+        await at.remote.agenerate(REQUEST, PARAMS)
+    by_path = list(zip(at.asked, at.keys, strict=True))
+    assert {key for path, key in by_path if path.startswith("/admin")} == {"Bearer administration"}
+    assert {key for path, key in by_path if path.startswith("/v1")} == {"Bearer clients"}
+    assert [(body["version"], body["reset_version"]) for body in at.published] == [(5, True), (6, False)]

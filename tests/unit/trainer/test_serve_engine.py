@@ -1,0 +1,141 @@
+"""A served engine that fails is built anew, and one that cannot be mended ends the server with the reason."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rlhub.config.model import ModelConfig
+from rlhub.config.rollout import RolloutConfig
+from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.engines.rollout.fake import FakeEngine, hashed_script
+from rlhub.engines.rollout.registry import RolloutSetup
+from rlhub.errors import EngineError, RequestError, VersionError
+from rlhub.trainer import serve_engine
+from rlhub.trainer.serve_engine import ServedEngine, ServeLimits
+from rlhub.workflows.openai_server.errors import ApiError
+
+REQUEST = GenerationRequest(prompt_ids=[1], seed=0)
+PARAMS = SamplingParams(max_new_tokens=4)
+LIMIT_S = 60.0
+
+
+class Built:
+    """What was built.  breaks: how many more steps fail."""
+
+    def __init__(self) -> None:
+        self.engines: list[FakeEngine] = []
+        self.breaks = 0
+
+    def __call__(self) -> FakeEngine:
+        setup = RolloutSetup(
+            config=RolloutConfig(mode="async"),
+            model=ModelConfig(),
+            device=torch.device("cpu"),
+            seed=0,
+            max_prompt_length=8,
+            max_response_length=8,
+            load_checkpoint=True,
+        )
+        self.engines.append(FakeEngine(setup, script=self.script, vocab_size=20))
+        self.engines[-1].version = 0
+        return self.engines[-1]
+
+    def script(self, request: GenerationRequest, params: SamplingParams) -> list[int]:
+        if self.breaks:
+            self.breaks -= 1
+            raise RuntimeError("no such kernel")
+        return hashed_script(request, params)
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_engine, "LOOK_S", 0.01)
+
+
+def served(built: Built, rebuilds: int = 2) -> ServedEngine:
+    return ServedEngine(built, ServeLimits(recompute=True, bucket_bytes=1 << 20, rebuilds=rebuilds))
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not reached():
+            await asyncio.sleep(0.002)
+
+
+def test_a_broken_engine_is_built_anew_as_often_as_it_answers_in_between() -> None:
+    async def scenario() -> None:
+        built = Built()
+        engine = served(built)
+        watching = asyncio.create_task(engine.watch())
+        for round_ in range(5):
+            built.breaks = 1
+            with pytest.raises(EngineError, match="no such kernel"):
+                await engine.agenerate(REQUEST, PARAMS)
+            await until(lambda: not engine.failure)
+            assert len(built.engines) == round_ + 2
+            found: Completion = await engine.agenerate(REQUEST, PARAMS)
+            assert len(found.token_ids) == 4
+        with pytest.raises(RequestError, match="token id 99"):
+            await engine.agenerate(GenerationRequest(prompt_ids=[99], seed=0), PARAMS)
+        assert engine.failure == "" and len(built.engines) == 6, "a wrong request breaks nothing"
+        watching.cancel()
+        engine.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_one_that_cannot_be_mended_ends_the_watch_with_the_reason() -> None:
+    async def scenario() -> None:
+        built = Built()
+        engine = served(built, rebuilds=2)
+        watching = asyncio.create_task(engine.watch())
+        built.breaks = 1000
+        async with asyncio.timeout(LIMIT_S):
+            while not watching.done():
+                with pytest.raises((EngineError, ApiError)):
+                    await engine.agenerate(REQUEST, PARAMS)
+                await asyncio.sleep(0.002)
+        with pytest.raises(EngineError, match=r"built anew 2 times \(rollout.replica_restarts\): RuntimeError: no such kernel"):
+            watching.result()
+        assert len(built.engines) == 3 and "no such kernel" in engine.failure
+        with pytest.raises(ApiError) as refused:
+            await engine.agenerate(REQUEST, PARAMS)
+        assert refused.value.status == 503
+        engine.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_a_pause_outlives_the_engine_that_was_paused() -> None:
+    async def scenario() -> None:
+        built = Built()
+        engine = served(built)
+        built.breaks = 1
+        with pytest.raises(EngineError, match="no such kernel"):
+            await engine.agenerate(REQUEST, PARAMS)
+        await engine.pause()  # which mends it first
+        assert len(built.engines) == 2 and built.engines[1]._loop.paused
+        waiting = asyncio.create_task(engine.agenerate(REQUEST, PARAMS))
+        await until(lambda: built.engines[1].load == 1)
+        await engine.resume(recompute=True)
+        assert len((await waiting).token_ids) == 4
+        engine.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_versions_that_are_not_newer_are_refused_and_nothing_is_read() -> None:
+    async def scenario() -> None:
+        engine = served(Built())
+        with pytest.raises(VersionError, match="version 0 is not newer than version 0.*reset_version=true"):
+            await engine.reload("/nowhere", 0, reset_version=False)
+        with pytest.raises(RequestError, match="no weights in /nowhere.*nothing was changed"):
+            await engine.reload("/nowhere", 0, reset_version=True)
+        assert (await engine.status())["version"] == 0
+        engine.shutdown()
+
+    asyncio.run(scenario())
