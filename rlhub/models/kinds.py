@@ -1,4 +1,4 @@
-"""Kinds of models, and which checkpoints can be a reward model, told from `config.json`.  Loads neither torch nor transformers."""
+"""Kinds of models; which checkpoints can be a reward model, told from `config.json`.  Loads neither torch nor transformers."""
 
 from __future__ import annotations
 

@@ -48,6 +48,6 @@ def check_ids(path: str, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
         shown = ", ".join(f"{token!r} = {number}" for number, token in beyond[:SHOWN])
         more = f" and {len(beyond) - SHOWN} more" if len(beyond) > SHOWN else ""
         raise ConfigError(
-            f"the tokenizer of {path!r} has ids that its model has no embedding for: {shown}{more}, where config.json's vocab_size "
-            f"is {size}; use the tokenizer that the model was made with, or resize the model's embeddings"
+            f"the tokenizer of {path!r} has ids that its model has no embedding for: {shown}{more}, where vocab_size in "
+            f"config.json is {size}; use the tokenizer that the model was made with, or resize the model's embeddings"
         )

@@ -1,4 +1,4 @@
-"""Random damages of tiny model folders, each loaded by the engines: an error that names the tensor or file, or bit-equal weights and log-probs.
+"""Random damages of tiny model folders: each is an error that names the tensor or file, or harmless (bit-equal weights).
 
     python scripts/checks/model_folders.py [--count 60] [--seed 1] [--vllm 0]
 
@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
