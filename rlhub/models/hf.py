@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
 from rlhub.config.model import ModelConfig
 from rlhub.errors import ConfigError
@@ -52,7 +51,6 @@ def build_model(
     """
     config, loader = _config_and_loader(model, kind)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": model.trust_remote_code}
-    disable_progress_bar()  # one bar a rank and model on stderr says nothing
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if empty:

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from rlhub.errors import ConfigError
 from rlhub.models.experts import DOWN, GATE_UP, unfused_tensors
@@ -131,8 +132,10 @@ def _listed(names: list[str], stored: Mapping[str, StoredTensor]) -> str:
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """transformers reports every weight it makes up in a table of its own; what is wrong becomes an error here."""
-    logger = logging.getLogger("transformers.modeling_utils")
+    """transformers reports every weight it makes up in a table of its own; what is wrong becomes an error here.  Nor does a
+    progress bar a rank and model say anything."""
+    disable_progress_bar()
+    logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -21,8 +21,8 @@ def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     tensors = [(name, tensor.detach()) for name, tensor in named if tensor.is_floating_point() and tensor.numel()]
     if not tensors:
         return []
-    norms = torch._foreach_norm([tensor for _, tensor in tensors], 2, dtype=torch.float32)
-    if bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all()):
+    norms = torch._foreach_norm([tensor for _, tensor in tensors])
+    if bool(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).isfinite().all()):
         return []
     # A square may overflow where the element did not.
     return list(dict.fromkeys(name for name, tensor in tensors if not bool(tensor.isfinite().all())))
