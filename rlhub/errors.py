@@ -106,6 +106,26 @@ class WeightMismatchError(RlhubError, RuntimeError):
         super().__init__(message, weight=weight)
 
 
+class NonFiniteError(RlhubError, FloatingPointError):
+    """Training has left the numbers: weights are NaN or infinite, or update after update would make them so.  Field `weights`:
+    names of those that are, () where none is."""
+
+    weights: tuple[str, ...]
+
+    def __init__(self, message: str, *, weights: tuple[str, ...] = ()) -> None:
+        super().__init__(message, weights=weights)
+
+
+class PolicyMismatchError(RlhubError, RuntimeError):
+    """The rollout engine samples from another policy than the one that is trained.  Fields: `kl` in nats a token, `bound`."""
+
+    kl: float
+    bound: float
+
+    def __init__(self, message: str, *, kl: float, bound: float) -> None:
+        super().__init__(message, kl=kl, bound=bound)
+
+
 class ReshardError(RlhubError, ValueError):
     """Weights cannot be moved from one layout to another: they are not the same model's.  Field `weight`: the tensor's name."""
 

@@ -27,12 +27,14 @@ READ_THREADS = 4  # checksums are computed outside the interpreter lock; four re
 
 @dataclass(slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint's own manifest says.  `metrics` are the validation figures known when it was saved."""
+    """What a checkpoint's own manifest says.  `metrics` are the validation figures known when it was saved.  finite: whether
+    all that it holds was tested to be; False of a manifest that does not say."""
 
     step: int
     serial: int
     files: list[FileEntry]
     metrics: dict[str, float]
+    finite: bool = False
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -49,7 +51,8 @@ def read_manifest(folder: Path) -> Manifest:
         if value["version"] != FORMAT_VERSION:
             raise CheckpointError(f"{path}: written in format {value['version']}, this rlhub reads format {FORMAT_VERSION}")
         files = [FileEntry(path=row["path"], size=row["size"], checksum=row["checksum"]) for row in value["files"]]
-        return Manifest(step=value["step"], serial=value["serial"], files=files, metrics=dict(value["metrics"]))
+        metrics, finite = dict(value["metrics"]), bool(value.get("finite", False))
+        return Manifest(step=value["step"], serial=value["serial"], files=files, metrics=metrics, finite=finite)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint, or its save did not finish") from error
     except OSError as error:

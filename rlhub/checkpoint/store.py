@@ -100,7 +100,13 @@ class CheckpointStore:
                 shutil.rmtree(path)
 
     def commit(
-        self, step: int, files: Iterable[FileEntry], state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None
+        self,
+        step: int,
+        files: Iterable[FileEntry],
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        finite: bool = False,
     ) -> Path:
         """Make the folder that `begin(step)` returned the checkpoint of `step`; returns its final path.
 
@@ -108,6 +114,7 @@ class CheckpointStore:
             that is in no entry (tokenizer, configs) is read, flushed and listed too.
         state: JSON-able, comes back as `Checkpoint.state`.
         metrics: what `retain(best_metric=...)` ranks by.
+        finite: whoever wrote the files has tested that all weights in them are.
 
         An existing checkpoint of the same step is replaced.  Raises CheckpointError when an entry's file cannot be seen
         from here or has another size: ranks wrote to folders of their own.
@@ -119,7 +126,7 @@ class CheckpointStore:
             listed.append(_relative(aside, write_file(aside / STATE, text)))
             for folder in [aside, *(path for path in aside.rglob("*") if path.is_dir())]:
                 fsync_folder(folder)
-            manifest = Manifest(step=step, serial=self._next_serial(), files=listed, metrics=dict(metrics or {}))
+            manifest = Manifest(step=step, serial=self._next_serial(), files=listed, metrics=dict(metrics or {}), finite=finite)
             write_manifest(aside, manifest)
             self._publish(aside, self.folder(step))
             write_text(self.root / POINTER, f"{step}\n")
@@ -221,7 +228,8 @@ class CheckpointStore:
     def retain(
         self, max_to_keep: int | None, best_metric: str | None = None, *, higher_is_better: bool = True, verify: bool = True
     ) -> list[int]:
-        """Delete all but the newest `max_to_keep` whole checkpoints and the best by `best_metric`; returns the steps deleted.
+        """Delete all but the newest `max_to_keep` whole checkpoints, the best by `best_metric` and the newest that is known to be
+        finite; returns the steps deleted.
 
         None keeps all.  Damaged ones do not count as kept, and before anything is deleted the newest kept one is read
         back and compared with its checksums (verify=True), so the only good one is never deleted.
@@ -239,6 +247,7 @@ class CheckpointStore:
         kept = whole[:max_to_keep]
         if best_metric is not None and (best := _best(whole, best_metric, higher_is_better)):
             kept.append(best)
+        kept += [one for one in whole if one.manifest.finite][:1]
         if not kept:
             return []
         # what is newer than the newest good one is left for people to look at

@@ -16,7 +16,7 @@ from typing import TypeVar
 from rlhub.config import checks, effects, load, show
 from rlhub.config.derive import derive
 from rlhub.config.schema import sections
-from rlhub.errors import ConfigError, DataError, ResourceError, RlhubError, WorkerError
+from rlhub.errors import ConfigError, DataError, NonFiniteError, ResourceError, RlhubError, WorkerError
 
 C = TypeVar("C")
 
@@ -82,9 +82,9 @@ def run(
 
 
 def _at_fault(error: RlhubError) -> BaseException:
-    """Of a worker that found a setting or data wrong, what it found: where in the worker is nothing that would help."""
+    """Of a worker that found a setting, data or weights wrong, what it found: where in the worker is nothing that would help."""
     cause = error.__cause__
-    return cause if isinstance(error, WorkerError) and isinstance(cause, ConfigError | DataError) else error
+    return cause if isinstance(error, WorkerError) and isinstance(cause, ConfigError | DataError | NonFiniteError) else error
 
 
 def prepare(

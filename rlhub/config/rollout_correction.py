@@ -45,6 +45,13 @@ class RolloutCorrectionConfig:
     """The policy that the loss clips against: a forward pass of its own, or (a3po, no pass) an interpolation between the
     rollout's and the current log-probs by the samples' staleness."""
 
+    mismatch_warn: PositiveFloat | None = None
+    """Warn where mismatch/kl of a step's newest tokens is above this, in nats a token; null: 0.001 where trainer and rollout
+    engine compute in float32 (usual 1e-8 to 1e-5), 0.1 where one has 16 bits (usual 1e-3 to 0.02), none with top_p or top_k."""
+    mismatch_stop: PositiveFloat | None = None
+    """End the run where it is above this; null: 0.1 in float32, 1 with 16 bits, none with top_p or top_k. Both bounds are raised
+    by 0.5 for each version that a step's newest tokens are old (trainer.max_staleness)."""
+
     @property
     def in_update(self) -> bool:
         """Whether weights and rejection are computed in the update, from the current log-probs."""

@@ -74,6 +74,9 @@ class TrainerConfig:
     """Newest checkpoints to keep; null: all."""
     keep_best: str | None = None
     """Metric (for example val/pass@1) whose best step's checkpoint is kept besides the newest; null: none."""
+    max_skipped_steps: PositiveInt | None = 3
+    """So many training steps in a row whose every optimizer step was skipped (loss or gradient not finite) end the run, which is
+    saved as it is; null: no limit."""
     critic_warmup: NonNegativeInt = 0
     """Steps in which only the critic learns."""
     max_staleness: NonNegativeInt = 0

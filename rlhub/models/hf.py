@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
 from rlhub.config.model import ModelConfig
 from rlhub.errors import ConfigError
-from rlhub.models.kinds import reward_problem
+from rlhub.models.kinds import SCALAR_HEAD, ModelKind, reward_problem
+from rlhub.models.required_weights import check_files, load_checked
 
-ModelKind = Literal["policy", "value", "reward"]
-"""policy: a distribution over the next token; value: a number a token; reward: a number a row."""
-SCALAR_HEAD = "score"
-"""The linear layer of transformers' sequence classifiers: hidden size -> 1, without bias."""
+__all__ = ["SCALAR_HEAD", "ModelKind", "backbone", "build_model", "check_weights", "load_config", "transformer_layers"]
 
 HEAD_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Settings by which some models change logits after the head's matrix; log-probs computed without them would be wrong."""
@@ -52,22 +49,15 @@ def build_model(
     attention: name of the attention implementation.  seed: of weights the checkpoint lacks (a new value head); the
     process's own random state is left alone.
     """
-    config = load_config(model)
-    loader: Any = AutoModelForCausalLM
-    if kind == "reward" and (problem := reward_problem(str(model.path), config.architectures or [], config.num_labels)):
-        raise ConfigError(problem)
-    if kind != "policy":
-        config.num_labels = 1
-        loader = AutoModelForSequenceClassification
+    config, loader = _config_and_loader(model, kind)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": model.trust_remote_code}
-    disable_progress_bar()  # one bar a rank and model on stderr says nothing
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if empty:
             with torch.device("meta"):
                 built = loader.from_config(config, **options)
         else:
-            built = loader.from_pretrained(model.path, config=config, **options)
+            built = load_checked(loader, str(model.path), config, kind, **options)
     if kind == "policy":
         _refuse_transformed_logits(built)
     elif not any(name == SCALAR_HEAD for name, _ in built.named_children()):
@@ -79,6 +69,26 @@ def build_model(
     if model.enable_gradient_checkpointing:
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return built.train()
+
+
+def check_weights(model: ModelConfig, kind: ModelKind) -> None:
+    """Compare the names and shapes in the model's files with what the model is made of, without reading any weight.
+
+    Raises ConfigError naming each tensor or file that is missing, damaged, of another shape, or of another model.
+    """
+    config, loader = _config_and_loader(model, kind)
+    check_files(loader, str(model.path), config, kind, trust_remote_code=model.trust_remote_code)
+
+
+def _config_and_loader(model: ModelConfig, kind: ModelKind) -> tuple[PreTrainedConfig, Any]:
+    """The configuration as this kind has it, and the class of transformers that loads it."""
+    config = load_config(model)
+    if kind == "reward" and (problem := reward_problem(str(model.path), config.architectures or [], config.num_labels)):
+        raise ConfigError(problem)
+    if kind == "policy":
+        return config, AutoModelForCausalLM
+    config.num_labels = 1
+    return config, AutoModelForSequenceClassification
 
 
 def _refuse_transformed_logits(model: PreTrainedModel) -> None:

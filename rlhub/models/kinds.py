@@ -1,10 +1,16 @@
-"""Which checkpoints can be a reward model, told from `config.json`.  Loads neither torch nor transformers."""
+"""Kinds of models; which checkpoints can be a reward model, told from `config.json`.  Loads neither torch nor transformers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
+
+ModelKind = Literal["policy", "value", "reward"]
+"""policy: a distribution over the next token; value: a number a token; reward: a number a row."""
+SCALAR_HEAD = "score"
+"""The linear layer of transformers' sequence classifiers: hidden size -> 1, without bias."""
 
 CLASSIFIER = "ForSequenceClassification"
 LANGUAGE_MODEL = "ForCausalLM"

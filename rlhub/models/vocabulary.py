@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from rlhub.config.model import ModelConfig
+from rlhub.errors import ConfigError
+
+SHOWN = 4
+"""Most tokens that an error lists."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -20,9 +24,14 @@ class Vocabulary:
 
 
 def read_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-    """From the model's configuration, its generation settings if it has any, and the tokenizer."""
+    """From the model's configuration, its generation settings if it has any, and the tokenizer.
+
+    Raises ConfigError where the tokenizer has ids for which the model has no embedding.
+    """
     assert model.path is not None, "checked when the configuration is loaded"
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, **model.override_config)
+    size = int(config.get_text_config().vocab_size)
+    check_ids(model.path, tokenizer, size)
     stops = {int(tokenizer.eos_token_id)}
     try:
         more = GenerationConfig.from_pretrained(model.path).eos_token_id
@@ -32,3 +41,15 @@ def read_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> V
     size = int(config.get_text_config().vocab_size)
     written = tuple(sorted(stop for stop in stops if stop < size))
     return Vocabulary(size=size, stop_token_ids=written, pad_id=int(tokenizer.pad_token_id))
+
+
+def check_ids(path: str, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
+    """Raise ConfigError naming the tokens whose ids are beyond the model's `size`."""
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= size)
+    if beyond:
+        shown = ", ".join(f"{token!r} = {number}" for number, token in beyond[:SHOWN])
+        more = f" and {len(beyond) - SHOWN} more" if len(beyond) > SHOWN else ""
+        raise ConfigError(
+            f"the tokenizer of {path!r} has ids that its model has no embedding for: {shown}{more}, where vocab_size in "
+            f"config.json is {size}; use the tokenizer that the model was made with, or resize the model's embeddings"
+        )

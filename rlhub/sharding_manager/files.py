@@ -39,7 +39,7 @@ from rlhub.sharding_manager.layout_exchange import Member, decode_info, encode_i
 from rlhub.sharding_manager.links import Links
 from rlhub.sharding_manager.plan import make_plan
 from rlhub.sharding_manager.report import SyncReport
-from rlhub.sharding_manager.stream import CheckedStream, raise_first
+from rlhub.sharding_manager.stream import CheckedStream, check_range, raise_first
 from rlhub.utils.atomic import TEMPORARY_SUFFIX
 from rlhub.utils.fingerprint import combine, digests
 from rlhub.utils.pieces import Piece, PieceInfo, whole_piece
@@ -244,6 +244,7 @@ class WeightReader:
                 parts = self._parts(mapped.blocks)
         else:
             num_bytes = self._copy(parts, mapped.version)
+        check_range(self._rollout)
         self._proven = True
         self._rollout.wake_up()
         return SyncReport(

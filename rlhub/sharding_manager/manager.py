@@ -22,7 +22,7 @@ from rlhub.sharding_manager.links import Links
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.sharding_manager.route import BUFFER_BUCKETS, Route, make_route
 from rlhub.sharding_manager.shared_weights import SharedWeights
-from rlhub.sharding_manager.stream import CheckedStream, raise_first
+from rlhub.sharding_manager.stream import CheckedStream, check_range, raise_first
 from rlhub.utils.fingerprint import combine
 from rlhub.utils.pieces import Piece
 
@@ -72,6 +72,7 @@ class ShardingManager:
             self._route = self._make_route(version)
         else:
             report = self._move(self._route, version)
+        check_range(self._rollout)
         self._train.offload()
         self._rollout.wake_up()
         report.seconds = time.perf_counter() - start

@@ -36,7 +36,7 @@ from rlhub.sharding_manager.layout_exchange import DTYPES, Member, Side, exchang
 from rlhub.sharding_manager.links import Links
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.sharding_manager.route import BUFFER_BUCKETS, Route, make_route
-from rlhub.sharding_manager.stream import CheckedStream, StreamedDescription, raise_first
+from rlhub.sharding_manager.stream import CheckedStream, StreamedDescription, check_range, raise_first
 from rlhub.sharding_manager.transports.base import ALIGNMENT
 from rlhub.utils.fingerprint import combine
 from rlhub.utils.pieces import PieceInfo
@@ -181,6 +181,7 @@ class WeightReceiver(_Half):
         """Take what the senders send as policy `version`; no request may be running."""
         self._rollout.wake_up(weights_only=True)
         report = self._transfer(version, lambda links: self._stream(links, version), lambda route: self._move(route, version))
+        check_range(self._rollout)
         self._rollout.wake_up()
         return report
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.errors import WeightMismatchError
 from rlhub.utils.fingerprint import fingerprint
+from rlhub.utils.finite import nonfinite_names
 from rlhub.utils.pieces import Piece
 from rlhub.utils.regions import take
 
@@ -100,6 +102,18 @@ class CheckedStream:
         names = list(sent)
         raise_first(names, [name for name in names if live.get(name) != sent[name]], agree)
         self._description.confirm(names, agree)
+
+
+def check_range(rollout: RolloutEngine) -> None:
+    """Raise WeightMismatchError for a weight that became infinite on its way: float16 ends at 65504, and what is sent and what
+    arrives are compared after the cast."""
+    pieces = (piece for piece in rollout.live_weights() if piece.tensor.dtype == torch.float16)
+    if found := nonfinite_names((piece.name, piece.tensor) for piece in pieces):
+        raise WeightMismatchError(
+            f"{found[0]} is beyond what the rollout engine's float16 can hold ({len(found)} weights in all): set "
+            "actor_rollout_ref.rollout.dtype=bfloat16 or float32",
+            weight=found[0],
+        )
 
 
 def raise_first(names: list[str], differing: list[str], agree: Agree) -> None:

@@ -22,10 +22,12 @@ DESCRIPTION = (
 
 def main(config: PPOConfig) -> int:
     """One validation, recorded as step 0 of a run folder of its own."""
+    from rlhub.trainer.model_check import check_models
     from rlhub.trainer.ppo.build import build_evaluation
     from rlhub.trainer.run import Run
 
     config.trainer.resume_mode = "disable"
+    check_models(config)
     with ExitStack() as stack:
         run = stack.enter_context(Run(config.trainer, to_dict(config), 0))
         validator = build_evaluation(config, run, stack)

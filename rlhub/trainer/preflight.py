@@ -38,6 +38,7 @@ from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import ConfigError
 from rlhub.models.kinds import LANGUAGE_MODEL, read_labels, reward_problem
 from rlhub.models.shape import ModelShape, read_model_shape, read_model_values
+from rlhub.models.weight_files import file_problems
 from rlhub.registry import Registry
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
@@ -405,6 +406,7 @@ def read_shape(model: ModelConfig, key: str, problems: list[str]) -> ModelShape 
         return None
     path = Path(model.path).expanduser()
     if path.is_dir():
+        problems += [f"{key}.path={model.path}: {text}" for text in file_problems(path)]
         try:
             return read_model_shape(path, model.override_config)
         except ConfigError as error:

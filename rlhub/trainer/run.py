@@ -25,6 +25,7 @@ from rlhub.tracking.recorder import Recorder
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.spans import STEPS, SpanLog
 from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status
+from rlhub.trainer.skipped_steps import SkippedSteps
 from rlhub.utils.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class Run:
         self.recorder: Recorder | None = None
         self._step_started = time.perf_counter()
         self._lines: deque[_Line] = deque()
+        self._skipped = SkippedSteps(config.max_skipped_steps)
 
     def __enter__(self) -> Run:
         self.folder.open()
@@ -194,13 +196,15 @@ class Run:
         last: bool,
         late: LateMetrics | None = None,
     ) -> None:
-        """Save if due (the last step is: a run leaves its model), then log.
+        """Save if due (the last step is: a run leaves its model), then log.  Raises NonFiniteError after that where the limit on
+        skipped steps is reached.
 
         late: the line, and those of the next steps, wait for it; so does the save, since a checkpoint holds the step's metrics.
         """
         self._note_step(step)
         line = _Line(step, {**metrics, **self._timings(metrics)}, late)
-        if last or self.due(self.config.save_freq, step, last=last):
+        stuck = self._skipped.add(metrics)
+        if last or stuck or self.due(self.config.save_freq, step, last=last):
             self._write_lines(wait=True)
             line.complete()
             with self.timers.measure("save"):
@@ -208,6 +212,8 @@ class Run:
             line.metrics = {**line.metrics, **self.timers.drain()}
         self._lines.append(line)
         self._write_lines(wait=False)
+        if stuck:
+            raise self._skipped.error(step, self.store.folder(step))
 
     def _write_lines(self, *, wait: bool) -> None:
         """Log in order what is complete; with `wait` all of it."""
@@ -230,8 +236,8 @@ class Run:
 
     def _save(self, step: int, logged: Metrics, save: SaveFunction, state: StateFunction) -> None:
         numbers = {name: float(value) for name, value in logged.items() if not isinstance(value, str)}
-        entries = save(self.store.begin(step))
-        self.store.commit(step, entries, {**state(), **self._record, "metrics": dict(logged)}, metrics=numbers)
+        entries = save(self.store.begin(step))  # which raises where what it would save is not finite
+        self.store.commit(step, entries, {**state(), **self._record, "metrics": dict(logged)}, metrics=numbers, finite=True)
         self.store.retain(self.config.max_actor_ckpt_to_keep, self.config.keep_best)
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 
 from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.rollout.elsewhere import WeightsElsewhere
-from rlhub.engines.rollout.weight_stream import apply_buckets
+from rlhub.engines.rollout.weight_stream import abbreviate, apply_buckets
 from rlhub.errors import EngineError, RequestError, RlhubError
+from rlhub.utils.finite import nonfinite_names
 from rlhub.utils.pieces import Piece
 from rlhub.workers.folder_reader import FolderReader, folder_reader
 
@@ -134,7 +135,8 @@ class WorkerFolder:
 
 
 def fitting_buckets(folder: Path, weights: Weights) -> list[WeightBucket]:
-    """What `update_weights` takes.  EngineError where names or shapes are not those of the engine: nothing is written then."""
+    """What `update_weights` takes.  EngineError where names or shapes are not those of the engine, or weights are not finite:
+    nothing is written then."""
     shapes = {piece.name: tuple(piece.shape) for piece in weights.live_weights()}
 
     def compare(bucket: WeightBucket) -> None:
@@ -147,6 +149,8 @@ def fitting_buckets(folder: Path, weights: Weights) -> list[WeightBucket]:
         apply_buckets(buckets, shapes, compare)
     except EngineError as error:
         raise EngineError(f"the weights in {folder} are another model's, and nothing was changed: {error}") from error
+    if found := nonfinite_names(entry for bucket in buckets for entry in bucket):
+        raise EngineError(f"weights in {folder} are not finite, and nothing was changed: {abbreviate(found)}")
     return buckets
 
 

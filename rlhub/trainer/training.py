@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from rlhub.checkpoint.store import Checkpoint
 from rlhub.config.schema import to_dict
 from rlhub.data.order import ResumableLoader
+from rlhub.trainer.model_check import check_models
 from rlhub.trainer.resume import MADE_WITH, TrainingConfig, check_resume, made_with
 from rlhub.trainer.run import Run
 
@@ -52,6 +53,7 @@ def train(config: C, data: D, build: Callable[[C, D, Run, ExitStack], Trainer]) 
         if run.already_finished:
             logger.warning(run.already_finished)
             return 0
+        check_models(config)
         trainer = build(config, data, run, stack)
         run.start()
         last = trainer.fit()

@@ -11,6 +11,7 @@ from pathlib import Path
 from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.config.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import TrainEngine
+from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_policy_engine, build_reference_engine
 from rlhub.engines.training.updates import PolicyUpdater
@@ -97,10 +98,12 @@ class ActorPart(EngineWorker):
 
     @register(dispatch_mode=ACTOR)
     def update_actor(self, batch: DataProto) -> DataProto:
-        """All optimizer steps of the batch; meta_info["metrics"] are global."""
+        """All optimizer steps of the batch; meta_info["metrics"] are global.  NonFiniteError where they leave weights that are
+        not finite."""
         make_room()
         started = time.perf_counter()
         metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
+        check_finite(self.engine, "after the update")
         seconds = time.perf_counter() - started
         metrics |= self.throughput.metrics(batch.batch["attention_mask"], self.config.actor.ppo_epochs, seconds)
         return DataProto(meta_info={"metrics": metrics | memory_metrics("actor", self.device)})
@@ -109,6 +112,7 @@ class ActorPart(EngineWorker):
     def write_weights(self, folder: str, version: int) -> SyncReport:
         """Leave the policy's weights in the folder as `version` (collective); whoever generates with them goes on meanwhile."""
         make_room()
+        check_finite(self.engine, "before the sync")
         if self._writer is None or self._writer[0] != folder:
             bucket_bytes = self.config.rollout.update_weights_bucket_mb << 20
             writer = WeightWriter(self.engine, Path(folder), bucket_bytes=bucket_bytes, timeout_s=self.runtime.deadline_s)
@@ -144,4 +148,5 @@ class ActorWorker(ActorPart):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:
         """Send the policy's weights as `version` (collective over both groups)."""
+        check_finite(self.engine, "before the sync")
         return self.sender.send(version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlhub.engines.training.finite import check_finite
 from rlhub.sharding_manager.manager import ShardingManager
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Dispatch, register
@@ -32,6 +33,7 @@ class ActorRolloutRefWorker(ActorPart, RolloutPart, GivesRoom):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:
         """Publish the policy's weights to the rollout engine as `version`, checked weight by weight."""
+        check_finite(self.engine, "before the sync")
         self.rollout_asleep = False
         return self.sharding.sync(version)
 

@@ -11,6 +11,7 @@ from rlhub.checkpoint.hf import write_hf_weights
 from rlhub.checkpoint.shard_reader import ShardReader
 from rlhub.checkpoint.shards import raw_tensor, write_shards
 from rlhub.engines.training.base import Adapter, TrainEngine
+from rlhub.engines.training.finite import check_finite
 from rlhub.errors import CheckpointError
 
 SCALARS = "scalars.json"
@@ -20,7 +21,8 @@ ADAPTER_FOLDER = "adapter"
 
 def save_engine(engine: TrainEngine, folder: Path, rank: int, num_ranks: int) -> list[FileEntry]:
     """Every rank writes its shards; all ranks stream the full weights, rank 0 writes them, the adapter's alone too.  Returns
-    this rank's files."""
+    this rank's files.  NonFiniteError, before anything is written, where weights or optimizer state are not finite."""
+    check_finite(engine, "before the save", optimizer=True)
     entries = write_shards(folder, rank, num_ranks, engine.state_shards())
     if rank == 0:
         entries.append(write_file(folder / SCALARS, json.dumps(engine.scalar_state()).encode()))
@@ -47,10 +49,11 @@ def _write_adapter(folder: Path | None, adapter: Adapter) -> list[FileEntry]:
 
 
 def load_engine(engine: TrainEngine, folder: Path) -> None:
-    """Read this rank's slices from whatever ranks wrote them."""
+    """Read this rank's slices from whatever ranks wrote them.  NonFiniteError where the weights are not finite."""
     scalars = folder / SCALARS
     if not scalars.is_file():
         raise CheckpointError(f"{scalars} is missing: {folder} is not a training checkpoint; use an earlier one")
     with ShardReader(folder) as reader:
         engine.load_state(reader.read)
     engine.load_scalar_state(json.loads(scalars.read_text()))
+    check_finite(engine, f"in the checkpoint {folder} (trainer.resume_mode=resume_path takes an earlier one)")

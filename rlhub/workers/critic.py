@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rlhub.config.critic import CriticConfig
+from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_value_engine
 from rlhub.engines.training.updates import ValueUpdater
@@ -50,5 +51,6 @@ class CriticWorker(EngineWorker):
         """All optimizer steps of the batch; meta_info["metrics"] are global."""
         make_room()
         metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
+        check_finite(self.engine, "after the update")
         self.engine.offload()
         return DataProto(meta_info={"metrics": metrics | memory_metrics("critic", self.device)})

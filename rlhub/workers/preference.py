@@ -10,6 +10,7 @@ from torch import Tensor
 from rlhub.config.dpo import DPOConfig
 from rlhub.config.rm import RMConfig
 from rlhub.engines.training.base import TrainEngine
+from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.preference import (
     DPOLoss,
     PairLoss,
@@ -54,6 +55,7 @@ class PreferenceWorker(EngineWorker):
     def train_step(self, batch: DataProto) -> DataProto:
         """One optimizer step over the pairs; meta_info["metrics"] are global: means over the pairs."""
         step = take_pair_step(self.engine, self._rows(batch), self.loss)
+        check_finite(self.engine, "after the update")
         metrics = {
             "train/loss": step.sums.pop("loss"),
             "train/grad_norm": step.report.grad_norm,

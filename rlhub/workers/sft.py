@@ -6,6 +6,7 @@ import torch
 
 from rlhub.algorithms.masked import masked_sum
 from rlhub.config.sft import SFTConfig
+from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_sft_engine
 from rlhub.engines.training.updates import sft_loss, take_steps
@@ -39,6 +40,7 @@ class SFTWorker(EngineWorker):
         """One optimizer step over the batch; meta_info["metrics"] are global."""
         rows = dict(batch.batch.items())
         steps = take_steps(self.engine, rows, sft_loss, num_mini_batches=1, epochs=1, scale=1.0, outputs=("log_probs",))
+        check_finite(self.engine, "after the update")
         if not steps:
             raise DataError("no row of this batch has a token to learn from; check data.response_key and the truncation")
         (step,) = steps

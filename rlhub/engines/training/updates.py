@@ -235,7 +235,7 @@ class ValueUpdater:
 def value_metrics(steps: list[StepSums]) -> dict[str, float]:
     """vf_explained_var: 1 - mean squared error / variance of the returns (1 is perfect, 0 no better than their mean)."""
     done = [step for step in steps if not step.report.skipped]
-    metrics = {"critic/skipped_steps": float(len(steps) - len(done))}
+    metrics = {"critic/skipped_steps": float(len(steps) - len(done)), "critic/optimizer_steps": float(len(done))}
     if steps:
         metrics["critic/lr"] = steps[-1].report.lr
     for step in done:

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from rlhub.config.model import ModelConfig
 from rlhub.config.training import MegatronConfig
 from rlhub.errors import ConfigError
-from rlhub.models.hf import ModelKind, load_config
+from rlhub.models.hf import ModelKind, check_weights, load_config
 from rlhub.models.kinds import reward_problem
 from rlhub.models.megatron.checks import megatron_problems, num_virtual_stages
 from rlhub.models.megatron.context import cut, own_tokens
@@ -165,6 +165,7 @@ def build_megatron(plan: MegatronPlan, *, load: bool = True) -> BuiltMegatron:
     for chunk in built.chunks:
         chunk.requires_grad_(plan.trainable).train(plan.trainable)
     if load:
+        check_weights(plan.model, plan.kind)
         load_weights(built, plan.model, plan.seed)
     return built
 

@@ -19,12 +19,13 @@ from rlhub.config.model import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import SCALAR_HEAD
 from rlhub.models.megatron.names import ParamParts, parts
+from rlhub.models.required_weights import refuse_nonfinite
+from rlhub.models.weight_files import INDEX, SINGLE
 from rlhub.utils.regions import Region, take
 
 if TYPE_CHECKING:
     from rlhub.models.megatron.build import BuiltMegatron
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BASE = "model."
 """What a checkpoint of the transformer without a head leaves out of its names."""
 LAYER = re.compile(r"(model\.layers\.\d+\.)(?!mlp\.experts\.).*(?<!inv_freq)")
@@ -60,21 +61,21 @@ class Checkpoint:
 
 
 def _files(path: str) -> dict[str, Path]:
-    """The file of every tensor."""
-    index = cached_file(path, INDEX, _raise_exceptions_for_missing_entries=False)
-    if index is not None:
-        files, _ = get_checkpoint_shard_files(path, index)
-        by_name = {Path(file).name: Path(file) for file in files}
-        weight_map: Mapping[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        return {name: by_name[file] for name, file in weight_map.items()}
+    """The file of every tensor; one file with all goes before an index, as for transformers."""
     single = cached_file(path, SINGLE, _raise_exceptions_for_missing_entries=False)
-    if single is None:
+    if single is not None:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), Path(single))
+    index = cached_file(path, INDEX, _raise_exceptions_for_missing_entries=False)
+    if index is None:
         raise ConfigError(
             f"{path!r} has no safetensors weights (neither {SINGLE} nor {INDEX}), which strategy=megatron reads; "
             "save the model anew with save_pretrained"
         )
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), Path(single))
+    files, _ = get_checkpoint_shard_files(path, index)
+    by_name = {Path(file).name: Path(file) for file in files}
+    weight_map: Mapping[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+    return {name: by_name[file] for name, file in weight_map.items()}
 
 
 @torch.no_grad()
@@ -82,7 +83,7 @@ def load_weights(built: BuiltMegatron, model: ModelConfig, seed: int) -> None:
     """Fill this rank's parameters from the checkpoint; padding becomes zero.
 
     seed: of a scalar head that the checkpoint lacks, which all ranks and backends then draw alike.  Raises ConfigError
-    naming tensors that are missing, of another shape, or that the checkpoint has and the model does not.
+    naming tensors that are missing, of another shape, not finite, or that the checkpoint has and the model does not.
     """
     checkpoint = Checkpoint(model)
     entries = list(parts(built))
@@ -95,6 +96,8 @@ def load_weights(built: BuiltMegatron, model: ModelConfig, seed: int) -> None:
                 entry.param.copy_(_drawn_head(built, seed))
             else:
                 take(entry.param, part.local).copy_(checkpoint.read(stored, part.region))
+    held = ((part.name, take(entry.param, part.local)) for entry in entries for part in entry.parts)
+    refuse_nonfinite(checkpoint.path, held)
 
 
 def _drawn_head(built: BuiltMegatron, seed: int) -> Tensor:

@@ -29,6 +29,7 @@ from rlhub.trainer.ppo.columns import log_prob_inputs, model_inputs, policy_inpu
 from rlhub.trainer.ppo.correction import bypass, correct_batch, measure_mismatch
 from rlhub.trainer.ppo.layout import arrange
 from rlhub.trainer.ppo.metrics import batch_metrics, mean_metrics
+from rlhub.trainer.ppo.mismatch_bound import MismatchBound, mismatch_bound
 from rlhub.trainer.ppo.requirements import Requirements, requirements
 from rlhub.trainer.ppo.scoring import COMPONENT, Scorer, build_scorer
 from rlhub.trainer.ppo.selection import number_samples, select_tokens
@@ -55,6 +56,7 @@ class Learner:
     kl_controller: KLController = field(init=False)
     needs: Requirements = field(init=False)
     scorer: Scorer = field(init=False)
+    bound: MismatchBound = field(init=False)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     _estimator: Any = field(init=False)
     _knobs: Any = field(init=False)
@@ -62,6 +64,7 @@ class Learner:
     def __post_init__(self) -> None:
         algorithm = self.config.algorithm
         self.needs = requirements(self.config)
+        self.bound = mismatch_bound(self.config)
         self.scorer = build_scorer(self.config, self.reward, self.timers)
         self.kl_controller = build_kl_controller(algorithm.kl_ctrl)
         self._estimator = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator)
@@ -101,6 +104,7 @@ class Learner:
             batch.union(passed.get())
         if self.needs.old_log_probs:
             self.metrics |= measure_mismatch(batch)
+            self.bound.check(self.metrics)
         elif self.needs.bypass:
             bypass(batch)
 
@@ -114,6 +118,8 @@ class Learner:
         """Wait for the updates and keep the metrics they return."""
         for update in updates:
             self.metrics |= mean_metrics(update.get().meta_info["metrics"])
+        if not self.needs.old_log_probs:  # the update has measured the mismatch
+            self.bound.check(self.metrics)
 
     def arrange(self, batch: DataProto, step: int) -> None:
         """Fix the mini-batches and deal the rows to the ranks, so that each rank of the actor and of the critic has its part of

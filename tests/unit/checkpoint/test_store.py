@@ -189,6 +189,19 @@ def test_retains_newest_and_best(tmp_path: Path) -> None:
     assert names(tmp_path) == ["global_step_4", POINTER]
 
 
+def test_the_newest_known_to_be_finite_is_never_deleted(tmp_path: Path) -> None:
+    """Whatever was saved after it by who did not test."""
+    store = CheckpointStore(tmp_path)
+    for step, finite in ((1, True), (2, True), (3, False), (4, False)):
+        store.begin(step)
+        store.commit(step, [], {}, finite=finite)
+    assert store.retain(1) == [1, 3]
+    assert store.steps() == [2, 4]
+    store.begin(5)
+    store.commit(5, [], {}, finite=True)
+    assert store.retain(1) == [2, 4]
+
+
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_the_only_good_one_is_never_deleted(tmp_path: Path, kind: str) -> None:
     store = CheckpointStore(tmp_path)

@@ -59,6 +59,7 @@ def test_everything_that_can_be_derived_is() -> None:
         "reward_model.model.path", "reward_model.model.input_tokenizer", "reward_model.max_length",
         "reward_model.judge.model.path", "reward_model.judge.prompt_template",
         "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs",
+        "algorithm.rollout_correction.mismatch_warn", "algorithm.rollout_correction.mismatch_stop",
         "algorithm.rollout_correction.rollout_rs_threshold", "algorithm.rollout_correction.m2po_threshold",
         *(
             f"{role}.megatron.{name}"

@@ -8,7 +8,7 @@ import pytest
 
 from rlhub.checkpoint.store import Checkpoint
 from rlhub.config.trainer import TrainerConfig
-from rlhub.errors import ConfigError, RewardError
+from rlhub.errors import ConfigError, NonFiniteError, RewardError
 from rlhub.tracking.metrics_log import read_metrics
 from rlhub.tracking.tracker import Metrics
 from rlhub.trainer.run import Run
@@ -119,3 +119,25 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_the_run_is_as_it_was(
     assert "It is this run that goes on" not in caplog.text and run.folder.config.read_bytes() == written
     with opened(4) as run:
         assert run.checkpoint is not None and run.checkpoint.step == 1
+
+
+@pytest.mark.parametrize("skipped", [{"actor/skipped_steps": 2.0, "actor/optimizer_steps": 0.0}, {"train/skipped_steps": 1.0}])
+def test_steps_in_a_row_that_are_skipped_end_the_run_which_is_saved(tmp_path: Path, skipped: dict[str, float]) -> None:
+    """A coefficient of nan trained nothing, step after step, and the run ended well."""
+    taken = {"actor/skipped_steps": 1.0, "actor/optimizer_steps": 1.0, "train/skipped_steps": 0.0}
+    config = TrainerConfig(default_local_dir=str(tmp_path), logger=[], max_skipped_steps=2)
+
+    def train(run: Run, step: int, metrics: dict[str, float]) -> None:
+        run.begin_step(step)
+        run.end_step(step, metrics, save=lambda folder: [], state=dict, last=False)
+
+    with (
+        pytest.raises(NonFiniteError, match=rf"2 training steps in a row were skipped.*/skipped_steps.*{tmp_path}/global_step_5"),
+        Run(config, {}, 9) as run,
+    ):
+        run.start()
+        for step, metrics in enumerate((skipped, taken, taken, skipped, skipped, taken), 1):
+            train(run, step, metrics)
+    assert run.store.steps() == [5] and steps(run) == [1, 2, 3, 4, 5]
+    found = run.store.latest()
+    assert found is not None and found.state["metrics"].items() >= skipped.items()

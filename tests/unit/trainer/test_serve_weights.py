@@ -78,6 +78,13 @@ def test_another_models_weights_change_nothing(engine: Engine, reload: Any, weig
     assert engine.done == [] and reload.status() == {"version": 0, "load": 0, "paused": False}
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_change_nothing(engine: Engine, reload: Any, value: float) -> None:
+    with pytest.raises(EngineError, match="are not finite, and nothing was changed: norm"):
+        reload(WEIGHTS | {"norm": torch.tensor([1.0, value])})
+    assert engine.done == [] and reload.status() == {"version": 0, "load": 0, "paused": False}
+
+
 def test_half_written_weights_are_not_served_and_whole_ones_end_that(engine: Engine, reload: Any) -> None:
     engine.fails.append(EngineError("the device is lost"))
     with pytest.raises(EngineError, match="the device is lost"):

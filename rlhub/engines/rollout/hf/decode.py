@@ -21,9 +21,14 @@ from rlhub.engines.rollout.hf.noise import uniforms
 from rlhub.engines.rollout.hf.prompts import key_mask, prefill_chunks, read_prompts
 from rlhub.engines.rollout.hf.sampling import sample_tokens
 from rlhub.engines.rollout.hf.step import DecodeStep
+from rlhub.errors import EngineError
 
 KEEP_FRACTION = 0.75  # compact below this share of live rows: copying stays a small part of the work it saves
 FIRST_CAPACITY = 128  # new tokens the cache has room for before it grows
+NOT_FINITE = (
+    "the model gives log-probs that are not finite, so its tokens mean nothing: its weights are damaged, or rollout.dtype cannot "
+    "hold what it computes (float16 ends at 65504)"
+)
 NOISE_BLOCK = 64  # tokens whose noise is drawn at once
 
 
@@ -179,6 +184,9 @@ def _step(step_forward: DecodeStep, batch: _Batch, tokens: Tensor) -> Tensor:
 
 
 def _completions(output: _Output, params: SamplingParams) -> list[Completion]:
+    filled = torch.arange(output.log_probs.shape[1], device=output.lengths.device) < output.lengths[:, None]
+    if not bool(output.log_probs[filled].isfinite().all()):
+        raise EngineError(NOT_FINITE)
     tokens, log_probs = output.tokens.tolist(), output.log_probs.tolist() if params.log_probs else None
     return [
         Completion(

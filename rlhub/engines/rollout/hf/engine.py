@@ -25,6 +25,7 @@ from rlhub.engines.rollout.weight_memory import memory_blocks, move_to_blocks
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.models.experts import unfused_tensors
+from rlhub.models.required_weights import load_checked
 from rlhub.utils.pieces import Piece, whole_piece
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class HFEngine(SteppedEngine):
         _refuse_short_windows(config, setup.max_model_len)
         options = {"dtype": self._dtype, "attn_implementation": GROUPED_ATTENTION, "trust_remote_code": trust}
         if setup.load_checkpoint:
-            model = AutoModelForCausalLM.from_pretrained(setup.model.path, config=config, **options)
+            model = load_checked(AutoModelForCausalLM, str(setup.model.path), config, "policy", **options)
         else:
             with no_init_weights():  # the first update overwrites every weight
                 model = AutoModelForCausalLM.from_config(config, **options)

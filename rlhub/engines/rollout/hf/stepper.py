@@ -7,6 +7,7 @@ prompt or, after new weights, everything so far.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ from transformers.cache_utils import Cache
 
 from rlhub.engines.rollout.base import FinishReason, GenerationRequest, SamplingParams
 from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows, widen
-from rlhub.engines.rollout.hf.decode import FIRST_CAPACITY, KEEP_FRACTION, DecodeLimits
+from rlhub.engines.rollout.hf.decode import FIRST_CAPACITY, KEEP_FRACTION, NOT_FINITE, DecodeLimits
 from rlhub.engines.rollout.hf.noise import uniforms
 from rlhub.engines.rollout.hf.prompts import key_mask, prefill_chunks, read_prompts
 from rlhub.engines.rollout.hf.sampling import sample_tokens
 from rlhub.engines.rollout.hf.step import DecodeStep
 from rlhub.engines.rollout.stepping import TokenEvent
+from rlhub.errors import EngineError
 
 SPARE_SHARE = 8  # a cache that is copied for more rows gets places for 1/8 more, for those that join soon
 MASK_COLUMNS = 128  # columns the mask reaches beyond the cache's when it is made
@@ -264,6 +266,8 @@ class HFStepper:
             if row is None:
                 continue
             token = tokens[place]
+            if not math.isfinite(log_probs[place]):
+                raise EngineError(NOT_FINITE)
             row.ids.append(token)
             row.count += 1
             reason: FinishReason | None = None

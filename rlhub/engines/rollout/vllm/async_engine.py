@@ -32,13 +32,16 @@ from rlhub.engines.rollout.follower import Follower
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.requests import check_requests
 from rlhub.engines.rollout.vllm.environment import child_variables, guarded_process
-from rlhub.errors import EngineError, RequestError
+from rlhub.errors import EngineError, RequestError, RlhubError
+from rlhub.models.hf import check_weights
 from rlhub.utils.loop_thread import LoopThread
 from rlhub.utils.pieces import Piece
 from rlhub.utils.resource_tracker import start_apart
 
 if TYPE_CHECKING:
     from rlhub.engines.rollout.vllm.client import AsyncClient
+
+LOADED_WEIGHTS = "rlhub.engines.rollout.vllm.worker:LoadedWeights"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -74,6 +77,8 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
         self._vocab_size: int | None = None
 
     def initialize(self) -> None:
+        if self._setup.load_checkpoint:
+            check_weights(self._setup.model, "policy")
         self._thread = LoopThread("vllm-client")
         start_apart()  # vLLM's processes talk to each other through shared memory
         try:
@@ -81,9 +86,11 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
                 self._client = self._thread.run(self._build())
             self._vocab_size = self._client.vocab_size
             self._new_weights(self.version)
+            if self._setup.load_checkpoint:
+                self.call_workers(LOADED_WEIGHTS, "check", str(self._setup.model.path))
         except BaseException as error:
             self.shutdown()
-            if isinstance(error, RuntimeError) and not isinstance(error, EngineError):
+            if isinstance(error, RuntimeError) and not isinstance(error, RlhubError):
                 raise EngineError(f"vLLM's processes did not start: {error}; what they said is in this process's log") from error
             raise
         self._ready = self._setup.load_checkpoint

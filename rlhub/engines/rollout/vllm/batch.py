@@ -27,12 +27,15 @@ class _Row:
 
     def completion(self, *, log_probs: bool, version: int) -> Completion:
         tokens = len(self.token_ids)
-        if len(self.log_probs) != (tokens if log_probs else 0) or self.finish_reason is None:
+        if len(self.log_probs) != tokens or self.finish_reason is None:
             raise EngineError(
                 f"vLLM returned {tokens} tokens with {len(self.log_probs)} log-probabilities and ended with {self.finish_reason}"
             )
         return Completion(
-            token_ids=self.token_ids, log_probs=self.log_probs, finish_reason=self.finish_reason, versions=[version] * tokens
+            token_ids=self.token_ids,
+            log_probs=self.log_probs if log_probs else [],
+            finish_reason=self.finish_reason,
+            versions=[version] * tokens,
         )
 
 

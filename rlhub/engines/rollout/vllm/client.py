@@ -18,6 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from rlhub.engines.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.vllm.arguments import engine_arguments
+from rlhub.engines.rollout.vllm.core import refuse_nonfinite_log_probs
 from rlhub.engines.rollout.vllm.executors import CoreExecutor, WorkersExecutor
 from rlhub.engines.rollout.vllm.params import vllm_params
 from rlhub.errors import EngineError
@@ -117,7 +118,9 @@ class _Answer:
         """Whether it was the last."""
         part = output.outputs[0]
         tokens = list(part.token_ids)
-        log_probs = list(part.logprobs.logprobs) if self._params.log_probs and part.logprobs else []
+        log_probs = list(part.logprobs.logprobs) if part.logprobs else []
+        refuse_nonfinite_log_probs(log_probs)
+        log_probs = log_probs if self._params.log_probs else []
         self._tokens += tokens
         self._log_probs += log_probs
         self._last = part

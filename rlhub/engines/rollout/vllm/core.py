@@ -5,7 +5,8 @@ LLMEngine's layer above it makes an output object for every request and token, t
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -90,11 +91,21 @@ class Core:
 
 
 def log_probs_of(output: EngineCoreOutput) -> list[float]:
-    """Of the new tokens; none where they were not asked for."""
+    """Of the new tokens, asked for or not.  EngineError where one is not finite."""
     if output.new_logprobs is None:
         return []
     values: list[float] = output.new_logprobs.logprobs[:, 0].tolist()
+    refuse_nonfinite_log_probs(values)
     return values
+
+
+def refuse_nonfinite_log_probs(values: Iterable[float]) -> None:
+    """Raise EngineError where one is not finite."""
+    if not all(map(math.isfinite, values)):
+        raise EngineError(
+            "vLLM gives log-probs that are not finite, so its tokens mean nothing: the model's weights are damaged, or "
+            "rollout.dtype cannot hold what it computes (float16 ends at 65504)"
+        )
 
 
 def finish_reason_of(output: EngineCoreOutput) -> FinishReason | None:

@@ -23,6 +23,8 @@ from rlhub.engines.rollout.vllm.environment import distributed_variables, guarde
 from rlhub.engines.rollout.weight_memory import memory_blocks, move_to_blocks
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
+from rlhub.models.hf import check_weights
+from rlhub.models.required_weights import refuse_nonfinite
 from rlhub.utils.pieces import Piece
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ class VLLMEngine(SteppedEngine):
             world_size=world_size,
             local_rank=self._setup.device.index or 0,
         )
+        if self._setup.load_checkpoint:
+            check_weights(self._setup.model, "policy")
         with guarded_process(variables):
             # Imported only now: vLLM reads the environment while it is imported.
             from rlhub.engines.rollout.vllm import build
@@ -70,6 +74,8 @@ class VLLMEngine(SteppedEngine):
             self._core = Core(self._llm, own_stream(self._setup.device))
             self._can_sleep = build.supports_sleep(self._setup)
         self._weight_dtypes = {piece.name: piece.tensor.dtype for piece in self.live_weights()}
+        if self._setup.load_checkpoint:
+            refuse_nonfinite(str(self._setup.model.path), ((piece.name, piece.tensor) for piece in self.live_weights()))
         self._ready = self._setup.load_checkpoint
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:

@@ -21,8 +21,8 @@ def vllm_params(request: GenerationRequest, params: SamplingParams) -> VLLMSampl
         seed=_seed(request),
         stop_token_ids=[] if params.ignore_eos else list(params.stop_token_ids),
         ignore_eos=True,  # the request's stop tokens are the only ones
-        logprobs=0 if params.log_probs else None,
-        flat_logprobs=params.log_probs,
+        logprobs=0,  # also where nobody asked: only they tell that logits were not finite
+        flat_logprobs=True,
         detokenize=False,
         skip_clone=True,  # nobody else has it, and a deep copy costs more than all else of taking a request
     )

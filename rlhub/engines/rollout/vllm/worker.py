@@ -21,6 +21,7 @@ from rlhub.engines.rollout.vllm.watch import end_with_owner
 from rlhub.engines.rollout.vllm.weights import live_weights
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import RlhubError
+from rlhub.models.required_weights import refuse_nonfinite
 from rlhub.utils.pieces import Piece
 
 
@@ -48,6 +49,17 @@ class WorkerWeights:
 
     def wake_up(self, *, weights_only: bool = False) -> None:
         """Nothing sleeps."""
+
+
+class LoadedWeights:
+    """In each worker, what it has loaded from the model's folder."""
+
+    def __init__(self, weights: WorkerWeights) -> None:
+        self._weights = weights
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError for weights that are not finite."""
+        refuse_nonfinite(path, ((piece.name, piece.tensor) for piece in self._weights.live_weights()))
 
 
 class WorkerExtension:

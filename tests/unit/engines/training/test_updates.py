@@ -297,7 +297,7 @@ def test_when_every_step_is_skipped_only_that_is_told() -> None:
     _, metrics = policy_update(batch("advantages", "old_log_probs"), FakeTrainEngine(skip=range(3)), num_mini_batches=3)
     assert metrics == {"actor/skipped_steps": 3.0, "actor/optimizer_steps": 0.0, "actor/lr": 0.1}
     _, metrics = value_update(batch("values", "returns"), FakeTrainEngine(skip=range(3)), num_mini_batches=3)
-    assert metrics == {"critic/skipped_steps": 3.0, "critic/lr": 0.1}
+    assert metrics == {"critic/skipped_steps": 3.0, "critic/optimizer_steps": 0.0, "critic/lr": 0.1}
 
 
 # Old log-probs
