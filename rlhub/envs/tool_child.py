@@ -1,5 +1,5 @@
 """What runs in a pool's process: a tool environment, made anew for each episode, called by name.  Loaded by
-utils/killable_child."""
+utils/children/child.py."""
 
 from __future__ import annotations
 

@@ -142,6 +142,7 @@ def environment_spec(knobs: EnvironmentKnobs, factory: Any) -> EnvironmentSpec:
         num_workers=knobs.num_env_workers,
         limits=limits,
         offers_tools=tools,
+        env=tuple(knobs.env),
     )
 
 

@@ -166,7 +166,7 @@ def test_children_of_a_killed_driver_end_by_themselves(tmp_path: Path, state: st
     (tmp_path / "faulty.py").write_text(textwrap.dedent(SOURCE))
     program = f"""
         from rlhub.rewards import RewardPool, RewardRequest
-        from rlhub.utils.killable import KillablePool
+        from rlhub.utils.children.pool import KillablePool
         KillablePool._deadline = lambda pool, child: child.since + 1e6  # it ends no child before its own end
         pool = RewardPool({str(tmp_path / "faulty.py")!r} + ":compute_score", num_workers=1, timeout_s=1.5)
         pool.start()
