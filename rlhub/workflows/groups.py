@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -73,7 +73,8 @@ class Group:
 def mask_older(group: Group, oldest: int) -> int:
     """Take tokens of versions before `oldest` out of training; how many there were.
 
-    A sample of which nothing is left does not train: it is not valid, and moves nobody's baseline.
+    A sample of which nothing is left does not train: it is not valid, and moves nobody's baseline.  Rewards of masked tokens pass
+    to the first token that is left, so that the sample is still compared by its whole reward.
     """
     masked = 0
     for sample, trajectory in enumerate(group.trajectories):
@@ -83,4 +84,14 @@ def mask_older(group: Group, oldest: int) -> int:
         masked += sum(trajectory.response_mask) - sum(mask)
         trajectory.response_mask = mask
         group.valid[sample] &= any(mask)
+        if trajectory.added_rewards is not None:
+            trajectory.added_rewards = moved_inside(trajectory.added_rewards, mask)
     return masked
+
+
+def moved_inside(rewards: Sequence[float], mask: Sequence[int]) -> list[float]:
+    """Rewards (one a token) with those before the mask's first token added to that token's; all 0 for an empty mask."""
+    if not any(mask):
+        return [0.0] * len(rewards)
+    first = list(mask).index(1)
+    return [0.0] * first + [sum(rewards[: first + 1]), *rewards[first + 1 :]]

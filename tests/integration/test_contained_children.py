@@ -11,13 +11,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from rlhub.envs.pool import EnvironmentPool
+from rlhub.envs.pool import EnvironmentPool, PoolLimits
 from rlhub.errors import ConfigError, LoadError
 from rlhub.rewards import RewardPool, RewardRequest
 from rlhub.rewards.pool import RewardOutcome
+from rlhub.utils.children import containment, process
+from rlhub.utils.children.containment import namespaces_allowed
 from tests.integration.test_tool_processes import programs
+
+CONTAINED = pytest.mark.parametrize("contained", ["namespace", "subreaper"], indirect=True)
+"""By what this machine allows, and by what all machines do."""
+
+
+@pytest.fixture
+def contained(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_namespace = request.param == "namespace"
+    if in_namespace and not namespaces_allowed():
+        pytest.skip("PID namespaces are not allowed here")
+    monkeypatch.setattr(process, "namespaces_allowed", lambda: in_namespace)
+
 
 SCORER = """
 import json, os, signal, sys, time
@@ -102,6 +117,8 @@ def check_ended(beat: Path) -> None:
         assert time.monotonic() < deadline, "the chain of forks goes on"
 
 
+@CONTAINED
+@pytest.mark.usefixtures("contained")
 def test_a_chain_of_forks_ends_with_its_pool(pool: RewardPool, tmp_path: Path) -> None:
     beat = tmp_path / "beat"
     assert score(pool, ("chain", str(beat)))[0].error is not None  # the text is no number
@@ -112,12 +129,16 @@ def test_a_chain_of_forks_ends_with_its_pool(pool: RewardPool, tmp_path: Path) -
     check_ended(beat)
 
 
+@CONTAINED
+@pytest.mark.usefixtures("contained")
 def test_a_chain_of_forks_ends_with_the_process_that_started_it(pool: RewardPool, tmp_path: Path) -> None:
     (outcome,) = score(pool, ("killed chain", str(tmp_path / "beat")))
     assert outcome.error is not None and outcome.error.kind == "died" and "SIGKILL" in outcome.error.message
     check_ended(tmp_path / "beat")
 
 
+@CONTAINED
+@pytest.mark.usefixtures("contained")
 def test_no_fork_of_a_scorer_can_answer_for_it(pool: RewardPool) -> None:
     rows = [("", 1), ("forge in a fork", 2), ("", 3), ("return twice", 4), ("", 5), ("pid", 0)]
     outcomes = score(pool, *rows, ("pid", 0))
@@ -149,12 +170,16 @@ print("own")
 """
 
 
+@CONTAINED
+@pytest.mark.usefixtures("contained")
 def test_what_a_program_writes_to_its_descriptors_reaches_no_other_call() -> None:
     forging, *others = programs(FORGE, "print(2)", "print(3)", num_workers=1)
     assert [result.text for result in others] == ["2\n", "3\n"]
     assert forging.text != "forged"
 
 
+@CONTAINED
+@pytest.mark.usefixtures("contained")
 def test_a_program_reads_no_descriptor_of_the_process_that_runs_it() -> None:
     look = """
         import os
@@ -169,6 +194,8 @@ def test_a_program_reads_no_descriptor_of_the_process_that_runs_it() -> None:
     assert len(json.loads(own.replace("'", '"'))) <= 5 if own.startswith("[") else own == "hidden"
 
 
+@CONTAINED
+@pytest.mark.usefixtures("contained")
 def test_a_program_ends_with_its_call() -> None:
     """Also what it has started, while other calls go on."""
     leave = (
@@ -176,6 +203,24 @@ def test_a_program_ends_with_its_call() -> None:
     )
     left, others = programs(leave, "import os; print(len(os.listdir('/proc/self/task')))", num_workers=1)
     assert left.text == "ok\n" and others.text == "1\n"
+
+
+def test_the_start_says_where_forks_are_not_contained(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, and why."""
+    monkeypatch.setattr(containment, "PROBE", "raise PermissionError('unshare')")
+    namespaces_allowed.cache_clear()
+    try:
+        assert not namespaces_allowed() and not namespaces_allowed()
+    finally:
+        namespaces_allowed.cache_clear()
+    (said,) = caplog.records
+    assert "not contained" in said.getMessage() and "PermissionError: unshare" in said.getMessage()
+
+
+def test_a_child_is_known_by_its_number_inside_too(pool: RewardPool) -> None:
+    (outcome,) = score(pool, ("pid", 0))
+    assert "scorer.py" in " ".join(psutil.Process(outcome.details["pid"]).cmdline())
+    assert psutil.Process(outcome.details["pid"]) in psutil.Process().children(recursive=True)
 
 
 SECRETS = {"WANDB_API_KEY": "w", "HF_TOKEN": "h", "MY_PAT": "p", "PGPASSWORD": "g", "PLAIN_SETTING": "7", "A_SECRET": "12"}
@@ -319,7 +364,6 @@ def test_an_environment_may_import_in_its_first_step(tmp_path: Path) -> None:
         "        return 'end', 1.0, True, False, {}\n"
         "    def close(self): pass\n"
     )
-    from rlhub.envs.pool import PoolLimits
 
     async def play() -> Any:
         limits = PoolLimits(reset_timeout_s=20.0, step_timeout_s=1.0)

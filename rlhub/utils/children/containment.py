@@ -10,8 +10,8 @@ import sys
 logger = logging.getLogger(__name__)
 
 PROBE = (
-    "import os,sys; sys.path[:]=sys.argv[1:]; from rlhub.utils.children.supervisor import become_child; number=os.getpid(); "
-    "become_child(os.pipe()[0], (), namespace=True); os._exit(os.getpid() != number)"
+    "import os,sys; sys.path[:]=sys.argv[1:]; from rlhub.utils.children.supervisor import become_child; "
+    "become_child(os.pipe()[0], (), namespace=True); os._exit(0)"
 )
 PROBE_S = 60.0
 

@@ -23,6 +23,8 @@ CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000  #
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_SLAVE = 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 19  # linux/mount.h
 CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
 DRIVER_CHECK_S = 5.0
+READ_BYTES = 1 << 16
+NUMBER_ATTEMPTS = 20
 SIGNAL_BASE = 128  # exit codes above it: ended by the signal that is left, as shells say it
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -34,7 +36,7 @@ def become_child(request_fd: int, driver_fds: Iterable[int], *, namespace: bool)
 
     request_fd: the read end of a pipe that only the driver writes to; driver_fds: what the child alone may hold.
     """
-    driver, supervisor = os.getppid(), os.getpid()
+    driver = os.getppid()
     set_process(PR_SET_CHILD_SUBREAPER, 1)
     owns_users = namespace and _enter_namespaces()
     set_process(PR_SET_DUMPABLE, 0)  # nobody opens its descriptors through /proc
@@ -42,7 +44,7 @@ def become_child(request_fd: int, driver_fds: Iterable[int], *, namespace: bool)
     if process == 0:
         set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
         if namespace:
-            _first_of_namespace(supervisor, (request_fd, *driver_fds))
+            _first_of_namespace((request_fd, *driver_fds))
         if owns_users:
             drop_capabilities()
         os.setsid()
@@ -93,7 +95,7 @@ def _ended(process: int, request_fd: int, driver: int) -> int:
     while (code := _reaped(process)) is None:
         events = dict(poller.poll(DRIVER_CHECK_S * 1000))
         if told in events:
-            os.read(told, 1 << 16)
+            os.read(told, READ_BYTES)
         if request_fd in events or os.getppid() != driver:  # a fork of the driver may hold the pipe open
             os.kill(process, signal.SIGKILL)
             return _exit_code(os.waitpid(process, 0)[1])
@@ -141,18 +143,15 @@ def _enter_namespaces() -> bool:
     return owns_users
 
 
-def _first_of_namespace(supervisor: int, fds: Iterable[int]) -> None:
-    """Returns in the child.  The namespace's first process reaps, and ends with the child: then the kernel ends the rest.
-
-    The child's number is its supervisor's outside: no two children have the same, and who names files by it meets no other's.
-    """
+def _first_of_namespace(fds: Iterable[int]) -> None:
+    """Returns in the child.  The namespace's first process reaps, and ends with the child: then the kernel ends the rest."""
     try:
+        outside = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         _checked(_LIBC.unshare(CLONE_NEWNS))
         _checked(_LIBC.mount(None, b"/", None, MS_REC | MS_SLAVE, None))
         _checked(_LIBC.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None))
-        with open("/proc/sys/kernel/ns_last_pid", "w") as file:
-            file.write(str(supervisor - 1))
-        process = os.fork()
+        process = _fork_with_number_of(outside)
+        os.close(outside)
     except OSError:
         os._exit(1)
     if process == 0:
@@ -162,6 +161,31 @@ def _first_of_namespace(supervisor: int, fds: Iterable[int]) -> None:
     while (found := os.wait())[0] != process:
         pass
     os._exit(_exit_code(found[1]))
+
+
+def _fork_with_number_of(outside: int) -> int:
+    """A fork that has the number inside that it has in the /proc `outside`: no two children have the same, who names files by it
+    meets no other's, and it is the one that others know it by.  The numbers outside are given in turn, so the next is guessed."""
+    told, tell = os.pipe()
+    number = int(os.readlink("self", dir_fd=outside))
+    for attempt in range(NUMBER_ATTEMPTS):
+        with open("/proc/sys/kernel/ns_last_pid", "w") as file:
+            file.write(str(number))
+        process = os.fork()
+        if process == 0:
+            number = int(os.readlink("self", dir_fd=outside))
+            os.write(tell, b"%d" % number)
+            if number != os.getpid() and attempt < NUMBER_ATTEMPTS - 1:
+                os._exit(0)
+            break
+        number = int(os.read(told, READ_BYTES))
+        if number == process:
+            break
+        if attempt < NUMBER_ATTEMPTS - 1:
+            os.waitpid(process, 0)
+    os.close(told)
+    os.close(tell)
+    return process
 
 
 def _checked(result: int) -> None:
