@@ -111,7 +111,8 @@ class RewardModelConfig:
     max_error_rate: UnitFloat = 0.1
     """With mask or zero: a larger share of failures in a batch stops the run."""
     timeout_s: PositiveFloat = 30.0
-    """Longest time to score one sample, in seconds; its process is killed after that."""
+    """Longest time to score one sample, in seconds; its process is killed after that. What the function imports, at the top of
+    its file or in a process's first calls, has 120 s of its own."""
     memory_gb: PositiveFloat = 4.0
     """Address space of each reward process, in GiB."""
     num_workers: PositiveInt | None = None
@@ -134,3 +135,6 @@ class CustomRewardConfig:
     """Python file with your reward function; null: chosen by each row's data_source."""
     name: str = "compute_score"
     """The function: (data_source, solution_str, ground_truth, extra_info) -> float or dict with "score"."""
+    env: list[str] = field(default_factory=list)
+    """Environment variables that the function may read though their names look like secrets (API_KEY, TOKEN, PASSWORD, ...);
+    its processes are started with all others."""

@@ -1,4 +1,4 @@
-"""What runs in a pool's process: one simulator, called by name.  Loaded by utils/killable_child."""
+"""What runs in a pool's process: one simulator, called by name.  Loaded by utils/children/child.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhub.envs.base import EnvError, ImageObservation, Observation, StepEnvironment
 from rlhub.envs.local import observed, optional_method
-from rlhub.utils.killable_wire import WireError, encode
+from rlhub.utils.children.wire import WireError, encode
 from rlhub.utils.loop_thread import LoopThread
 from rlhub.utils.user_code import load_target
 

@@ -7,7 +7,7 @@ A process that dies, hangs or eats its memory costs the one episode that leased 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from rlhub.envs.base import Observation, StepEnvironment, StepResult
 from rlhub.envs.child import unpacked
 from rlhub.envs.process import SERVE, EnvProcess
+from rlhub.utils.children.access import Access
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,13 +62,22 @@ class PooledEnvironment(StepEnvironment):
 class EnvironmentPool:
     """Belongs to one event loop.  target: `module:name` or `path/to/file.py:name`, called with `settings` in each process.
 
-    serve: what answers the calls there.
+    serve: what answers the calls there.  env: environment variables that it may read though they look like secrets.
     """
 
     serve = SERVE
 
-    def __init__(self, target: str, settings: Mapping[str, Any], *, num_workers: int, limits: PoolLimits | None = None) -> None:
+    def __init__(
+        self,
+        target: str,
+        settings: Mapping[str, Any],
+        *,
+        num_workers: int,
+        limits: PoolLimits | None = None,
+        env: Sequence[str] = (),
+    ) -> None:
         self._target, self._settings = target, dict(settings)
+        self._access = Access(setting="actor_rollout_ref.rollout.agent.kwargs.env", env=tuple(env))
         self._limits = limits or PoolLimits()
         self._slots: list[EnvProcess | None] = [None] * num_workers
         self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()
@@ -95,9 +105,8 @@ class EnvironmentPool:
         if process is not None and not process.dead:
             return process
         self.num_replaced += process is not None
-        limits = self._limits
         started = await EnvProcess.start(
-            self._target, self._settings, timeout_s=limits.longest_s, memory_gb=limits.memory_gb, serve=self.serve
+            self._target, self._settings, memory_gb=self._limits.memory_gb, access=self._access, serve=self.serve
         )
         self._slots[number] = started
         return started

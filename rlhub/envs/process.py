@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from rlhub.envs.base import EnvDiedError, EnvError
 from rlhub.errors import DeadlineError, LoadError
-from rlhub.utils.killable_process import ChildProcess, spawn
-from rlhub.utils.killable_wire import WireError, encode
+from rlhub.utils.children.access import Access
+from rlhub.utils.children.process import LOAD_TIMEOUT_S, ChildProcess, Request, spawn
+from rlhub.utils.children.wire import WireError
 
 SERVE = "rlhub.envs.child:serve"
-START_TIMEOUT_S = 120.0  # imports of a large simulator on a busy machine
 
 
 class EnvProcess:
     """Belongs to one event loop; one call at a time.  After an error other than EnvError it is `dead` and killed."""
 
-    def __init__(self, child: ChildProcess) -> None:
-        self._child = child
+    def __init__(self, child: ChildProcess, access: Access) -> None:
+        self._child, self._access = child, access
         self.dead = False
 
     @classmethod
     async def start(
-        cls, target: str, settings: Mapping[str, Any], *, timeout_s: float, memory_gb: float, serve: str = SERVE
+        cls, target: str, settings: Mapping[str, Any], *, memory_gb: float, access: Access, serve: str = SERVE
     ) -> EnvProcess:
-        """A process with the simulator made in it.  timeout_s: the longest that a call may take, ever.  serve: what answers the
-        calls there.  LoadError."""
+        """A process with the simulator made in it.  serve: what answers the calls there.  LoadError, ConfigError."""
         parameters = ("operation", "arguments")
-        spawning = asyncio.ensure_future(asyncio.to_thread(spawn, serve, parameters, timeout_s=timeout_s, memory_gb=memory_gb))
+        spawning = asyncio.ensure_future(asyncio.to_thread(spawn, serve, parameters, memory_gb=memory_gb, access=access))
         try:
-            process = cls(await asyncio.shield(spawning))
+            process = cls(await asyncio.shield(spawning), access)
         except asyncio.CancelledError:
             spawning.add_done_callback(_end_unwanted)
             raise
-        reply = await process._exchange("start", None, START_TIMEOUT_S)
+        reply = await process._exchange("start", None, LOAD_TIMEOUT_S)
         if "load_error" in reply:
             await process.kill()
-            raise LoadError(f"environment {target}:\n{reply['load_error']}")
+            raise LoadError(f"environment {target}:\n{reply['load_error']}{access.hint(reply['load_error'])}")
         try:
-            await process.call("make", {"target": target, "settings": dict(settings)}, START_TIMEOUT_S)
+            await process.call("make", {"target": target, "settings": dict(settings)}, LOAD_TIMEOUT_S)
         except EnvError as error:
             await process.kill()
             raise LoadError(f"environment {target} cannot be made: {error}") from error
@@ -51,15 +51,15 @@ class EnvProcess:
         if self.dead:
             raise EnvDiedError("the environment's process has ended; take another one from the pool")
         try:
-            line = encode([{"operation": operation, "arguments": dict(arguments)}])
+            request = Request.of([{"operation": operation, "arguments": dict(arguments)}])
         except WireError as error:
             raise EnvError(f"the arguments of {operation} have no JSON form: {error}") from error
-        reply = await self._exchange(operation, line, timeout_s)
+        reply = await self._exchange(operation, request, timeout_s)
         if reply.get("failed") == "memory":
             how = await self.kill()
             raise EnvDiedError(f"{operation}: the environment used more memory than it may ({how})")
         if "failed" in reply:
-            raise EnvError(f"{operation}: {reply['message']}")
+            raise EnvError(f"{operation}: {reply['message']}{self._access.hint(reply['message'])}")
         return reply.get("value")
 
     async def kill(self) -> str:
@@ -69,11 +69,11 @@ class EnvProcess:
         self.dead = True
         return await asyncio.to_thread(self._child.kill)
 
-    async def _exchange(self, operation: str, line: bytes | None, timeout_s: float) -> dict[str, Any]:
-        """Send a line and wait for the reply to it; whatever else happens costs the process its life."""
+    async def _exchange(self, operation: str, request: Request | None, timeout_s: float) -> dict[str, Any]:
+        """Send a request and wait for the reply to it; whatever else happens costs the process its life."""
         try:
-            async with asyncio.timeout(timeout_s):
-                reply = await self._reply(line)
+            async with asyncio.timeout(timeout_s) as limit:
+                reply = await self._reply(request, timeout_s, limit)
         except TimeoutError as error:
             await self.kill()
             raise DeadlineError(f"environment {operation}", timeout_s, "its process was killed") from error
@@ -85,15 +85,19 @@ class EnvProcess:
             raise EnvDiedError(f"{operation}: the environment's process {how}")
         return reply
 
-    async def _reply(self, line: bytes | None) -> dict[str, Any] | None:
-        """The next reply; None at the end of the stream."""
+    async def _reply(self, request: Request | None, timeout_s: float, limit: asyncio.Timeout) -> dict[str, Any] | None:
+        """The next reply; None at the end of the stream.  The limit is put off while the call imports."""
         loop, child = asyncio.get_running_loop(), self._child
         replies: asyncio.Future[dict[str, Any] | None] = loop.create_future()
 
         def readable() -> None:
             found = child.read()
-            if not replies.done() and (found or child.finished):
+            if replies.done():
+                return
+            if found or child.finished:
                 replies.set_result(found[0] if found else None)
+            elif not limit.expired():
+                limit.reschedule(loop.time() + child.deadline(timeout_s) - time.monotonic())
 
         def writable() -> None:
             child.write()
@@ -102,8 +106,8 @@ class EnvProcess:
 
         loop.add_reader(child.reply_fd, readable)
         try:
-            if line is not None:
-                child.give((), line)
+            if request is not None:
+                child.give((), request)
                 if child.wants_write:
                     loop.add_writer(child.request_fd, writable)
             return await replies

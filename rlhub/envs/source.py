@@ -29,6 +29,7 @@ class EnvironmentSpec:
     name: registered, `module:name` or `path/to/file.py:name`, called with `settings`.
     num_workers: processes that run it, in each place where it runs; 0: none of their own, and as many as are asked for.  Only a
     call that hangs in such a process can be ended.
+    env: environment variables that those processes are given though they look like secrets.
     offers_tools: it is an `Environment`, which without such processes runs on the event loop of its place.
     """
 
@@ -37,6 +38,7 @@ class EnvironmentSpec:
     num_workers: int = 0
     limits: PoolLimits = field(default_factory=PoolLimits)
     offers_tools: bool = False
+    env: tuple[str, ...] = ()
 
     @property
     def places(self) -> int:
@@ -95,7 +97,7 @@ class OwnEnvironments:
         """The processes for this spec; they start as they are needed."""
         if spec.key not in self._pools:
             target, make = environment_target(spec.name), ToolPool if spec.offers_tools else EnvironmentPool
-            self._pools[spec.key] = make(target, spec.settings, num_workers=spec.num_workers, limits=spec.limits)
+            self._pools[spec.key] = make(target, spec.settings, num_workers=spec.num_workers, limits=spec.limits, env=spec.env)
         return self._pools[spec.key]
 
     @property

@@ -1,5 +1,5 @@
 """What runs in a pool's process: a tool environment, made anew for each episode, called by name.  Loaded by
-utils/killable_child."""
+utils/children/child.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rlhub.envs.base import EnvError, Environment
 from rlhub.errors import RlhubError
 from rlhub.utils.loop_thread import LoopThread
-from rlhub.utils.tool_calls import ToolResult
+from rlhub.utils.tool_calls import ToolResult, as_result
 from rlhub.utils.user_code import load_target
 
 TIMED_OUT = "timed_out"
@@ -62,14 +62,14 @@ def serve(operation: str, arguments: dict[str, Any]) -> Any:
 async def _answer(environment: Environment, tool_name: str, tool_args: Mapping[str, Any]) -> dict[str, Any]:
     """A result's fields.  What the call raises is the policy's to read, as text, for its type is known here."""
     try:
-        found = await environment.aexecute(tool_name, tool_args)
+        made = as_result(await environment.aexecute(tool_name, tool_args))
     except MemoryError:
         raise
     except TimeoutError as error:
         return {TIMED_OUT: str(error)}
     except RlhubError as error:
-        found = ToolResult(text=f"Error: {error}", failed=True)
+        made = ToolResult(text=f"Error: {error}", failed=True)
     except Exception as error:  # noqa: BLE001  boundary to code of the user's
-        found = ToolResult(text=f"Error: {type(error).__name__}: {error}", failed=True)
-    made = found if isinstance(found, ToolResult) else ToolResult(text=found)
-    return {"text": made.text, "failed": made.failed, "reward": float(made.reward), "done": bool(made.done)}
+        made = ToolResult(text=f"Error: {type(error).__name__}: {error}", failed=True)
+    shown = {"text": made.text, "failed": made.failed}
+    return shown | {"reward": float(made.reward), "done": bool(made.done), "metrics": dict(made.metrics)}

@@ -38,7 +38,6 @@ def read_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> V
     except OSError:  # the model has no generation settings
         more = None
     stops |= set(more) if isinstance(more, list) else ({more} - {None})
-    size = int(config.get_text_config().vocab_size)
     written = tuple(sorted(stop for stop in stops if stop < size))
     return Vocabulary(size=size, stop_token_ids=written, pad_id=int(tokenizer.pad_token_id))
 

@@ -29,6 +29,7 @@ def build_reward_manager(
         num_workers=reward_model.num_workers,
         timeout_s=reward_model.timeout_s,
         memory_gb=reward_model.memory_gb,
+        env=custom.env,
     )
     parts = ManagerParts(
         pool=pool,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlhub.utils.killable import KillablePool, Outcome
+from rlhub.utils.children.access import Access
+from rlhub.utils.children.pool import KillablePool, Outcome
 
 RewardFailureKind = Literal["raised", "timeout", "died", "memory", "bad_value", "bad_input", "skipped"]
 LARGEST_SCORE = 3.4e38  # float32, the dtype of the reward columns
@@ -44,12 +45,25 @@ class RewardOutcome:
 class RewardPool:
     """Scores in killable children.  `target`: `"/path/to/file.py:name"` or `"package.module:name"`."""
 
-    def __init__(self, target: str, *, num_workers: int | None = None, timeout_s: float = 30.0, memory_gb: float = 4.0) -> None:
-        """timeout_s: for one sample; memory_gb: address space of one child, in GiB; num_workers: at most, started as needed."""
-        self._pool = KillablePool(target, PARAMETERS, num_workers=num_workers, timeout_s=timeout_s, memory_gb=memory_gb)
+    def __init__(
+        self,
+        target: str,
+        *,
+        num_workers: int | None = None,
+        timeout_s: float = 30.0,
+        memory_gb: float = 4.0,
+        env: Sequence[str] = (),
+    ) -> None:
+        """timeout_s: for one sample, less the time in which it imports; memory_gb: address space of one child, in GiB;
+        num_workers: at most, started as needed; env: environment variables that the function may read though they look like
+        secrets."""
+        access = Access(setting="custom_reward_function.env", env=tuple(env))
+        self._pool = KillablePool(
+            target, PARAMETERS, num_workers=num_workers, timeout_s=timeout_s, memory_gb=memory_gb, access=access
+        )
 
     def start(self) -> None:
-        """Load the function in a first child.  Raises LoadError with its traceback."""
+        """Load the function in a first child.  Raises LoadError with its traceback, ConfigError for `env`."""
         self._pool.start()
 
     def score(self, requests: Sequence[RewardRequest], *, max_failures: int | None = None) -> list[RewardOutcome]:

@@ -7,7 +7,6 @@ json     {"name": "calculator", "arguments": {"expression": "2+2"}} with nothing
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from dataclasses import dataclass, field
@@ -86,8 +85,10 @@ def as_call(value: Any) -> ToolCall | str:
     if not isinstance(name, str) or not name:
         return 'a tool call needs a "name"'
     if isinstance(arguments, str):  # some models write the arguments as JSON in a string
-        with contextlib.suppress(ValueError, RecursionError):
+        try:
             arguments = _DECODER.decode(arguments)
+        except (ValueError, RecursionError) as error:
+            return f'"arguments" of {name} is a text that is not valid JSON: {_short(error)}'
     if not isinstance(arguments, dict):
         return f'"arguments" of {name} must be an object, not a {type(arguments).__name__}'
     return ToolCall(name=name, arguments=arguments)

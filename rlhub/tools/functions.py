@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhub.tools.base import Tool
 from rlhub.tools.schemas import schema_of
-from rlhub.utils.tool_calls import ToolResult, ToolSchema
+from rlhub.utils.tool_calls import ToolResult, ToolSchema, as_result
 
 
 class FunctionTool(Tool):
-    """Calls `function` with the model's arguments and the `bound` ones, which the model does not see.
+    """Calls `function` with the model's arguments and the `bound` ones, which the model does not see.  It returns text, a tuple
+    (text, reward, metrics), a ToolResult, or what is shown as JSON.
 
     Coroutine functions are awaited; plain ones run in a thread, which a deadline leaves behind but cannot end: what may hang
     or is not trusted belongs into a process of its own (see python.py).
@@ -34,15 +34,3 @@ class FunctionTool(Tool):
         keywords = {**arguments, **self._bound}
         value = await (self._function(**keywords) if self._is_async else asyncio.to_thread(self._function, **keywords))
         return as_result(value)
-
-
-def as_result(value: Any) -> ToolResult:
-    """Text as it is, a ToolResult as it is, anything else as JSON where it has a JSON form."""
-    if isinstance(value, ToolResult):
-        return value
-    if isinstance(value, str):
-        return ToolResult(text=value)
-    try:
-        return ToolResult(text=json.dumps(value, ensure_ascii=False))
-    except (TypeError, ValueError, RecursionError):
-        return ToolResult(text=str(value))

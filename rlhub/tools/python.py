@@ -1,19 +1,22 @@
-"""python: code that a model writes, run in a killable child with a deadline and a memory cap.
+"""python: code that a model writes, run in a child (utils/children) with a deadline and a memory cap.
 
 Each call is a process of its own, forked from a child that has loaded nothing but the standard library: calls know nothing
-of each other, and what a call does to its interpreter ends with it.  This is no sandbox against malice: the code has this
-user's rights to files and network; run agents that must not have them in a container.
+of each other, and what a call does to its interpreter, or starts, ends with it.  It has no descriptor but that of its own
+answer, few environment variables, and no capability, root's neither.  This is no sandbox against malice: the code has this
+user's rights to files (a token in the home folder, too) and network, and where PID namespaces are not allowed it sees and can
+signal this user's processes; run agents that must not in a container.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhub.tools.base import Tool, ToolError
 from rlhub.tools.schemas import schema_of
-from rlhub.utils.killable import KillablePool
+from rlhub.utils.children.access import Access
+from rlhub.utils.children.pool import KillablePool
 from rlhub.utils.tool_calls import ToolResult, ToolSchema
 
 TARGET = "rlhub.tools.python_child:run_code"
@@ -28,14 +31,18 @@ def python(code: str) -> str:
 
 
 class PythonTool(Tool):
-    """num_workers: calls at once; timeout_s: seconds for one; memory_gb: address space of one, in GiB.  Children start when
-    they are needed."""
+    """num_workers: calls at once; timeout_s: seconds for one; memory_gb: address space of one, in GiB; env: environment variables
+    that programs are given besides PATH, HOME, LANG and TMPDIR.  Children start when they are needed."""
 
     _schema = schema_of(python)
 
-    def __init__(self, *, num_workers: int = 2, timeout_s: float = 10.0, memory_gb: float = 1.0) -> None:
+    def __init__(self, *, num_workers: int = 2, timeout_s: float = 10.0, memory_gb: float = 1.0, env: Sequence[str] = ()) -> None:
+        """ConfigError for a name in `env` that is not set."""
+        self._access = Access(setting="settings.env of the tool python", env=tuple(env), untrusted=True)
+        self._access.variables()
         self._pools = [
-            KillablePool(TARGET, ["code"], num_workers=1, timeout_s=timeout_s, memory_gb=memory_gb) for _ in range(num_workers)
+            KillablePool(TARGET, ["code"], num_workers=1, timeout_s=timeout_s, memory_gb=memory_gb, access=self._access)
+            for _ in range(num_workers)
         ]
         self._free: asyncio.LifoQueue[KillablePool] | None = None
 
@@ -54,7 +61,8 @@ class PythonTool(Tool):
         call.add_done_callback(lambda done: free.put_nowait(pool))  # also when the episode waits no more
         outcome = (await asyncio.shield(call))[0]
         if outcome.failure is None:
-            return ToolResult(text=outcome.value["text"], failed=outcome.value["failed"])
+            text, failed = outcome.value["text"], outcome.value["failed"]
+            return ToolResult(text=text + self._access.hint(text) if failed else text, failed=failed)
         if outcome.failure.kind == "memory":
             raise ToolError("the code used too much memory")
         why = outcome.failure.message.partition("\n")[0]

@@ -10,6 +10,8 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
+from rlhub.utils.children.supervisor import PR_SET_DUMPABLE, drop_capabilities, end_descendants, set_process
+
 MAX_OUTPUT = 20_000  # characters kept of what is printed; the workflow shortens further
 MAX_BYTES = 4 * MAX_OUTPUT + 1000  # of a reply: a character has at most four
 _EXIT = os._exit  # before any code could replace it
@@ -44,13 +46,15 @@ def run_code(code: str) -> dict[str, Any]:
     read_end, write_end = os.pipe()
     process = os.fork()
     if process == 0:
-        os.close(read_end)
         _answer(code, write_end)
     os.close(write_end)
-    with os.fdopen(read_end, "rb") as replies:
-        data = replies.read(MAX_BYTES)
-    _, status = os.waitpid(process, 0)
-    if os.WIFSIGNALED(status) and not data:
+    data = b""
+    with os.fdopen(read_end, "rb", buffering=0) as replies:
+        while not data.endswith(b"\n") and (more := replies.read(MAX_BYTES)):  # what the code has started may hold the pipe open
+            data = (data + more)[:MAX_BYTES]
+    status = _status(process) if not data else 0
+    end_descendants()
+    if os.WIFSIGNALED(status):
         return {"text": f"Error: the code was ended by signal {os.WTERMSIG(status)}", "failed": True}
     try:
         reply = json.loads(data)
@@ -59,12 +63,20 @@ def run_code(code: str) -> dict[str, Any]:
     return reply if isinstance(reply, dict) and reply.keys() == ENDED_BADLY.keys() else ENDED_BADLY
 
 
+def _status(process: int) -> int:
+    return os.waitpid(process, 0)[1]
+
+
 def _answer(code: str, write_end: int) -> NoReturn:
     """In the fork: run, write the reply, end without running anything that the code has left behind.
 
     Whatever the code has done to the interpreter, this process must not return into the child's loop: it would answer for it.
     """
     try:
+        os.closerange(3, write_end)
+        os.closerange(write_end + 1, os.sysconf("SC_OPEN_MAX"))
+        drop_capabilities()
+        set_process(PR_SET_DUMPABLE, 1)  # its own /proc/self is open to it; that of the child is not
         _write(write_end, _run(code))
     finally:
         _EXIT(0)
@@ -86,7 +98,7 @@ def _run(code: str) -> dict[str, Any]:
 
 
 def _write(write_end: int, reply: dict[str, Any]) -> None:
-    data = json.dumps(reply).encode()[:MAX_BYTES]
+    data = json.dumps(reply).encode()[: MAX_BYTES - 1] + b"\n"
     while data:
         data = data[os.write(write_end, data) :]
 

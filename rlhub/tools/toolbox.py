@@ -14,7 +14,7 @@ from typing import Any
 from rlhub.registry import suggest
 from rlhub.tools.base import Tool, ToolError, ToolSource
 from rlhub.tools.schemas import checked_arguments
-from rlhub.utils.tool_calls import ToolCall, ToolResult, ToolSchema, schema_name
+from rlhub.utils.tool_calls import ToolCall, ToolResult, ToolSchema, as_result, schema_name
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class ToolSession:
             arguments = checked_arguments(tool.schema, call.arguments)
             async with asyncio.timeout(self._timeout_s):
                 await self._create(call.name, tool)
-                return await tool.execute(self._instance, arguments)
+                return as_result(await tool.execute(self._instance, arguments))
         except ToolError as error:
             return _failure(str(error))
         except TimeoutError:

@@ -14,7 +14,19 @@ SECRET_KEY = re.compile(
     r"|(auth|access|bearer|hf|hub|api|wandb|github|session|refresh)_?token)$|^token$",
     re.IGNORECASE,
 )
+SECRET_WORDS = frozenset(
+    ("KEY", "KEYS", "APIKEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWORDS", "PASSWD", "PASSPHRASE", "PASS", "PAT")
+    + ("CREDENTIAL", "CREDENTIALS")
+)
+SECRET_ENDS = ("PASSWORD", "APIKEY", "_PWD")  # PGPASSWORD, MYSQL_PWD
 SECRET_IN_URL = re.compile(r"(?<=://)([^/\s:@]+):([^/\s@]+)(?=@)")
+
+
+def looks_secret(name: str) -> bool:
+    """Whether an environment variable of this name is likely to hold a secret: a word of it says so, as in OPENAI_KEY, MY_PAT or
+    AWS_SECRET_ACCESS_KEY (not in TOKENIZERS_PARALLELISM, nor in PWD)."""
+    name = name.replace("-", "_").upper()
+    return not SECRET_WORDS.isdisjoint(name.split("_")) or name.endswith(SECRET_ENDS) or SECRET_KEY.search(name) is not None
 
 
 def redact(value: Any, key: str = "") -> Any:

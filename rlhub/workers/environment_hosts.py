@@ -19,11 +19,11 @@ from typing import Any
 
 from rlhub.envs.base import EnvDiedError, Environment, StepEnvironment
 from rlhub.envs.leases import stand_in
-from rlhub.envs.process import START_TIMEOUT_S
 from rlhub.envs.source import EnvironmentSpec
 from rlhub.errors import DeadlineError, WorkerDiedError, WorkerError
 from rlhub.single_controller import AsyncActorOptions, ClassWithInitArgs, astart_async_actor
 from rlhub.single_controller.async_actor import AsyncActor, Backend
+from rlhub.utils.children.process import LOAD_TIMEOUT_S
 from rlhub.workers.environment_host import EnvironmentHost, EnvironmentHostStatus
 from rlhub.workers.host_set import UNLIMITED, Host, HostSet, StartHost, own_error
 
@@ -162,7 +162,7 @@ class _Lease:
 
     async def open(self) -> None:
         """Have the host lend it; its process may have to start."""
-        within_s = 2 * START_TIMEOUT_S + self._spec.limits.longest_s + GRACE_S
+        within_s = 2 * LOAD_TIMEOUT_S + self._spec.limits.longest_s + GRACE_S
         await self._ask("lease", self._spec, self._session, within_s=within_s)
 
     async def call(self, method: str, arguments: Mapping[str, Any]) -> Any:

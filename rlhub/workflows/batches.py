@@ -6,12 +6,13 @@ right to the longest of the batch, so equal samples give an equal batch whatever
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from rlhub.errors import WorkflowError
@@ -21,6 +22,7 @@ from rlhub.workflows.groups import Group
 from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
 
 FINISH_CODES = {"stop": 0, "length": 1, "abort": 2}
+ADDED = "added_rewards"
 COMPONENT = "reward/"
 """Prefix of the columns that hold the scorer's own numbers."""
 
@@ -30,6 +32,7 @@ def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = N
 
     input_ids, attention_mask (rows, prompt + T); responses, response_mask, policy_version (rows, T) int64;
     rollout_log_probs (rows, T) float32; response_length, finish_reason, ordinal, uid (rows,) int64; the prompts' other columns.
+    Where tools gave rewards also added_rewards (rows, T) float32, which belong to the configured reward (see `add_rewards`).
     Where the samples are scored also token_level_scores (rows, T) float32, scores (rows,) float32, valid (rows,) bool and
     reward/<name> (rows,) float64, the scorer's other numbers.
 
@@ -41,7 +44,9 @@ def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = N
     columns["ordinal"] = torch.from_numpy(np.repeat(np.array([group.ordinal for group in groups], dtype=np.int64), counts))
     columns["uid"] = torch.from_numpy(np.repeat(np.arange(len(groups)), counts))
     check(columns, vocab_size)
+    columns |= added_columns(trajectories, columns["responses"].shape[1])
     columns |= score_columns(groups, columns["responses"].shape[1])
+    add_rewards(columns)
     return DataProto.from_dict(columns, prompt_columns(groups))
 
 
@@ -99,6 +104,26 @@ def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[np.ndarray,
     width = int(lengths.max())
     filled = np.arange(width)[None, :] >= width - lengths[:, None]
     return placed(rows, filled, pad_id, np.int64), filled
+
+
+def added_columns(trajectories: Sequence[Trajectory], width: int) -> dict[str, Tensor]:
+    """Nothing where no tool gave a reward."""
+    if all(trajectory.added_rewards is None for trajectory in trajectories):
+        return {}
+    added = torch.zeros(len(trajectories), width)
+    for row, trajectory in enumerate(trajectories):
+        if trajectory.added_rewards is not None:
+            added[row, : len(trajectory.added_rewards)] = torch.tensor(trajectory.added_rewards)
+    return {ADDED: added}
+
+
+def add_rewards(columns: MutableMapping[str, Tensor] | TensorDict) -> None:
+    """Add the rewards that tools gave to those of the scored samples, once; a sample without a valid score has no reward."""
+    if ADDED not in columns.keys() or "token_level_scores" not in columns.keys():
+        return
+    added = columns.pop(ADDED) * columns["valid"][:, None]
+    columns["token_level_scores"] = columns["token_level_scores"] + added
+    columns["scores"] = columns["scores"] + added.sum(1)
 
 
 def score_columns(groups: Sequence[Group], width: int) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from rlhub.envs.source import EnvironmentSpec, OwnEnvironments, offers_tools
 from rlhub.errors import ConfigError, DeadlineError, LoadError
 from rlhub.tools.base import ToolError
 from rlhub.tools.schemas import checked_arguments
-from rlhub.utils.tool_calls import ToolCall, ToolResult, ToolSchema, schema_name
+from rlhub.utils.tool_calls import ToolCall, ToolResult, ToolSchema, as_result, schema_name
 from rlhub.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
 from rlhub.workflows.knobs import EnvironmentKnobs
 from rlhub.workflows.load import WHERE, fill_knobs
@@ -116,7 +116,7 @@ class EnvironmentCalls:
         try:
             arguments = checked_arguments(schema, call.arguments)
             async with self._one_at_a_time, asyncio.timeout(self._timeout_s):
-                result = await self._environment.aexecute(call.name, arguments)
+                result = as_result(await self._environment.aexecute(call.name, arguments))
         except ToolError as error:
             return ToolResult(text=f"Error: {error}", failed=True)
         except EnvDiedError:
@@ -125,7 +125,7 @@ class EnvironmentCalls:
             return ToolResult(text=f"Error: {call.name} was not done after {self._timeout_s:g} s", failed=True)
         except Exception as error:  # noqa: BLE001  # boundary to code of the user's: its fault is the policy's to read
             return ToolResult(text=f"Error: {type(error).__name__}: {error}", failed=True)
-        return result if isinstance(result, ToolResult) else ToolResult(text=result)
+        return result
 
 
 def environment_spec(knobs: EnvironmentKnobs, factory: Any) -> EnvironmentSpec:
@@ -142,6 +142,7 @@ def environment_spec(knobs: EnvironmentKnobs, factory: Any) -> EnvironmentSpec:
         num_workers=knobs.num_env_workers,
         limits=limits,
         offers_tools=tools,
+        env=tuple(knobs.env),
     )
 
 

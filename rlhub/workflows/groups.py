@@ -86,6 +86,8 @@ def mask_older(group: Group, oldest: int) -> int:
         group.valid[sample] &= any(mask)
         if trajectory.rewards is not None:
             trajectory.rewards = moved_inside(trajectory.rewards, mask)
+        if trajectory.added_rewards is not None:
+            trajectory.added_rewards = moved_inside(trajectory.added_rewards, mask)
     return masked
 
 

@@ -102,6 +102,9 @@ class EnvironmentKnobs(ToolKnobs):
     """Seconds for a step; for a call of an environment's tool it is tool_timeout_s."""
     env_memory_gb: float = 8.0
     """Address space of one environment process, in GiB."""
+    env: list[str] = field(default_factory=list)
+    """Environment variables that environment processes may read though their names look like secrets (API_KEY, TOKEN, ...); they
+    are started with all others."""
 
     def __post_init__(self) -> None:
         super(EnvironmentKnobs, self).__post_init__()

@@ -40,16 +40,19 @@ class ToolExecutor(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class CallCounts:
-    """What happened to one episode's calls.  malformed: could not be read; failed: the tool answered with an error."""
+    """What happened to one episode's calls.  malformed: could not be read; failed: the tool answered with an error;
+    own: the numbers that tools return with their answers."""
 
     calls: int = 0
     failed: int = 0
     malformed: int = 0
     truncated: int = 0
     seconds: float = 0.0
+    own: dict[str, list[float]] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """tool_called: 1 if a call was answered without error, so that its mean is a share of the episodes."""
+        """tool_called: 1 if a call was answered without error, so that its mean is a share of the episodes.  tool/<name>: the
+        mean of a tool's own number over the calls that gave it."""
         return {
             "tool_calls": float(self.calls),
             "tool_called": float(self.calls > self.failed),
@@ -57,6 +60,7 @@ class CallCounts:
             "tool_malformed": float(self.malformed),
             "tool_truncated": float(self.truncated),
             "tool_seconds": self.seconds,
+            **{f"tool/{name}": sum(values) / len(values) for name, values in self.own.items()},
         }
 
 
@@ -64,7 +68,8 @@ class CallCounts:
 class ToolLoop:
     """How episodes with tools run, whoever answers the calls.
 
-    scored: what answers the calls also gives the rewards; else the run's reward function scores the response.
+    scored: what answers the calls gives the rewards; else the run's reward function scores the response, and what tools give is
+    added to that.
     """
 
     parts: WorkflowParts
@@ -115,6 +120,8 @@ class ToolLoop:
         counts.seconds += time.monotonic() - started
         counts.calls += len(calls[:most])
         counts.failed += sum(result.failed for result in results)
+        for name, value in (item for result in results for item in result.metrics.items()):
+            counts.own.setdefault(name, []).append(value)
         problems = [*reply.problems]
         if len(calls) > most:
             problems.append(f"{len(calls) - most} calls were not done: at most {most} a turn")

@@ -26,6 +26,7 @@ class Trajectory:
     response_mask, rollout_log_probs, versions: one entry for each response token.  The mask is 1 on tokens that the policy
     wrote, with the log-prob of the distribution sampled from and the version that sampled it; elsewhere 0, 0.0, NOT_SAMPLED.
     rewards: one entry a response token, 0 where the mask is 0, set by the workflow; None: the run's reward scores the response.
+    added_rewards: one entry a response token, added to the configured reward: what tools give.  None: nothing.
     metrics: numbers of this episode (turns, tool calls, ...), averaged over the batch.
     text: what people read in sample tables; the decoded response where it is empty.
     """
@@ -37,13 +38,14 @@ class Trajectory:
     versions: list[int]
     finish_reason: FinishReason = "stop"
     rewards: list[float] | None = None
+    added_rewards: list[float] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     text: str = ""
 
     def check(self) -> None:
         """ValueError if the columns do not fit together."""
         length = len(self.response_ids)
-        for name in ("response_mask", "rollout_log_probs", "versions", "rewards"):
+        for name in ("response_mask", "rollout_log_probs", "versions", "rewards", "added_rewards"):
             column = getattr(self, name)
             if column is not None and len(column) != length:
                 raise ValueError(f"{name} has {len(column)} entries for {length} response tokens")

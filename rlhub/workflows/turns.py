@@ -39,7 +39,7 @@ class Transcript:
     """An episode's tokens so far.
 
     budget: most response tokens, whoever wrote them.  scored: the workflow gives the rewards, which then replace the
-    configured ones; all episodes of a run must agree in this.
+    configured ones; all episodes of a run must agree in this.  Otherwise rewards are added to the configured ones.
     """
 
     prompt_ids: list[int]
@@ -124,6 +124,7 @@ class Transcript:
             versions=self.versions,
             finish_reason=self.finish_reason,
             rewards=self.rewards if self.scored else None,
+            added_rewards=self.rewards if any(self.rewards) and not self.scored else None,
             metrics={"num_turns": float(self.num_turns), **metrics},
         )
 

@@ -166,7 +166,7 @@ def test_children_of_a_killed_driver_end_by_themselves(tmp_path: Path, state: st
     (tmp_path / "faulty.py").write_text(textwrap.dedent(SOURCE))
     program = f"""
         from rlhub.rewards import RewardPool, RewardRequest
-        from rlhub.utils.killable import KillablePool
+        from rlhub.utils.children.pool import KillablePool
         KillablePool._deadline = lambda pool, child: child.since + 1e6  # it ends no child before its own end
         pool = RewardPool({str(tmp_path / "faulty.py")!r} + ":compute_score", num_workers=1, timeout_s=1.5)
         pool.start()
@@ -185,7 +185,7 @@ def test_children_of_a_killed_driver_end_by_themselves(tmp_path: Path, state: st
     children = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    assert len(children) == 1 or state == "hang"  # whose own alarm has ended it where this process got no core for so long
+    assert len(children) in (2, 3)  # with its supervisor and, in a namespace, that one's first process
     assert not psutil.wait_procs(children, timeout=60)[1]
 
 
@@ -193,7 +193,8 @@ def test_a_stopped_child_is_replaced(build: Callable[..., RewardManager], source
     others = set(psutil.Process().children())  # of other tests' clusters, say
     manager = build(timeout_s=DEADLINE_S, num_workers=1)
     manager(make_batch(["ok"]))
-    (child,) = set(psutil.Process().children()) - others
+    (supervisor,) = set(psutil.Process().children()) - others
+    child = supervisor.children(recursive=True)[-1]
     child.suspend()
     mark(source, child.pid).touch()
     result = manager(make_batch(["ok", "ok"]))

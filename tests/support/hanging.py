@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhub.utils.killable import KillablePool
-from rlhub.utils.killable_process import ChildProcess
+from rlhub.utils.children.pool import KillablePool
+from rlhub.utils.children.process import ChildProcess
 
 SAYS_SO = 'open(f"{__file__}.{os.getpid()}.hangs", "w").close()'
 """What the function does first."""
@@ -27,7 +27,7 @@ def only_hanging_calls_are_late(patch: pytest.MonkeyPatch, file: Path) -> None:
 
     def deadline(pool: KillablePool, child: ChildProcess) -> float:
         own = real(pool, child)
-        hangs = not child.ready or mark(file, child.process.pid).exists()
+        hangs = not child.ready or mark(file, child.pid).exists()
         return own if hangs else max(own, time.monotonic() + LOOK_S)
 
     patch.setattr(KillablePool, "_deadline", deadline)

@@ -16,6 +16,7 @@ from rlhub.rewards import RewardManager, RewardResult
 from rlhub.trainer.ppo.requirements import NAMES_OF_THE_REWARD, requirements
 from rlhub.trainer.ppo.validation import correctness
 from rlhub.utils.timing import PhaseTimer
+from rlhub.workflows.batches import add_rewards
 
 COMPONENT = "reward/"
 """Prefix of the columns that hold the scorer's own numbers."""
@@ -46,10 +47,12 @@ class Scorer:
         columns["token_level_scores"] = result.token_level_scores
         columns["scores"] = result.scores
         columns["valid"] = result.valid
+        add_rewards(columns)
         if self.components:
             for name in numeric_entries(result):
                 columns[f"{COMPONENT}{name}"] = component(result, name)
         if self.metric is not None:
+            result.scores = columns["scores"]
             columns[SIGNAL] = group_metric(result, self.metric)
         return result.metrics
 

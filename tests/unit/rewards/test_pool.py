@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from rlhub.rewards.pool import RewardOutcome, read_outcome
-from rlhub.utils.killable import Failure, Outcome
+from rlhub.utils.children.pool import Failure, Outcome
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,9 @@ def test_hermes(text: str, calls: list[ToolCall], rest: str) -> None:
         ('<tool_call>{"arguments": {}}</tool_call>', 'needs a "name"'),
         ('<tool_call>{"name": 3}</tool_call>', 'needs a "name"'),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "must be an object, not a list"),
-        ('<tool_call>{"name": "add", "arguments": "a=1"}</tool_call>', "must be an object, not a str"),
+        ('<tool_call>{"name": "add", "arguments": "a=1"}</tool_call>', "not valid JSON: Expecting value: line 1 column 1"),
+        (r'<tool_call>{"name": "add", "arguments": "{\"a\": 1 \"b\": 2}"}</tool_call>', "delimiter: line 1 column 9 (char 8)"),
+        (r'<tool_call>{"name": "add", "arguments": "\"a\""}</tool_call>', "must be an object, not a str"),
         (f"<tool_call>{'[' * 100_000}</tool_call>", "not valid JSON"),
     ],
 )

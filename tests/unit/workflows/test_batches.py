@@ -7,7 +7,7 @@ import torch
 from rlhub.engines.rollout.base import Completion
 from rlhub.errors import WorkflowError
 from rlhub.workers import rollout_batch
-from rlhub.workflows.batches import FINISH_CODES, episode_metrics, to_batch
+from rlhub.workflows.batches import ADDED, FINISH_CODES, add_rewards, episode_metrics, to_batch
 from rlhub.workflows.groups import Group, PromptItem, mask_older
 from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
 
@@ -71,6 +71,25 @@ def test_rewards_become_the_columns_of_scoring() -> None:
     assert columns["token_level_scores"].tolist() == [[0.0, 1.5], [0.0, 0.0]]
     assert columns["scores"].tolist() == [1.5, 0.0] and columns["valid"].tolist() == [True, False]
     assert columns["reward/acc"].tolist() == [1.0, 0.0] and columns["reward/acc"].dtype == torch.float64
+
+
+def test_rewards_of_tools_are_added_to_the_configured_ones_once() -> None:
+    """Where samples have rewards of their own at once, elsewhere when they are scored; and masked tokens keep none of them."""
+    one = group(0, (5,), completion(1, 2), completion(3, 4))
+    one.trajectories[0].added_rewards = [0.5, 0.0]
+    columns = to_batch([one], pad_id=0).batch
+    assert columns[ADDED].tolist() == [[0.5, 0.0], [0.0, 0.0]] and "token_level_scores" not in columns.keys()
+    columns["token_level_scores"] = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    columns["scores"], columns["valid"] = torch.ones(2), torch.tensor([True, True])
+    for _ in range(2):
+        add_rewards(columns)
+        assert columns["token_level_scores"].tolist() == [[0.5, 1.0], [0.0, 1.0]] and columns["scores"].tolist() == [1.5, 1.0]
+    for trajectory in one.trajectories:
+        trajectory.set_reward(2.0)
+    assert to_batch([one], pad_id=0).batch["token_level_scores"].tolist() == [[0.5, 2.0], [0.0, 2.0]]
+    one.trajectories[0].versions = [0, 1]
+    mask_older(one, 1)
+    assert one.trajectories[0].added_rewards == [0.0, 0.5]
 
 
 def test_what_others_wrote_is_not_the_policys() -> None:

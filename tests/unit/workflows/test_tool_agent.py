@@ -243,3 +243,24 @@ def test_workflows_are_found_by_name_and_by_path(tmp_path: Path) -> None:
         build_workflow(f"{file}:No", parts())
     with pytest.raises(LookupError, match="did you mean 'tool_agent'"):
         build_workflow("tool_agnt", parts())
+
+
+SEARCH = '''
+def calculator(expression: str) -> tuple[str, float, dict[str, float]]:
+    """Compute."""
+    return "four", 0.25, {"cost": float(len(expression))}
+'''
+
+
+def test_rewards_and_metrics_of_a_tool_join_the_episodes(tmp_path: Path) -> None:
+    """On the tokens of the turn that called, and on top of the reward function's."""
+    (tmp_path / "search.py").write_text(SEARCH)
+    engine = ScriptedEngine(replies=[f"{call('2+2')}{call('2+2+2')}", "It is 4."])
+    found = run(agent(tools=[f"{tmp_path / 'search.py'}:calculator"]), engine)
+    assert written(found)[1] == tool_turn("four", "four")
+    first_turn = found.response_mask.index(0) - 1
+    assert found.rewards is None and found.added_rewards is not None
+    assert {i: r for i, r in enumerate(found.added_rewards) if r} == {first_turn: 0.5}
+    assert found.metrics["tool/cost"] == 4.0
+    found.check()
+    assert run(agent(), ScriptedEngine(replies=[call("1+1"), "2"])).added_rewards is None

@@ -53,6 +53,14 @@ def batch() -> DataProto:
 EXTRA = {"correct": np.array([1.0, 0.0, 1.0]), "format": objects(True, 2, 0.5), "note": objects("a", None, "b")}
 
 
+def test_rewards_of_tools_join_the_score_of_valid_samples() -> None:
+    rows = batch()
+    rows.batch["added_rewards"] = torch.tensor([[0.5, 0.0], [0.25, 0.25], [0.0, 0.0]])
+    Scorer(reward=CountingReward(result({}, valid=[True, False, True])), timers=PhaseTimer(), metric="score")(rows)
+    assert rows.batch["scores"].tolist() == [1.5, 0.0, 0.5] == rows.batch["group_metric"].tolist()
+    assert rows.batch["token_level_scores"].tolist() == [[1.5, 1.0], [0.0, 0.0], [0.5, 0.5]]
+
+
 def test_a_scored_batch_is_not_scored_again() -> None:
     reward, rows = CountingReward(result({})), batch()
     score = Scorer(reward=reward, timers=PhaseTimer())

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from rlhub.errors import LoadError
-from rlhub.utils import killable
-from rlhub.utils.killable import KillablePool, Outcome
+from rlhub.utils.children import pool as pools
+from rlhub.utils.children.pool import KillablePool, Outcome
 from tests.support.hanging import SAYS_SO, only_hanging_calls_are_late
 
 FUNCTION = """
@@ -188,7 +188,7 @@ def test_slow_calls_spread_over_the_workers_and_trivial_ones_do_not(
     pool = make(num_workers=2, timeout_s=60.0)
     pool.start()
     with monkeypatch.context() as patch:
-        patch.setattr(killable, "GROW_AFTER_S", 60.0)  # trivial calls may have to wait for a core
+        patch.setattr(pools, "GROW_AFTER_S", 60.0)  # trivial calls may have to wait for a core
         assert len({outcome.value for outcome in run(pool, *["pid"] * 64)}) == 1
     assert len({outcome.value for outcome in run(pool, *["meet"] * 4)}) == 2
 
@@ -196,14 +196,14 @@ def test_slow_calls_spread_over_the_workers_and_trivial_ones_do_not(
 def test_trivial_calls_cost_few_round_trips(make: Callable[..., KillablePool], monkeypatch: pytest.MonkeyPatch) -> None:
     """With the control: by shares of what is left alone there are many."""
     chunks: list[int] = []
-    give = killable.ChildProcess.give
+    give = pools.ChildProcess.give
 
-    def counted(child: killable.ChildProcess, items: list[int], line: bytes) -> None:
+    def counted(child: pools.ChildProcess, items: list[int], line: bytes) -> None:
         chunks.append(len(items))
         give(child, items, line)
 
-    monkeypatch.setattr(killable.ChildProcess, "give", counted)
-    monkeypatch.setattr(killable, "TRIVIAL_CHUNK_S", 60.0)  # trivial calls may have to wait for a core
+    monkeypatch.setattr(pools.ChildProcess, "give", counted)
+    monkeypatch.setattr(pools, "TRIVIAL_CHUNK_S", 60.0)  # trivial calls may have to wait for a core
     alone, two = make(), make(num_workers=2)
     run(alone, *range(64))
     assert chunks == [64]
@@ -211,7 +211,7 @@ def test_trivial_calls_cost_few_round_trips(make: Callable[..., KillablePool], m
     run(two, *range(64))
     assert sum(chunks) == 64 and len(chunks) <= 4
     chunks.clear()
-    monkeypatch.setattr(killable, "TRIVIAL_CHUNK", 1)
+    monkeypatch.setattr(pools, "TRIVIAL_CHUNK", 1)
     run(two, *range(64))
     assert len(chunks) > 8
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhub.utils.killable_wire import WireError, decode, encode
+from rlhub.utils.children.wire import WireError, decode, encode
 
 
 def test_plain_values_bytes_and_odd_text_come_back() -> None:

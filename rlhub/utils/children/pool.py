@@ -22,15 +22,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlhub.errors import LoadError
-from rlhub.utils.killable_process import ChildProcess, spawn
-from rlhub.utils.killable_wire import WireError, encode
+from rlhub.utils.children.access import Access
+from rlhub.utils.children.process import LOAD_TIMEOUT_S, ChildProcess, Request, spawn
+from rlhub.utils.children.wire import WireError
 
 FailureKind = Literal["raised", "timeout", "died", "memory", "bad_argument", "bad_result", "skipped"]
 GROW_AFTER_S = 0.1  # about twice the start of a child: less work than that is done sooner by the children there are
 GATHER_S = (
     0.0005  # after a first reply, before reading: trivial calls answer by the dozen, and each wake-up costs more than a call
 )
-LOAD_TIMEOUT_S = 120.0
+MAX_LOADS = 3  # failed ones in a row of a function that could be loaded before
 MAX_CHUNK = 256
 TRIVIAL_CHUNK, TRIVIAL_CHUNK_S = 32, 0.002  # so many calls at once, if they are done so soon: a round trip takes half as long
 
@@ -59,7 +60,7 @@ class Outcome:
 class _Run:
     """The state of one `map`: the calls, those not yet handed out, those that get a second chance, and the outcomes.
 
-    call_s: what a call of the chunk that was answered last took, its round trip included."""
+    call_s: what a call of the chunk that was answered last took, its round trip included; failed_loads: since the last answer."""
 
     calls: Sequence[Mapping[str, Any]]
     pending: deque[int]
@@ -70,6 +71,7 @@ class _Run:
     retried: set[int] = field(default_factory=set)
     began: float = field(default_factory=time.monotonic)
     call_s: float = math.inf
+    failed_loads: int = 0
 
     @property
     def unfinished(self) -> bool:
@@ -79,16 +81,24 @@ class _Run:
         self.outcomes[number] = Outcome(failure=Failure(kind=kind, message=message))
         self.num_failures += 1
 
-    def request(self, numbers: list[int]) -> tuple[list[int], bytes]:
-        """The line for these calls, and which of them are in it: what cannot be sent has failed with that."""
+    def fail_all(self, kind: FailureKind, message: str) -> None:
+        """Every call that is not answered."""
+        for number in range(len(self.calls)):
+            if number not in self.outcomes:
+                self.fail(number, kind, message)
+        self.pending.clear()
+        self.retries.clear()
+
+    def request(self, numbers: list[int]) -> tuple[list[int], Request | None]:
+        """The request with these calls, and which of them are in it: what cannot be sent has failed with that."""
         try:
-            return numbers, encode([dict(self.calls[number]) for number in numbers])
+            return numbers, Request.of([dict(self.calls[number]) for number in numbers])
         except WireError as error:
             if len(numbers) == 1:
                 self.fail(numbers[0], "bad_argument", str(error))
-                return [], b""
+                return [], None
         sendable = [number for number in numbers if self.request([number])[0]]
-        return (sendable, self.request(sendable)[1]) if sendable else ([], b"")
+        return (sendable, self.request(sendable)[1]) if sendable else ([], None)
 
 
 class KillablePool:
@@ -102,12 +112,15 @@ class KillablePool:
         num_workers: int | None = None,
         timeout_s: float = 30.0,
         memory_gb: float = 4.0,
+        access: Access | None = None,
     ) -> None:
-        """parameters: keywords every call has; timeout_s: for one call; memory_gb: address space of one child, in GiB."""
-        self.target, self.parameters = target, tuple(parameters)
+        """parameters: keywords every call has; timeout_s: for one call, without the time in which it imports; memory_gb: address
+        space of one child, in GiB; access: which environment variables the function may read."""
+        self.target, self.parameters, self.access = target, tuple(parameters), access or Access()
         self.num_workers = num_workers or min(4, os.cpu_count() or 1)
         self.timeout_s, self.memory_gb = timeout_s, memory_gb
         self._children: list[ChildProcess] = []
+        self._loaded = False
         self._lock = threading.Lock()
         self._finalizer = weakref.finalize(self, _kill_all, self._children)
 
@@ -140,7 +153,7 @@ class KillablePool:
     def _run(self, run: _Run) -> None:
         for child in [child for child in self._children if child.process.poll() is not None]:
             self._discard(child)  # it died idle, by no fault of a call
-        while run.unfinished or not any(child.ready for child in self._children):
+        while run.unfinished or not (run.calls or any(child.ready for child in self._children)):
             self._grow(run)
             self._feed(run)
             now = time.monotonic()  # a reply that is there by now is read, however long this thread then waits for a core
@@ -157,7 +170,7 @@ class KillablePool:
         slow = bool(run.pending) and not starting and time.monotonic() - run.began > GROW_AFTER_S
         wanted = not self._children or len(run.retries) > fresh or slow
         if wanted and len(self._children) < self.num_workers:
-            self._children.append(spawn(self.target, self.parameters, timeout_s=self.timeout_s, memory_gb=self.memory_gb))
+            self._children.append(spawn(self.target, self.parameters, memory_gb=self.memory_gb, access=self.access))
 
     def _feed(self, run: _Run) -> None:
         """Give every idle child calls: large chunks first, smaller ones towards the end, so that all end together; but none that
@@ -169,9 +182,9 @@ class KillablePool:
                 chunk = [run.retries.popleft()]
             else:
                 chunk = [run.pending.popleft() for _ in range(self._chunk_size(run))]
-            sendable, line = run.request(chunk) if chunk else ([], b"")
-            if sendable:
-                child.give(sendable, line)
+            sendable, request = run.request(chunk) if chunk else ([], None)
+            if request is not None:
+                child.give(sendable, request)
 
     def _chunk_size(self, run: _Run) -> int:
         left = len(run.pending)
@@ -188,7 +201,7 @@ class KillablePool:
         return max(0.0, min(limits, default=0.0))
 
     def _deadline(self, child: ChildProcess) -> float:
-        return child.since + (self.timeout_s if child.ready else LOAD_TIMEOUT_S)
+        return child.deadline(self.timeout_s)
 
     def _pump(self, run: _Run, timeout_s: float) -> None:
         """Wait for pipes, then write and read what they take and have."""
@@ -213,11 +226,12 @@ class KillablePool:
 
     def _accept(self, run: _Run, child: ChildProcess, reply: dict[str, Any]) -> None:
         if "load_error" in reply:
-            raise LoadError(f"cannot load {self.target}:\n{reply['load_error']}")
-        if "ready" in reply:
-            child.ready = True
+            self._discard(child)
+            self._load_failed(run, reply["load_error"])
+        elif "ready" in reply:
+            self._loaded = True
         elif not child.items:
-            child.finished = True  # an answer that nobody asked for: the next ones could not be told apart
+            child.finished = True
         elif reply.get("failed") == "memory":
             child.finished = True
             self._second_chance(run, child, "memory", f"used more than {self.memory_gb:g} GiB")
@@ -225,8 +239,9 @@ class KillablePool:
         else:
             number = child.items.popleft()
             child.served += 1
+            run.failed_loads = 0
             if "failed" in reply:
-                run.fail(number, reply["failed"], reply["message"])
+                run.fail(number, reply["failed"], reply["message"] + self.access.hint(reply["message"]))
             else:
                 run.outcomes[number] = Outcome(value=reply.get("value"))
             if not child.items:
@@ -239,13 +254,23 @@ class KillablePool:
             return
         how = self._discard(child)
         if not child.ready:
-            why = f"not done after {LOAD_TIMEOUT_S:g} s" if late else f"the process {how}"
-            raise LoadError(f"cannot load {self.target}: {why}")
-        if child.items and late and not child.finished:
+            self._load_failed(run, f"not done after {LOAD_TIMEOUT_S:g} s" if late else f"the process {how}")
+        elif child.items and late and not child.finished:
             run.fail(child.items.popleft(), "timeout", f"not done after {self.timeout_s:g} s")
         elif child.items:
             self._second_chance(run, child, "died", f"its process {how}")
         _take_back(run, child)
+
+    def _load_failed(self, run: _Run, why: str) -> None:
+        """LoadError where the function has never been loaded.  One that has been is tried again a few times, for the cause may be
+        outside of it (memory, a file server); after that the calls that are left fail."""
+        run.failed_loads += 1
+        if self._loaded and run.failed_loads < MAX_LOADS:
+            return
+        message = f"cannot load {self.target}:{' ' if len(why.splitlines()) == 1 else chr(10)}{why}{self.access.hint(why)}"
+        if not self._loaded or not run.calls:
+            raise LoadError(message)
+        run.fail_all("died", f"{message}\n(it could be loaded before, and not the last {MAX_LOADS} times)")
 
     def _second_chance(self, run: _Run, child: ChildProcess, kind: FailureKind, message: str) -> None:
         """The death of a process may be the fault of an earlier call (a leak, a damaged heap) or of none: the call in hand is
