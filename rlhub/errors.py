@@ -65,12 +65,7 @@ class ResourceError(RlhubError, RuntimeError):
 
 
 class ClusterLostError(RlhubError, ConnectionError):
-    """The cluster's head does not answer any more, and nothing can be placed or told without it.  Field: `address`."""
-
-    address: str
-
-    def __init__(self, message: str, *, address: str) -> None:
-        super().__init__(message, address=address)
+    """The cluster's head does not answer any more, and nothing can be placed or told without it; names address and remedy."""
 
 
 class DeadlineError(RlhubError, TimeoutError):

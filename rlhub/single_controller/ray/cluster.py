@@ -169,7 +169,8 @@ def _start(options: Mapping[str, Any], deadline_s: float) -> subprocess.Popen[by
 
 
 def _start_reaper(marker: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", orphans.__file__, str(os.getpid()), CLUSTER_MARKER, marker]
+    session = ray._private.worker._global_node.get_session_dir_path()  # type: ignore[attr-defined]
+    command = [sys.executable, "-I", "-S", orphans.__file__, str(os.getpid()), f"{CLUSTER_MARKER}={marker}", session]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 
 

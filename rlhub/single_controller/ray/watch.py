@@ -65,8 +65,7 @@ class ClusterWatch:
         what = "has ended" if gone else f"has not answered for {self.deadline_s:g} s (trainer.deadline_s.cluster)"
         return ClusterLostError(
             f"the head of the Ray cluster at {self.host}:{self.port} {what}: {why}. The run cannot go on without it; see whether "
-            "its machine ran out of memory, then start the command again: it goes on from the newest checkpoint",
-            address=f"{self.host}:{self.port}",
+            "its machine ran out of memory, then start the command again: it goes on from the newest checkpoint"
         )
 
 

@@ -11,14 +11,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-import psutil
 import pytest
 
 from rlhub.errors import ClusterLostError, ConfigError, ResourceError
 from rlhub.single_controller.ray import cluster, orphans, watch
 from rlhub.single_controller.ray.address import FRAME_HEADER_BYTES, SETTINGS, read_address, silence
-from tests.support.processes import all_end
+from tests.support.processes import alive, all_end
 
 ANSWER = bytes((0, 0, 0, SETTINGS)) + bytes(FRAME_HEADER_BYTES - 4)
 
@@ -185,26 +185,35 @@ def test_a_head_that_stands_still_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 STARTER = """
 import os, subprocess, sys, time
 sleeper = [sys.executable, "-S", "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"]
+log = open(os.path.join(sys.argv[2], "log"), "w")
 apart = {"stdout": subprocess.DEVNULL, "start_new_session": True}
-started = [subprocess.Popen(sleeper, env={**os.environ, "MARK": mark}, **apart) for mark in ("mine", "other")]
-started.append(subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), "MARK", "mine"], **apart))
+started = [
+    subprocess.Popen(sleeper, env={**os.environ, "MARK": "mine"}, **apart),
+    subprocess.Popen(sleeper, **{**apart, "stdout": log}),
+    subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), "MARK=mine", sys.argv[2]], **apart),
+    subprocess.Popen(sleeper, env={**os.environ, "MARK": "other"}, **apart),
+    subprocess.Popen(sleeper, stdin=open(log.name), **apart),
+]
 sys.stdout.write(" ".join(str(process.pid) for process in started) + "\\n")
 sys.stdout.flush()
 time.sleep(60)
 """
 
 
-def test_what_a_killed_program_left_is_ended() -> None:
-    """Whoever its parent now is, and also what ignores signals; what is another's stays."""
-    program = subprocess.Popen([sys.executable, "-c", STARTER, orphans.__file__], stdout=subprocess.PIPE, text=True)
+def test_what_a_killed_program_left_is_ended(tmp_path: Path) -> None:
+    """What has its mark or writes its log, whoever its parent now is, also what ignores signals; others stay, readers too."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", STARTER, orphans.__file__, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert program.stdout is not None
-    mine, other, reaper = map(int, program.stdout.readline().split())
+    pids = list(map(int, program.stdout.readline().split()))
     try:
         time.sleep(1.0)
-        assert psutil.pid_exists(mine), "its starter lives"
+        assert all(map(alive, pids)), "its starter lives"
         program.kill()
         program.communicate()
-        assert all_end([mine, reaper], within_s=20.0)
-        assert psutil.Process(other).status() != psutil.STATUS_ZOMBIE
+        assert all_end(pids[:3], within_s=20.0)
+        assert all(map(alive, pids[3:]))
     finally:
-        os.kill(other, signal.SIGKILL)
+        for pid in pids[3:]:
+            os.kill(pid, signal.SIGKILL)
