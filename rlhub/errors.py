@@ -64,6 +64,10 @@ class ResourceError(RlhubError, RuntimeError):
     """The cluster cannot give what was asked; says what was asked, what there is, and which knob to turn."""
 
 
+class ClusterLostError(RlhubError, ConnectionError):
+    """The cluster's head does not answer any more, and nothing can be placed or told without it; names address and remedy."""
+
+
 class DeadlineError(RlhubError, TimeoutError):
     """A named wait passed its deadline.  Fields: `name`, `seconds`."""
 

@@ -3,11 +3,15 @@
 It is written last, lists every other file with its size and checksum, and carries a serial number that grows with each
 save of a run folder.  The newest checkpoint is the one with the highest serial, not the highest step: after going back
 to an earlier step, what the abandoned branch left behind is older.
+
+Its own content has a checksum too: a step or a size that changed on the disk is seen, as in every other file.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +19,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhub.checkpoint.files import FileEntry, problem_with
+import xxhash
+
+from rlhub.checkpoint.files import CHECKSUM, FileEntry, problem_with
 from rlhub.errors import CheckpointError
 from rlhub.utils.atomic import write_json
 
+logger = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
 STATE = "trainer.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+WITHOUT_CHECKSUM = 1
+"""The format before the manifest had a checksum of its own; still read."""
 READ_THREADS = 4  # checksums are computed outside the interpreter lock; four readers keep a fast disk busy
 
 
@@ -40,7 +50,14 @@ class Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `folder/manifest.json` atomically; non-finite metrics are left out, they cannot be the best."""
     finite = {name: value for name, value in manifest.metrics.items() if math.isfinite(value)}
-    write_json(folder / MANIFEST, {"version": FORMAT_VERSION, **asdict(manifest), "metrics": finite})
+    value = {"version": FORMAT_VERSION, **asdict(manifest), "metrics": finite}
+    write_json(folder / MANIFEST, {**value, "checksum": _checksum(value)})
+
+
+def _checksum(value: Mapping[str, Any]) -> str:
+    """Of the content, however it is laid out, without the checksum itself."""
+    content = {name: item for name, item in value.items() if name != "checksum"}
+    return f"{CHECKSUM}:{xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode('utf-8'))}"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -48,8 +65,14 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         value = json.loads(path.read_bytes())
-        if value["version"] != FORMAT_VERSION:
+        if value["version"] not in (FORMAT_VERSION, WITHOUT_CHECKSUM):
             raise CheckpointError(f"{path}: written in format {value['version']}, this rlhub reads format {FORMAT_VERSION}")
+        if value["version"] == WITHOUT_CHECKSUM and "checksum" not in value:
+            _tell_of_older(path)
+        elif value["checksum"] != _checksum(value):
+            raise CheckpointError(
+                f"{path} has another checksum than its content: it changed after it was written; use another checkpoint"
+            )
         files = [FileEntry(path=row["path"], size=row["size"], checksum=row["checksum"]) for row in value["files"]]
         metrics, finite = dict(value["metrics"]), bool(value.get("finite", False))
         return Manifest(step=value["step"], serial=value["serial"], files=files, metrics=metrics, finite=finite)
@@ -59,6 +82,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not a manifest ({type(error).__name__}: {error}): the file is corrupt") from error
+
+
+@functools.cache
+def _tell_of_older(path: Path) -> None:
+    """Once a checkpoint, however often it is looked at."""
+    logger.warning("%s is of an older format without a checksum of its own: a changed step would not be seen", path)
 
 
 def problems_in(folder: Path, manifest: Manifest, *, verify: bool) -> list[str]:

@@ -168,16 +168,20 @@ class CheckpointStore:
         """Checkpoints with a readable manifest, newest first.  One that was being replaced counts until its successor is
         in place."""
         found = []
-        paths = {path.name: path for path in self.root.glob(PREFIX + "*")}
-        for path in self.root.glob(REPLACED + PREFIX + "*"):
-            paths.setdefault(path.name.removeprefix(REPLACED), path)
-        for path in paths.values():
+        for path in self.candidates():
             try:
                 found.append(_Found(path=path, manifest=read_manifest(path)))
             except CheckpointError as error:
                 if warn:
                     logger.warning("checkpoint skipped: %s", error)
         return sorted(found, key=lambda one: (one.manifest.serial, one.manifest.step), reverse=True)
+
+    def candidates(self) -> list[Path]:
+        """Folders that are called like checkpoints, whole or not."""
+        paths = {path.name: path for path in self.root.glob(PREFIX + "*")}
+        for path in self.root.glob(REPLACED + PREFIX + "*"):
+            paths.setdefault(path.name.removeprefix(REPLACED), path)
+        return list(paths.values())
 
     def latest(self, *, verify: bool = True) -> Checkpoint | None:
         """The newest whole checkpoint, or None.  Each damaged one is skipped with a warning that names file and cause.
@@ -194,16 +198,20 @@ class CheckpointStore:
 
     def _check_pointer(self) -> None:
         pointer = self.root / POINTER
-        if not pointer.exists():
+        if not pointer.is_file():
             return
         named = pointer.read_text(encoding="utf-8", errors="replace").strip()
         if not (self.root / f"{PREFIX}{named}").is_dir():
             logger.warning("%s names step %s, but there is no such checkpoint; looking for the newest whole one", pointer, named)
 
     def open(self, path: Path, *, verify: bool = True) -> Checkpoint:
-        """`open_checkpoint`; a relative path that is not found from here is looked up in the run folder."""
+        """`open_checkpoint` of the folder that `find` gives."""
+        return open_checkpoint(self.find(path), verify=verify)
+
+    def find(self, path: Path) -> Path:
+        """The folder that the user means: a relative path that is not found from here is looked up in the run folder."""
         inside = self.root / path
-        return open_checkpoint(inside if not path.exists() and inside.exists() else path, verify=verify)
+        return inside if not path.exists() and inside.exists() else path
 
     def folders(self) -> list[Path]:
         """Checkpoints whose manifest can be read, the newest first; their files may be damaged."""

@@ -133,6 +133,9 @@ def derive_trainer(trainer: TrainerConfig) -> None:
     for name in ("project_name", "experiment_name"):  # as the loader does it for a configuration that was composed
         placeholder = f"${{trainer.{name}}}"
         trainer.default_local_dir = trainer.default_local_dir.replace(placeholder, getattr(trainer, name))
+    trainer.default_local_dir = os.path.expanduser(trainer.default_local_dir)
+    if trainer.resume_from_path is not None:
+        trainer.resume_from_path = os.path.expanduser(trainer.resume_from_path)
 
 
 def _log_prob_from_actor(part: RolloutConfig | RefConfig, actor: ActorConfig) -> None:

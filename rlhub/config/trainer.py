@@ -13,7 +13,9 @@ class DeadlineConfig:
     """Longest wait for each kind of work, in seconds; a passed deadline is an error that names the wait."""
 
     resources: PositiveFloat = 120.0
-    """Seconds to wait for the cluster to grant the ranks."""
+    """Seconds to wait for the Ray cluster to answer, or to start, and to grant the ranks."""
+    cluster: PositiveFloat = 30.0
+    """Seconds that the Ray cluster's head may be silent before the run ends; at most 50, since Ray itself gives up after 60."""
     start: PositiveFloat = 1800.0
     """Seconds for all workers to build their models and engines."""
     generate: PositiveFloat = 7200.0

@@ -52,6 +52,7 @@ def launch(
     ray_init: Mapping[str, Any] | None = None,
     start_deadline_s: float = 1800.0,
     resource_deadline_s: float = 120.0,
+    cluster_deadline_s: float = 30.0,
     shutdown_deadline_s: float = 60.0,
     pools: Mapping[str, Sequence[int]] | None = None,
     placement: Mapping[str, str] | None = None,
@@ -65,7 +66,8 @@ def launch(
     pools, placement: further pools by name with their ranks per node, and role -> pool for roles that live there.  Each pool
     has processes of its own, one per rank, and a rendezvous of its own; roles of one pool share its processes.
     ray_init: keywords of ray.init; an `address` (or the RAY_ADDRESS variable) joins a cluster, else one is started here.
-    start_deadline_s: for building all workers; resource_deadline_s: for the cluster to give the places.
+    start_deadline_s: for building all workers; resource_deadline_s: for the cluster to answer, and to give the places;
+    cluster_deadline_s: how long its head may be silent later, before calls raise ClusterLostError.
     log_dir: each worker's output goes to `<role>-rank<r>.log` there; None leaves it to the backend.
     plugins: modules that every worker imports before it is built.  worker_env: extra variables for the workers.
     Raises ResourceError, DeadlineError, WorkerError (a role's constructor failed), ConfigError.  On any error nothing that
@@ -91,6 +93,7 @@ def launch(
         ray_init=dict(ray_init or {}),
         start_deadline_s=start_deadline_s,
         resource_deadline_s=resource_deadline_s,
+        cluster_deadline_s=cluster_deadline_s,
         log_dir=None if log_dir is None else str(Path(log_dir).absolute()),
         plugins=tuple(plugins),
         worker_env=dict(worker_env or {}),

@@ -89,9 +89,10 @@ class Recorder:
         """The run is now doing `name`."""
         self._tell(lambda tracker: tracker.phase(name))
 
-    def finish(self, status: Status, message: str = "") -> None:
-        """Write the final report and close the trackers."""
-        self._write_report(status, message)
+    def finish(self, status: Status, message: str = "", *, report: bool = True) -> None:
+        """Write the final report and close the trackers.  report: False where the run folder has gone."""
+        if report:
+            self._write_report(status, message)
         self._tell(lambda tracker: tracker.finish(status, message))
         self._trackers.clear()
 

@@ -10,6 +10,7 @@ import datetime
 import math
 import re
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -26,6 +27,8 @@ from rlhub.tracking.spans import read_trace
 from rlhub.tracking.tracker import GenerationRow, RunInfo, Status
 from rlhub.utils.atomic import write_text
 
+QUIET_S, QUIET_STEPS = 60.0, 3
+"""A run that has not written its report for three times its longest step, and three minutes, has probably ended."""
 SAMPLE_STEPS = 6  # first, last, and some between
 SAMPLE_ROWS = 8
 SAMPLE_CHARACTERS = 4000
@@ -126,9 +129,17 @@ def _header(series: dict[str, Series], info: RunInfo, status: Status) -> str:
         parts.append(f"resumed after step {info.resumed_step}")
     parts.append(f"written {datetime.datetime.now().strftime('%Y-%m-%d %H:%M')}")
     return (
-        f'<header><div><h1>{escape(info.experiment)}<span class="badge {status}">{status}</span></h1>'
+        f"<header><div><h1>{escape(info.experiment)}{_badge(series, status)}</h1>"
         f'<p class="sub">{" · ".join(parts)}</p></div><button id="theme">Light / dark</button></header>'
     )
+
+
+def _badge(series: dict[str, Series], status: Status) -> str:
+    """A run that is killed cannot change it: the page itself says so when it has not been written again for long."""
+    if status != "running":
+        return f'<span class="badge {status}">{status}</span>'
+    quiet_s = QUIET_STEPS * max(QUIET_S, *series[STEP_TIME].values) if STEP_TIME in series else QUIET_STEPS * QUIET_S
+    return f'<span class="badge running" data-written="{time.time():.0f}" data-quiet="{quiet_s:.0f}">running</span>'
 
 
 def duration(seconds: float) -> str:

@@ -74,6 +74,10 @@ details.card>pre{padding:4px 16px 14px}.note{color:var(--soft);font-size:13px;ma
 SCRIPT = """
 document.getElementById('theme').onclick=()=>{const r=document.documentElement,
  dark=r.dataset.theme?r.dataset.theme==='dark':matchMedia('(prefers-color-scheme:dark)').matches;r.dataset.theme=dark?'light':'dark'};
+const badge=document.querySelector('.badge.running');
+if(badge){const quiet=Date.now()/1e3-badge.dataset.written;if(quiet>badge.dataset.quiet){
+ badge.className='badge interrupted';
+ badge.textContent='no word for '+(quiet>7200?(quiet/3600).toFixed()+' h':(quiet/60).toFixed()+' min')}}
 const short=v=>Math.abs(v)>=1e4||(v!==0&&Math.abs(v)<1e-3)?v.toExponential(3):String(+v.toPrecision(5));
 for(const figure of document.querySelectorAll('figure.chart')){
  const holder=figure.querySelector('script');if(!holder)continue;

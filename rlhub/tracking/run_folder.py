@@ -7,7 +7,11 @@
         trace.json             what ran when, for trace viewers       earlier-<k>/     a run that was started anew here
         run.lock tracking.json
 
-The lock is the kernel's (flock): it goes away with the process that holds it, however that ends.
+What a run writes has a name of `WRITTEN`; everything else in the folder is the user's and stays as it is.  A folder that holds
+files but no run is refused: a run would write among them.
+
+The lock is the kernel's (flock): it goes away with the process that holds it, however that ends.  It is taken on the folder
+itself, so that it cannot be deleted and taken again, and on run.lock, which tells people who holds it.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +31,29 @@ import psutil
 import yaml
 
 from rlhub.errors import RunFolderError
+from rlhub.tracking.metrics_log import decode
 from rlhub.utils.atomic import write_json, write_text
 from rlhub.utils.redact import redact
 
 logger = logging.getLogger(__name__)
 
 NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # some network file systems
-KEPT_ON_RESTART = {"run.lock"}
+NO_FOLDER_LOCK = (*NO_FLOCK, errno.EBADF, errno.EINVAL, errno.EISDIR)  # NFS locks only what is open for writing
+LOCK = "run.lock"
+FILES = (
+    "config.yaml", "config.*.yaml", "metrics.jsonl", "prompts.jsonl", "report.html", "trace.json", "tracking.json",
+    "latest_checkpointed_iteration.txt",
+)  # fmt: skip
+FOLDERS = (
+    "logs", "generations", "batches", "tensorboard", "wandb", "rlhub-weights-*",
+    *(f"{prefix}global_step_*" for prefix in ("", ".saving_", ".replaced_", ".deleting_")),
+)  # fmt: skip
+WRITTEN = (*FILES, *(f"{name}.part" for name in FILES), *FOLDERS)
+"""What a run writes into its folder, besides the lock: patterns of names."""
+PASSED_OVER = ("earlier-*", "lost+found", ".gitignore", ".gitkeep", ".DS_Store", ".nfs*")
+"""Names that say nothing of whose folder it is."""
+SHOWN_NAMES = 5
+"""Most names of a folder's content in a message."""
 LENGTH = "optim.total_training_steps"
 """End of the names of what follows from the length of the run."""
 
@@ -42,7 +63,9 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
-        self._lock: int | None = None
+        self.abandoned_by: str | None = None  # the process that had it before, if that ended without giving it back
+        self._folder: int | None = None
+        self._lock_file: int | None = None
 
     @property
     def metrics(self) -> Path:
@@ -68,41 +91,82 @@ class RunFolder:
     def generations(self) -> Path:
         return self.path / "generations"
 
-    def open(self) -> RunFolder:
-        """Create what is missing and take the lock.  RunFolderError when another run has it or the place is not writable."""
+    def problem(self) -> str | None:
+        """Why no run may write here, with the remedy: files of someone else's, or a folder where a file goes; None if one may."""
         try:
-            for folder in (self.path, self.logs, self.generations):
-                folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._take_lock()
+            inside = sorted(self.path.iterdir()) if self.path.is_dir() else []
+        except OSError:
+            return None  # said when it is opened
+        others = [path.name for path in inside if not (path.name == LOCK or _matches(path, (*WRITTEN, *PASSED_OVER)))]
+        if not _holds_run(self.path) and (others or any(_has_files(path) for path in inside if _matches(path, WRITTEN))):
+            names = [path.name for path in inside]
+            more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+            return (
+                f"{self.path} is not empty and holds no run (it has {', '.join(names[:SHOWN_NAMES])}{more}): a run writes, and "
+                "may move, files in its folder. Set trainer.default_local_dir to an empty or a new folder, for example "
+                f"{self.path / 'run'}"
+            )
+        for path in inside:
+            wanted = "file" if _matches(path, (LOCK, *FILES)) else "folder" if _matches(path, FOLDERS) else None
+            if wanted is not None and path.is_dir() != (wanted == "folder"):
+                kind = "folder" if path.is_dir() else "file"
+                return f"{path} is a {kind}, and a run has a {wanted} of that name there; move it away, or set another folder"
+        return None
+
+    def open(self) -> RunFolder:
+        """Create what is missing and take the lock.  RunFolderError when another run has it, it holds what is not a run's, or
+        the place is not writable."""
+        if problem := self.problem():
+            raise RunFolderError(f"trainer.default_local_dir: {problem}")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take_locks()  # first of all run.lock is there, which says that the rest is a run's
+            for folder in (self.logs, self.generations):
+                folder.mkdir(exist_ok=True)
         except OSError as error:
+            self.close()
             raise RunFolderError(
                 f"cannot write to the run folder {self.path}: {error.strerror or error}; set trainer.default_local_dir to another"
             ) from error
         return self
 
-    def _take_lock(self) -> int:
-        path = self.path / "run.lock"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    def _take_locks(self) -> None:
+        self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            holder = _read_holder(path)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise self._taken(holder) from None
-            except OSError as error:
-                if error.errno not in NO_FLOCK:
-                    raise
-                if _may_be_alive(holder):
-                    raise self._taken(holder) from None
+            holder = _read_holder(self.path / LOCK)
+            self._lock(self._folder, NO_FOLDER_LOCK, holder)
+            self._lock_file = self._take_lock_file(holder)
+        except BaseException:
+            self._let_go()
+            raise
+        if holder:
+            self.abandoned_by = f"pid {holder.get('pid')} on {holder.get('host')}"
+            logger.info("%s: took over the lock of an ended run (%s)", self.path / LOCK, self.abandoned_by)
+
+    def _take_lock_file(self, holder: Mapping[str, Any]) -> int:
+        descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if not self._lock(descriptor, NO_FLOCK, holder) and _may_be_alive(holder):
+                raise self._taken(holder)
             me = {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(me).encode(), 0)
         except BaseException:
             os.close(descriptor)
             raise
-        if holder:
-            logger.info("%s: took over the lock of an ended run (pid %s on %s)", path, holder.get("pid"), holder.get("host"))
         return descriptor
+
+    def _lock(self, descriptor: int, impossible: Collection[int], holder: Mapping[str, Any]) -> bool:
+        """Whether it is locked now; False where the file system has no such locks (errors in `impossible`)."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._taken(holder) from None
+        except OSError as error:
+            if error.errno not in impossible:
+                raise
+            return False
+        return True
 
     def _taken(self, holder: Mapping[str, Any]) -> RunFolderError:
         return RunFolderError(
@@ -110,12 +174,37 @@ class RunFolder:
             "wait for it, end it, or set trainer.experiment_name or trainer.default_local_dir to another name"
         )
 
+    def check(self) -> None:
+        """RunFolderError when the open folder is no longer at its path: removed, renamed, or another in its place.  A run.lock
+        that someone removed is written again."""
+        if self._folder is None or self._lock_file is None:
+            return
+        mine = os.fstat(self._folder)
+        if not _is_at(mine, self.path):
+            where = Path(os.readlink(f"/proc/self/fd/{self._folder}"))
+            happened = "was removed" if mine.st_nlink == 0 else f"was moved to {where}"
+            remedy = "start the command again" if mine.st_nlink == 0 else "move it back and start the command again"
+            raise RunFolderError(
+                f"the run folder {self.path} {happened} while the run used it, so the run ends: nothing more could be kept of "
+                f"it; {remedy}: it goes on from the newest checkpoint in the folder"
+            )
+        if not _is_at(os.fstat(self._lock_file), self.path / LOCK):
+            logger.warning("%s was removed while the run used it; it is written again", self.path / LOCK)
+            fresh = self._take_lock_file(_read_holder(self.path / LOCK))
+            os.close(self._lock_file)
+            self._lock_file = fresh
+
     def close(self) -> None:
         """Give the lock back; the folder may be opened again, by anyone."""
-        if self._lock is not None:
-            os.ftruncate(self._lock, 0)
-            os.close(self._lock)
-            self._lock = None
+        if self._lock_file is not None:
+            os.ftruncate(self._lock_file, 0)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for descriptor in (self._lock_file, self._folder):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._lock_file = self._folder = None
 
     def __enter__(self) -> RunFolder:
         return self.open()
@@ -161,12 +250,10 @@ class RunFolder:
         return value if isinstance(value, dict) else {}
 
     def set_aside(self) -> Path | None:
-        """Make room for a run from the beginning: move everything here into `earlier-<k>`, which is returned; None when
-        there was nothing of a run.  Call it after `open`."""
-        moving = [
-            path for path in self.path.iterdir() if path.name not in KEPT_ON_RESTART and not path.name.startswith("earlier-")
-        ]
-        if not any(path.is_file() or any(path.iterdir()) for path in moving):
+        """Make room for a run from the beginning: move what a run wrote here into `earlier-<k>`, which is returned; None when
+        there was nothing of a run.  The user's own files stay.  Call it after `open`."""
+        moving = [path for path in self.path.iterdir() if _matches(path, WRITTEN)]
+        if not any(map(_has_files, moving)):
             return None
         target = _unused(self.path, "earlier-{}")
         target.mkdir()
@@ -175,6 +262,36 @@ class RunFolder:
         for folder in (self.logs, self.generations):
             folder.mkdir()
         return target
+
+
+def _matches(path: Path, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(path.name, pattern) for pattern in patterns)
+
+
+def _has_files(path: Path) -> bool:
+    """Of a folder, whether anything is in it."""
+    return not path.is_dir() or any(path.iterdir())
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a run was started here.  Its lock stays when it ends; one that was copied, or cleaned up by hand, is known by a
+    checkpoint or the first line of its metrics."""
+    if (folder / LOCK).is_file() or any((path / "manifest.json").is_file() for path in folder.glob("global_step_*")):
+        return True
+    try:
+        with open(folder / "metrics.jsonl", "rb") as stream:
+            decode(stream.readline())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _is_at(mine: os.stat_result, path: Path) -> bool:
+    try:
+        there = path.stat()
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
 
 def _unused(folder: Path, pattern: str) -> Path:

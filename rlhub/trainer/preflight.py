@@ -19,6 +19,7 @@ from typing import Any
 
 from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
+from rlhub.checkpoint.store import CheckpointStore
 from rlhub.config import checks, effects, placement, rollout_correction
 from rlhub.config.data import DataConfig
 from rlhub.config.devices import count_gpus, driver_problem, gpu_memory_gb, torch_has_cuda
@@ -43,6 +44,7 @@ from rlhub.registry import Registry
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
 from rlhub.tracking.registry import TRACKERS
+from rlhub.tracking.run_folder import RunFolder
 from rlhub.trainer.memory_checks import check_memory
 from rlhub.trainer.named import read_source, unknown
 from rlhub.trainer.ppo.requirements import check_group_metric
@@ -454,15 +456,19 @@ def _memory_problems(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> li
 
 
 def check_folders(trainer: TrainerConfig) -> list[str]:
-    """The run folder can be written, the checkpoint to resume from is there."""
+    """The run folder can be written and holds nothing of others', the checkpoint to resume from is there."""
+    if not trainer.default_local_dir.strip():
+        return ["trainer.default_local_dir is empty; name a folder for what the run writes, for example checkpoints/run"]
     problems = []
-    folder = Path(trainer.default_local_dir).expanduser().resolve()
-    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    folder = Path(trainer.default_local_dir)
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         problems.append(f"trainer.default_local_dir={trainer.default_local_dir}: {existing} is not a folder we may write to")
+    elif problem := RunFolder(folder).problem():
+        problems.append(f"trainer.default_local_dir={trainer.default_local_dir}: {problem}")
     resume = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
-    if resume and not Path(resume).expanduser().is_dir():
-        problems.append(f"trainer.resume_from_path={trainer.resume_from_path}: no such folder")
+    if resume and not CheckpointStore(folder).find(Path(resume)).is_dir():
+        problems.append(f"trainer.resume_from_path={resume}: no such folder, neither from here nor in {folder.absolute()}")
     return problems
 
 

@@ -18,10 +18,12 @@ from typing import Any, Protocol
 from rlhub.checkpoint.files import FileEntry
 from rlhub.checkpoint.store import Checkpoint, CheckpointStore
 from rlhub.config.trainer import TrainerConfig
+from rlhub.errors import CheckpointError, RunFolderError
 from rlhub.resilience.signals import StopSignals
 from rlhub.tracking.call_timing import CallTiming
 from rlhub.tracking.metrics_log import MetricsLog
 from rlhub.tracking.recorder import Recorder
+from rlhub.tracking.report import write_report
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.spans import STEPS, SpanLog
 from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status
@@ -96,6 +98,7 @@ class Run:
         self.folder.open()
         self.signals.__enter__()
         try:
+            self._tell_of_abandoned()
             self.checkpoint = self._find_checkpoint()
             if self.checkpoint is not None and self._check is not None:
                 self._check(self.checkpoint)
@@ -106,6 +109,15 @@ class Run:
             raise
         return self
 
+    def _tell_of_abandoned(self) -> None:
+        """A process that was killed could not say so: its report, which says "running", is corrected, whatever becomes of this
+        start."""
+        if self.folder.abandoned_by is not None and self.folder.report.is_file():
+            ended = (
+                f"the process that wrote this ({self.folder.abandoned_by}) ended without a word, as after kill -9 or a power loss"
+            )
+            write_report(self.folder, self._info(), "failed", ended)
+
     def _find_checkpoint(self) -> Checkpoint | None:
         mode = self.config.resume_mode
         if mode == "disable":
@@ -114,7 +126,14 @@ class Run:
             return None
         if mode == "resume_path":
             return self.store.open(Path(self.config.resume_from_path or ""))
-        return self.store.latest()
+        if (newest := self.store.latest()) is None and (damaged := self.store.candidates()):
+            names = ", ".join(sorted(path.name for path in damaged))
+            raise CheckpointError(
+                f"{self.folder.path} has no whole checkpoint, only {names} (the warnings above say what is wrong with each), and "
+                "training from the beginning would overwrite that run: restore one of them, or start anew with "
+                "trainer.resume_mode=disable (the old run is moved aside)"
+            )
+        return newest
 
     def _warn_of_changes(self) -> None:
         """A folder may hold another experiment's run: going on with it under other settings is said before anything starts."""
@@ -159,17 +178,18 @@ class Run:
 
     def _start_recorder(self, trackers: Sequence[str]) -> list[int]:
         """Returns the steps that were logged before and will be repeated."""
-        resumed = self.checkpoint
-        info = RunInfo(
+        self.recorder = Recorder(self.folder, self._info(), trackers, self.spans)
+        return self.recorder.start(self.checkpoint.state["metrics"] if self.checkpoint else None)
+
+    def _info(self) -> RunInfo:
+        return RunInfo(
             project=self.config.project_name,
             experiment=self.config.experiment_name,
             folder=self.folder.path,
             config=self.resolved,
             total_steps=self.total_steps,
-            resumed_step=resumed.step if resumed else None,
+            resumed_step=self.checkpoint.step if self.checkpoint else None,
         )
-        self.recorder = Recorder(self.folder, info, trackers, self.spans)
-        return self.recorder.start(resumed.state["metrics"] if resumed else None)
 
     @property
     def stop_requested(self) -> bool:
@@ -180,7 +200,9 @@ class Run:
         return frequency > 0 and (step % frequency == 0 or last)
 
     def begin_step(self, step: int) -> None:
-        """Start the step's clock.  From the first update on a stop signal waits for the step's end, to save it."""
+        """Start the step's clock.  From the first update on a stop signal waits for the step's end, to save it.  RunFolderError
+        when the run folder has gone."""
+        self.folder.check()
         if step > 0:
             self.signals.defer()
         self.timers.drain()
@@ -201,6 +223,7 @@ class Run:
 
         late: the line, and those of the next steps, wait for it; so does the save, since a checkpoint holds the step's metrics.
         """
+        self.folder.check()  # nothing may be made at its path if it has gone
         self._note_step(step)
         line = _Line(step, {**metrics, **self._timings(metrics)}, late)
         stuck = self._skipped.add(metrics)
@@ -260,14 +283,26 @@ class Run:
         """Final report; trackers closed."""
         if self.recorder is not None:
             self._lines.clear()  # of a run that failed: they come again after the checkpoint it resumes from
-            self.recorder.finish(status, message)
+            self.recorder.finish(status, message, report=self._folder_problem() is None)
             self.recorder = None
 
+    def _folder_problem(self) -> RunFolderError | None:
+        try:
+            self.folder.check()
+        except RunFolderError as error:
+            return error
+        return None
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if kind is None:
-            self.finish("interrupted" if self.stop_requested else "finished")
-        else:
-            interrupted = issubclass(kind, KeyboardInterrupt | SystemExit)
-            self.finish("interrupted" if interrupted else "failed", str(error))
-        self.signals.__exit__(None, None, None)
-        self.folder.close()
+        gone = self._folder_problem()
+        try:
+            if kind is None:
+                self.finish("interrupted" if self.stop_requested else "finished")
+            else:
+                interrupted = issubclass(kind, KeyboardInterrupt | SystemExit)
+                self.finish("interrupted" if interrupted else "failed", str(error))
+        finally:
+            self.signals.__exit__(None, None, None)
+            self.folder.close()
+        if gone is not None and (error is None or isinstance(error, OSError)):
+            raise gone from error  # why a file could not be written

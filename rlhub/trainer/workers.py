@@ -58,6 +58,7 @@ def launch_workers(roles: Mapping[str, ClassWithInitArgs], config: TrainerConfig
         ray_init=config.ray_init,
         start_deadline_s=seconds.start,
         resource_deadline_s=seconds.resources,
+        cluster_deadline_s=seconds.cluster,
         shutdown_deadline_s=seconds.shutdown,
         log_dir=run.folder.logs if run is not None else None,
         plugins=config.plugins,

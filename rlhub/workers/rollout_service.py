@@ -60,6 +60,7 @@ class ServiceOptions:
     limits: FleetLimits = field(default_factory=FleetLimits)
     generate_s: float | None = None
     resources_s: float = 120.0
+    cluster_s: float = 30.0
     log_dir: str | None = None
     plugins: tuple[str, ...] = ()
     worker_env: dict[str, str] = field(default_factory=dict)
@@ -96,6 +97,7 @@ def service_options(
         limits=limits,
         generate_s=seconds.generate,
         resources_s=seconds.resources,
+        cluster_s=seconds.cluster,
         log_dir=str((run_folder / "logs").absolute()),
         plugins=tuple(trainer.plugins),
         run_folder=run_folder,
@@ -160,7 +162,13 @@ class RolloutService:
         from rlhub.single_controller.ray.cluster import connect
 
         options = self.options
-        self._connection = connect(options.ray_init, device=options.device, num_ranks=options.num_replicas)
+        self._connection = connect(
+            options.ray_init,
+            device=options.device,
+            num_ranks=options.num_replicas,
+            deadline_s=options.resources_s,
+            lost_after_s=options.cluster_s,
+        )
         self._places.reserve()
 
     async def _start_all(self) -> None:

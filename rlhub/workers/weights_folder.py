@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "rlhub-weights-"
+BELOW_RUN = f"{PREFIX}in-flight"
+"""Name in the run folder, where there is no such memory; it is removed at the end, so it is none that a user would choose."""
 ROOM_FACTOR = 6
 """Free memory asked for, as a multiple of the model's files: three versions (two are kept while the next is written) of weights
 that may be float32 where the files are bfloat16."""
@@ -48,15 +50,19 @@ def open_weights_folder(
     if configured is not None:
         return WeightsFolder(Path(configured).absolute(), temporary=False)
     if one_machine:
-        remove_abandoned(memory)
-        if memory.is_dir() and shutil.disk_usage(memory).free >= ROOM_FACTOR * model_bytes:
-            return _in_memory(memory)
+        try:
+            remove_abandoned(memory)
+            if memory.is_dir() and shutil.disk_usage(memory).free >= ROOM_FACTOR * model_bytes:
+                return _in_memory(memory)
+            reason = f"has no room for {ROOM_FACTOR} times the model's {model_bytes / 1e9:.1f} GB"
+        except OSError as error:  # read-only, or another's
+            reason = f"cannot be used ({error.strerror or error})"
         logger.warning(
-            "%s has no room for %d times the model's %.1f GB: weights are published through %s, which may be slower; enlarge it, "
-            "or set actor_rollout_ref.rollout.weights_folder",
-            memory, ROOM_FACTOR, model_bytes / 1e9, run_folder,
+            "%s %s: weights are published through %s, which may be slower; enlarge it or make it writable, or set "
+            "actor_rollout_ref.rollout.weights_folder",
+            memory, reason, run_folder,
         )  # fmt: skip
-    return WeightsFolder(run_folder.absolute() / "weights", temporary=True)
+    return WeightsFolder(run_folder.absolute() / BELOW_RUN, temporary=True)
 
 
 def files_bytes(model_path: str | None) -> int:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -15,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from rlhub.errors import ConfigError, ResourceError, WorkerDiedError
+from rlhub.errors import ClusterLostError, ConfigError, ResourceError, WorkerDiedError
 from rlhub.single_controller import ClassWithInitArgs, launch
 from tests.integration.controller_workers import Probe
 from tests.support.processes import alive, all_end
@@ -138,6 +140,56 @@ def two_nodes() -> dict[str, Any]:
     return result
 
 
+def _heads() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children(recursive=True) if process.name() == "gcs_server"]
+
+
+def lost_head() -> dict[str, Any]:
+    """The head of an own cluster is killed, and of another one stopped, while a call is under way."""
+    result: dict[str, Any] = {}
+    for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+        launched = launch({"actor": ClassWithInitArgs(Probe)}, ray_init={"object_store_memory": STORE}, cluster_deadline_s=4.0)
+        actor = launched.groups["actor"]
+        pids = [worker.pid for worker in actor.workers] + actor.start_child()
+        call = actor.sleep_on.submit(0, 300.0)
+        (head,) = _heads()
+        head.send_signal(number)
+        begin = time.monotonic()
+        try:
+            call.get()
+        except ClusterLostError as error:
+            result[name] = {"message": str(error), "seconds": time.monotonic() - begin}
+        launched.close()
+        result[name] |= {"closed": time.monotonic() - begin, "left": _running(pids), "descendants": _descendants()}
+    return result
+
+
+def killed_driver() -> dict[str, Any]:
+    """What a cluster's own processes do when the process that started it is killed."""
+    program = [sys.executable, "-m", "tests.integration.cluster_scenarios", "wait_to_be_killed", ""]
+    driver = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None and driver.stdout.readline() == "up\n"
+    processes = psutil.Process(driver.pid).children(recursive=True)
+    names = [" ".join(process.cmdline())[:60] for process in processes]
+    driver.kill()
+    driver.communicate()
+    begin = time.monotonic()
+    ended = all_end([process.pid for process in processes], within_s=120.0)
+    return {"names": names, "ended": ended, "seconds": time.monotonic() - begin}
+
+
+def wait_to_be_killed() -> dict[str, Any]:
+    """A driver of `killed_driver`."""
+    launched = launch({"actor": ClassWithInitArgs(Probe)}, ray_init={"object_store_memory": STORE})
+    launched.groups["actor"].start_child()
+    sys.stdout.write("up\n")
+    sys.stdout.flush()
+    time.sleep(300.0)
+    return {}
+
+
+SCENARIOS = (own_cluster, refusals, two_nodes, lost_head, killed_driver, wait_to_be_killed)
+
 if __name__ == "__main__":
-    scenario = {"own_cluster": own_cluster, "refusals": refusals, "two_nodes": two_nodes}[sys.argv[1]]
+    scenario = {function.__name__: function for function in SCENARIOS}[sys.argv[1]]
     Path(sys.argv[2]).write_text(json.dumps(scenario()))

@@ -43,3 +43,19 @@ def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path) -> None:
     assert "1 CPU and 1 GPU each" in result["gpus"] and "trainer.n_gpus_per_node" in result["gpus"]
     assert "ray_init.num_cpus has no effect" in result["join"]
     assert result["seconds"] < 200
+
+
+def test_a_head_that_ends_or_stands_still_is_an_error_in_time_and_nothing_is_left(tmp_path: Path) -> None:
+    """Ray by itself ends the driver after a minute, with a line of its own."""
+    result = run_scenario("lost_head", tmp_path)
+    assert "has ended" in result["killed"]["message"] and "has not answered for 4 s" in result["stopped"]["message"]
+    for outcome in result.values():
+        assert outcome["seconds"] < 25.0 and outcome["closed"] < 45.0, outcome
+        assert outcome["left"] == [] and outcome["descendants"] == [], outcome
+
+
+def test_a_cluster_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    """Ray's agents by themselves wait a minute for the cluster to come back."""
+    result = run_scenario("killed_driver", tmp_path)
+    assert sum("Agent" in name for name in result["names"]) == 2, result["names"]
+    assert result["ended"] and result["seconds"] < 20.0, result

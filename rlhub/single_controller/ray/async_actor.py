@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rlhub.errors import ResourceError, WorkerDiedError
+from rlhub.errors import ClusterLostError, ResourceError, WorkerDiedError
 from rlhub.single_controller.async_actor import AsyncActorOptions
 from rlhub.single_controller.observer import WorkerInfo
 from rlhub.single_controller.ray.async_host import AsyncActorHost
@@ -23,6 +23,7 @@ from rlhub.single_controller.ray.exchange import Channel
 from rlhub.single_controller.ray.pending import Gather, typed_error
 from rlhub.single_controller.ray.process import HostIdentity, HostSetup, host_environment, start_environment
 from rlhub.single_controller.ray.reaper import end_on_nodes
+from rlhub.single_controller.ray.watch import check_cluster
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext, check_worker_env
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,8 @@ class RayAsyncActor:
         return self._channels[loop]
 
     def _explain(self, error: BaseException, method: str) -> BaseException:
+        if isinstance(error, ClusterLostError):
+            return error
         found = typed_error(error, self.name, self._worker, method)
         if isinstance(found, WorkerDiedError):
             self._note_death(error)
@@ -146,6 +149,7 @@ class RayAsyncActor:
 def start_ray_actor(spec: ClassWithInitArgs, options: AsyncActorOptions) -> RayAsyncActor:
     """See `start_async_actor`."""
     check_worker_env(options.worker_env)
+    check_cluster()
     if not ray.is_initialized():
         raise ResourceError(f"no Ray cluster for {options.name}: call `launch` or `rlhub.single_controller.ray.connect` first")
     actor = RayAsyncActor(options)

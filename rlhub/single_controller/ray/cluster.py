@@ -1,18 +1,24 @@
 """Start or join a Ray cluster, with settings that suit one training job.
 
 A cluster started here listens on loopback, has no dashboard and none of the helper processes that serve it, does not report
-usage, runs its workers at normal priority and counts logical CPUs, so that more CPU ranks than cores still start.  A cluster
-that is joined is left as it is.
+usage, runs its workers at normal priority and counts logical CPUs, so that more CPU ranks than cores still start.  It ends with
+the process that started it, also when that is killed.  A cluster that is joined is left as it is.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +29,11 @@ from ray._private import ray_constants
 from ray._private.node import Node
 
 from rlhub.errors import ConfigError, ResourceError
-from rlhub.single_controller.ray.nodes import describe_nodes
+from rlhub.single_controller.ray import orphans
+from rlhub.single_controller.ray.address import LOCAL, ClusterAddress, read_address, silence
+from rlhub.single_controller.ray.nodes import describe_nodes, head_address
 from rlhub.single_controller.ray.runtime_env import build_runtime_env
+from rlhub.single_controller.ray.watch import loss, unwatch, watch_cluster
 from rlhub.single_controller.worker import applied_env
 
 logger = logging.getLogger(__name__)
@@ -32,6 +41,9 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 START_ATTEMPTS = 3
 DISCARD_PORT = 9
+CLUSTER_MARKER = "RLHUB_CLUSTER_MARKER"
+"""Variable that the processes of a cluster started here carry, and hand on."""
+NO_SIGTERM = "SIGTERM handler is not set"
 RAYS_FOLDER = os.path.dirname(ray.__file__) + os.sep
 EXEC_SECONDS = 5.0  # milliseconds, unless the machine is very busy
 TIMED_OUT = "The current node timed out during startup"  # how Ray says so
@@ -40,45 +52,132 @@ _ONLY_WHEN_STARTING = ("num_cpus", "num_gpus", "resources", "object_store_memory
 
 @dataclass(slots=True, kw_only=True)
 class Connection:
-    """owned: this process started the cluster (so it may size it, and stops it)."""
+    """owned: this process started the cluster (so it may size it, and stops it).  joined: it was joined here.  reaper: ends what
+    is left of an owned cluster when this process is killed."""
 
     owned: bool
+    joined: bool = False
+    reaper: subprocess.Popen[bytes] | None = None
 
     def close(self) -> None:
-        if self.owned and ray.is_initialized():
+        lost = loss() is not None
+        if self.owned or self.joined:
+            unwatch()
+        if lost and ray.is_initialized():
+            self._abandon()
+        elif self.owned and ray.is_initialized():
             ray.shutdown()
+        if self.reaper is not None:
+            self.reaper.kill()
+            self.reaper.wait()
+            self.reaper = None
+
+    def _abandon(self) -> None:
+        """Of a cluster that was lost.  Ray would ask its head for minutes, also when the interpreter exits: a cluster of our own
+        is ended first, and one that was joined is left as it is."""
+        if self.owned:
+            for process in _rays_processes():
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            ray.shutdown()
+        else:
+            atexit.unregister(ray.shutdown)
 
 
-def connect(ray_init: Mapping[str, Any], *, device: str, num_ranks: int) -> Connection:
+def connect(
+    ray_init: Mapping[str, Any], *, device: str, num_ranks: int, deadline_s: float = 120.0, lost_after_s: float = 30.0
+) -> Connection:
     """Use the cluster of this process if there is one, else join `ray_init.address` or RAY_ADDRESS, else start one here.
 
     num_ranks: worker processes to come; a cluster started on this machine gets at least as many logical CPUs, unless
     `ray_init.num_cpus` says otherwise.  `ray_init.runtime_env="auto"` ships the working directory to the other nodes.
-    Raises ResourceError when Ray cannot be reached or started, ConfigError for settings that do not go together.
+    deadline_s: longest wait for the cluster.  lost_after_s: how long its head may be silent later (see `watch`).
+    Raises ResourceError when Ray cannot be reached or started in time, ConfigError for settings that do not go together.
     """
     if ray.is_initialized():
         return Connection(owned=False)
     options = dict(ray_init)
     if options.get("runtime_env") == "auto":
         options["runtime_env"] = build_runtime_env(os.getcwd())
-    address = options.pop("address", None) or os.environ.get("RAY_ADDRESS")
-    joining = address not in (None, "local")
-    options = _join_options(options) if joining else _start_options(options, device, num_ranks)
-    variables = _start_environment(with_dashboard=joining or bool(options.get("include_dashboard")))
+    given = options.pop("address", None)
+    address = read_address(given)
+    if address is not None:
+        _join(address, _join_options(options), deadline_s)
+        watch_cluster(address.host, address.port, deadline_s=lost_after_s, owned=False)
+        connection = Connection(owned=False, joined=True)
+    else:
+        connection = Connection(owned=True, reaper=_start(_start_options(options, device, num_ranks), deadline_s))
+        host, _, port = head_address().rpartition(":")
+        watch_cluster(host, int(port), deadline_s=lost_after_s, owned=True)
+    logger.info("%s Ray cluster: %s", "started a" if connection.owned else "joined a", describe_nodes())
+    return connection
+
+
+def _join(address: ClusterAddress, options: Mapping[str, Any], deadline_s: float) -> None:
+    """Ray itself is asked only when the head answers.  Should it hang all the same, the thread is left to it."""
+    ends = time.monotonic() + deadline_s
+    late = f"not done after {deadline_s:g} s (trainer.deadline_s.resources)"
+    logger.info("joining the Ray cluster at %s (%s)", address.given, address.source)
+    if (why := silence(address.host, address.port, deadline_s)) is not None:
+        raise address.refusal(late if isinstance(why, TimeoutError) else str(why))
+    joined: Future[None] = Future()
+
+    def join() -> None:
+        try:
+            with applied_env(_proxies()), _unheard(NO_SIGTERM):
+                ray.init(address=address.given, **options)
+        except BaseException as error:  # noqa: BLE001  handed to the thread that waits
+            joined.set_exception(error)
+        else:
+            joined.set_result(None)
+
+    threading.Thread(target=join, name="join-ray", daemon=True).start()
+    try:
+        joined.result(max(0.1, ends - time.monotonic()))
+    except FutureTimeoutError:
+        raise address.refusal(late) from None
+    except (ConnectionError, RuntimeError, OSError) as error:
+        raise address.refusal(str(error)) from error
+
+
+@contextmanager
+def _unheard(beginning: str) -> Iterator[None]:
+    """Without the warning of Ray's that begins so."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(beginning)
+
+    rays = logging.getLogger("ray._private.worker")
+    rays.addFilter(wanted)
+    try:
+        yield
+    finally:
+        rays.removeFilter(wanted)
+
+
+def _start(options: Mapping[str, Any], deadline_s: float) -> subprocess.Popen[bytes]:
+    """Returns the process that ends what is left of the cluster when this one is killed."""
+    marker = uuid.uuid4().hex
+    variables = {**_start_environment(with_dashboard=bool(options.get("include_dashboard"))), CLUSTER_MARKER: marker}
     loopback = _on_loopback(options.get("_node_ip_address") == LOOPBACK)
     try:
         with applied_env(variables), loopback, _without_helpers(options), _programs_sigterm():
-            _patiently(lambda: ray.init(address=address or "local", **options))
+            _patiently(lambda: ray.init(address=LOCAL, **options), deadline_s)
     except (ConnectionError, RuntimeError, OSError) as error:
-        what = f"join the Ray cluster at {address!r} (ray_init.address or RAY_ADDRESS)" if joining else "start Ray here"
-        raise ResourceError(f"cannot {what}: {error}") from error
-    logger.info("%s Ray cluster: %s", "joined a" if joining else "started a", describe_nodes())
-    return Connection(owned=not joining)
+        raise ResourceError(f"cannot start Ray here: {error}") from error
+    return _start_reaper(marker)
 
 
-def _patiently(start: Callable[[], object]) -> None:
-    """Again where Ray's own limit of 30 s for its processes was too short, as on a machine that is very busy for a while; what
-    the attempt has started is ended first."""
+def _start_reaper(marker: str) -> subprocess.Popen[bytes]:
+    session = ray._private.worker._global_node.get_session_dir_path()  # type: ignore[attr-defined]
+    command = [sys.executable, "-I", "-S", orphans.__file__, str(os.getpid()), f"{CLUSTER_MARKER}={marker}", session]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+def _patiently(start: Callable[[], object], deadline_s: float) -> None:
+    """Again where Ray's own limit of 30 s for its processes was too short, as on a machine that is very busy for a while, and the
+    deadline has not passed; what the attempt has started is ended first."""
+    ends = time.monotonic() + deadline_s
     for attempt in range(1, START_ATTEMPTS + 1):
         before = _rays_processes()
         try:
@@ -90,10 +189,11 @@ def _patiently(start: Callable[[], object]) -> None:
             for process in _rays_processes() - before:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-            if attempt == START_ATTEMPTS:
+            if attempt == START_ATTEMPTS or time.monotonic() >= ends:
                 raise ResourceError(
-                    f"cannot start Ray here: its processes were not up after 30 s, {attempt} times in a row. Is the machine very "
-                    "busy, or short of memory? Wait, end other work, or join a cluster that runs (ray_init.address)"
+                    f"cannot start Ray here: its processes were not up after 30 s, {attempt} times in a row "
+                    f"(trainer.deadline_s.resources is {deadline_s:g} s). Is the machine very busy, or short of memory? Wait, "
+                    "end other work, or join a cluster that runs (ray_init.address)"
                 ) from error
             logger.warning("Ray's processes were not up after 30 s: attempt %d of %d", attempt + 1, START_ATTEMPTS)
 
@@ -201,9 +301,13 @@ def _start_environment(with_dashboard: bool) -> dict[str, str]:
         # Ray starts processes ahead, one per CPU, which ranks never use: each of these has an environment of its own.
         "RAY_prestart_worker_first_driver": "0",
     }
-    wanted = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    return {name: os.environ.get(name, value) for name, value in wanted.items()} | _proxies()
+
+
+def _proxies() -> dict[str, str]:
+    """A proxy in the way would swallow the calls between Ray's own processes on this machine."""
+    wanted = {}
     for name in ("no_proxy", "NO_PROXY"):
-        # A proxy in the way would swallow the calls between Ray's own processes on this machine.
         hosts = [host for host in os.environ.get(name, "").split(",") if host]
         wanted[name] = ",".join(dict.fromkeys([*hosts, "localhost", LOOPBACK]))
     return wanted

@@ -12,13 +12,15 @@ import asyncio
 import itertools
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ray import cloudpickle
 
-from rlhub.errors import DeadlineError
+from rlhub.errors import ClusterLostError, DeadlineError
 from rlhub.single_controller.invoke import RemoteError
+from rlhub.single_controller.ray.watch import Listener, check_cluster, listen
 
 _SETTLE_TURNS = 4
 """Turns of the event loop from an answer until its receiver, through a task runner, has sent its next request: after so many
@@ -54,8 +56,8 @@ def pack(value: Any) -> bytes:
     return bytes(cloudpickle.dumps(value)) if _MAIN in payload else payload  # type: ignore[no-untyped-call]
 
 
-class Channel:
-    """The calls that one event loop has under way in one actor; to be used on that loop only.
+class Channel(Listener):
+    """The calls that one event loop has under way in one actor; to be used on that loop only.  A lost cluster ends them.
 
     explain: the error to raise for what Ray raised, by method name.
     """
@@ -71,9 +73,15 @@ class Channel:
         self._outbox: list[Message] = []
         self._collector: asyncio.Task[None] | None = None
         self._parked = False  # whether a `collect` is under way
+        listen(self)
+
+    def cluster_lost(self, error: ClusterLostError) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.fail, error)
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], deadline_s: float | None) -> Any:
         """Send and await one call."""
+        check_cluster()
         payload = pack((method, args, kwargs))
         number = next(self._numbers)
         call = self._calls[number] = _Call(method, self._loop.create_future())

@@ -34,6 +34,7 @@ class RayRunOptions:
     ray_init: dict[str, Any] = field(default_factory=dict)
     start_deadline_s: float = 1800.0
     resource_deadline_s: float = 120.0
+    cluster_deadline_s: float = 30.0
     log_dir: str | None = None
     plugins: tuple[str, ...] = ()
     worker_env: dict[str, str] = field(default_factory=dict)
@@ -69,7 +70,13 @@ def launch_ray(roles: Mapping[str, ClassWithInitArgs], options: RayRunOptions) -
     main = next(iter(options.pools))
     mapping = {role: options.placement.get(role, main) for role in roles}
     used = {name: counts for name, counts in options.pools.items() if name in mapping.values()}
-    connection = connect(options.ray_init, device=options.device, num_ranks=sum(map(sum, used.values())))
+    connection = connect(
+        options.ray_init,
+        device=options.device,
+        num_ranks=sum(map(sum, used.values())),
+        deadline_s=options.resource_deadline_s,
+        lost_after_s=options.cluster_deadline_s,
+    )
     pools: ResourcePoolManager | None = None
     try:
         pools = ResourcePoolManager(

@@ -38,6 +38,11 @@ def own_address() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
+def head_address() -> str:
+    """host:port of the cluster's head (its GCS)."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
 def describe_nodes() -> str:
     """One phrase per live node: address, free and total CPUs and GPUs."""
     return "; ".join(_describe(node) for node in live_nodes()) or "no live node"

@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import (
-    GetTimeoutError,
     NodeDiedError,
     ObjectLostError,
     OutOfMemoryError,
@@ -30,10 +29,12 @@ from rlhub.single_controller.calls import GRACE_S, PendingCall, Watch, cause_of,
 from rlhub.single_controller.invoke import RemoteError
 from rlhub.single_controller.observer import WorkerInfo
 from rlhub.single_controller.ray.nodes import own_address
+from rlhub.single_controller.ray.watch import check_cluster, loss
 
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 60.0
+_CLUSTER_EVERY_S = 1.0
 _LOOK_EVERY_S = 0.1
 _DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OwnerDiedError, ObjectLostError, OutOfMemoryError)
 _LOG_TAIL_BYTES = 2000
@@ -99,15 +100,16 @@ class Gather:
     def done(self) -> bool:
         if self._open and not self.failed:
             self._take_ready(0.0, len(self._open))
-        return self.failed or not self._open or self._seconds_left() <= 0
+        return self.failed or not self._open or self._seconds_left() <= 0 or loss() is not None
 
     def wait(self) -> dict[int, Any]:
-        """Outputs by rank; raises WorkerDiedError, WorkerError or DeadlineError."""
+        """Outputs by rank; raises WorkerDiedError, WorkerError, DeadlineError or ClusterLostError."""
         if self._late is not None:
             raise self._late
         while self._open and not grace_is_over(self._grace_ends, self.has_lost):
             grace = max(self._grace_ends - time.monotonic(), _LOOK_EVERY_S)
-            self._take_ready(min(self._seconds_left(), grace, _LOG_EVERY_S))
+            self._check_cluster()
+            self._take_ready(min(self._seconds_left(), grace, _CLUSTER_EVERY_S))
             if self._open and not self._errors and self._seconds_left() <= 0:
                 self._late = self._pass_deadline()
                 self._on_failure()
@@ -124,6 +126,11 @@ class Gather:
         here = own_address()
         late = [worker for rank in self._late_ranks() if (worker := self._workers[rank]).node == here]
         return any(os.path.isfile(worker.log) and not _lives(worker.pid) for worker in late)
+
+    def _check_cluster(self) -> None:
+        if loss() is not None:
+            self._on_failure()
+        check_cluster()
 
     def _seconds_left(self) -> float:
         return float("inf") if self._deadline_s is None else self._sent + self._deadline_s - time.monotonic()
@@ -224,12 +231,15 @@ class PartReader:
         return values
 
     def _get(self, part: Part, reference: Any) -> Any:
-        timeout = None if self._deadline is None else max(1.0, self._deadline - time.time())
+        timeout = float("inf") if self._deadline is None else max(1.0, self._deadline - time.time())
+        ends = time.monotonic() + timeout
         try:
-            return ray.get(reference, timeout=timeout)
-        except GetTimeoutError as error:
-            name = f"{part.role}.{part.method}"
-            raise DeadlineError(name, float(timeout or 0.0), f"rank {part.worker.rank} on {part.worker.node}") from error
+            while not ray.wait([reference], timeout=min(_CLUSTER_EVERY_S, ends - time.monotonic()))[0]:
+                check_cluster()
+                if ends - time.monotonic() <= 0.0:
+                    name = f"{part.role}.{part.method}"
+                    raise DeadlineError(name, timeout, f"rank {part.worker.rank} on {part.worker.node}")
+            return ray.get(reference)
         except RayError as error:
             raise typed_error(error, part.role, part.worker, part.method) from None
 

@@ -18,6 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from rlhub.errors import ConfigError, ResourceError
 from rlhub.single_controller.ray.nodes import describe_nodes, live_nodes
+from rlhub.single_controller.ray.watch import check_cluster, loss
 from rlhub.single_controller.resource_pool import ResourcePool, check_mapping
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class RayResourcePool(ResourcePool):
         """Give the places back (also those that pools split off this one use)."""
         groups = {slot.group.id: slot.group for slot in self._slots or ()}
         self._slots = None
-        if ray.is_initialized():
+        if ray.is_initialized() and loss() is None:  # else nobody is there to take them
             for group in groups.values():
                 remove_placement_group(group)
 
@@ -100,6 +101,7 @@ class RayResourcePool(ResourcePool):
 
     def _wait(self, group: PlacementGroup, deadline: float) -> bool:
         while time.monotonic() < deadline:
+            check_cluster()
             if group.wait(timeout_seconds=max(1, min(10, round(deadline - time.monotonic())))):
                 return True
             logger.info("waiting for %s; %s", self.describe(), describe_nodes())

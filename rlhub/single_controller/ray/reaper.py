@@ -15,6 +15,8 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlhub.single_controller.ray.watch import loss
+
 logger = logging.getLogger(__name__)
 
 MARKER = "RLHUB_RUN_MARKER"
@@ -78,7 +80,10 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 
 def end_on_nodes(marker: str, node_ids: Collection[str], deadline_s: float) -> None:
-    """Make sure that nothing of it is left, here and on these nodes of the cluster."""
+    """Make sure that nothing of it is left, here and on these nodes of the cluster; where that is lost, here alone."""
+    if loss() is not None:
+        end_marked(marker, deadline_s)
+        return
     here = ray.get_runtime_context().get_node_id()
     sweep = ray.remote(num_cpus=0, max_retries=0)(end_marked)
     references = [

@@ -6,8 +6,9 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,9 +64,20 @@ DAMAGE = {
     "no manifest": lambda path: (path / "manifest.json").unlink(),
     "half a manifest": lambda path: os.truncate(path / "manifest.json", 40),
     "no JSON object": lambda path: (path / "manifest.json").write_text("[1]"),
+    "step changed": lambda path: edit_manifest(path, lambda value: value.update(step=5)),
+    "size changed": lambda path: edit_manifest(path, lambda value: value["files"][0].update(size=7)),
+    "checksum removed": lambda path: edit_manifest(path, lambda value: value.pop("checksum")),
+    "older format with a checksum": lambda path: edit_manifest(path, lambda value: value.update(version=1)),
     "other format": lambda path: (path / "manifest.json").write_text('{"version": 99}'),
 }
+IN_A_SHARD = ("bit flip", "truncated", "empty", "missing file")
 NAMED = {"sidecar changed": "tokenizer.json", "state changed": "trainer.json"}
+
+
+def edit_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    value = json.loads((path / "manifest.json").read_text())
+    change(value)
+    (path / "manifest.json").write_text(json.dumps(value))
 
 
 def flip(path: Path) -> None:
@@ -82,7 +94,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path: Path, kind:
     DAMAGE[kind](path)
     with caplog.at_level(logging.WARNING):
         assert latest(store).step == 1
-    file = NAMED.get(kind, "manifest" if "manifest" in kind or kind in ("no JSON object", "other format") else "shards-1.bin")
+    file = NAMED.get(kind, "shards-1.bin" if kind in IN_A_SHARD else "manifest")
     assert "global_step_2" in caplog.text and file in caplog.text
     with pytest.raises(CheckpointError, match=r"global_step_2"):
         open_checkpoint(path)
@@ -96,6 +108,41 @@ def test_a_bit_flip_passes_only_without_verification(tmp_path: Path) -> None:
     assert store.latest() is None
     quick = store.latest(verify=False)
     assert quick is not None and quick.step == 1
+
+
+def test_a_changed_step_is_named_with_the_remedy(tmp_path: Path) -> None:
+    path = save(CheckpointStore(tmp_path), 2)
+    edit_manifest(path, lambda value: value.update(step=5))
+    with pytest.raises(CheckpointError, match=r"global_step_2/manifest.json has another checksum.*use another checkpoint"):
+        open_checkpoint(path)
+
+
+def test_a_manifest_laid_out_anew_is_the_same(tmp_path: Path) -> None:
+    path = save(CheckpointStore(tmp_path), 2, metrics={"val/pass@1": 1 / 3})
+    (path / "manifest.json").write_text(json.dumps(json.loads((path / "manifest.json").read_text()), indent=4, sort_keys=True))
+    assert open_checkpoint(path).metrics == {"val/pass@1": 1 / 3}
+
+
+def test_a_checkpoint_of_the_format_without_a_checksum_still_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CheckpointStore(tmp_path)
+    path = save(store, 2)
+    assert open_checkpoint(path).step == 2 and not caplog.text
+
+    def older(value: dict[str, Any]) -> None:
+        value["version"] = 1
+        del value["checksum"]
+
+    edit_manifest(path, older)
+    assert latest(store).step == latest(store).step == 2
+    assert caplog.text.count("older format without a checksum") == 1
+
+
+def test_a_pointer_that_is_a_folder_does_not_matter_to_who_reads(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    (tmp_path / POINTER).unlink()
+    (tmp_path / POINTER).mkdir()
+    assert latest(store).step == 1
 
 
 def test_pointer_to_a_missing_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

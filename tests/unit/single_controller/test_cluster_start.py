@@ -34,17 +34,25 @@ class FakeInit:
             raise self.error
 
 
+def without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is there to ask, to watch or to end."""
+    for name in ("describe_nodes", "watch_cluster", "_start_reaper"):
+        monkeypatch.setattr(cluster, name, lambda *_, **__: None)
+    monkeypatch.setattr(cluster, "head_address", lambda: "127.0.0.1:1")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
 def sleeper(name: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", name])
 
 
-def connect(monkeypatch: pytest.MonkeyPatch, fake: FakeInit) -> cluster.Connection:
+def connect(monkeypatch: pytest.MonkeyPatch, fake: FakeInit, deadline_s: float = 120.0) -> cluster.Connection:
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster.ray, "init", fake)
-    monkeypatch.setattr(cluster, "describe_nodes", lambda: "")
+    without_a_cluster(monkeypatch)
     bystander = sleeper("bystander")
     try:
-        return cluster.connect({}, device="cpu", num_ranks=1)
+        return cluster.connect({}, device="cpu", num_ranks=1, deadline_s=deadline_s)
     finally:
         left = [psutil.Process(process.pid) for process in fake.left]
         fake.ended = [process.pid for process in psutil.wait_procs(left, timeout=60.0 if fake.timed_out else 0.3)[0]]
@@ -82,6 +90,13 @@ def test_after_some_attempts_the_error_says_what_to_do(monkeypatch: pytest.Monke
     assert len(fake.left) == cluster.START_ATTEMPTS
 
 
+def test_after_the_deadline_it_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeInit(9)
+    with pytest.raises(ResourceError, match="1 times in a row .trainer.deadline_s.resources is 0.01 s"):
+        connect(monkeypatch, fake, deadline_s=0.01)
+    assert len(fake.left) == 1
+
+
 def test_other_errors_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeInit(9, RuntimeWarning("something else"))
     with pytest.raises(RuntimeWarning, match="something else"):
@@ -97,7 +112,7 @@ def test_sigterm_stays_the_programs(monkeypatch: pytest.MonkeyPatch, own: bool) 
     signal.signal(signal.SIGTERM, handlers["program"] if own else signal.SIG_DFL)
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster.ray, "init", lambda **options: signal.signal(signal.SIGTERM, handlers["ray"]))
-    monkeypatch.setattr(cluster, "describe_nodes", lambda: "")
+    without_a_cluster(monkeypatch)
     try:
         cluster.connect({}, device="cpu", num_ranks=1)
         assert signal.getsignal(signal.SIGTERM) is handlers["program" if own else "ray"]
@@ -138,7 +153,7 @@ def test_only_the_helper_processes_that_are_asked_for_are_started(
     methods = {helper: getattr(Node, helper) for helper in HELPERS}
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster.ray, "init", init)
-    monkeypatch.setattr(cluster, "describe_nodes", lambda: "")
+    without_a_cluster(monkeypatch)
     with pytest.raises(ResourceError) if fails else nullcontext():
         cluster.connect(options, device="cpu", num_ranks=1)
     assert seen == started

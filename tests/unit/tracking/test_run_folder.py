@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,3 +108,153 @@ def test_set_aside_loses_nothing(tmp_path: Path) -> None:
         assert folder.set_aside() == tmp_path / "earlier-2"
         with pytest.raises(RunFolderError):
             RunFolder(tmp_path).open()
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Files by relative path, those of a run's lock left out."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "run.lock")
+    return {str(path.relative_to(folder)): path.read_text() for path in files}
+
+
+def put(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+CHECKOUT = (".git/HEAD", "src/model.py", "data/train.parquet", "README.md", "config.yaml", "logs/notes.txt")
+
+
+def test_a_folder_of_other_files_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    put(tmp_path, *CHECKOUT)
+    before = tree(tmp_path)
+    with pytest.raises(
+        RunFolderError, match=r"is not empty and holds no run \(it has .git, README.md.*default_local_dir.*new folder"
+    ):
+        RunFolder(tmp_path).open()
+    assert tree(tmp_path) == before and not (tmp_path / "run.lock").exists() and not (tmp_path / "generations").exists()
+    with pytest.raises(RunFolderError, match="holds no run"):
+        put(tmp_path / "settings", "config.yaml")  # a name that a run has too
+        RunFolder(tmp_path / "settings").open()
+
+
+@pytest.mark.parametrize("names", [(), ("lost+found/", ".gitignore"), ("logs/", "generations/")])
+def test_an_empty_folder_is_taken(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_text("")
+    RunFolder(tmp_path).open().close()
+
+
+def test_a_run_is_known_without_its_lock(tmp_path: Path) -> None:
+    """Copied without it, or removed by someone who thought that it was stale."""
+    put(tmp_path / "one", "global_step_3/manifest.json", "mine.txt")
+    put(tmp_path / "two", "mine.txt")
+    (tmp_path / "two" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    for name in ("one", "two"):
+        RunFolder(tmp_path / name).open().close()
+
+
+def test_setting_aside_leaves_the_users_own_files(tmp_path: Path) -> None:
+    """Those that were put into the folder of a run."""
+    with RunFolder(tmp_path) as folder:
+        put(
+            tmp_path,
+            *(name for name in CHECKOUT if name not in ("config.yaml", "logs/notes.txt")),
+            "plots/loss.png",
+            "batches.txt",
+        )
+        users = tree(tmp_path)
+        run = [
+            "config.yaml", "config.2.yaml", "metrics.jsonl", "prompts.jsonl", "report.html", "trace.json", "tracking.json",
+            "logs/actor-rank0.log", "generations/val-000001.jsonl", "batches/step-000001.safetensors", "tensorboard/events.1",
+            "wandb/latest-run/files", "latest_checkpointed_iteration.txt", "metrics.jsonl.part",
+            *(f"{prefix}global_step_3/manifest.json" for prefix in ("", ".saving_", ".replaced_", ".deleting_")),
+        ]  # fmt: skip
+        put(tmp_path, *run)
+        assert folder.set_aside() == tmp_path / "earlier-1"
+        assert {name: text for name, text in tree(tmp_path).items() if not name.startswith("earlier-1/")} == users
+        assert tree(tmp_path / "earlier-1") == {name: name for name in run}
+        assert folder.set_aside() is None
+
+
+def test_the_names_of_a_run_are_those_that_its_parts_write() -> None:
+    from rlhub.checkpoint.store import ASIDE, DELETING, POINTER, PREFIX, REPLACED
+    from rlhub.tracking.run_folder import WRITTEN, _matches
+    from rlhub.trainer.ppo.prompt_log import FILE
+    from rlhub.trainer.ppo.replay import FOLDER
+    from rlhub.workers.weights_folder import PREFIX as WEIGHTS
+
+    steps = [f"{prefix}{PREFIX}7" for prefix in ("", ASIDE, DELETING, REPLACED)]
+    for name in (*steps, POINTER, FILE, FOLDER, f"{WEIGHTS}0123"):
+        assert _matches(Path(name), WRITTEN), name
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "latest_checkpointed_iteration.txt", "config.yaml", "report.html", "run.lock"])
+def test_a_folder_where_a_run_has_a_file_is_named_before_the_start(tmp_path: Path, name: str) -> None:
+    put(tmp_path, "global_step_1/manifest.json")
+    (tmp_path / name).mkdir()
+    with pytest.raises(RunFolderError, match=f"{name} is a folder, and a run has a file of that name there; move it away"):
+        RunFolder(tmp_path).open()
+
+
+def test_a_file_where_a_run_has_a_folder_is_named_before_the_start(tmp_path: Path) -> None:
+    put(tmp_path, "global_step_1/manifest.json", "logs")
+    with pytest.raises(RunFolderError, match="logs is a file, and a run has a folder of that name there"):
+        RunFolder(tmp_path).open()
+
+
+def start_holder(folder: Path) -> subprocess.Popen[str]:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
+    return holder
+
+
+def test_two_runs_do_not_write_side_by_side_when_the_lock_file_is_removed(tmp_path: Path) -> None:
+    holder = start_holder(tmp_path / "run")
+    try:
+        (tmp_path / "run" / "run.lock").unlink()
+        with pytest.raises(RunFolderError, match="another run is using"):
+            RunFolder(tmp_path / "run").open()
+    finally:
+        holder.kill()
+        holder.communicate()
+    RunFolder(tmp_path / "run").open().close()
+
+
+def test_a_removed_lock_file_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RunFolder(tmp_path) as folder:
+        (tmp_path / "run.lock").unlink()
+        folder.check()
+        assert "run.lock was removed" in caplog.text and json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+        caplog.clear()
+        folder.check()
+        assert not caplog.text
+        with pytest.raises(RunFolderError, match=f"another run is using .*pid {os.getpid()}"):
+            RunFolder(tmp_path).open()
+
+
+def test_a_removed_or_moved_folder_is_told(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        folder.check()
+        (tmp_path / "run").rename(tmp_path / "other")
+        with pytest.raises(RunFolderError, match=f"{tmp_path}/run was moved to {tmp_path}/other while.*move it back and start"):
+            folder.check()
+        (tmp_path / "run").mkdir()  # another in its place
+        with pytest.raises(RunFolderError, match="was moved to"):
+            folder.check()
+        (tmp_path / "run").rmdir()
+        shutil.rmtree(tmp_path / "other")
+        with pytest.raises(RunFolderError, match="was removed while the run used it.*newest checkpoint"):
+            folder.check()
+
+
+def test_whoever_ended_without_a_word_is_known(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        assert folder.abandoned_by is None
+    holder = start_holder(tmp_path / "run")
+    holder.kill()
+    holder.communicate()
+    with RunFolder(tmp_path / "run") as folder:
+        assert folder.abandoned_by is not None and f"pid {holder.pid}" in folder.abandoned_by
+    with RunFolder(tmp_path / "run") as folder:
+        assert folder.abandoned_by is None

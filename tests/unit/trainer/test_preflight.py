@@ -105,6 +105,8 @@ def test_a_sound_configuration_passes() -> None:
         ("data.max_response_length", 513, ("512 + data.max_response_length=513 = 1025 tokens", "1024 positions")),
         ("trainer.plugins", ["no_such_plugin_module"], ("trainer.plugins: importing 'no_such_plugin_module' failed",)),
         ("trainer.default_local_dir", "rows.jsonl/run", ("trainer.default_local_dir",)),
+        ("trainer.default_local_dir", "", ("trainer.default_local_dir is empty", "name a folder")),
+        ("trainer.default_local_dir", ".", ("trainer.default_local_dir=.:", "holds no run", "an empty or a new folder")),
     ],
 )
 def test_each_fault_is_named(field: str, value: object, parts: tuple[str, ...]) -> None:
@@ -224,6 +226,23 @@ def test_what_the_algorithm_does_not_read_is_a_warning(caplog: pytest.LogCapture
     caplog.clear()
     config.algorithm.adv_estimator = "gae"
     assert preflight.check(config, keys) == [] and not caplog.text
+
+
+def test_a_relative_checkpoint_is_looked_up_in_the_run_folder_too() -> None:
+    """As it is when the run resumes."""
+
+    def resume(name: str) -> list[str]:
+        def change(config: PPOConfig) -> None:
+            config.trainer.default_local_dir, config.trainer.resume_mode = "runs/one", "resume_path"
+            config.trainer.resume_from_path = name
+
+        return problems(change)
+
+    Path("runs/one/global_step_3").mkdir(parents=True)
+    Path("runs/one/run.lock").touch()
+    assert resume("global_step_3") == resume("runs/one/global_step_3") == []
+    (problem,) = resume("global_step_4")
+    assert "trainer.resume_from_path=global_step_4: no such folder, neither from here nor in" in problem
 
 
 def test_sft() -> None:

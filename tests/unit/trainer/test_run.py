@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rlhub.checkpoint.store import Checkpoint
 from rlhub.config.trainer import TrainerConfig
-from rlhub.errors import ConfigError, NonFiniteError, RewardError
+from rlhub.errors import CheckpointError, ConfigError, NonFiniteError, RewardError, RunFolderError
 from rlhub.tracking.metrics_log import read_metrics
 from rlhub.tracking.tracker import Metrics
 from rlhub.trainer.run import Run
@@ -141,3 +144,86 @@ def test_steps_in_a_row_that_are_skipped_end_the_run_which_is_saved(tmp_path: Pa
     assert run.store.steps() == [5] and steps(run) == [1, 2, 3, 4, 5]
     found = run.store.latest()
     assert found is not None and found.state["metrics"].items() >= skipped.items()
+
+
+def test_a_folder_that_was_removed_under_a_run_ends_it_at_the_next_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(RunFolderError, match="was removed while the run used it"), run_of(folder) as run:
+        run.start()
+        end(run, 1)
+        shutil.rmtree(folder)
+        end(run, 2)
+    assert not folder.exists(), "nothing is made at its path again"
+
+
+def test_a_folder_that_was_moved_under_a_run_is_as_the_run_left_it(tmp_path: Path) -> None:
+    """Also where another run has begun at the old path since."""
+    with pytest.raises(RunFolderError, match=f"was moved to {tmp_path}/other"), run_of(tmp_path / "run") as run:
+        run.start()
+        end(run, 1)
+        (tmp_path / "run").rename(tmp_path / "other")
+        with run_of(tmp_path / "run") as second:
+            second.start()
+            end(second, 1)
+            end(run, 2, last=True)
+    assert [row["step"] for row in read_metrics(tmp_path / "other" / "metrics.jsonl")] == [1]
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
+    with run_of(tmp_path / "other") as again:
+        assert again.checkpoint is None
+
+
+def test_a_folder_that_has_gone_explains_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """Within a step: what writes there has no word for it."""
+    with pytest.raises(RunFolderError, match="was removed") as caught, run_of(tmp_path / "run") as run:
+        run.start()
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run" / "prompts.jsonl").write_text("")
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_the_report_of_a_killed_run_does_not_stay_running(tmp_path: Path) -> None:
+    """The next start corrects it, even one that does not get far."""
+    code = (
+        "import os, sys; from pathlib import Path; from tests.unit.trainer.test_run import end, run_of\n"
+        "run = run_of(Path(sys.argv[1])).__enter__(); run.start(); end(run, 1)\n"
+        "run.recorder._write_report('running'); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=False).returncode == -9
+    report = tmp_path / "run" / "report.html"
+    assert 'class="badge running" data-written=' in report.read_text(), "the page tells how old it is"
+
+    def refuse(checkpoint: Checkpoint | None) -> None:
+        raise ConfigError("no")
+
+    run = run_of(tmp_path / "run")
+    run._find_checkpoint = lambda: refuse(None)  # type: ignore[assignment, method-assign, func-returns-value]
+    with pytest.raises(ConfigError), run:
+        pass
+    text = report.read_text()
+    assert 'class="badge running' not in text and "ended without a word" in text and ">failed<" in text
+
+
+def test_starting_anew_in_a_checkout_moves_nothing(tmp_path: Path) -> None:
+    """trainer.default_local_dir=. where the user's work is."""
+    for name in (".git/HEAD", "src/model.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    config = TrainerConfig(default_local_dir=str(tmp_path), resume_mode="disable", logger=[])
+    with pytest.raises(RunFolderError, match="holds no run"), Run(config, {}, 1):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".git", "src"]
+
+
+def test_a_run_of_which_no_checkpoint_is_whole_is_not_begun_anew_over_it(tmp_path: Path) -> None:
+    with run_of(tmp_path / "run") as run:
+        run.start()
+        end(run, 1)
+        end(run, 2, last=True)
+    manifest = tmp_path / "run" / "global_step_2" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 5'))
+    with (
+        pytest.raises(CheckpointError, match=r"no whole checkpoint, only global_step_2.*resume_mode=disable"),
+        run_of(tmp_path / "run"),
+    ):
+        pass
+    assert steps(run) == [1, 2]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,9 +43,34 @@ def test_on_one_machine_it_is_in_memory_and_goes_with_the_run(tmp_path: Path) ->
 @pytest.mark.parametrize(("one_machine", "model_bytes"), [(False, 0), (True, 1 << 60)])
 def test_elsewhere_it_is_below_the_run_folder(tmp_path: Path, one_machine: bool, model_bytes: int) -> None:
     folder = opened(tmp_path, one_machine=one_machine, model_bytes=model_bytes)
-    assert folder.path == tmp_path / "run" / "weights" and folder.path.is_dir()
+    assert folder.path == tmp_path / "run" / "rlhub-weights-in-flight" and folder.path.is_dir()
     folder.close()
     assert not folder.path.exists()
+
+
+def test_memory_that_cannot_be_written_is_said_and_the_run_folder_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container whose /dev/shm is read-only; the tests' user may write everywhere."""
+    real = os.open
+
+    def refuse(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if str(path).startswith(str(tmp_path / "memory")) and flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    folder = opened(tmp_path)
+    assert folder.path.parent == tmp_path / "run" and folder.path.is_dir()
+    assert f"{tmp_path}/memory cannot be used (Read-only file system): weights are published through" in caplog.text
+    folder.close()
+
+
+def test_a_users_folder_called_weights_is_not_removed(tmp_path: Path) -> None:
+    """Below the run folder, where someone may keep some."""
+    (tmp_path / "run" / "weights").mkdir(parents=True)
+    opened(tmp_path, one_machine=False).close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["weights"]
 
 
 def test_a_configured_folder_stays(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""Whether the head of the cluster still answers, looked at while a run works.
+
+Without it (the GCS, in Ray's words) calls that are under way go on, but nothing new is placed and no death is told.  Ray 2.58
+ends the driver by itself after 60 s, with a line of its own and nothing cleaned up; so a run ends before that, by an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Protocol
+from weakref import WeakSet
+
+from rlhub.errors import ClusterLostError
+from rlhub.single_controller.ray.address import silence
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+ANSWER_S = 10.0
+"""Longest wait for one answer; on a machine that is very busy it may take seconds."""
+LATEST_S = 50.0
+"""Ray's own limit is 60 s (gcs_rpc_server_reconnect_timeout_s)."""
+
+
+class ClusterWatch:
+    """A thread that asks the head at host:port every second.
+
+    deadline_s: the head may be silent for so long (trainer.deadline_s.cluster).  owned: it is on this machine and is never
+    started again, so that a refused connection is its end.
+    """
+
+    def __init__(self, host: str, port: int, *, deadline_s: float, owned: bool) -> None:
+        self.host, self.port, self.owned = host, port, owned
+        self.deadline_s = min(deadline_s, LATEST_S)
+        self.error: ClusterLostError | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watch-cluster", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No more looks; `error` stays."""
+        self._stopped.set()
+
+    def _look(self) -> None:
+        silent_since: float | None = None
+        while not self._stopped.wait(LOOK_EVERY_S):
+            asked = time.monotonic()
+            why = silence(self.host, self.port, min(ANSWER_S, self.deadline_s))
+            if why is None:
+                silent_since = None
+                continue
+            silent_since = asked if silent_since is None else silent_since
+            gone = self.owned and isinstance(why, ConnectionRefusedError)
+            if self._stopped.is_set() or not (gone or time.monotonic() - silent_since >= self.deadline_s):
+                continue
+            self.error = self._lost(why, gone=gone)
+            logger.error("%s", self.error)
+            for tell in list(_listeners):
+                tell.cluster_lost(self.error)
+            return
+
+    def _lost(self, why: OSError, *, gone: bool) -> ClusterLostError:
+        what = "has ended" if gone else f"has not answered for {self.deadline_s:g} s (trainer.deadline_s.cluster)"
+        return ClusterLostError(
+            f"the head of the Ray cluster at {self.host}:{self.port} {what}: {why}. The run cannot go on without it; see whether "
+            "its machine ran out of memory, then start the command again: it goes on from the newest checkpoint"
+        )
+
+
+class Listener(Protocol):
+    """Told once, by the watch's thread, when the cluster is lost."""
+
+    def cluster_lost(self, error: ClusterLostError) -> None: ...
+
+
+_listeners: WeakSet[Listener] = WeakSet()
+_current: ClusterWatch | None = None
+"""A process is in one cluster at a time."""
+
+
+def watch_cluster(host: str, port: int, *, deadline_s: float, owned: bool) -> None:
+    """Watch it from now on, in place of another."""
+    global _current
+    unwatch()
+    _current = ClusterWatch(host, port, deadline_s=deadline_s, owned=owned)
+
+
+def unwatch() -> None:
+    """The cluster is left.  That one was lost is remembered until another is watched."""
+    global _current
+    if _current is not None:
+        _current.stop()
+        _current = _current if _current.error is not None else None
+
+
+def loss() -> ClusterLostError | None:
+    """The error, when the cluster is lost."""
+    return _current.error if _current is not None else None
+
+
+def check_cluster() -> None:
+    """Raises ClusterLostError when the cluster is lost; every wait in Ray asks now and then."""
+    if (error := loss()) is not None:
+        raise error
+
+
+def listen(listener: Listener) -> None:
+    """Have `listener` told, as long as it is alive; at once where it is too late already."""
+    _listeners.add(listener)
+    if (error := loss()) is not None:
+        listener.cluster_lost(error)

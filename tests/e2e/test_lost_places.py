@@ -1,0 +1,60 @@
+"""What a job stands on goes away under it: its folder, or the head of its Ray cluster.  It ends in time, by an error that says
+which, and its report does too."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Mains, Task
+from tests.support.metrics import rows_so_far
+
+
+def logged(folder: Path) -> list[int]:
+    return [row["step"] for row in rows_so_far(folder)]
+
+
+@pytest.mark.parametrize("resume_mode", ["auto", "disable"])
+def test_a_checkout_is_no_run_folder_and_stays_as_it_is(mains: Mains, task: Task, tmp_path: Path, resume_mode: str) -> None:
+    """trainer.default_local_dir=. where the user's work is, refused before anything starts."""
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "model.py").write_text("x = 1\n")
+    refused = mains.run(task.arguments(tmp_path, f"trainer.resume_mode={resume_mode}"))
+    assert refused.code == 2 and "is not empty and holds no run (it has .git, model.py)" in refused.output, refused.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".git", "model.py"]
+
+
+def test_a_run_folder_that_is_moved_ends_the_run(mains: Mains, task: Task, tmp_path: Path) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    arguments = task.arguments(folder, "trainer.save_freq=1")
+    running = mains.start(arguments, hold=1)
+    running.until(lambda: 1 in logged(folder), "step 1 was logged")
+    folder.rename(moved)
+    running.let_go()
+    ended = running.wait()
+    assert ended.code == 1 and f"{folder} was moved to {moved} while the run used it" in ended.output, ended.output
+    assert "Traceback" not in ended.output and not folder.exists() and logged(moved) == [1]
+    moved.rename(folder)
+    again = mains.run(arguments)
+    assert again.code == 0 and "continuing at step 2 of 4" in again.output and logged(folder) == [1, 2, 3, 4], again.output
+
+
+def test_a_cluster_that_loses_its_head_ends_the_run(mains: Mains, task: Task, tmp_path: Path) -> None:
+    """Ray by itself ends the driver after a minute, with a line of its own, and the report stays "running"."""
+    running = mains.start_fresh(
+        task.arguments(tmp_path, "trainer.backend=ray", "trainer.ray_init.object_store_memory=200000000"), hold=1
+    )
+    running.until(lambda: 1 in logged(tmp_path), "step 1 was logged")
+    (head,) = [process for process in running.processes() if process.name() == "gcs_server"]
+    head.send_signal(signal.SIGKILL)
+    begin = time.monotonic()
+    running.let_go()
+    ended = running.wait()
+    assert ended.code == 1 and "the head of the Ray cluster at 127.0.0.1:" in ended.output, ended.output
+    assert time.monotonic() - begin < 45.0
+    report = (tmp_path / "report.html").read_text()
+    assert ">failed<" in report and "the head of the Ray cluster" in report
+    assert running.leftovers() == []
