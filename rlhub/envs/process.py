@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhub.envs.base import EnvDiedError, EnvError
 from rlhub.errors import DeadlineError, LoadError
+from rlhub.utils import faults
 from rlhub.utils.killable_process import ChildProcess, spawn
 from rlhub.utils.killable_wire import WireError, encode
 
@@ -54,6 +55,7 @@ class EnvProcess:
             line = encode([{"operation": operation, "arguments": dict(arguments)}])
         except WireError as error:
             raise EnvError(f"the arguments of {operation} have no JSON form: {error}") from error
+        faults.at("environment.call", pid=self._child.process.pid)
         reply = await self._exchange(operation, line, timeout_s)
         if reply.get("failed") == "memory":
             how = await self.kill()

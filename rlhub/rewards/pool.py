@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlhub.utils import faults, faulty_call
 from rlhub.utils.killable import KillablePool, Outcome
 
 RewardFailureKind = Literal["raised", "timeout", "died", "memory", "bad_value", "bad_input", "skipped"]
@@ -46,7 +47,8 @@ class RewardPool:
 
     def __init__(self, target: str, *, num_workers: int | None = None, timeout_s: float = 30.0, memory_gb: float = 4.0) -> None:
         """timeout_s: for one sample; memory_gb: address space of one child, in GiB; num_workers: at most, started as needed."""
-        self._pool = KillablePool(target, PARAMETERS, num_workers=num_workers, timeout_s=timeout_s, memory_gb=memory_gb)
+        self._target = target
+        self._pool = KillablePool(*self._in_child(), num_workers=num_workers, timeout_s=timeout_s, memory_gb=memory_gb)
 
     def start(self) -> None:
         """Load the function in a first child.  Raises LoadError with its traceback."""
@@ -57,8 +59,21 @@ class RewardPool:
 
         max_failures: skip the rest after more failures than that; None: score all.
         """
-        outcomes = self._pool.map([_arguments(request) for request in requests], max_failures=max_failures)
+        calls = [_arguments(request) for request in requests]
+        if faults.installed() is not None:
+            struck = faults.at("reward.call") if calls else None
+            calls = [
+                {"target": self._target, "fault": struck if number == 0 else None, "arguments": call}
+                for number, call in enumerate(calls)
+            ]
+        outcomes = self._pool.map(calls, max_failures=max_failures)
         return [read_outcome(outcome) for outcome in outcomes]
+
+    def _in_child(self) -> tuple[str, tuple[str, ...]]:
+        """What the children load and how it is called; where faults are planned, what can strike in their place."""
+        if faults.installed() is None:
+            return self._target, PARAMETERS
+        return faulty_call.TARGET, faulty_call.PARAMETERS
 
     def close(self) -> None:
         self._pool.close()

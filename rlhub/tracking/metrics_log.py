@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhub.utils import faults
 from rlhub.utils.atomic import write_all, write_bytes
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class MetricsLog:
         if step <= self.last_step:
             raise ValueError(f"step {step} comes after step {self.last_step} in {self.path}; each step is logged once, in order")
         line = encode(step, metrics) + "\n"
+        faults.at("metrics.write")
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             write_all(descriptor, line.encode("utf-8"))

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from rlhub.checkpoint.files import FileEntry
 from rlhub.checkpoint.store import Checkpoint, CheckpointStore
+from rlhub.config.faults import planned_faults
 from rlhub.config.trainer import TrainerConfig
 from rlhub.resilience.signals import StopSignals
 from rlhub.tracking.call_timing import CallTiming
@@ -25,6 +26,8 @@ from rlhub.tracking.recorder import Recorder
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.spans import STEPS, SpanLog
 from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status
+from rlhub.utils import faults
+from rlhub.utils.faults import FaultPlan
 from rlhub.utils.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
@@ -92,6 +95,7 @@ class Run:
 
     def __enter__(self) -> Run:
         self.folder.open()
+        self._plan_faults()
         self.signals.__enter__()
         try:
             self.checkpoint = self._find_checkpoint()
@@ -103,6 +107,12 @@ class Run:
             self.__exit__(None, None, None)
             raise
         return self
+
+    def _plan_faults(self) -> None:
+        """Said loudly: nobody leaves one in by accident."""
+        if planned := planned_faults(self.config):
+            logger.warning("trainer.faults: this run is made to fail: %s", "; ".join(map(str, planned)))
+            faults.install(FaultPlan(faults=planned, record=str(self.folder.logs)))
 
     def _find_checkpoint(self) -> Checkpoint | None:
         mode = self.config.resume_mode
@@ -181,6 +191,8 @@ class Run:
         """Start the step's clock.  From the first update on a stop signal waits for the step's end, to save it."""
         if step > 0:
             self.signals.defer()
+        faults.begin_step(step)
+        faults.at("driver.step")
         self.timers.drain()
         self._step_started = time.perf_counter()
 
@@ -205,6 +217,7 @@ class Run:
             line.complete()
             with self.timers.measure("save"):
                 self._save(step, line.metrics, save, state)
+            faults.at("driver.log")
             line.metrics = {**line.metrics, **self.timers.drain()}
         self._lines.append(line)
         self._write_lines(wait=False)
@@ -231,6 +244,7 @@ class Run:
     def _save(self, step: int, logged: Metrics, save: SaveFunction, state: StateFunction) -> None:
         numbers = {name: float(value) for name, value in logged.items() if not isinstance(value, str)}
         entries = save(self.store.begin(step))
+        faults.at("driver.commit")
         self.store.commit(step, entries, {**state(), **self._record, "metrics": dict(logged)}, metrics=numbers)
         self.store.retain(self.config.max_actor_ckpt_to_keep, self.config.keep_best)
 
@@ -264,4 +278,7 @@ class Run:
             interrupted = issubclass(kind, KeyboardInterrupt | SystemExit)
             self.finish("interrupted" if interrupted else "failed", str(error))
         self.signals.__exit__(None, None, None)
+        if (plan := faults.installed()) is not None and (left := list(plan.unstruck())):
+            logger.warning("trainer.faults: not struck, because no such place was passed: %s", "; ".join(map(str, left)))
+        faults.install(None)
         self.folder.close()

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from rlhub.engines.rollout.base import Completion, FinishReason, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import EngineError
+from rlhub.utils import faults
 
 
 class TokenEvent(NamedTuple):
@@ -255,6 +256,7 @@ class EngineLoop:
         if not running:
             return []
         version = self._version()  # no update begins while a step is under way
+        faults.at("engine.step")
         events = self._stepper.step()
         with self._changed:
             return self._record(events, version)

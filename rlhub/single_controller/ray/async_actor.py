@@ -24,6 +24,7 @@ from rlhub.single_controller.ray.pending import Gather, typed_error
 from rlhub.single_controller.ray.process import HostIdentity, HostSetup, host_environment, start_environment
 from rlhub.single_controller.ray.reaper import end_on_nodes
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext, check_worker_env
+from rlhub.utils import faults
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class RayAsyncActor:
             log_file=self._worker.log,
             log_level=logging.getLogger().getEffectiveLevel(),
             plugins=self._options.plugins,
+            faults=faults.installed(),
         )
 
     def _channel(self) -> Channel:

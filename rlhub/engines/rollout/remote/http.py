@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from rlhub.errors import ConfigError, DeadlineError, EngineError
+from rlhub.utils import faults
 
 POLL_S = 0.5
 FULL = 429
@@ -67,6 +68,7 @@ class Http:
         deadline = time.monotonic() + self._request_s
         try:
             while True:
+                faults.at("remote.request")
                 timeout = aiohttp.ClientTimeout(total=max(deadline - time.monotonic(), 0.001))
                 async with self._open().request(method, self.url + path, json=body, timeout=timeout) as answer:
                     if answer.status < 400:
@@ -80,7 +82,7 @@ class Http:
                 await asyncio.sleep(wait_s)
         except TimeoutError:
             raise DeadlineError(f"an answer of {self.url}{path}", self._request_s) from None
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, ConnectionError) as error:
             told = f"{self.url}{path}: {type(error).__name__}: {error}; does the server still run?"
             raise BrokenConnectionError(told) from error
 
