@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 FaultKind = Literal[
     "kill", "stop", "segfault", "raise", "delay", "lost", "duplicate", "refused", "reset", "full", "readonly", "truncate", "flip",
-    "nan", "wrong",
+    "nonfinite", "wrong",
 ]  # fmt: skip
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
 _ERRORS = {"refused": errno.ECONNREFUSED, "reset": errno.ECONNRESET, "full": errno.ENOSPC, "readonly": errno.EROFS}
@@ -71,11 +71,15 @@ PLACES: dict[str, Place] = {
     "replica.update_weights": Place(doc="a replica reads new weights", kinds=_PROCESS),
     "replica.reply": Place(doc="a process of a replica or environment host answers", kinds=("lost", "duplicate"), own=True),
     "engine.step": Place(doc="the engine of a replica samples a token of each running request", kinds=_PROCESS),
-    "engine.weights": Place(doc="new weights have reached the rollout engine and were compared", kinds=("nan", "flip"), own=True),
-    "engine.log_probs": Place(doc="the rollout engine returns completions", kinds=("nan", "wrong"), own=True),
+    "engine.weights": Place(
+        doc="new weights have reached the rollout engine and were compared", kinds=("nonfinite", "wrong"), own=True
+    ),
+    "engine.log_probs": Place(doc="the rollout engine returns completions", kinds=("nonfinite", "wrong"), own=True),
     "remote.request": Place(doc="a request goes to a rollout server of another job", kinds=("refused", "reset", "delay")),
     "reward.call": Place(
-        doc="the reward function scores the first of some samples", kinds=("raise", "delay", "kill", "segfault", "nan"), own=True
+        doc="the reward function scores the first of some samples",
+        kinds=("raise", "delay", "kill", "segfault", "nonfinite"),
+        own=True,
     ),
     "environment.call": Place(doc="an environment's process is asked for something", kinds=("kill", "stop", "raise")),
 } | {

@@ -31,6 +31,6 @@ def call(target: str, fault: str | None, arguments: dict[str, Any]) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         case "segfault":
             ctypes.string_at(0)
-        case "nan":
+        case "nonfinite":
             return float("nan")
     return function(**arguments)

@@ -14,7 +14,7 @@ from rlhub.models.vocabulary import Vocabulary, read_vocabulary
 from rlhub.utils import faults
 from rlhub.workers.runtime import WorkerRuntime
 
-WRONG_BY = 3.0  # nats: what no rounding explains
+WRONG_BY, WRONG_TIMES = 3.0, 100.0  # nats of a log-prob, and of a weight: what no rounding explains
 
 
 def load_vocabulary(config: ActorRolloutRefConfig) -> Vocabulary:
@@ -51,13 +51,13 @@ def spoil_weights(engine: RolloutEngine, rank: int) -> None:
     if (kind := faults.at("engine.weights", rank=rank)) is not None:
         first = next(engine.live_weights()).tensor
         with torch.no_grad():
-            first.copy_(torch.full_like(first, torch.nan) if kind == "nan" else -first)
+            first.mul_(torch.nan if kind == "nonfinite" else WRONG_TIMES)
 
 
 def spoil_log_probs(completions: Sequence[Completion], rank: int) -> None:
     """Where the fault plan says so, the first completion's log-probs are not those of its tokens."""
     if completions and (kind := faults.at("engine.log_probs", rank=rank)) is not None:
-        wrong = torch.nan if kind == "nan" else WRONG_BY
+        wrong = torch.nan if kind == "nonfinite" else WRONG_BY
         completions[0].log_probs = [value - wrong for value in completions[0].log_probs]
 
 

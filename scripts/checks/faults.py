@@ -139,11 +139,11 @@ CASES: list[Case] = [
     ),
     Case(group="engine", faults=(fault("raise", "rollout.generate_sequences"),), expected=WORKER),
     Case(group="engine", job="async", faults=(fault("raise", "engine.step"),), expected=SURVIVES, same=False),
-    Case(group="engine", faults=(fault("nan", "engine.weights"),), expected=WORKER),
+    Case(group="engine", faults=(fault("nonfinite", "engine.weights"),), expected=WORKER),
     Case(
-        group="engine", faults=(fault("flip", "engine.weights"),), expected=(WENT_ON, "EngineError"), same=False, check=MISMATCH
+        group="engine", faults=(fault("wrong", "engine.weights"),), expected=(WENT_ON, "EngineError"), same=False, check=MISMATCH
     ),
-    Case(group="engine", faults=(fault("nan", "engine.log_probs"),), expected=WORKER),
+    Case(group="engine", faults=(fault("nonfinite", "engine.log_probs"),), expected=WORKER),
     Case(
         group="engine",
         faults=(fault("wrong", "engine.log_probs"),),
@@ -155,7 +155,7 @@ CASES: list[Case] = [
         Case(
             group="reward", faults=(fault(kind, "reward.call"),), expected=(WENT_ON,), settings=LENIENT, same=False, check=FAILED
         )
-        for kind in ("raise", "kill", "segfault", "nan")
+        for kind in ("raise", "kill", "segfault", "nonfinite")
     ),
     Case(
         group="reward",

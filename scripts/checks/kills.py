@@ -43,7 +43,6 @@ TOO_LATE = "over before the signal"
 REDRAWN = 3
 START_S, RUN_S = 240.0, 400.0
 """For a process to appear, and for a whole job: far above what they take on a busy machine."""
-STALENESS = 1
 SCORE_S = 0.1
 STEP_S = SCORE_S * BATCH * SAMPLES
 """What a step takes at least: the reward function sleeps, so that random moments fall into steps."""
@@ -232,7 +231,8 @@ def resume(job: Job, arguments: Sequence[str], case: Case, outcome: Outcome) -> 
 
 
 def audit(run: Path, target: str) -> list[str]:
-    """Every prompt was trained exactly once, or its end is in the log of prompts; no step is missing."""
+    """Every prompt was trained exactly once, or its end is in the log of prompts, or the last checkpoint has it in work; no step
+    is missing."""
     problems = []
     batches = [DataProto.load_from_disk(run / "batches" / f"step-{step:06d}.safetensors") for step in range(1, STEPS + 1)]
     trained = [ordinal for batch in batches for ordinal in batch.batch["ordinal"][::SAMPLES].tolist()]
@@ -250,8 +250,11 @@ def audit(run: Path, target: str) -> list[str]:
         ended = {row["ordinal"]: row["end"] for row in rows}
         if sorted(trained) != sorted(ordinal for ordinal, end in ended.items() if end == "trained"):
             problems.append("prompts.jsonl does not say trained of what was trained")
-    certain = max(trained) - (STALENESS + 1) * BATCH if target in ("replica", "environment") else max(trained)
-    if lost := sorted(set(range(certain + 1)) - set(ended)):
+    begun, under_way = max(trained) + 1, set[int]()
+    if target in ("replica", "environment"):
+        ledger = json.loads((run / f"global_step_{STEPS}" / "rollouts.json").read_text())["executor"]["ledger"]
+        begun, under_way = ledger["next_ordinal"], {ordinal for ordinal, _ in ledger["open"]}
+    if lost := sorted(set(range(begun)) - set(ended) - under_way):
         problems.append(f"prompts {lost} were passed over")
     return problems
 

@@ -134,15 +134,16 @@ def test_damage_to_files(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_a_delay_waits_and_a_place_with_kinds_of_its_own_is_told_which(plan: Plan) -> None:
-    plan(Fault(kind="delay", place="driver.step", seconds=0.05), Fault(kind="nan", place="engine.weights", rank=3))
+    plan(Fault(kind="delay", place="driver.step", seconds=0.05), Fault(kind="nonfinite", place="engine.weights", rank=3))
     begin = time.monotonic()
     faults.at("driver.step")
     assert time.monotonic() - begin >= 0.05
-    assert faults.at("engine.weights", rank=0) is None and faults.at("engine.weights", rank=3) == "nan"
+    assert faults.at("engine.weights", rank=0) is None and faults.at("engine.weights", rank=3) == "nonfinite"
 
 
 @pytest.mark.parametrize(
-    ("kind", "found"), [("raise", "raised"), ("kill", "died"), ("segfault", "died"), ("nan", "bad_value"), ("delay", "timeout")]
+    ("kind", "found"),
+    [("raise", "raised"), ("kill", "died"), ("segfault", "died"), ("nonfinite", "bad_value"), ("delay", "timeout")],
 )
 def test_a_reward_function_fails_in_its_own_process(plan: Plan, tmp_path: Path, kind: FaultKind, found: str) -> None:
     (tmp_path / "reward.py").write_text(
