@@ -83,6 +83,7 @@ class Matrix:
     task: Task
     folder: Path
     deadline_s: float
+    start_deadline_s: float
     weights: dict[str, dict[str, bytes]] = field(default_factory=dict)
     _turn: threading.Lock = field(default_factory=threading.Lock)
 
@@ -94,7 +95,8 @@ class Matrix:
             "environment": jobs.environment(self.task),
             "replica": jobs.replicas(),
         }[target]
-        return self.task.arguments(run, *more, deadline_s=self.deadline_s)
+        start = (f"trainer.deadline_s.start={self.start_deadline_s}",)
+        return self.task.arguments(run, *more, *start, deadline_s=self.deadline_s)
 
     def is_synchronous(self, target: str) -> bool:
         return target in ("driver", "rank", "reward")
@@ -298,13 +300,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the moments (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="cases side by side (default: %(default)s)")
     parser.add_argument("--deadline-s", type=float, default=30.0, help="every deadline of the jobs (default: %(default)s)")
+    parser.add_argument("--start-deadline-s", type=float, help="trainer.deadline_s.start, where a busy machine needs more")
     parser.add_argument("--folder", type=Path, help="where the jobs write; those with problems stay there")
     given = parser.parse_args()
     targets = given.targets.split(",")
     if unknown := [name for name in targets if name not in (*TARGETS, STOP)]:
         parser.error(f"no target {', '.join(unknown)}; known: {', '.join((*TARGETS, STOP))}")
     folder = given.folder or Path(tempfile.mkdtemp(prefix="kills-"))
-    matrix = Matrix(task=Task(folder=folder / "task", seconds=SCORE_S).write(), folder=folder, deadline_s=given.deadline_s)
+    matrix = Matrix(
+        task=Task(folder=folder / "task", seconds=SCORE_S).write(),
+        folder=folder,
+        deadline_s=given.deadline_s,
+        start_deadline_s=given.start_deadline_s or given.deadline_s,
+    )
     chosen = cases(targets, given.times, given.seed)
     outcomes = []
     with ThreadPoolExecutor(given.jobs) as pool:
