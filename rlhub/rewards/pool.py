@@ -47,7 +47,7 @@ class RewardPool:
 
     def __init__(self, target: str, *, num_workers: int | None = None, timeout_s: float = 30.0, memory_gb: float = 4.0) -> None:
         """timeout_s: for one sample; memory_gb: address space of one child, in GiB; num_workers: at most, started as needed."""
-        self._target = target
+        self._target, self._may_fail = target, faults.may_strike("reward.call")
         self._pool = KillablePool(*self._in_child(), num_workers=num_workers, timeout_s=timeout_s, memory_gb=memory_gb)
 
     def start(self) -> None:
@@ -60,7 +60,7 @@ class RewardPool:
         max_failures: skip the rest after more failures than that; None: score all.
         """
         calls = [_arguments(request) for request in requests]
-        if faults.installed() is not None:
+        if self._may_fail:
             struck = faults.at("reward.call") if calls else None
             calls = [
                 {"target": self._target, "fault": struck if number == 0 else None, "arguments": call}
@@ -70,10 +70,8 @@ class RewardPool:
         return [read_outcome(outcome) for outcome in outcomes]
 
     def _in_child(self) -> tuple[str, tuple[str, ...]]:
-        """What the children load and how it is called; where faults are planned, what can strike in their place."""
-        if faults.installed() is None:
-            return self._target, PARAMETERS
-        return faulty_call.TARGET, faulty_call.PARAMETERS
+        """What the children load and how it is called; where the fault plan has something for it, what fails in its place."""
+        return (faulty_call.TARGET, faulty_call.PARAMETERS) if self._may_fail else (self._target, PARAMETERS)
 
     def close(self) -> None:
         self._pool.close()

@@ -164,6 +164,11 @@ def installed() -> FaultPlan | None:
     return None if _installed is None else _installed.plan
 
 
+def may_strike(place: str) -> bool:
+    """Whether this process's plan has a fault for the place."""
+    return _installed is not None and any(fault.place == place for fault in _installed.plan.faults)
+
+
 def begin_step(step: int) -> None:
     """What this process does from now on belongs to that training step; before the first it is 0."""
     if _installed is not None:
