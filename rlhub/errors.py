@@ -173,5 +173,9 @@ class RunFolderError(RlhubError, RuntimeError):
     """A run folder is in use by another run, or cannot be written; the message names the folder and the remedy."""
 
 
+class InjectedFaultError(RlhubError, RuntimeError):
+    """A fault that trainer.faults planned has struck."""
+
+
 class LoadError(RlhubError, ImportError):
     """A function or module that the user named cannot be loaded; the message carries the cause's traceback."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import xxhash
 
 from rlhub.errors import CheckpointError
+from rlhub.utils import faults
 from rlhub.utils.atomic import write_all
 
 CHECKSUM = "xxh3_128"
@@ -92,6 +93,7 @@ def _write_hashed(path: Path, parts: Iterable[Callable[[], memoryview]]) -> File
     digest = xxhash.xxh3_128()
     size = 0
     with storage_errors(f"writing {path}"):
+        faults.at("checkpoint.write")
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             for part in parts:
@@ -102,6 +104,7 @@ def _write_hashed(path: Path, parts: Iterable[Callable[[], memoryview]]) -> File
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    faults.at("checkpoint.written", path=path)
     return FileEntry(path=str(path.absolute()), size=size, checksum=f"{CHECKSUM}:{digest.hexdigest()}")
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from rlhub.checkpoint.files import FileEntry, entry_of, storage_errors, write_file
 from rlhub.checkpoint.manifest import MANIFEST, STATE, Manifest, problems_in, read_manifest, read_state, write_manifest
 from rlhub.errors import CheckpointError
+from rlhub.utils import faults
 from rlhub.utils.atomic import TEMPORARY_SUFFIX, fsync_file, fsync_folder, write_text
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class CheckpointStore:
             write_manifest(aside, manifest)
             self._publish(aside, self.folder(step))
             write_text(self.root / POINTER, f"{step}\n")
+        faults.at("checkpoint.committed", path=self.folder(step))
         return self.folder(step)
 
     def _entries(self, aside: Path, files: Iterable[FileEntry]) -> list[FileEntry]:

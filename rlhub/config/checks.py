@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from rlhub.config import asynchronous, engines, placement, rollout_correction
+from rlhub.config import asynchronous, engines, faults, placement, rollout_correction
 from rlhub.config.actor import ActorConfig
 from rlhub.config.critic import CriticConfig
 from rlhub.config.dpo import DPOConfig
@@ -304,7 +304,7 @@ def _check_trainer(trainer: TrainerConfig, *, has_validation: bool) -> list[str]
     for key, value in (("save_freq", trainer.save_freq), ("test_freq", trainer.test_freq)):
         if value == 0:
             problems.append(f"trainer.{key}=0: give a number of steps, or -1 for never")
-    return problems
+    return [*problems, *faults.problems(trainer)]
 
 
 def _check_optim(optim: OptimConfig, key: str) -> list[str]:

@@ -95,6 +95,10 @@ class TrainerConfig:
     """Give each rank about the same number of tokens."""
     log_val_generations: NonNegativeInt = 0
     """Validation samples to show in trackers."""
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    """Faults to inject, to prove that a run survives them: rows of {kind, place, rank: 0, step: 1, seconds: 60}, each of which
+    strikes once in a run folder. rlhub/utils/faults.py has the places and what can happen there; so has the message for a
+    place that is not among them."""
     deadline_s: DeadlineConfig = field(default_factory=DeadlineConfig)
     ray_init: dict[str, Any] = field(default_factory=dict)
     """Arguments of ray.init: address, num_cpus, runtime_env, include_dashboard (default false), ..."""

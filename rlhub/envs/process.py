@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhub.envs.base import EnvDiedError, EnvError
 from rlhub.errors import DeadlineError, LoadError
+from rlhub.utils import faults
 from rlhub.utils.children.access import Access
 from rlhub.utils.children.process import LOAD_TIMEOUT_S, ChildProcess, Request, spawn
 from rlhub.utils.children.wire import WireError
@@ -54,6 +55,7 @@ class EnvProcess:
             request = Request.of([{"operation": operation, "arguments": dict(arguments)}])
         except WireError as error:
             raise EnvError(f"the arguments of {operation} have no JSON form: {error}") from error
+        faults.at("environment.call", pid=self._child.host_pid)
         reply = await self._exchange(operation, request, timeout_s)
         if reply.get("failed") == "memory":
             how = await self.kill()

@@ -1,6 +1,5 @@
-"""What ends a run well: stop signals, and fault plans that prove what happens when processes die."""
+"""What ends a run well: stop signals."""
 
-from rlhub.resilience.faults import Fault, FaultInjector, InjectedFaultError, parse_fault_plan
 from rlhub.resilience.signals import StopSignals
 
-__all__ = ["Fault", "FaultInjector", "InjectedFaultError", "StopSignals", "parse_fault_plan"]
+__all__ = ["StopSignals"]

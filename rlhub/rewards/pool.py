@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlhub.utils import faults, faulty_call
 from rlhub.utils.children.access import Access
 from rlhub.utils.children.pool import KillablePool, Outcome
 
@@ -58,8 +59,9 @@ class RewardPool:
         num_workers: at most, started as needed; env: environment variables that the function may read though they look like
         secrets."""
         access = Access(setting="custom_reward_function.env", env=tuple(env))
+        self._target, self._may_fail = target, faults.may_strike("reward.call")
         self._pool = KillablePool(
-            target, PARAMETERS, num_workers=num_workers, timeout_s=timeout_s, memory_gb=memory_gb, access=access
+            *self._in_child(), num_workers=num_workers, timeout_s=timeout_s, memory_gb=memory_gb, access=access
         )
 
     def start(self) -> None:
@@ -71,8 +73,19 @@ class RewardPool:
 
         max_failures: skip the rest after more failures than that; None: score all.
         """
-        outcomes = self._pool.map([_arguments(request) for request in requests], max_failures=max_failures)
+        calls = [_arguments(request) for request in requests]
+        if self._may_fail:
+            struck = faults.at("reward.call") if calls else None
+            calls = [
+                {"target": self._target, "fault": struck if number == 0 else None, "arguments": call}
+                for number, call in enumerate(calls)
+            ]
+        outcomes = self._pool.map(calls, max_failures=max_failures)
         return [read_outcome(outcome) for outcome in outcomes]
+
+    def _in_child(self) -> tuple[str, tuple[str, ...]]:
+        """What the children load and how it is called; where the fault plan has something for it, what fails in its place."""
+        return (faulty_call.TARGET, faulty_call.PARAMETERS) if self._may_fail else (self._target, PARAMETERS)
 
     def close(self) -> None:
         self._pool.close()

@@ -17,6 +17,7 @@ from typing import Any
 from rlhub.errors import RlhubError, WorkerError
 from rlhub.protocol import DataProtoFuture
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext
+from rlhub.utils import faults
 
 
 class RemoteError(Exception):
@@ -100,8 +101,17 @@ class RoleHost:
             self._workers[context.role] = spec.build(context)
             self._contexts[context.role] = context
 
-    def call(self, role: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, materialize: bool = True) -> Any:
-        """Run a method; raises RemoteError."""
+    def call(
+        self,
+        role: str,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        materialize: bool = True,
+        step: int | None = None,
+    ) -> Any:
+        """Run a method; raises RemoteError.  step: the caller's, where that is another process."""
         context = self._contexts.get(role) or WorkerContext(role=role)
         with self._turn, failures_of(context, method):
             if role not in self._workers:
@@ -109,6 +119,7 @@ class RoleHost:
             if materialize:
                 args = [_materialized(value) for value in args]
                 kwargs = {name: _materialized(value) for name, value in kwargs.items()}
+            faults.at_call(role, method, faults.current_step() if step is None else step, context.rank)
             result = getattr(self._workers[role], method)(*args, **kwargs)
             return self._loop.run(result) if inspect.iscoroutine(result) else result
 

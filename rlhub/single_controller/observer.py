@@ -1,4 +1,4 @@
-"""The seam through which timing, traces and fault plans see every worker-group call, without the callers knowing."""
+"""The seam through which timing and traces see every worker-group call, without the callers knowing."""
 
 from __future__ import annotations
 

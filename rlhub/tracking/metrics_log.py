@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhub.errors import RunFolderError
+from rlhub.utils import faults
 from rlhub.utils.atomic import write_all, write_bytes
 
 logger = logging.getLogger(__name__)
@@ -96,17 +98,28 @@ class MetricsLog:
             os.truncate(self.path, whole)
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add a step and wait until it is on the disk.  ValueError when the step is not after the last one."""
+        """Add a step and wait until it is on the disk.  ValueError when the step is not after the last one,
+        RunFolderError when it cannot be written."""
         if step <= self.last_step:
             raise ValueError(f"step {step} comes after step {self.last_step} in {self.path}; each step is logged once, in order")
         line = encode(step, metrics) + "\n"
+        try:
+            faults.at("metrics.write")
+            self._write(line.encode("utf-8"))
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot write the metrics of step {step} to {self.path}: {error.strerror or error}; free space or make the "
+                "folder writable, and start the same command again: it goes on from the newest checkpoint"
+            ) from error
+        self.last_step = step
+
+    def _write(self, line: bytes) -> None:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            write_all(descriptor, line.encode("utf-8"))
+            write_all(descriptor, line)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        self.last_step = step
 
     def rewind(self, step: int) -> list[int]:
         """Drop all steps after `step` (-1: all), and damaged lines; returns the steps dropped."""

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from rlhub.checkpoint.files import FileEntry
 from rlhub.checkpoint.store import Checkpoint, CheckpointStore
+from rlhub.config.faults import planned_faults
 from rlhub.config.trainer import TrainerConfig
 from rlhub.errors import CheckpointError, RunFolderError
 from rlhub.resilience.signals import StopSignals
@@ -28,6 +29,8 @@ from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.spans import STEPS, SpanLog
 from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status
 from rlhub.trainer.skipped_steps import SkippedSteps
+from rlhub.utils import faults
+from rlhub.utils.faults import FaultPlan
 from rlhub.utils.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
@@ -96,6 +99,7 @@ class Run:
 
     def __enter__(self) -> Run:
         self.folder.open()
+        self._plan_faults()
         self.signals.__enter__()
         try:
             self._tell_of_abandoned()
@@ -117,6 +121,17 @@ class Run:
                 f"the process that wrote this ({self.folder.abandoned_by}) ended without a word, as after kill -9 or a power loss"
             )
             write_report(self.folder, self._info(), "failed", ended)
+
+    def _plan_faults(self) -> None:
+        """Said loudly: nobody leaves one in by accident."""
+        if planned := planned_faults(self.config):
+            logger.warning("trainer.faults: this run is made to fail: %s", "; ".join(map(str, planned)))
+            faults.install(FaultPlan(faults=planned, record=str(self.folder.logs)))
+
+    def _forget_faults(self) -> None:
+        if (plan := faults.installed()) is not None and (left := list(plan.unstruck())):
+            logger.warning("trainer.faults: not struck, because no such place was passed: %s", "; ".join(map(str, left)))
+        faults.install(None)
 
     def _find_checkpoint(self) -> Checkpoint | None:
         mode = self.config.resume_mode
@@ -205,6 +220,8 @@ class Run:
         self.folder.check()
         if step > 0:
             self.signals.defer()
+        faults.begin_step(step)
+        faults.at("driver.step")
         self.timers.drain()
         self._step_started = time.perf_counter()
 
@@ -232,6 +249,7 @@ class Run:
             line.complete()
             with self.timers.measure("save"):
                 self._save(step, line.metrics, save, state)
+            faults.at("driver.log")
             line.metrics = {**line.metrics, **self.timers.drain()}
         self._lines.append(line)
         self._write_lines(wait=False)
@@ -260,6 +278,7 @@ class Run:
     def _save(self, step: int, logged: Metrics, save: SaveFunction, state: StateFunction) -> None:
         numbers = {name: float(value) for name, value in logged.items() if not isinstance(value, str)}
         entries = save(self.store.begin(step))  # which raises where what it would save is not finite
+        faults.at("driver.commit")
         self.store.commit(step, entries, {**state(), **self._record, "metrics": dict(logged)}, metrics=numbers, finite=True)
         self.store.retain(self.config.max_actor_ckpt_to_keep, self.config.keep_best)
 
@@ -303,6 +322,7 @@ class Run:
                 self.finish("interrupted" if interrupted else "failed", str(error))
         finally:
             self.signals.__exit__(None, None, None)
+            self._forget_faults()
             self.folder.close()
         if gone is not None and (error is None or isinstance(error, OSError)):
             raise gone from error  # why a file could not be written

@@ -8,6 +8,7 @@ from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Dispatch, register
 from rlhub.workers.actor import ActorPart
 from rlhub.workers.rollout import RolloutPart
+from rlhub.workers.rollout_parts import spoil_weights
 from rlhub.workers.room import GivesRoom, holds_memory
 
 
@@ -35,7 +36,9 @@ class ActorRolloutRefWorker(ActorPart, RolloutPart, GivesRoom):
         """Publish the policy's weights to the rollout engine as `version`, checked weight by weight."""
         check_finite(self.engine, "before the sync")
         self.rollout_asleep = False
-        return self.sharding.sync(version)
+        report = self.sharding.sync(version)
+        spoil_weights(self.rollout, self.rank)
+        return report
 
     def give_room(self) -> None:
         """Give the GPU memory of the rollout engine to training; it wakes with the next weights."""

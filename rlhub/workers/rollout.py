@@ -13,7 +13,7 @@ from rlhub.sharding_manager.pools import WeightReceiver
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.rollout_batch import check_completions, generation_requests, pad_completions, training_columns
-from rlhub.workers.rollout_parts import load_vocabulary, make_engine, rollout_setup
+from rlhub.workers.rollout_parts import load_vocabulary, make_engine, rollout_setup, spoil_log_probs, spoil_weights
 from rlhub.workers.runtime import WorkerRuntime
 from rlhub.workers.transfer import Meeting
 
@@ -59,6 +59,7 @@ class RolloutPart(Worker):
             run_seed=self.runtime.seed,
         )
         completions = self.rollout.generate(requests, self._sampling(meta))
+        spoil_log_probs(completions, self.rank)
         check_completions(completions, self.vocabulary.size, meta["log_probs"])
         padded = pad_completions(
             completions, pad_id=self.vocabulary.pad_id, with_log_probs=meta["log_probs"], widest=self._widest
@@ -108,4 +109,6 @@ class RolloutWorker(RolloutPart):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:
         """Receive the policy's weights as `version`, checked weight by weight (collective over both groups)."""
-        return self.receiver.receive(version)
+        report = self.receiver.receive(version)
+        spoil_weights(self.rollout, self.rank)
+        return report

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from rlhub.config.ppo import ActorRolloutRefConfig
-from rlhub.engines.rollout.base import RolloutEngine
+from rlhub.engines.rollout.base import Completion, RolloutEngine
 from rlhub.engines.rollout.registry import RolloutSetup, engine_factory
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.models.vocabulary import Vocabulary, read_vocabulary
+from rlhub.utils import faults
 from rlhub.workers.runtime import WorkerRuntime
+
+WRONG_BY, WRONG_TIMES = 3.0, 100.0  # nats of a log-prob, and of a weight: what no rounding explains
 
 
 def load_vocabulary(config: ActorRolloutRefConfig) -> Vocabulary:
@@ -39,6 +44,21 @@ def rollout_setup(
         tp_rank=tp_rank,
         load_checkpoint=load_checkpoint,
     )
+
+
+def spoil_weights(engine: RolloutEngine, rank: int) -> None:
+    """Where the fault plan says so, an engine's first weight is no longer the trainer's, after the two were compared."""
+    if (kind := faults.at("engine.weights", rank=rank)) is not None:
+        first = next(engine.live_weights()).tensor
+        with torch.no_grad():
+            first.mul_(torch.nan if kind == "nonfinite" else WRONG_TIMES)
+
+
+def spoil_log_probs(completions: Sequence[Completion], rank: int) -> None:
+    """Where the fault plan says so, the first completion's log-probs are not those of its tokens."""
+    if completions and (kind := faults.at("engine.log_probs", rank=rank)) is not None:
+        wrong = torch.nan if kind == "nonfinite" else WRONG_BY
+        completions[0].log_probs = [value - wrong for value in completions[0].log_probs]
 
 
 def make_engine(setup: RolloutSetup) -> RolloutEngine:

@@ -22,10 +22,11 @@ from rlhub.errors import EngineError, RequestError
 from rlhub.models.vocabulary import Vocabulary
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Worker
+from rlhub.utils import faults
 from rlhub.workers.folder_reader import FolderReader, folder_reader
 from rlhub.workers.following import Trails
 from rlhub.workers.rollout_batch import check_completions
-from rlhub.workers.rollout_parts import load_vocabulary, make_engine, rollout_setup
+from rlhub.workers.rollout_parts import load_vocabulary, make_engine, rollout_setup, spoil_log_probs, spoil_weights
 from rlhub.workers.runtime import GIB, WorkerRuntime
 
 
@@ -71,6 +72,7 @@ class RolloutServer(Worker):
     ) -> None:
         self.config, self.runtime = config, runtime
         device = runtime.torch_device(0)
+        self._replica = replica
         self._setup = rollout_setup(config, runtime, device, dp_rank=replica, load_checkpoint=load_checkpoint)
         self._engine: RolloutEngine | None = None
         self._vocabulary: Vocabulary | None = None
@@ -86,6 +88,7 @@ class RolloutServer(Worker):
         await asyncio.to_thread(self._build)
 
     def _build(self) -> None:
+        faults.at("replica.start", rank=self._replica)
         if self.config.model.path is not None:  # an engine without a model samples from no vocabulary
             self._vocabulary = load_vocabulary(self.config)
         engine = make_engine(self._setup)
@@ -105,6 +108,7 @@ class RolloutServer(Worker):
         follow: a name by which `progress` knows it, no other request's; "": nobody follows it.
         """
         engine = self.engine
+        faults.at("replica.generate", rank=self._replica)
         try:
             with self._trails.of(follow) if follow else nullcontext() as trail:
                 completion = await engine.agenerate(request, params, trail.follow if trail is not None else None)
@@ -113,6 +117,7 @@ class RolloutServer(Worker):
         except Exception as error:
             self._failure = f"{type(error).__name__}: {error}"  # the request was fine, so the engine is not
             raise
+        spoil_log_probs([completion], self._replica)
         if self._vocabulary is not None:
             check_completions([completion], self._vocabulary.size, params.log_probs)
         self._num_requests += 1
@@ -154,10 +159,12 @@ class RolloutServer(Worker):
 
     def _take(self, reader: FolderReader, version: int) -> tuple[float, SyncReport]:
         """Map the version beside generation; then pause, copy, go on.  Also the time at which the pause began."""
+        faults.at("replica.update_weights", rank=self._replica)
         mapped = reader.prepare(version)
         paused_at = time.time()
         self.engine.pause()
         report = reader.place(mapped)
+        spoil_weights(self.engine, self._replica)
         if not self._paused:
             self.engine.resume(recompute=self.config.rollout.recompute_kv_cache)
         return paused_at, report

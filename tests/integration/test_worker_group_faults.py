@@ -17,7 +17,6 @@ import torch
 
 from rlhub.errors import DataError, DeadlineError, ResourceError, WorkerDiedError, WorkerError
 from rlhub.protocol import DataProto
-from rlhub.resilience import FaultInjector, parse_fault_plan
 from rlhub.single_controller import ClassWithInitArgs, Launched, launch
 from rlhub.single_controller.ray import pending
 from rlhub.single_controller.ray.reaper import marked_processes
@@ -116,11 +115,11 @@ def test_a_death_is_reported_rather_than_what_it_did_to_its_peers_and_children_a
 
 
 def test_an_idle_death_and_a_stopped_process(start: Start) -> None:
-    plan = parse_fault_plan([{"kind": "stop", "call": "actor.replicate", "rank": 1, "at": 2}])
-    run = start(observers=[FaultInjector(plan)], shutdown_deadline_s=90.0)
+    run = start(shutdown_deadline_s=90.0)
     actor = run.groups["actor"]
     assert len(actor.replicate(1)) == 2
     actor.set_deadlines({}, default=5.0)
+    os.kill(actor.workers[1].pid, signal.SIGSTOP)
     with pytest.raises(DeadlineError, match="actor.replicate.*rank 1"):
         actor.replicate(1)
     actor.set_deadlines({})

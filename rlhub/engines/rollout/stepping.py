@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from rlhub.engines.rollout.base import Completion, FinishReason, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import EngineError, RequestError
+from rlhub.utils import faults
 
 
 class TokenEvent(NamedTuple):
@@ -254,6 +255,7 @@ class EngineLoop:
         if len(refused) == running:
             return refused
         version = self._version()  # no update begins while a step is under way
+        faults.at("engine.step")
         events = self._stepper.step()
         with self._changed:
             return refused + self._record(events, version)

@@ -25,6 +25,7 @@ from rlhub.single_controller.ray.process import HostIdentity, HostSetup, host_en
 from rlhub.single_controller.ray.reaper import end_on_nodes
 from rlhub.single_controller.ray.watch import check_cluster
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext, check_worker_env
+from rlhub.utils import faults
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class RayAsyncActor:
             log_file=self._worker.log,
             log_level=logging.getLogger().getEffectiveLevel(),
             plugins=self._options.plugins,
+            faults=faults.installed(),
         )
 
     def _channel(self) -> Channel:

@@ -14,6 +14,10 @@ from rlhub.single_controller.invoke import RemoteError, describe_failure
 from rlhub.single_controller.ray.exchange import CANCEL, Message, Reply, pack_reply
 from rlhub.single_controller.ray.process import HostIdentity, HostSetup, own_identity, prepare_process
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext
+from rlhub.utils import faults
+
+_COPIES: dict[str | None, int] = {None: 1, "lost": 0, "duplicate": 2}
+"""How often a reply is sent, by the fault that strikes it."""
 
 
 class _Replies:
@@ -81,7 +85,8 @@ class AsyncActorHost:
         method = "request"
         value, failure = None, None
         try:
-            method, args, kwargs = pickle.loads(payload)
+            method, args, kwargs, step = pickle.loads(payload)
+            faults.begin_step(step)
             value = await self._object.run(method, args, kwargs)
         except RemoteError as error:
             failure = error
@@ -92,4 +97,5 @@ class AsyncActorHost:
         finally:
             del self._running[place]
         reply = pack_reply(number, value, failure, lambda error: describe_failure(error, self._context, method))
-        self._replies[key].add(reply)
+        for _ in range(_COPIES[faults.at("replica.reply")]):
+            self._replies[key].add(reply)

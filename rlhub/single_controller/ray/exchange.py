@@ -21,6 +21,7 @@ from ray import cloudpickle
 from rlhub.errors import ClusterLostError, DeadlineError
 from rlhub.single_controller.invoke import RemoteError
 from rlhub.single_controller.ray.watch import Listener, check_cluster, listen
+from rlhub.utils import faults
 
 _SETTLE_TURNS = 4
 """Turns of the event loop from an answer until its receiver, through a task runner, has sent its next request: after so many
@@ -34,8 +35,8 @@ CANCEL = b""
 
 
 Message = tuple[int, bytes]
-"""A request (the pickled method, arguments and keywords) or CANCEL, by the number of its call.  Tuples, because Ray pickles
-these ten times as fast as dataclasses."""
+"""A request (the pickled method, arguments, keywords, the sender's step) or CANCEL, by the number of its call.  Tuples, because
+Ray pickles these ten times as fast as dataclasses."""
 
 Reply = tuple[int, bool, bytes]
 """How a call ended, by its number: whether it failed, and its pickled result or RemoteError."""
@@ -82,7 +83,7 @@ class Channel(Listener):
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], deadline_s: float | None) -> Any:
         """Send and await one call."""
         check_cluster()
-        payload = pack((method, args, kwargs))
+        payload = pack((method, args, kwargs, faults.current_step()))
         number = next(self._numbers)
         call = self._calls[number] = _Call(method, self._loop.create_future())
         self._send((number, payload))

@@ -27,6 +27,7 @@ from rlhub.single_controller.ray.pending import Gather, Part, RayPending
 from rlhub.single_controller.ray.pool import RayResourcePool
 from rlhub.single_controller.worker import ClassWithInitArgs
 from rlhub.single_controller.worker_group import WorkerGroup
+from rlhub.utils import faults
 
 SHARE_BYTES = 32 * 1024
 """Values at least this large are stored once when several ranks get them; smaller ones cost less inside the call."""
@@ -162,6 +163,7 @@ def _header(request: Request, rank: RankRequest) -> CallHeader:
         keywords=tuple(rank.kwargs),
         materialize=request.materialize,
         reply=rank.reply,
+        step=faults.current_step(),
     )
 
 

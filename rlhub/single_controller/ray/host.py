@@ -18,13 +18,15 @@ from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext
 @dataclass(slots=True, kw_only=True, frozen=True)
 class CallHeader:
     """What to run.  The values follow as arguments of the actor call, because Ray fetches references only there; the last
-    `len(keywords)` of them are keyword arguments.  reply: False keeps the output in the worker."""
+    `len(keywords)` of them are keyword arguments.  reply: False keeps the output in the worker.  step: the driver's, for
+    the fault plan."""
 
     role: str
     method: str
     keywords: tuple[str, ...]
     materialize: bool
     reply: bool
+    step: int
 
 
 class WorkerHost:
@@ -64,7 +66,9 @@ class WorkerHost:
     def _run(self, header: CallHeader, values: tuple[Any, ...]) -> Any:
         split = len(values) - len(header.keywords)
         kwargs = dict(zip(header.keywords, values[split:], strict=True))
-        return self._roles.call(header.role, header.method, values[:split], kwargs, materialize=header.materialize)
+        return self._roles.call(
+            header.role, header.method, values[:split], kwargs, materialize=header.materialize, step=header.step
+        )
 
     def close(self) -> None:
         """Orderly end: let every worker release what it holds."""

@@ -22,6 +22,7 @@ from rlhub.single_controller.ray.pool import RayResourcePool
 from rlhub.single_controller.ray.process import HostIdentity, HostSetup, host_environment, start_environment, visible_devices
 from rlhub.single_controller.ray.reaper import end_on_nodes
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext, check_worker_env
+from rlhub.utils import faults
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +177,7 @@ class RayHosts:
             log_file=self._log_file(rank),
             log_level=logging.getLogger().getEffectiveLevel(),
             plugins=self.options.plugins,
+            faults=faults.installed(),
         )
 
     def _on_all(self, what: str, start: Callable[[int], Any], role: str = _STARTING) -> dict[int, Any]:

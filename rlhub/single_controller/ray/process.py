@@ -18,6 +18,8 @@ from rlhub.single_controller.invoke import failures_of
 from rlhub.single_controller.ray.nodes import own_address
 from rlhub.single_controller.ray.reaper import MARKER
 from rlhub.single_controller.worker import VISIBLE_DEVICES, WorkerContext
+from rlhub.utils import faults
+from rlhub.utils.faults import FaultPlan
 from rlhub.utils.ports import free_port
 
 
@@ -34,7 +36,8 @@ class HostIdentity:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class HostSetup:
-    """How a process becomes a rank.  log_file: "" keeps Ray's own log files.  log_level: of the worker's root logger."""
+    """How a process becomes a rank.  log_file: "" keeps Ray's own log files.  log_level: of the worker's root logger.  faults:
+    the run's fault plan."""
 
     context: WorkerContext
     env: dict[str, str]
@@ -42,6 +45,7 @@ class HostSetup:
     log_file: str
     log_level: int
     plugins: tuple[str, ...]
+    faults: FaultPlan | None
 
 
 def own_identity() -> HostIdentity:
@@ -67,6 +71,7 @@ def prepare_process(setup: HostSetup) -> None:
         sys.path.extend(entry for entry in setup.python_path if entry not in sys.path)
         for module in setup.plugins:
             importlib.import_module(module)
+        faults.install(setup.faults, rank=setup.context.rank)
 
 
 def start_environment(device: str, worker_env: Mapping[str, str], marker: str) -> dict[str, str]:

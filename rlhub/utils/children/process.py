@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+import psutil
+
 from rlhub.utils.children.access import Access
 from rlhub.utils.children.containment import namespaces_allowed
 from rlhub.utils.children.wire import WireError, decode, encode
@@ -129,6 +131,10 @@ class ChildProcess:
                 self.finished = self.strayed = True
                 break
         return answers
+
+    def host_pid(self) -> int:
+        """Returns the child's number outside of its namespace; its supervisor's is `process.pid`."""
+        return psutil.Process(self.process.pid).children()[0].pid
 
     def kill(self) -> str:
         """End the child and all its descendants; says how the child ended, with the crash's traceback if there is one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlhub.errors import RunFolderError
 from rlhub.tracking.metrics_log import MetricsLog, read_metrics
 
 
@@ -110,3 +112,13 @@ def test_a_damaged_line_is_skipped_and_named(path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         assert steps(path) == [1, 3]
     assert "line 2" in caplog.text and "line 3" in caplog.text
+
+
+def test_a_line_that_cannot_be_written_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(1, {"a": 1.0})
+    os.symlink("/dev/full", tmp_path / "full.jsonl")
+    full = MetricsLog(tmp_path / "none.jsonl")
+    full.path = tmp_path / "full.jsonl"
+    with pytest.raises(RunFolderError, match=r"metrics of step 2 to .*full.jsonl: No space left on device; free space"):
+        full.append(2, {"a": 1.0})

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from rlhub.errors import ConfigError, DeadlineError, EngineError, RequestError
+from rlhub.utils import faults
 
 POLL_S = 0.5
 AT_FAULT, FULL, UNAVAILABLE = 400, 429, 503
@@ -72,6 +73,7 @@ class Http:
         deadline = time.monotonic() + self._request_s
         try:
             while True:
+                faults.at("remote.request")
                 timeout = aiohttp.ClientTimeout(total=max(deadline - time.monotonic(), 0.001))
                 made = self._open().request(method, self.url + path, json=body, timeout=timeout, headers=headers)
                 async with made as answer:
@@ -88,7 +90,7 @@ class Http:
                 await asyncio.sleep(wait_s)
         except TimeoutError:
             raise DeadlineError(f"an answer of {self.url}{path}", self._request_s) from None
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, ConnectionError) as error:
             told = f"{self.url}{path}: {type(error).__name__}: {error}; does the server still run?"
             raise BrokenConnectionError(told) from error
 
