@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhub.config.paths import config_dir
+from rlhub.utils.redact import redact_override
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -126,18 +127,26 @@ def _checked(overrides: Sequence[str], folders: Sequence[Path], problems: list[s
         try:
             override = parser.parse_override(text)
         except HydraException as error:
-            problems.append(f"cannot read {text!r} as key=value{_quoting_hint(text) or ': ' + _first_line(error)}")
+            problems.append(_unreadable(text, error))
             continue
         if override.key_or_group.startswith("hydra."):
             problems.append(f"{text}: Hydra only composes here and makes no run folder; set trainer.default_local_dir instead")
         elif override.is_sweep_override():
-            problems.append(f"{text!r} lists several values: rlhub runs one at a time. For a list write key=[a,b]")
+            problems.append(
+                f"{redact_override(text)!r} lists several values: rlhub runs one at a time. For a list write key=[a,b]"
+            )
         elif override.is_delete() or _is_group(override.key_or_group, folders):
             good.append(_Said(text=text, parsed=override, plain=False))
         else:
             plain = override.package is None and override.key_or_group != "hydra"
             good.append(_Said(text="++" + text.lstrip("+"), parsed=override, plain=plain))
     return good
+
+
+def _unreadable(text: str, error: Exception) -> str:
+    """What to write instead; a secret is not repeated, nor are the parser's words, which may hold a part of it."""
+    shown = redact_override(text)
+    return f"cannot read {shown!r} as key=value{_quoting_hint(shown) or (': ' + _first_line(error) if shown == text else '')}"
 
 
 def _home_expanded(text: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from rlhub.config.foreign_aliases import ALIASES, REFUSED_VALUES, SPELLINGS
 from rlhub.config.foreign_keys import FOREIGN
 from rlhub.config.foreign_row import ANY, AS_DEFAULT, Foreign
-from rlhub.config.schema import scalar
+from rlhub.config.schema import scalar, setting
 
 
 def resolve_aliases(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def judge(key: str, value: Any, said: Mapping[str, Any] | None = None) -> str | 
     if row.note or row.is_same(value) or (row.as_key and (said or {}).get(row.as_key) == value):
         return ""
     harmless = " or ".join(scalar(item) for item in row.same if item is not ANY and not str(item).startswith("$"))
-    return f"{key}={scalar(value)}: {row.instead}{f' (only {harmless} is accepted)' if harmless else ''}"
+    return f"{setting(key, value)}: {row.instead}{f' (only {harmless} is accepted)' if harmless else ''}"
 
 
 def note(key: str, value: Any) -> str:
@@ -84,4 +84,4 @@ def note(key: str, value: Any) -> str:
     row = _row(key)
     if row is None or not row.note or row.is_same(value):
         return ""
-    return f"{key}={scalar(value)} has no effect: {row.note}"
+    return f"{setting(key, value)} has no effect: {row.note}"

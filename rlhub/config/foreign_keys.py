@@ -261,7 +261,7 @@ FOREIGN = (
     _refused(f"{_R}over_sample_rate", f"{_R}mode=async samples ahead: trainer.max_staleness", 0, 0.0),
     _refused(f"{_R}skip_rollout", "to train on recorded batches set trainer.replay_from", False, None),
     _silent(f"{_R}skip_dump_dir"),
-    _note(f"{_R}checkpoint_engine.*", f"weights move {_R}update_weights_bucket_mb at a time", "naive", {}),
+    _note(f"{_R}checkpoint_engine.*", f"weights move {_R}update_weights_bucket_mb at a time", {}),
     _note(
         f"{_R}trace.*", "prompts.jsonl, generations/ and trace.json in the run folder say what became of each prompt", None, False
     ),

@@ -64,7 +64,7 @@ def collect(cls: type[C], config_name: str, overrides: Sequence[str] = (), *, co
 
 def interpret(cls: type[C], tree: Mapping[str, Any], problems: list[str]) -> Loaded[C]:
     """What the user said, as nested containers, over the defaults; `problems` are those found before."""
-    free = _free_keys(cls)
+    free = free_keys(cls)
     given = _lifted(dict(flatten(tree, free)), free)
     said = _below_free(foreign.resolve_aliases(given, problems), free)
     refused = foreign.refused_values(said)
@@ -115,7 +115,8 @@ def flatten(tree: Mapping[str, Any], stop: frozenset[str] = frozenset(), prefix:
             yield key, value
 
 
-def _free_keys(cls: type) -> frozenset[str]:
+def free_keys(cls: type) -> frozenset[str]:
+    """The settings that are mappings whose keys are not ours."""
     return frozenset(leaf.key for leaf in leaves(cls) if is_free(leaf.annotation))
 
 

@@ -41,7 +41,7 @@ from rlhub.models.shape import ModelShape, read_model_shape, read_model_values
 from rlhub.registry import Registry
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
-from rlhub.tracking.registry import TRACKERS
+from rlhub.tracking.registry import TRACKERS, login_problems
 from rlhub.trainer.named import read_source, unknown
 from rlhub.trainer.ppo.requirements import check_group_metric
 from rlhub.trainer.ppo.rollout_checks import check_episodes, check_rollout_engine, check_weights_reach
@@ -249,6 +249,11 @@ def check_trackers(names: Sequence[str]) -> list[str]:
         if missing:
             problems.append(f"trainer.logger: {name} needs the package {', '.join(missing)}, which is not installed")
     return problems
+
+
+def check_login(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
+    """The trackers' accounts can be used; asked last, since it may ask the user."""
+    return login_problems(config.trainer.logger)
 
 
 def _check_knobs(
