@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlhub.config.schema import NonNegativeFloat, PositiveFloat, PositiveInt
+from rlhub.config.schema import NonNegativeFloat, NonNegativeOrInf, PositiveFloat, PositiveInt, PositiveOrInf
 from rlhub.config.training import FSDPConfig, MegatronConfig, OptimConfig, Section, Strategy, section_of
 
 
@@ -45,8 +45,8 @@ class ActorConfig:
     """PPO's eps: the probability ratio is clipped to [1 - eps, 1 + eps]."""
     clip_ratio_low: NonNegativeFloat | None = None
     """Lower eps; null: clip_ratio."""
-    clip_ratio_high: NonNegativeFloat | None = None
-    """Upper eps, for example 0.28 (clip-higher); null: clip_ratio."""
+    clip_ratio_high: NonNegativeOrInf | None = None
+    """Upper eps, for example 0.28 (clip-higher); null: clip_ratio; inf: no upper bound."""
     clip_ratio_c: PositiveFloat = 3.0
     """Dual clip: bound c > 1 of the loss on tokens of negative advantage."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] = (
@@ -57,8 +57,8 @@ class ActorConfig:
     """Divisor of seq-mean-token-sum-norm; null: data.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus; above 0 keeps the policy exploring."""
-    grad_clip: PositiveFloat = 1.0
-    """Largest gradient norm of an optimizer step."""
+    grad_clip: PositiveOrInf = 1.0
+    """Largest gradient norm of an optimizer step; inf: no limit."""
     use_kl_loss: bool = False
     """Add kl_loss_coef times the KL to the reference to the loss (needs a reference pass)."""
     kl_loss_coef: NonNegativeFloat = 0.001

@@ -11,10 +11,12 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from rlhub.config import checks, effects, load, show
 from rlhub.config.derive import derive
+from rlhub.config.paths import is_ours
 from rlhub.config.schema import sections
 from rlhub.errors import ConfigError, DataError, NonFiniteError, ResourceError, RlhubError, WorkerError
 
@@ -27,11 +29,14 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
 
 Preflight = Callable[[C, frozenset[str]], list[str]]
 """(derived configuration, keys the user set) -> problems.  Must not load torch or start anything."""
+Ready = Callable[[C], list[str]]
+"""(checked configuration) -> what this machine's accounts lack, such as a login; asked last, and only of a run that may start."""
 
 _USAGE = """\
 Settings are given as key=value{example}
 (+key=value and ++key=value mean the same).  A YAML file of your own: --config-dir DIR --config-name NAME; to build on ours
-start it with `defaults: [{name}, _self_]`.  Without data or model of your own: bash scripts/quickstart.sh"""
+start it with `defaults: [{name}, _self_]`.  --config-path means the same as --config-dir, but where the file is ours it may
+name a folder that is not here.  Without data or model of your own: bash scripts/quickstart.sh"""
 _EXAMPLE = ", for example\n  data.train_files=train.parquet data.val_files=[a.parquet,b.jsonl] trainer.total_epochs=3"
 """For the mains that train; a main without data has one in its description."""
 
@@ -43,6 +48,7 @@ def run(
     *,
     description: str,
     preflight: Preflight[C] | None = None,
+    ready: Ready[C] | None = None,
     required: Sequence[str] | None = None,
     argv: Sequence[str] | None = None,
 ) -> int:
@@ -62,13 +68,18 @@ def run(
             config_class,
             arguments.config_name,
             arguments.overrides,
-            config_dir=arguments.config_dir,
+            config_dir=arguments.config_dir or _folder_here(arguments.config_path, arguments.config_name),
             preflight=preflight,
             required=required,
             only_show=arguments.cfg is not None,
         )
         if arguments.cfg is not None:
             _write(show.to_yaml(config))
+            return 0
+        if ready is not None and (lacking := ready(config)):
+            raise ConfigError(lacking)
+        if arguments.check:
+            _write("ok: every check before the start passes\n")
             return 0
         return main(config) or 0
     except RlhubError as error:
@@ -79,6 +90,14 @@ def run(
     except KeyboardInterrupt:  # a request of the user's, not a fault whose place a traceback would help to find
         sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED
+
+
+def _folder_here(folder: str | None, config_name: str) -> str | None:
+    """`--config-path`, or None where that folder is another framework's and not here, and ours has a file of the name."""
+    if folder is None or Path(folder).is_dir() or not is_ours(config_name):
+        return folder
+    logging.getLogger(__name__).info("--config-path %s: not here, --config-name %s means rlhub's own", folder, config_name)
+    return None
 
 
 def _at_fault(error: RlhubError) -> BaseException:
@@ -113,7 +132,7 @@ def prepare(
     if preflight is not None:
         found += preflight(loaded.config, loaded.set_keys)
     problems = loaded.problems + [text for text in found if not any(key in text for key in loaded.faulty)]
-    for warning in effects.without_effect(loaded.config, loaded.set_keys):
+    for warning in [*loaded.notes, *effects.without_effect(loaded.config, loaded.set_keys)]:
         logger.warning(warning)
     if problems:
         raise ConfigError(problems)
@@ -125,16 +144,17 @@ def _parse(config_name: str, description: str, argv: Sequence[str], config_class
         prog=_program(),
         description=textwrap.fill(description, TEXT_WIDTH),
         add_help=False,
-        usage="%(prog)s [--help] [--cfg job] [--config-dir DIR] [--config-name NAME] [key=value ...]",
+        usage="%(prog)s [--help] [--cfg job | --check] [--config-dir DIR] [--config-name NAME] [key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_USAGE.format(name=config_name, example=_EXAMPLE if _reads_data(config_class) else ""),
     )
     parser.add_argument("-h", "--help", action="store_true", help="all settings with their defaults and meaning")
-    parser.add_argument("--cfg", choices=("job",), help="print the configuration this command would run with, and stop")
-    parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own YAML files")
-    parser.add_argument(
-        "--config-name", metavar="NAME", default=config_name, help=f"which YAML file to start from (default {config_name})"
-    )
+    parser.add_argument("-c", "--cfg", choices=("job",), help="print the configuration this command would run with, and stop")
+    parser.add_argument("--check", action="store_true", help="say all that is wrong with this command, or ok; start nothing")
+    parser.add_argument("-cd", "--config-dir", metavar="DIR", help="a folder of your own YAML files")
+    parser.add_argument("-cp", "--config-path", metavar="DIR", help="the same, but passed over if it is not here and not needed")
+    name_help = f"which YAML file to start from (default {config_name})"
+    parser.add_argument("-cn", "--config-name", metavar="NAME", default=config_name, help=name_help)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings")
     try:
         arguments = parser.parse_intermixed_args(argv)

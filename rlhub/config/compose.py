@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhub.config.paths import config_dir
+from rlhub.utils.redact import redact_override
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -47,22 +48,23 @@ def compose(config_name: str, overrides: Sequence[str], folder: str | None, prob
     from yaml import YAMLError
 
     folders = [config_dir()]
-    if folder is not None:
-        folders.insert(0, Path(folder).resolve())
-        if not folders[0].is_dir():
-            problems.append(f"--config-dir {folder}: no such folder")
-            return {}
     config_name = config_name.removesuffix(".yaml")
+    if folder is not None and not Path(folder).is_dir():
+        problems.append(f"--config-dir {folder}: no such folder (looked for {Path(folder).resolve()})")
+    elif folder is not None:
+        folders.insert(0, Path(folder).resolve())
     said = _checked(overrides, folders, problems)
-    if not any((place / f"{config_name}.yaml").is_file() for place in folders):
-        problems.append(_no_such_file(config_name, folders))
-        return {}
     folders.sort(key=lambda place: not (place / f"{config_name}.yaml").is_file())  # Hydra wants the named file in the first
+    file: Path | None = folders[0] / f"{config_name}.yaml"
+    if file is not None and not file.is_file():
+        if folder is None or len(folders) > 1:
+            problems.append(_no_such_file(config_name, folders))
+        file = None  # the rest of the command is looked at all the same
     try:
-        composed = _put_together(folders[0] / f"{config_name}.yaml", said)
-        if composed is None:
+        composed = _put_together(file, said)
+        if composed is None and file is not None:
             composed = _by_hydra(config_name, said, folders)
-        plain = OmegaConf.to_container(composed, resolve=False)
+        plain = {} if composed is None else OmegaConf.to_container(composed, resolve=False)
     except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
         problems.append(f"{config_name}: {_first_line(error)}")
         return {}
@@ -91,8 +93,9 @@ def _by_hydra(config_name: str, said: Sequence[_Said], folders: Sequence[Path]) 
         return hydra_compose(config_name, overrides=arguments)
 
 
-def _put_together(file: Path, said: Sequence[_Said]) -> Any | None:
-    """The file with the overrides as Hydra would merge them; None where that takes Hydra, or Hydra's words for what is wrong."""
+def _put_together(file: Path | None, said: Sequence[_Said]) -> Any | None:
+    """The file (None: an empty one) with the overrides as Hydra would merge them; None where that takes Hydra, or Hydra's words
+    for what is wrong."""
     from hydra.core.utils import setup_globals
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -102,9 +105,9 @@ def _put_together(file: Path, said: Sequence[_Said]) -> Any | None:
         return None
     setup_globals()  # Hydra's resolvers, such as ${now:%Y}
     try:
-        if "@package" in file.read_text():
+        if file is not None and "@package" in file.read_text():
             return None
-        tree = OmegaConf.load(file)
+        tree = OmegaConf.create() if file is None else OmegaConf.load(file)
         if not isinstance(tree, DictConfig) or "defaults" in tree or "hydra" in tree:
             return None
         for one in said:
@@ -124,18 +127,26 @@ def _checked(overrides: Sequence[str], folders: Sequence[Path], problems: list[s
         try:
             override = parser.parse_override(text)
         except HydraException as error:
-            problems.append(f"cannot read {text!r} as key=value{_quoting_hint(text) or ': ' + _first_line(error)}")
+            problems.append(_unreadable(text, error))
             continue
         if override.key_or_group.startswith("hydra."):
             problems.append(f"{text}: Hydra only composes here and makes no run folder; set trainer.default_local_dir instead")
         elif override.is_sweep_override():
-            problems.append(f"{text!r} lists several values: rlhub runs one at a time. For a list write key=[a,b]")
+            problems.append(
+                f"{redact_override(text)!r} lists several values: rlhub runs one at a time. For a list write key=[a,b]"
+            )
         elif override.is_delete() or _is_group(override.key_or_group, folders):
             good.append(_Said(text=text, parsed=override, plain=False))
         else:
             plain = override.package is None and override.key_or_group != "hydra"
             good.append(_Said(text="++" + text.lstrip("+"), parsed=override, plain=plain))
     return good
+
+
+def _unreadable(text: str, error: Exception) -> str:
+    """What to write instead; a secret is not repeated, nor are the parser's words, which may hold a part of it."""
+    shown = redact_override(text)
+    return f"cannot read {shown!r} as key=value{_quoting_hint(shown) or (': ' + _first_line(error) if shown == text else '')}"
 
 
 def _home_expanded(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlhub.config.model import ModelConfig
-from rlhub.config.schema import PositiveFloat, PositiveInt
+from rlhub.config.schema import PositiveInt, PositiveOrInf
 from rlhub.config.training import FSDPConfig, MegatronConfig, OptimConfig, Section, Strategy, section_of
 
 
@@ -26,10 +26,10 @@ class CriticConfig:
     """Most tokens in a forward pass of a rank; null: the actor's."""
     ppo_epochs: PositiveInt | None = None
     """Passes over each batch; null: the actor's."""
-    grad_clip: PositiveFloat = 1.0
-    """Largest gradient norm of an optimizer step."""
-    cliprange_value: PositiveFloat = 0.5
-    """Values may move this far from the old ones before the value loss clips."""
+    grad_clip: PositiveOrInf = 1.0
+    """Largest gradient norm of an optimizer step; inf: no limit."""
+    cliprange_value: PositiveOrInf = 0.5
+    """Values may move this far from the old ones before the value loss clips; inf: it never does."""
     fsdp_config: FSDPConfig | None = None
     """Sharding of the critic; what is not set is the actor's. critic.model.fsdp_config is read too."""
     megatron: MegatronConfig | None = None

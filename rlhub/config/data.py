@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhub.config.schema import PositiveInt
+from rlhub.config.schema import PositiveInt, Seed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class DataConfig:
     """Leave prompts over max_prompt_length out (counted in the log) before truncation applies."""
     shuffle: bool = True
     """New order in every epoch, from data.seed."""
-    seed: int = 1
+    seed: Seed = 1
     """Seed of the order of the prompts."""
     apply_chat_template_kwargs: dict[str, Any] | None = None
     """Extra arguments of the tokenizer's chat template, for example {enable_thinking: false}."""

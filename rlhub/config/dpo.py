@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhub.config.model import ModelConfig
 from rlhub.config.preference import PreferenceDataConfig
-from rlhub.config.schema import PositiveFloat, UnitFloat
+from rlhub.config.schema import PositiveFloat, PositiveOrInf, UnitFloat
 from rlhub.config.trainer import TrainerConfig
 from rlhub.config.training import FSDPConfig, MegatronConfig, OptimConfig, Section, Strategy, section_of
 
@@ -38,8 +38,8 @@ class DPOConfig:
     """Sharding of the frozen reference; null: as fsdp_config. A LoRA run has none: its adapters are switched off instead."""
     ref_megatron: MegatronConfig | None = None
     """The reference with strategy=megatron; null: as `megatron`. The sizes must be, offloading may differ."""
-    grad_clip: PositiveFloat = 1.0
-    """Largest gradient norm of an optimizer step."""
+    grad_clip: PositiveOrInf = 1.0
+    """Largest gradient norm of an optimizer step; inf: no limit."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     @property

@@ -10,10 +10,10 @@ from typing import Any
 from rlhub.config import asynchronous, rollout_correction
 from rlhub.config.dpo import DPOConfig
 from rlhub.config.engines import engines
-from rlhub.config.load import flatten
+from rlhub.config.load import flatten, free_keys
 from rlhub.config.ppo import PPOConfig
 from rlhub.config.rm import RMConfig
-from rlhub.config.schema import scalar, to_dict
+from rlhub.config.schema import setting, to_dict
 from rlhub.config.sft import SFTConfig
 from rlhub.config.training import MegatronConfig
 
@@ -31,10 +31,11 @@ def dead(config: Any) -> list[Dead]:
 
 def without_effect(config: Any, set_keys: AbstractSet[str], rules: list[Dead] | None = None) -> list[str]:
     """One warning for each setting in `set_keys` that is not read and differs from its default."""
-    default = dict(flatten(to_dict(type(config)())))
-    chosen = dict(flatten(to_dict(config)))
+    free = free_keys(type(config))
+    default = dict(flatten(to_dict(type(config)()), free))
+    chosen = dict(flatten(to_dict(config), free))
     found = [
-        f"{key}={scalar(chosen.get(key))} has no effect: {why}"
+        f"{setting(key, chosen.get(key))} has no effect: {why}"
         for holds, keys, why in (dead(config) if rules is None else rules)
         if holds
         for key in _matching(keys, set_keys)

@@ -37,12 +37,14 @@ SHORTEST_PART = 3
 @dataclass(slots=True, kw_only=True)
 class Loaded(Generic[C]):
     """config: typed, faulty settings at their defaults; set_keys: what the user set (YAML or command line);
-    problems: all faults found; faulty: the keys they are about (cross-checks that involve these would only confuse)."""
+    problems: all faults found; faulty: the keys they are about (cross-checks that involve these would only confuse);
+    notes: of keys that are accepted and have no effect here, why."""
 
     config: C
     set_keys: frozenset[str]
     problems: list[str]
     faulty: frozenset[str]
+    notes: list[str]
 
 
 def load(cls: type[C], config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> C:
@@ -62,23 +64,38 @@ def collect(cls: type[C], config_name: str, overrides: Sequence[str] = (), *, co
 
 def interpret(cls: type[C], tree: Mapping[str, Any], problems: list[str]) -> Loaded[C]:
     """What the user said, as nested containers, over the defaults; `problems` are those found before."""
-    said = foreign.resolve_aliases(dict(flatten(tree, _free_keys(cls))), problems)
+    free = free_keys(cls)
+    given = _lifted(dict(flatten(tree, free)), free)
+    said = _below_free(foreign.resolve_aliases(given, problems), free)
+    refused = foreign.refused_values(said)
+    problems += refused.values()
     known = {leaf.key for leaf in leaves(cls)}
-    faulty: set[str] = set()
+    faulty, notes = set(refused), list[str]()
     accepted: dict[str, Any] = {}
     names_of_sections = {key for key, _ in sections(cls)}
     for key, value in said.items():
+        if key in refused:
+            continue
         if key in known or (key in names_of_sections and not isinstance(value, Mapping)):
             accepted[key] = value
+        elif (verdict := foreign.judge(key, value, said)) is not None:
+            problems += [verdict] if verdict else []
+            notes.append(foreign.note(key, value))
         elif value != {}:
-            _report_unknown(key, value, known | names_of_sections, problems, faulty)
+            _report_unknown(key, known | names_of_sections, problems, faulty)
     values = _complete(cls, accepted)
     values = compose.resolve(values, problems)
     problems += [f"{key}: is marked ??? (required) and not set" for key, value in said.items() if value == "???"]
     before = len(problems)
     config = build(cls, values, problems)
     faulty |= {problem.partition(":")[0] for problem in problems[before:]}
-    return Loaded(config=config, set_keys=frozenset(accepted), problems=problems, faulty=frozenset(faulty))
+    return Loaded(
+        config=config,
+        set_keys=frozenset(accepted),
+        problems=problems,
+        faulty=frozenset(faulty),
+        notes=[text for text in notes if text],
+    )
 
 
 def validate(config: Any) -> list[str]:
@@ -98,8 +115,39 @@ def flatten(tree: Mapping[str, Any], stop: frozenset[str] = frozenset(), prefix:
             yield key, value
 
 
-def _free_keys(cls: type) -> frozenset[str]:
+def free_keys(cls: type) -> frozenset[str]:
+    """The settings that are mappings whose keys are not ours."""
     return frozenset(leaf.key for leaf in leaves(cls) if is_free(leaf.annotation))
+
+
+def _lifted(said: Mapping[str, Any], free: frozenset[str]) -> dict[str, Any]:
+    """Flat settings, with those inside a free mapping that are other frameworks' taken out as keys of their own."""
+    found: dict[str, Any] = {}
+    for key, value in said.items():
+        found[key] = _taken_out(value, key, found) if key in free and isinstance(value, Mapping) else value
+    return found
+
+
+def _taken_out(tree: Mapping[str, Any], prefix: str, found: dict[str, Any]) -> dict[str, Any]:
+    rest: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}.{name}"
+        if foreign.names_in_full(key):
+            found[key] = value
+        else:
+            rest[name] = _taken_out(value, key, found) if isinstance(value, Mapping) else value
+    return rest
+
+
+def _below_free(said: Mapping[str, Any], free: frozenset[str]) -> dict[str, Any]:
+    """Flat settings with those that an alias has put below a free mapping inside it."""
+    merged = {key: dict(value) if key in free and isinstance(value, Mapping) else value for key, value in said.items()}
+    for key in said:
+        owner = next((name for name in free if key.startswith(f"{name}.")), None)
+        if owner is not None and not foreign.names_in_full(key):
+            merged[owner] = merged.get(owner) or {}
+            _put(merged[owner], key[len(owner) + 1 :], merged.pop(key))
+    return merged
 
 
 def _complete(cls: type, accepted: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,13 +184,7 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     node[last] = value
 
 
-def _report_unknown(key: str, value: Any, known: set[str], problems: list[str], faulty: set[str]) -> None:
-    verdict = foreign.judge(key, value)
-    if verdict == "":
-        return
-    if verdict is not None:
-        problems.append(verdict)
-        return
+def _report_unknown(key: str, known: set[str], problems: list[str], faulty: set[str]) -> None:
     near = nearest(key, known)
     faulty.update(near[:1])
     hint = f"; did you mean {' or '.join(near)}?" if near else "; --help lists all settings"

@@ -14,3 +14,8 @@ def config_dir() -> Path:
         if (place / "ppo.yaml").is_file():
             return place
     raise ConfigError(f"no trainer_configs folder in {package} or beside it; the installation is incomplete, install rlhub again")
+
+
+def is_ours(config_name: str) -> bool:
+    """Whether `trainer_configs` has a file of that name, with or without .yaml."""
+    return (config_dir() / f"{config_name.removesuffix('.yaml')}.yaml").is_file()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhub.config.schema import PositiveInt
+from rlhub.config.schema import PositiveInt, Seed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,5 +36,5 @@ class PreferenceDataConfig:
     """What to do with a pair over max_length: stop, cut both prompts alike at their start, or the answers at their end."""
     shuffle: bool = True
     """New order in every epoch, from data.seed."""
-    seed: int = 1
+    seed: Seed = 1
     """Seed of the order of the pairs."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from rlhub.config.model import ModelConfig
 from rlhub.config.preference import PreferenceDataConfig
-from rlhub.config.schema import PositiveFloat
+from rlhub.config.schema import PositiveOrInf
 from rlhub.config.trainer import TrainerConfig
 from rlhub.config.training import FSDPConfig, MegatronConfig, OptimConfig, Section, Strategy, section_of
 
@@ -22,8 +22,8 @@ class RMConfig:
     """Training engine: fsdp2 (fsdp means the same) reads fsdp_config, megatron reads `megatron`."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    grad_clip: PositiveFloat = 1.0
-    """Largest gradient norm of an optimizer step."""
+    grad_clip: PositiveOrInf = 1.0
+    """Largest gradient norm of an optimizer step; inf: no limit."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     @property

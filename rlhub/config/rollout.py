@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from rlhub.config.schema import Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveUnitFloat
 
-TopK = Annotated[int, Bounds(ge=-1)]
+TopK = Annotated[int, Bounds(ge=1, off=-1)]
 
 
 @dataclass(slots=True, kw_only=True)

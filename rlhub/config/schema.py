@@ -17,20 +17,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from rlhub.utils.redact import redact, redact_override
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Range of a number; None is open.  ge, le include the end, gt, lt do not."""
+    """Range of a number; None is open.  ge, le include the end, gt, lt do not.
+
+    off: a number outside the range that is allowed and switches the setting off.  infinite: infinity is allowed and means no
+    limit; elsewhere it is refused, as NaN is everywhere.
+    """
 
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
+    off: float | None = None
+    infinite: bool = False
 
     def holds(self, value: float) -> bool:
         """Whether `value` is inside; NaN never is."""
-        return (
+        return value == self.off or (
             not math.isnan(value)
+            and (self.infinite or not math.isinf(value))
             and (self.ge is None or value >= self.ge)
             and (self.gt is None or value > self.gt)
             and (self.le is None or value <= self.le)
@@ -39,7 +48,16 @@ class Bounds:
 
     def __str__(self) -> str:
         ends = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
-        return " and ".join(f"{sign} {end:g}" for sign, end in ends if end is not None)
+        text = " and ".join(f"{sign} {_number(end)}" for sign, end in ends if end is not None)
+        return text + (f", or {_number(self.off)} (off)" if self.off is not None else ", or inf" if self.infinite else "")
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+LARGEST_INT = 2**63 - 1
+"""What files, tensors and other programs hold."""
 
 
 PositiveInt = Annotated[int, Bounds(ge=1)]
@@ -48,6 +66,9 @@ IntOrOff = Annotated[int, Bounds(ge=-1)]
 PositiveFloat = Annotated[float, Bounds(gt=0)]
 NonNegativeFloat = Annotated[float, Bounds(ge=0)]
 UnitFloat = Annotated[float, Bounds(ge=0, le=1)]
+Seed = Annotated[int, Bounds(ge=0, le=2**32 - 1)]  # numpy's generators take no more
+PositiveOrInf = Annotated[float, Bounds(gt=0, infinite=True)]
+NonNegativeOrInf = Annotated[float, Bounds(ge=0, infinite=True)]
 PositiveUnitFloat = Annotated[float, Bounds(gt=0, le=1)]
 
 
@@ -149,6 +170,11 @@ def scalar(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(scalar(item) for item in value)}]"
     return str(value)
+
+
+def setting(key: str, value: Any) -> str:
+    """`key=value` for messages, without secrets."""
+    return redact_override(f"{key}={scalar(redact(value, key.rpartition('.')[2]))}")
 
 
 def describe(annotation: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from rlhub.config.model import ModelConfig
 from rlhub.config.rollout import RolloutConfig, TopK
-from rlhub.config.schema import Bounds, NonNegativeFloat, PositiveFloat, PositiveInt, PositiveUnitFloat
+from rlhub.config.schema import Bounds, NonNegativeFloat, PositiveFloat, PositiveInt, PositiveUnitFloat, Seed
 
 Port = Annotated[int, Bounds(ge=0)]
 MAX_PORT = 65535
@@ -60,7 +60,7 @@ class ServeConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where the engine computes; auto: cuda if this machine has GPUs."""
-    seed: int = 1
+    seed: Seed = 1
     """Of the engine's own noise; requests with a seed do not read it."""
     plugins: list[str] = field(default_factory=list)
     """Python modules to import first, which register your own parts."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rlhub.config.model import ModelConfig
-from rlhub.config.schema import PositiveFloat, PositiveInt
+from rlhub.config.schema import PositiveInt, PositiveOrInf, Seed
 from rlhub.config.trainer import TrainerConfig
 from rlhub.config.training import FSDPConfig, MegatronConfig, OptimConfig, Section, Strategy, section_of
 
@@ -36,7 +36,7 @@ class SFTDataConfig:
     """What to do with a row over max_length: stop, or which end to cut."""
     shuffle: bool = True
     """New order in every epoch, from data.seed."""
-    seed: int = 1
+    seed: Seed = 1
     """Seed of the order of the rows."""
 
 
@@ -49,8 +49,8 @@ class SFTConfig:
     """Training engine: fsdp2 (fsdp means the same) reads fsdp_config, megatron reads `megatron`."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    grad_clip: PositiveFloat = 1.0
-    """Largest gradient norm of an optimizer step."""
+    grad_clip: PositiveOrInf = 1.0
+    """Largest gradient norm of an optimizer step; inf: no limit."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlhub.config.schema import IntOrOff, NonNegativeInt, PositiveFloat, PositiveInt
+from rlhub.config.schema import IntOrOff, NonNegativeInt, PositiveFloat, PositiveInt, Seed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class TrainerConfig:
     """Passes over the training prompts."""
     total_training_steps: PositiveInt | None = None
     """Stop after so many steps; null: total_epochs decides."""
-    seed: int = 1
+    seed: Seed = 1
     """Seed of sampling and initialisation; the order of prompts has data.seed."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where workers compute; auto: cuda if this machine has GPUs. Set it if the driver's machine has none but the workers' do."""

@@ -7,12 +7,14 @@ number; a number is a string where one is wanted), a lone item where a list is w
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from rlhub.config.schema import Bounds, default_of, describe, hints, options, section_class
+from rlhub.config.schema import LARGEST_INT, Bounds, default_of, describe, hints, options, section_class
 from rlhub.registry import suggest
+from rlhub.utils.redact import redact
 
 C = TypeVar("C")
 
@@ -39,7 +41,7 @@ def build(cls: type[C], values: Mapping[str, Any], problems: list[str], *, prefi
             arguments[name] = convert(annotation, value)
         except _MismatchError as error:
             detail = f": {error}" if str(error) else ""
-            problems.append(f"{key}: got {value!r}, expected {describe(annotation)}{detail}")
+            problems.append(f"{key}: got {redact(value, name)!r}, expected {describe(annotation)}{detail}")
             arguments[name] = default_of(fields[name])
     return cls(**arguments)
 
@@ -65,24 +67,25 @@ def _is_list(option: Any) -> bool:
     return origin is list
 
 
-def _convert_one(option: Any, value: Any) -> Any:
+def _convert_one(option: Any, value: Any, *, infinite: bool = False) -> Any:
     origin: Any = typing.get_origin(option)
     arguments = typing.get_args(option)
     if option is Any:
         return value
     if origin is Annotated:
-        return _within(_convert_one(arguments[0], value), arguments[1])
+        return _within(_convert_one(arguments[0], value, infinite=arguments[1].infinite), arguments[1])
     if origin is Literal:
         return _choice(arguments, value)
     if origin is dict:
         if isinstance(value, Mapping):
+            _refuse_nan(value)
             return dict(value)
         raise _MismatchError
     if origin is list:
         if isinstance(value, Mapping):
             raise _MismatchError
         return [convert(arguments[0], item) for item in (value if isinstance(value, list | tuple) else [value])]
-    return _scalar(option, value)
+    return _scalar(option, value, infinite=infinite)
 
 
 def _within(value: Any, bounds: Bounds) -> Any:
@@ -97,16 +100,38 @@ def _choice(choices: tuple[Any, ...], value: Any) -> Any:
     raise _MismatchError(suggest(str(value), map(str, choices)).lstrip("; "))
 
 
-def _scalar(wanted: Any, value: Any) -> Any:
+def _refuse_nan(value: Any, where: str = "") -> None:
+    """Of a mapping whose keys are the user's own: what a number means is not known here, but NaN means nothing anywhere."""
+    if isinstance(value, Mapping | list | tuple):
+        for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _refuse_nan(inner, f"{where}.{name}" if where else str(name))
+    elif isinstance(value, float) and math.isnan(value):
+        raise _MismatchError(f"{where} is not a number")
+
+
+def _scalar(wanted: Any, value: Any, *, infinite: bool) -> Any:
     if wanted is type(None) or dataclasses.is_dataclass(wanted):
         raise _MismatchError
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if wanted is bool and isinstance(value, bool):
         return value
-    if wanted is int and is_number and float(value).is_integer():
+    if wanted is int and is_number and (isinstance(value, int) or value.is_integer()):
+        if abs(value) > LARGEST_INT:
+            raise _MismatchError(f"larger than {LARGEST_INT}")
         return int(value)
     if wanted is float and is_number:
-        return float(value)
+        return _finite(value, infinite=infinite)
     if wanted is str and (isinstance(value, str) or is_number):
         return str(value)
     raise _MismatchError
+
+
+def _finite(value: int | float, *, infinite: bool) -> float:
+    """As a float; infinity where it means that there is no limit."""
+    try:
+        number = float(value)
+    except OverflowError:
+        raise _MismatchError("larger than any floating-point number") from None
+    if math.isnan(number) or (math.isinf(number) and not infinite):
+        raise _MismatchError("out of range, must be a finite number")
+    return number

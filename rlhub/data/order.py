@@ -88,6 +88,11 @@ class ResumableLoader:
     def _end_epoch(self) -> None:
         self.epoch, self._cursor = self.epoch + 1, 0
 
+    @property
+    def extras_fingerprint(self) -> str | None:
+        """Of what rewards and workflows read of the rows beside prompt and ground truth; None where rows have none of it."""
+        return None
+
     def state(self) -> dict[str, Any]:
         """JSON-able position."""
         return {

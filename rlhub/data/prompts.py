@@ -53,6 +53,7 @@ class PromptDataset:
             self._columns[AGENT_NAME] = [_agent_name(rows[index]) for index in kept]
         self.num_filtered = len(rows) - len(kept)
         self.fingerprint = fingerprint_of(self.prompt_ids, self._columns["data_source"], self._columns["ground_truth"])
+        self.extras_fingerprint = fingerprint_of(self._columns["extra_info"], self._columns.get(AGENT_NAME, ()))
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -73,6 +74,12 @@ class PromptDataset:
 
 class PromptLoader(ResumableLoader):
     """Batches of prompts in a resumable order; see ResumableLoader and PromptDataset.batch."""
+
+    dataset: PromptDataset
+
+    @property
+    def extras_fingerprint(self) -> str:
+        return self.dataset.extras_fingerprint
 
 
 def fingerprint_of(*columns: Any) -> str:

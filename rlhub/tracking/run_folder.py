@@ -54,6 +54,11 @@ PASSED_OVER = ("earlier-*", "lost+found", ".gitignore", ".gitkeep", ".DS_Store",
 """Names that say nothing of whose folder it is."""
 SHOWN_NAMES = 5
 """Most names of a folder's content in a message."""
+OWNER_ONLY = 0o600
+TRAINED_BY = frozenset(
+    ("seed", "plugins", "critic_warmup", "max_staleness", "pipeline_depth", "stale_policy", "replay_from", "placement")
+)
+"""Settings of the section `trainer` on which it depends what is learned."""
 LENGTH = "optim.total_training_steps"
 """End of the names of what follows from the length of the run."""
 
@@ -213,21 +218,22 @@ class RunFolder:
         self.close()
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write config.yaml with secrets hidden.  A differing one of an earlier start is kept as config.<k>.yaml."""
+        """Write config.yaml, for its owner alone and with secrets hidden.  A differing one of an earlier start is kept as
+        config.<k>.yaml."""
         text = yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True, width=120)
         if self.config.exists() and (old := self.config.read_text(encoding="utf-8")) != text:
-            write_text(_unused(self.path, "config.{}.yaml"), old)
-        write_text(self.config, text)
+            write_text(_unused(self.path, "config.{}.yaml"), old, mode=OWNER_ONLY)
+        write_text(self.config, text, mode=OWNER_ONLY)
 
     def changes(self, config: Mapping[str, Any]) -> list[str]:
-        """`key: before -> now` of the settings in which config.yaml differs from these, leaving out the section `trainer` and
-        derived lengths, which say how long, where and how often, and not what is trained; [] without a readable file."""
+        """`key: before -> now` of the settings in which config.yaml differs from these, leaving out derived lengths and what of
+        the section `trainer` says how long, where and how often, and not what is trained; [] without a readable file."""
         try:
-            before = dict(_leaves(yaml.safe_load(self.config.read_text(encoding="utf-8"))))
+            before = dict(_leaves(redact(yaml.safe_load(self.config.read_text(encoding="utf-8")))))
         except (OSError, ValueError, yaml.YAMLError):
             return []
         now = dict(_leaves(yaml.safe_load(yaml.safe_dump(redact(config)))))
-        names = [name for name in now if name in before and not name.startswith("trainer.") and not name.endswith(LENGTH)]
+        names = [name for name in now if name in before and _says_what_is_trained(name)]
         return [f"{name}: {before[name]} -> {now[name]}" for name in names if before[name] != now[name]]
 
     def note(self, name: str) -> str | None:
@@ -292,6 +298,11 @@ def _is_at(mine: os.stat_result, path: Path) -> bool:
     except OSError:
         return False
     return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+def _says_what_is_trained(name: str) -> bool:
+    of_the_trainer = name.startswith("trainer.") and name.split(".")[1] not in TRAINED_BY
+    return not of_the_trainer and not name.endswith(LENGTH)
 
 
 def _unused(folder: Path, pattern: str) -> Path:

@@ -19,6 +19,27 @@ NOTE = "wandb_run_id"
 EXIT_CODES: dict[Status, int] = {"finished": 0, "running": 0, "interrupted": 1, "failed": 1}
 
 
+REMEDY = (
+    "run `wandb login` (or set WANDB_API_KEY), keep the run on this machine with WANDB_MODE=offline (`wandb sync` uploads it "
+    "later), or take wandb out of trainer.logger"
+)
+
+
+def login_problems() -> list[str]:
+    """What is wrong with the account's key, found without a network; at a terminal wandb asks for one that is missing."""
+    wandb = importlib.import_module("wandb")
+    try:
+        if wandb.setup().settings.mode == "online":
+            wandb.login(verify=False)
+    except (wandb.Error, ValueError, OSError) as error:
+        return [f"trainer.logger names wandb, which has no login on this machine ({_one_line(error)}): {REMEDY}"]
+    return []
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
 class WandbTracker(Tracker):
     """All metrics with the trainer's step as wandb's; sample completions as a table per validation."""
 
@@ -34,10 +55,7 @@ class WandbTracker(Tracker):
                 project=run.project, name=run.experiment, id=run_id, resume="allow", dir=str(run.folder), config=run.config
             )
         except (self._wandb.Error, OSError) as error:
-            raise ConfigError(
-                f"wandb does not start: {error}; log in with `wandb login`, set WANDB_MODE=offline, "
-                "or take wandb out of trainer.logger"
-            ) from error
+            raise ConfigError(f"wandb does not start ({_one_line(error)}): {REMEDY}") from error
         folder.write_note(NOTE, run_id)
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -6,7 +6,7 @@ import sys
 
 from rlhub.config.cli import run as run_cli
 from rlhub.config.dpo import DPOConfig
-from rlhub.trainer.preflight import check
+from rlhub.trainer.preflight import check, check_login
 
 DESCRIPTION = (
     "Direct preference optimization of a policy on pairs of a chosen and a rejected answer, with the model it starts from as "
@@ -23,4 +23,4 @@ def main(config: DPOConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(DPOConfig, "dpo", main, description=DESCRIPTION, preflight=check))
+    sys.exit(run_cli(DPOConfig, "dpo", main, description=DESCRIPTION, preflight=check, ready=check_login))

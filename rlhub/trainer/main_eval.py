@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from rlhub.config.cli import run as run_cli
 from rlhub.config.ppo import PPOConfig
 from rlhub.config.schema import to_dict
-from rlhub.trainer.preflight import check
+from rlhub.trainer.preflight import check, check_login
 
 logger = logging.getLogger(__name__)
 
@@ -43,4 +43,4 @@ def main(config: PPOConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(PPOConfig, "eval", main, description=DESCRIPTION, preflight=check, required=REQUIRED))
+    sys.exit(run_cli(PPOConfig, "eval", main, description=DESCRIPTION, preflight=check, ready=check_login, required=REQUIRED))

@@ -9,7 +9,7 @@ import sys
 
 from rlhub.config.cli import run as run_cli
 from rlhub.config.ppo import PPOConfig
-from rlhub.trainer.preflight import check_training
+from rlhub.trainer.preflight import check_login, check_training
 
 DESCRIPTION = (
     "Reinforcement-learning post-training of a language model: prompts are answered by the rollout engine, scored by a "
@@ -26,4 +26,4 @@ def main(config: PPOConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(PPOConfig, "ppo", main, description=DESCRIPTION, preflight=check_training))
+    sys.exit(run_cli(PPOConfig, "ppo", main, description=DESCRIPTION, preflight=check_training, ready=check_login))

@@ -6,7 +6,7 @@ import sys
 
 from rlhub.config.cli import run as run_cli
 from rlhub.config.rm import RMConfig
-from rlhub.trainer.preflight import check
+from rlhub.trainer.preflight import check, check_login
 
 DESCRIPTION = (
     "Training a reward model on pairs of a chosen and a rejected answer (Bradley-Terry): a scalar head on a language model or "
@@ -23,4 +23,4 @@ def main(config: RMConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(RMConfig, "rm", main, description=DESCRIPTION, preflight=check))
+    sys.exit(run_cli(RMConfig, "rm", main, description=DESCRIPTION, preflight=check, ready=check_login))

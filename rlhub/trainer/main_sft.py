@@ -6,7 +6,7 @@ import sys
 
 from rlhub.config.cli import run as run_cli
 from rlhub.config.sft import SFTConfig
-from rlhub.trainer.preflight import check
+from rlhub.trainer.preflight import check, check_login
 
 DESCRIPTION = "Supervised fine-tuning on prompts with responses, or on messages: loss on the assistant's tokens only."
 
@@ -20,4 +20,4 @@ def main(config: SFTConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(SFTConfig, "sft", main, description=DESCRIPTION, preflight=check))
+    sys.exit(run_cli(SFTConfig, "sft", main, description=DESCRIPTION, preflight=check, ready=check_login))

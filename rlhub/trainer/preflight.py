@@ -43,7 +43,7 @@ from rlhub.models.weight_files import file_problems
 from rlhub.registry import Registry
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
-from rlhub.tracking.registry import TRACKERS
+from rlhub.tracking.registry import TRACKERS, login_problems
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.trainer.memory_checks import check_memory
 from rlhub.trainer.named import read_source, unknown
@@ -254,6 +254,11 @@ def check_trackers(names: Sequence[str]) -> list[str]:
         if missing:
             problems.append(f"trainer.logger: {name} needs the package {', '.join(missing)}, which is not installed")
     return problems
+
+
+def check_login(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
+    """The trackers' accounts can be used; asked last, since it may ask the user."""
+    return login_problems(config.trainer.logger)
 
 
 def _check_knobs(

@@ -6,6 +6,7 @@ depend on stands in the checkpoint's own state, so that it holds for a checkpoin
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,6 +31,10 @@ TrainingConfig = PPOConfig | SFTConfig | DPOConfig | RMConfig
 
 MADE_WITH = "made_with"
 """Of a checkpoint's state: what `made_with` gave when it was saved.  Checkpoints that have none are taken as they are."""
+EXTRAS = "data_extras"
+"""Of a checkpoint's state: the loader's extras_fingerprint."""
+FILES = "files"
+"""Of what `made_with` gives: setting that names a file of the user's own -> hash of the file."""
 REMEDY = (
     "To go on with that run set it back; for a new run set trainer.experiment_name or trainer.default_local_dir to another name, "
     "or trainer.resume_mode=disable (the old run is moved aside)"
@@ -53,7 +58,11 @@ class Made:
 
 def made_with(config: TrainingConfig) -> dict[str, Any]:
     """JSON-able; for a checkpoint's state."""
-    return {"trainer": _trainer(config), "models": {name: _as_dict(_made(engine)) for name, engine in _trained(config).items()}}
+    return {
+        "trainer": _trainer(config),
+        "models": {name: _as_dict(_made(engine)) for name, engine in _trained(config).items()},
+        FILES: {key: _hash(path) for key, path in _own_files(config).items()},
+    }
 
 
 def check_resume(config: TrainingConfig, checkpoint: Checkpoint) -> None:
@@ -61,6 +70,41 @@ def check_resume(config: TrainingConfig, checkpoint: Checkpoint) -> None:
     found = list(_problems(config, checkpoint))
     if found:
         raise ConfigError([f"cannot go on from {checkpoint.path}: {'; '.join(found)}. {REMEDY}"])
+
+
+def changed_inputs(config: TrainingConfig, checkpoint: Checkpoint, extras: str | None) -> list[str]:
+    """What the run goes on with that is not as it was, though its name is: files of the user's own, and of the data what only
+    rewards and workflows read.  extras: the loader's fingerprint of the latter."""
+    before, now = checkpoint.state.get(MADE_WITH, {}).get(FILES, {}), _own_files(config)
+    edited = [f"{key}={path} was edited" for key, path in now.items() if before.get(key, _hash(path)) != _hash(path)]
+    if extras is not None and checkpoint.state.get(EXTRAS, extras) != extras:
+        edited.append("extra_info or agent_name of rows in data.train_files changed")
+    return [f"{text} since {checkpoint.path} was saved: the run goes on with what is there now" for text in edited]
+
+
+def _own_files(config: TrainingConfig) -> dict[str, Path]:
+    """Setting -> file that it names and that decides what is learned, where there is one."""
+    if not isinstance(config, PPOConfig):
+        return {}
+    rollout, where = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    named = {
+        "custom_reward_function.path": config.custom_reward_function.path,
+        "reward_model.judge.prompt_template": config.reward_model.judge.prompt_template,
+        f"{where}.agent.default_agent_loop": (rollout.agent.default_agent_loop or "").rpartition(":")[0],
+        f"{where}.multi_turn.tool_config_path": rollout.multi_turn.tool_config_path,
+    }
+    return {key: Path(text).expanduser() for key, text in named.items() if text and "\n" not in text and _is_file(text)}
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):  # a prompt's own text may be no path at all
+        return False
+
+
+def _hash(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
 def _problems(config: TrainingConfig, checkpoint: Checkpoint) -> Iterator[str]:

@@ -11,7 +11,7 @@ from rlhub.checkpoint.store import Checkpoint
 from rlhub.config.schema import to_dict
 from rlhub.data.order import ResumableLoader
 from rlhub.trainer.model_check import check_models
-from rlhub.trainer.resume import MADE_WITH, TrainingConfig, check_resume, made_with
+from rlhub.trainer.resume import EXTRAS, MADE_WITH, TrainingConfig, changed_inputs, check_resume, made_with
 from rlhub.trainer.run import Run
 
 logger = logging.getLogger(__name__)
@@ -44,10 +44,12 @@ def train(config: C, data: D, build: Callable[[C, D, Run, ExitStack], Trainer]) 
     def check(checkpoint: Checkpoint) -> None:
         check_resume(config, checkpoint)
         if checkpoint.step < data.total_steps:
+            for text in changed_inputs(config, checkpoint, data.loader.extras_fingerprint):
+                logger.warning(text)
             data.loader.load_state(checkpoint.state["loader"])  # raises where the position is one in other data
 
     resolved: dict[str, Any] = to_dict(config)
-    record = {MADE_WITH: made_with(config)}
+    record = {MADE_WITH: made_with(config), EXTRAS: data.loader.extras_fingerprint}
     with ExitStack() as stack:
         run = stack.enter_context(Run(config.trainer, resolved, data.total_steps, record=record, check=check))
         if run.already_finished:

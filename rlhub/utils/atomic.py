@@ -40,13 +40,14 @@ def _fsync(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Replace `path` by a file holding `data`; readers see the old file or the new one, never a part.
 
-    Raises OSError (disk full, read-only folder) with the old file untouched.
+    mode: who may read it, whatever the old file's was.  Raises OSError (disk full, read-only folder) with the old file untouched.
     """
     aside = path.with_name(path.name + TEMPORARY_SUFFIX)
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    aside.unlink(missing_ok=True)  # one that a killed write has left would keep its mode
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         write_all(descriptor, data)
         os.fsync(descriptor)
@@ -56,9 +57,9 @@ def write_bytes(path: Path, data: bytes) -> None:
     fsync_folder(path.parent)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, mode: int = 0o644) -> None:
     """`write_bytes` of UTF-8 text."""
-    write_bytes(path, text.encode("utf-8"))
+    write_bytes(path, text.encode("utf-8"), mode=mode)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

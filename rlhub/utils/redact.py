@@ -19,6 +19,13 @@ SECRET_WORDS = frozenset(
     + ("CREDENTIAL", "CREDENTIALS")
 )
 SECRET_ENDS = ("PASSWORD", "APIKEY", "_PWD")  # PGPASSWORD, MYSQL_PWD
+ENVIRONMENT = "env_vars"
+"""The mapping of a runtime environment (`trainer.ray_init.runtime_env`) whose values are never shown, whatever their names."""
+ORDINARY_KEY = re.compile(
+    r"(^|_)(prompt|response|chosen|rejected|margin|image|images|video|videos|message|messages|tool|tools|thinking|fn|data|dict)_keys?$"
+    r"|key_value|(^|_)(bos|eos|pad|unk|sep|cls|mask|image|video|stop|special|per|num|max|min)_token|token_(len|level|id|type)|^keys$|_file$"
+)
+"""Names with a word of a secret's that are this field's daily words."""
 SECRET_IN_URL = re.compile(r"(?<=://)([^/\s:@]+):([^/\s@]+)(?=@)")
 
 
@@ -30,14 +37,28 @@ def looks_secret(name: str) -> bool:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A copy of nested mappings and sequences in which the values of secret-looking keys, and passwords inside URLs, are
-    replaced by `<redacted>`.  Unset values (None, "") stay, so one can see that nothing was given."""
+    """A copy of nested mappings and sequences in which the values of secret-looking keys, all values of environments, and
+    passwords inside URLs are replaced by `<redacted>`.  Unset values (None, "") stay, so one can see that nothing was given."""
     if isinstance(value, Mapping):
+        if key == ENVIRONMENT:
+            return {name: inner if inner in (None, "") else HIDDEN for name, inner in value.items()}
         return {name: redact(inner, str(name)) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [redact(inner, key) for inner in value]
     if value in (None, ""):
         return value
-    if SECRET_KEY.search(key.replace("-", "_")):
+    if SECRET_KEY.search(key.replace("-", "_")) or (isinstance(value, str) and _is_secret(key)):
         return HIDDEN
     return SECRET_IN_URL.sub(rf"\1:{HIDDEN}", value) if isinstance(value, str) else value
+
+
+def redact_override(text: str) -> str:
+    """`key=value` as it may stand in a message; `key` may have dots."""
+    key, sign, value = text.partition("=")
+    names = key.split(".")
+    hidden = ENVIRONMENT in names or any(SECRET_KEY.search(name.replace("-", "_")) or _is_secret(name) for name in names)
+    return f"{key}={HIDDEN}" if sign and value and hidden else SECRET_IN_URL.sub(rf"\1:{HIDDEN}", text)
+
+
+def _is_secret(name: str) -> bool:
+    return looks_secret(name) and ORDINARY_KEY.search(name) is None

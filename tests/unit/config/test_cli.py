@@ -8,15 +8,23 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import yaml
 
 from rlhub.config.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, run
+from rlhub.config.dpo import DPOConfig
 from rlhub.config.export import ExportConfig
 from rlhub.config.ppo import PPOConfig
+from rlhub.config.rm import RMConfig
 from rlhub.config.schema import leaves, to_dict
+from rlhub.config.serve import ServeConfig
+from rlhub.config.sft import SFTConfig
 from rlhub.errors import DataError, EngineError
+from rlhub.utils.redact import redact
+
+CLASSES = (PPOConfig, SFTConfig, DPOConfig, RMConfig, ServeConfig, ExportConfig)
 
 # Command lines as people bring them from the field's established configuration.
 GRPO = """
@@ -115,6 +123,60 @@ def test_cfg_job_prints_the_resolved_configuration_even_if_incomplete(capsys: py
     assert tree["critic"]["ppo_mini_batch_size"] == 256  # derived
     assert "hush" not in text
     assert tree.keys() == to_dict(PPOConfig()).keys()
+
+
+def test_no_value_of_an_environment_and_no_secret_is_ever_shown(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the configuration, in problems with it, and in warnings."""
+    env = "trainer.ray_init.runtime_env.env_vars"
+    secrets = [f"+{env}.OPENAI_KEY=hush1", f"+{env}.MY_PAT=hush2", f"+{env}.PLAIN=hush3", "+trainer.ray_init.redis_pat=hush4"]
+    start("--cfg", "job", *secrets)
+    with caplog.at_level(logging.WARNING):
+        start(*ENOUGH, "trainer.backend=local", "trainer.n_gpus_per_node=1", *secrets)
+    start(*ENOUGH, *secrets, f"+{env}.BROKEN=hush5=hush6,[", f"+{env}.LIST=hush7,hush8")
+    start(*ENOUGH, "trainer.plugins={API_KEY:hush9}", "trainer.no_such_token=hush10")
+    shown = capsys.readouterr()
+    assert "OPENAI_KEY: <redacted>" in shown.out and "trainer.ray_init=" in caplog.text and "cannot read" in shown.err
+    assert "hush" not in shown.out + shown.err + caplog.text
+
+
+def test_no_setting_of_ours_is_taken_for_a_secret() -> None:
+    names = {leaf.key.rpartition(".")[2]: "shown" for cls in CLASSES for leaf in leaves(cls)}
+    assert redact(names) == names
+
+
+def test_a_folder_of_another_framework_that_is_not_here_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    for option in (("--config-path=config",), ("--config-path", "/nowhere/verl/trainer/config"), ()):
+        for name in ("ppo_trainer", "ppo_trainer.yaml"):
+            code, (config,) = start(*option, f"--config-name={name}", *ENOUGH)
+            assert code == 0 and config.actor_rollout_ref.actor.strategy == "fsdp2"
+    for name in ("ppo_megatron_trainer", "ppo_megatron_trainer.yaml"):
+        code, (config,) = start("-cp", "./config", "-cn", name, *ENOUGH)
+        assert code == 0 and (config.actor_rollout_ref.actor.strategy, config.critic.strategy) == ("megatron", "megatron")
+
+
+def test_a_file_of_ones_own_goes_before_ours_and_one_that_is_nowhere_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ppo_trainer.yaml").write_text("trainer: {seed: 7}\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_megatron_trainer, _self_]\ntrainer: {seed: 8}\n")
+    for name, seed, strategy in (("ppo_trainer", 7, "fsdp2"), ("mine", 8, "megatron"), ("ppo_megatron_trainer", 1, "megatron")):
+        code, (config,) = start(f"--config-path={tmp_path}", f"--config-name={name}", *ENOUGH)
+        assert (code, config.trainer.seed, config.actor_rollout_ref.actor.strategy) == (0, seed, strategy)
+    code, seen = start("--config-path=config", "--config-name=theirs", *ENOUGH)
+    error = capsys.readouterr().err
+    assert code == EXIT_USAGE and not seen and "config: no such folder" in error and "is not set" not in error
+
+
+def test_check_says_all_that_is_wrong_or_ok_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    code, seen = start("--check", *ENOUGH)
+    assert (code, seen) == (0, []) and capsys.readouterr().out.startswith("ok")
+    code, seen = start("--check", ENOUGH[0], "trainer.save_freq=0")
+    error = capsys.readouterr().err
+    assert (code, seen) == (EXIT_USAGE, []) and "2 problems" in error and "trainer.save_freq=0" in error
+    code, seen = start("--check", *ENOUGH, ready=lambda config: ["wandb: no login"])
+    assert (code, seen) == (EXIT_USAGE, []) and capsys.readouterr().err == "error: wandb: no login\n"
 
 
 def test_problems_of_loading_checks_and_preflight_come_together(capsys: pytest.CaptureFixture[str]) -> None:

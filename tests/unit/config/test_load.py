@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from rlhub.config.foreign_aliases import ALIASES
+from rlhub.config.foreign_keys import FOREIGN
 from rlhub.config.load import collect, interpret, load, nearest, validate
 from rlhub.config.ppo import PPOConfig
-from rlhub.config.schema import leaves
+from rlhub.config.schema import is_free, leaves, sections
 from rlhub.config.sft import SFTConfig
 from rlhub.errors import ConfigError
 
@@ -120,7 +122,7 @@ def test_all_problems_come_at_once() -> None:
             "trainer.nnodes=abc",
             "nonsense",
             "data.seed=1,2",
-            "actor_rollout_ref.actor.use_torch_compile=True",
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
             "hydra.run.dir=x",
         )
     assert len(caught.value.problems) == 6
@@ -169,15 +171,11 @@ def test_a_foreign_key_at_the_value_that_changes_nothing_is_silent(override: str
     ("override", "reason"),
     [
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "sequence parallelism"),
-        ("actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1", "tensor_model_parallel_size"),
         ("actor_rollout_ref.ref.megatron.dist_checkpointing_path=x", "model.path"),
         ("critic.megatron.use_dist_checkpointing=True", "one format"),
-        ("critic.megatron.override_ddp_config.grad_reduce_in_fp32=True", "use_distributed_optimizer"),
-        ("actor_rollout_ref.actor.megatron.seed=42", "trainer.seed"),
         ("actor_rollout_ref.actor.optim.min_lr=0.1", "min_lr_ratio"),
         ("actor_rollout_ref.ref.strategy=megatron", "actor_rollout_ref.actor.strategy"),
         ("algorithm.rollout_correction.loss_type=pg", "policy_loss.loss_mode"),
-        ("actor_rollout_ref.rollout.calculate_log_probs=False", "always recorded"),
         ("actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=True", "were sampled"),
         ("actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml", "file.py:Class"),
         ("reward_model.micro_batch_size=8", "_per_gpu"),
@@ -189,6 +187,116 @@ def test_a_foreign_key_at_the_value_that_changes_nothing_is_silent(override: str
 def test_a_foreign_key_that_would_matter_is_refused_with_the_reason(override: str, reason: str) -> None:
     (problem,) = problems(override)
     assert problem.startswith(override.partition("=")[0]) and reason in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1", "tensor_model_parallel_size"),
+        ("critic.megatron.override_ddp_config.grad_reduce_in_fp32=True", "use_distributed_optimizer"),
+        ("actor_rollout_ref.actor.megatron.seed=42", "trainer.seed"),
+        ("actor_rollout_ref.rollout.calculate_log_probs=False", "always recorded"),
+        ("actor_rollout_ref.actor.use_torch_compile=True", "does not compile"),
+        ("actor_rollout_ref.model.use_fused_kernels=True", "in chunks"),
+        ("actor_rollout_ref.model.torch_dtype=bfloat16", "fsdp_config.model_dtype"),
+        ("actor_rollout_ref.rollout.load_format=safetensors", "come from the trainer"),
+        ("actor_rollout_ref.rollout.layered_summon=True", "update_weights_bucket_mb"),
+        ("actor_rollout_ref.actor.checkpoint.save_contents=['hf_model']", "a Hugging Face folder"),
+        ("critic.checkpoint.save_contents=[model]", "a Hugging Face folder"),
+        ("reward_model.rollout.gpu_memory_utilization=0.8", "reward_model.micro_batch_size_per_gpu"),
+        ("reward_model.use_reward_loop=True", "processes of their own"),
+        ("trainer.use_legacy_worker_impl=disable", "one implementation"),
+        ("data.return_raw_chat=False", "always carried"),
+        ("global_profiler.tool=nsys", "trace.json"),
+    ],
+)
+def test_a_foreign_key_that_changes_nothing_that_is_learned_is_accepted_with_a_warning(override: str, reason: str) -> None:
+    loaded = collect(PPOConfig, "ppo", [override])
+    (note,) = loaded.notes
+    assert loaded.problems == [] and loaded.set_keys == frozenset()
+    assert note.startswith(override.partition("=")[0]) and "has no effect: " in note and reason in note
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.return_raw_chat=True",
+        "trainer.use_legacy_worker_impl=auto",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]",
+        "actor_rollout_ref.ref.strategy=fsdp2 actor_rollout_ref.actor.strategy=fsdp2",
+        "data.trust_remote_code=True actor_rollout_ref.model.trust_remote_code=True",
+        "reward_model.reward_kwargs.max_resp_len=64 data.max_response_length=64",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=null actor_rollout_ref.actor.optim.warmup_style=constant",
+        "data.seed=null custom_reward_function.name=null trainer.total_training_steps=-1",
+    ],
+)
+def test_what_is_the_case_anyway_is_accepted_without_a_word(override: str) -> None:
+    loaded = collect(PPOConfig, "ppo", override.split())
+    assert (loaded.problems, loaded.notes) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("actor_rollout_ref.rollout.name=sglang", "rollout.name=vllm"),
+        ("actor_rollout_ref.rollout.name=sglang", "remote.server=sglang"),
+        ("actor_rollout_ref.rollout.name=trtllm", "rollout.name=vllm"),
+        ("critic.ulysses_sequence_parallel_size=2", "critic.megatron.context_model_parallel_size"),
+        ("trainer.device=npu", "trainer.device=auto"),
+        ("reward_model.reward_manager=prime", "reward_model.reward_manager=naive"),
+        ("data.trust_remote_code=True", "actor_rollout_ref.model.trust_remote_code"),
+    ],
+)
+def test_what_this_version_does_not_have_is_refused_with_what_to_use_instead(override: str, instead: str) -> None:
+    (problem,) = problems(override)
+    assert problem.startswith(override) or override.startswith(problem.partition("=")[0])
+    assert instead in problem
+
+
+def test_other_spellings_reach_our_settings() -> None:
+    config = ppo(
+        "actor_rollout_ref.actor.policy_loss.clip_cov_lb=2",
+        "actor_rollout_ref.actor.tau_neg=1.5",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16",
+        "actor_rollout_ref.rollout.update_weights_bucket_megabytes=64",
+        "actor_rollout_ref.model.lora.rank=8",
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=selective",
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.attention_dropout=0.1",
+        "reward_model.overlong_buffer.len=16",
+        "+reward_model.reward_kwargs.overlong_buffer_cfg.log=False",
+        "ray_kwargs.ray_init.num_cpus=4",
+        "+ray_init.runtime_env.env_vars.A=b",
+        "reward.custom_reward_function.path=reward.py",
+    )
+    actor = config.actor_rollout_ref.actor
+    assert actor.policy_loss.kwargs == {"clip_cov_lb": 2, "tau_neg": 1.5} and actor.fsdp_config.model_dtype == "bf16"
+    assert config.actor_rollout_ref.rollout.update_weights_bucket_mb == 64 and config.actor_rollout_ref.model.lora_rank == 8
+    assert actor.megatron.recompute_granularity == "selective"
+    assert actor.megatron.override_transformer_config == {"attention_dropout": 0.1}
+    assert config.reward_model.reward_kwargs == {"overlong_buffer_cfg": {"len": 16}}
+    assert config.trainer.ray_init == {"num_cpus": 4, "runtime_env": {"env_vars": {"A": "b"}}}
+    assert config.custom_reward_function.path == "reward.py"
+
+
+def test_keys_of_the_users_own_mappings_stay_as_they_are() -> None:
+    tree = {"trainer": {"ray_init": {"runtime_env": {"env_vars": {"A.B": "1", "use_shm": "1"}}}}}
+    loaded = interpret(PPOConfig, tree, [])
+    assert loaded.problems == [] and loaded.config.trainer.ray_init == tree["trainer"]["ray_init"]
+
+
+def test_every_alias_leads_to_a_setting() -> None:
+    known = {leaf.key for cls in (PPOConfig, SFTConfig) for leaf in leaves(cls)}
+    known |= {key for cls in (PPOConfig, SFTConfig) for key, _ in sections(cls)}
+    free = [leaf.key for leaf in leaves(PPOConfig) if is_free(leaf.annotation)]
+    lost = [ours for ours in ALIASES.values() if ours not in known and not any(ours.startswith(f"{name}.") for name in free)]
+    assert lost == []
+
+
+def test_no_row_stands_behind_one_that_covers_all_of_it() -> None:
+    """The first row that covers a key decides, so a row for a single key must be reached by that key."""
+    assert [row.key for row in FOREIGN if "*" not in row.key and next(r for r in FOREIGN if r.covers(row.key)) is not row] == []
+    settings = {leaf.key for leaf in leaves(PPOConfig)}
+    assert [row.key for row in FOREIGN if row.key in settings] == []
 
 
 def test_aliases() -> None:

@@ -7,7 +7,13 @@ from typing import Any, Literal
 
 import pytest
 
-from rlhub.config.schema import Bounds, PositiveInt, UnitFloat, describe
+from rlhub.config.dpo import DPOConfig
+from rlhub.config.ppo import PPOConfig
+from rlhub.config.rm import RMConfig
+from rlhub.config.rollout import TopK
+from rlhub.config.schema import Bounds, Leaf, PositiveInt, PositiveOrInf, Seed, UnitFloat, describe, leaves
+from rlhub.config.serve import ServeConfig
+from rlhub.config.sft import SFTConfig
 from rlhub.config.walk import build, convert
 
 
@@ -88,3 +94,49 @@ def test_bounds_say_what_they_hold() -> None:
     assert [bounds.holds(value) for value in (0, 0.5, 1, 1.1)] == [False, True, True, False]
     assert str(bounds) == "> 0 and <= 1"
     assert describe(PositiveInt | None) == "int >= 1, or null"
+
+
+NUMBERS = [
+    leaf
+    for cls in (PPOConfig, SFTConfig, DPOConfig, RMConfig, ServeConfig)
+    for leaf in leaves(cls)
+    if "number" in describe(leaf.annotation) and "string" not in describe(leaf.annotation)
+]
+
+
+@pytest.mark.parametrize("leaf", {leaf.key: leaf for leaf in NUMBERS}.values(), ids=lambda leaf: leaf.key)
+def test_no_setting_takes_nan_and_only_declared_ones_infinity(leaf: Leaf) -> None:
+    """A NaN passes every comparison and spoils every step; infinity means something only where there may be no limit."""
+    wrong = [float("nan")] if "or inf" in describe(leaf.annotation) else [float("nan"), float("inf"), -float("inf"), 10**400]
+    as_list = "list of" in describe(leaf.annotation)
+    for value in wrong:
+        with pytest.raises(ValueError):
+            convert(leaf.annotation, [value] if as_list else value)
+
+
+def test_only_bounds_that_may_be_absent_take_infinity() -> None:
+    infinite = {leaf.key.rpartition(".")[2] for leaf in NUMBERS if "or inf" in describe(leaf.annotation)}
+    assert infinite == {"clip_ratio_high", "grad_clip", "cliprange_value"}
+    assert convert(PositiveOrInf, float("inf")) == float("inf")
+
+
+def test_nan_in_a_mapping_of_the_users_own_is_named() -> None:
+    with pytest.raises(ValueError, match=r"a\.b\.1 is not a number"):
+        convert(dict[str, Any], {"a": {"b": [1.0, float("nan")]}})
+
+
+def test_a_seed_that_no_generator_takes_is_refused() -> None:
+    assert convert(Seed, 2**32 - 1) == 2**32 - 1
+    for value in (-1, 2**32, 10**23, 10**400):
+        with pytest.raises(ValueError):
+            convert(Seed, value)
+    with pytest.raises(ValueError, match="larger than"):
+        convert(int, 10**400)
+
+
+def test_top_k_of_0_is_neither_a_number_of_tokens_nor_off() -> None:
+    """It would pass here and fail in the first generation."""
+    assert (convert(TopK, -1), convert(TopK, 1)) == (-1, 1)
+    for value in (0, -2):
+        with pytest.raises(ValueError, match="must be >= 1, or -1 \\(off\\)"):
+            convert(TopK, value)

@@ -58,6 +58,18 @@ def test_rows_may_name_the_workflow_that_runs_their_episodes(tmp_path: Path) -> 
         dataset(tmp_path, [row(agent_name=7)])
 
 
+def test_what_rewards_and_workflows_alone_read_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+    """Other extra_info leaves the position in the data as it is, and is not unseen."""
+    first, same, other, named = (
+        dataset(tmp_path, [row(**({"extra_info": {"index": 1}} | more))])
+        for more in ({}, {}, {"extra_info": {"index": 2}}, {"agent_name": "x"})
+    )
+    assert first.fingerprint == same.fingerprint == other.fingerprint == named.fingerprint
+    assert first.extras_fingerprint == same.extras_fingerprint
+    assert len({data.extras_fingerprint for data in (first, other, named)}) == 3
+    assert PromptLoader(first, 1).extras_fingerprint == first.extras_fingerprint
+
+
 def test_chat_prompts_go_through_the_template(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
     found = dataset(tmp_path, [row(messages), row("2+2=")])

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,27 @@ def test_config_hides_secrets_and_keeps_the_earlier_one(tmp_path: Path) -> None:
     folder.write_config({"trainer": {"seed": 2}})
     assert yaml.safe_load((tmp_path / "config.1.yaml").read_text())["trainer"]["seed"] == 1
     assert yaml.safe_load(folder.config.read_text()) == {"trainer": {"seed": 2}}
+
+
+def test_config_is_for_its_owner_alone_and_an_earlier_one_with_secrets_is_not_repeated(tmp_path: Path) -> None:
+    folder, secret = RunFolder(tmp_path), {"ray": {"runtime_env": {"env_vars": {"LOGIN": "hunter2"}}}, "lr": 1}
+    folder.config.write_text(yaml.safe_dump(secret))  # as versions that hid less have left it, readable by all
+    folder.config.chmod(0o644)
+    assert folder.changes(secret) == [] and folder.changes({**secret, "lr": 2}) == ["lr: 1 -> 2"]
+    folder.write_config(secret)
+    folder.write_config({**secret, "lr": 2})
+    assert "hunter2" not in folder.config.read_text()
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("config*.yaml")} == {0o600}
+    assert folder.changes({**secret, "lr": 3}) == ["lr: 2 -> 3"]  # what is hidden is no change
+
+
+def test_changes_of_the_trainer_that_decide_what_is_learned_are_named(tmp_path: Path) -> None:
+    """Not those that say how long, where and how often."""
+    folder = RunFolder(tmp_path)
+    before = {"trainer": {"seed": 1, "plugins": [], "save_freq": 5, "total_epochs": 1, "nnodes": 1, "deadline_s": {"sync": 1}}}
+    folder.write_config(before)
+    now = {"trainer": {"seed": 2, "plugins": ["mine"], "save_freq": 6, "total_epochs": 2, "nnodes": 2, "deadline_s": {"sync": 2}}}
+    assert sorted(folder.changes(now)) == ["trainer.plugins: [] -> ['mine']", "trainer.seed: 1 -> 2"]
 
 
 def test_notes(tmp_path: Path) -> None:

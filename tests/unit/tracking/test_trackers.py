@@ -12,7 +12,7 @@ import pytest
 
 from rlhub.errors import ConfigError, RegistryError, RlhubError
 from rlhub.registry import Registry
-from rlhub.tracking.registry import TRACKERS
+from rlhub.tracking.registry import TRACKERS, login_problems
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.tracker import GenerationRow, RunInfo
 from rlhub.tracking.wandb import WandbTracker
@@ -27,6 +27,16 @@ class FakeWandb(types.ModuleType):
         super().__init__("wandb")
         self.calls: list[tuple[str, Any]] = []
         self.trouble: dict[str, Exception] = {}
+        self.settings = types.SimpleNamespace(mode="online")
+
+    def setup(self) -> FakeWandb:
+        return self
+
+    def login(self, *, verify: bool) -> bool:
+        self.calls.append(("login", verify))
+        if "login" in self.trouble:
+            raise self.trouble["login"]
+        return True
 
     def init(self, **settings: Any) -> FakeWandb:
         if "init" in self.trouble:
@@ -78,6 +88,16 @@ def test_a_resumed_run_continues_the_same_wandb_run_and_a_new_one_does_not(tmp_p
         "project": "p", "name": "e", "id": "", "resume": "allow", "dir": str(tmp_path), "config": {"a": 1},
     }  # fmt: skip
     assert RunFolder(tmp_path).note("wandb_run_id") == ids[2]
+
+
+def test_a_login_is_asked_for_without_a_network_and_only_where_one_is_needed(wandb: FakeWandb) -> None:
+    assert login_problems(["console", "wandb", "wandb"]) == [] and wandb.calls == [("login", False)]
+    wandb.trouble = {"login": wandb.Error("No API key configured.")}
+    (problem,) = login_problems(["wandb"])
+    for remedy in ("No API key configured", "`wandb login`", "WANDB_API_KEY", "WANDB_MODE=offline", "trainer.logger"):
+        assert remedy in problem
+    wandb.settings.mode = "offline"
+    assert login_problems(["wandb"]) == []
 
 
 def test_wandb_troubles_are_typed(tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:

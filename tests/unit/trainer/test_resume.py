@@ -16,7 +16,7 @@ from rlhub.config.sft import SFTConfig
 from rlhub.config.training import FSDPConfig, MegatronConfig
 from rlhub.errors import ConfigError
 from rlhub.trainer.ppo.sampling import STREAMED
-from rlhub.trainer.resume import MADE_WITH, TrainingConfig, check_resume, made_with
+from rlhub.trainer.resume import EXTRAS, MADE_WITH, TrainingConfig, changed_inputs, check_resume, made_with
 
 SIZES = {"model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
 Change = Callable[[PPOConfig], object]
@@ -100,6 +100,45 @@ def test_what_does_not_fit_is_named_with_both_values_and_the_remedy(change: Chan
     (problem,) = caught.value.problems
     for part in (*said, str(checkpoint.path), "set it back", "trainer.experiment_name", "trainer.resume_mode=disable"):
         assert part in problem, problem
+
+
+class TestWhatTheRunGoesOnWith:
+    """Files and rows may be other than they were under the same names: that is said, and is no error."""
+
+    def said(self, before: str | None = None, now: str | None = None) -> list[str]:
+        """before, now: fingerprints of the rows' extras."""
+        config = ppo()
+        config.custom_reward_function.path = "reward.py"
+        config.actor_rollout_ref.rollout.agent.default_agent_loop = "flows.py:Flow"
+        config.reward_model.judge.prompt_template = "Judge {question} {response}"
+        if not Path("reward.py").exists():
+            Path("reward.py").write_text("1")
+            Path("flows.py").write_text("1")
+            self.checkpoint = checkpoint_of(config, "actor", **({} if before is None else {EXTRAS: before}))
+        return changed_inputs(config, self.checkpoint, now)
+
+    def test_an_edited_reward_file_is_named(self) -> None:
+        assert self.said() == []
+        Path("reward.py").write_text("2")
+        (text,) = self.said()
+        assert text.startswith("custom_reward_function.path=reward.py was edited since") and "goes on with what is there" in text
+        Path("flows.py").unlink()  # its absence is found elsewhere
+        assert len(self.said()) == 1
+
+    @pytest.mark.parametrize(
+        ("before", "now", "changed"),
+        [(None, "a", False), ("a", "a", False), ("a", "b", True), (None, None, False)],
+    )
+    def test_changed_extra_info_is_named(self, before: str | None, now: str | None, changed: bool) -> None:
+        found = self.said(before, now)
+        assert [("extra_info" in text and "data.train_files" in text) for text in found] == ([True] if changed else [])
+
+    def test_a_checkpoint_that_recorded_nothing_is_taken_as_it_is(self) -> None:
+        old = Checkpoint(path=Path("global_step_1"), step=1, state={"loader": {}}, metrics={})
+        config = ppo()
+        config.custom_reward_function.path = "reward.py"
+        Path("reward.py").write_text("1")
+        assert changed_inputs(config, old, "a") == []
 
 
 def test_adapters_where_there_were_none() -> None:
