@@ -20,6 +20,7 @@ SPECIAL = [
     (errors.WorkerError("boom", role="actor", rank=1, node="n1", remote_type="ValueError", remote_traceback="tb"), RuntimeError),
     (errors.WorkerDiedError("killed", role="actor", rank=0), errors.WorkerError),
     (errors.WeightMismatchError("differs", weight="lm_head.weight"), RuntimeError),
+    (errors.PolicyMismatchError("another policy", kl=6.14, bound=1.0), RuntimeError),
     (errors.ReshardError("other shape", weight="lm_head.weight"), ValueError),
     (errors.EngineError("asleep"), RuntimeError),
     (errors.RequestError("no such token", param="prompt"), errors.EngineError),

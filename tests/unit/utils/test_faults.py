@@ -82,11 +82,11 @@ def test_a_record_that_cannot_be_written_keeps_no_fault_from_striking(plan: Plan
 def test_a_killed_and_a_stopped_process(plan: Plan) -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         plan(Fault(kind="stop", place="environment.call", seconds=1.0), Fault(kind="kill", place="environment.call", step=2))
-        faults.at("environment.call", pid=child.pid)
+        faults.at("environment.call", pid=lambda: child.pid)
         assert until(lambda: state(child.pid) == "T"), "it stands still"
         assert until(lambda: state(child.pid) != "T"), "it goes on by itself"
         faults.begin_step(2)
-        faults.at("environment.call", pid=child.pid)
+        faults.at("environment.call", pid=lambda: child.pid)
         assert child.wait(60) == -signal.SIGKILL
 
 
