@@ -197,7 +197,7 @@ def at(
 ) -> FaultKind | None:
     """This process passes a place: what the plan has for it happens here.  Returns the kind if the place carries it out itself.
 
-    rank, step: where they are not the process's own.  path: the file that is damaged, or a folder with it.  pid: gives the number of
+    rank, step: where they are not the process's own.  path: the file that is damaged, or a folder with it.  pid: number of
     the process that is killed or stopped, where it is another one.
     """
     if _installed is None:

@@ -59,6 +59,8 @@ MEANINGS: dict[tuple[str, str], str] = {
     ("models/megatron/compat.py", "wandb"): "a Python package that megatron imports",
     ("single_controller/ray/runtime_env.py", "wandb"): "the folder that package writes to",
     ("tracking/console.py", "kl"): "a column's heading",
+    **{("tracking/run_folder.py", name): "the folder that package writes to" for name in ("tensorboard", "wandb")},
+    ("trainer/memory_checks.py", "vllm"): "the Python package whose engines take a share of the memory",
     ("utils/column_files.py", "json"): "a kind of column",
 }
 """(path, string) -> what else the string means there."""
