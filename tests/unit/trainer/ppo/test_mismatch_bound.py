@@ -8,6 +8,7 @@ import pytest
 
 from rlhub.config.derive import derive
 from rlhub.config.ppo import PPOConfig
+from rlhub.config.rollout import RemoteConfig
 from rlhub.errors import PolicyMismatchError
 from rlhub.trainer.ppo.mismatch_bound import MismatchBound, mismatch_bound
 
@@ -28,7 +29,7 @@ def bound_of(device: str = "cpu", **rollout: object) -> MismatchBound:
         (bound_of(dtype="bfloat16"), 0.02),
         (bound_of("cuda"), 0.02),
         (bound_of("cuda", dtype="float16"), 0.02),
-        (bound_of(name="remote"), 0.02),
+        (bound_of(name="remote", remote=RemoteConfig(urls=["http://host:8000"])), 0.02),
     ],
 )
 def test_a_corrupted_engine_stops_the_run_and_a_sound_one_says_nothing(
