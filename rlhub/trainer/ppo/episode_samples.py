@@ -6,12 +6,18 @@ A replica is pinned to the version; what runs there counts in no bound on stalen
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhub.config.rollout import RolloutConfig
+from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
+from rlhub.rewards import RewardFailure, RewardOutcome
+from rlhub.rewards.naive import OUTCOMES
 from rlhub.trainer.ppo.episodes import Workflows
 from rlhub.trainer.ppo.positions import prompt_items
+from rlhub.utils.columns import object_array
 from rlhub.utils.outcomes import Reject
 from rlhub.utils.seeding import sample_seed
 from rlhub.workers.router import Pin, Router
@@ -19,6 +25,23 @@ from rlhub.workflows.base import EpisodeData, EpisodeEngine
 from rlhub.workflows.batches import to_batch
 from rlhub.workflows.groups import Group, PromptItem
 from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """failed: why the episode has no reward; None: it has one, or the run's reward scores it."""
+
+    trajectory: Trajectory
+    failed: RewardOutcome | None = None
+
+
+def reward_abandoned(groups: Sequence[Group]) -> None:
+    """Where workflows set rewards of their own, an episode that gave nothing has a reward of 0."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if any(trajectory.rewards is not None for trajectory in trajectories):
+        for trajectory in trajectories:
+            if trajectory.rewards is None and not any(trajectory.response_mask):
+                trajectory.set_reward(0.0)
 
 
 class EpisodeSamples:
@@ -50,21 +73,24 @@ class EpisodeSamples:
 
     def validation(self, prompts: DataProto) -> DataProto:
         """val_kwargs' samples per prompt, neighbours in prompt order."""
-        groups: list[Group] = self._on_loop(self._groups(self._pin or self.router, list(prompt_items(prompts))))
-        return to_batch(groups, pad_id=self.pad_id)
+        made = self._on_loop(self._episodes(self._pin or self.router, list(prompt_items(prompts))))
+        groups = [Group(item=item, trajectories=[sample.trajectory for sample in samples]) for item, samples in made]
+        reward_abandoned(groups)
+        batch = to_batch(groups, pad_id=self.pad_id)
+        batch.non_tensor_batch[OUTCOMES] = object_array([sample.failed for _, samples in made for sample in samples])
+        return batch
 
     def _on_loop(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
-    async def _groups(self, engine: EpisodeEngine, items: list[PromptItem]) -> list[Group]:
-        return list(await asyncio.gather(*(self._group(engine, item) for item in items)))
+    async def _episodes(self, engine: EpisodeEngine, items: list[PromptItem]) -> list[tuple[PromptItem, list[_Sample]]]:
+        samples = range(self.config.val_kwargs.n)
+        made = await asyncio.gather(*(self._episode(engine, item, sample) for item in items for sample in samples))
+        return [(item, made[len(samples) * row : len(samples) * (row + 1)]) for row, item in enumerate(items)]
 
-    async def _group(self, engine: EpisodeEngine, item: PromptItem) -> Group:
-        episodes = (self._episode(engine, item, sample) for sample in range(self.config.val_kwargs.n))
-        return Group(item=item, trajectories=list(await asyncio.gather(*episodes)))
-
-    async def _episode(self, engine: EpisodeEngine, item: PromptItem, sample: int) -> Trajectory:
-        """An episode that gives nothing counts as an empty answer: leaving it out would flatter the policy."""
+    async def _episode(self, engine: EpisodeEngine, item: PromptItem, sample: int) -> _Sample:
+        """An episode that gives nothing counts as an empty answer: leaving it out would flatter the policy.  One in which a
+        reward failed is a sample whose scoring failed, as any other."""
         seed = sample_seed(self.seed, item.ordinal, sample)
         data = EpisodeData(prompt_ids=item.prompt_ids, ordinal=item.ordinal, sample=sample, seed=seed, row=item.row)
         running = self.workflows.of(item.row).arun_episode(engine, data)
@@ -72,7 +98,9 @@ class EpisodeSamples:
             found = await asyncio.wait_for(running, self.config.agent.episode_timeout_s)
         except (Reject, TimeoutError):
             found = None
-        return found or self._empty(item)
+        except RewardError as error:
+            return _Sample(self._empty(item), RewardOutcome(error=RewardFailure(kind="raised", message=str(error))))
+        return _Sample(found or self._empty(item))
 
     def _empty(self, item: PromptItem) -> Trajectory:
         return Trajectory(
