@@ -102,7 +102,8 @@ class RewardModelConfig:
     max_length: PositiveInt | None = None
     """With model.input_tokenizer: texts of more tokens lose their beginning; null: the reward model's positions."""
     reward_manager: str = "naive"
-    """How scores become rewards: naive (the score, on the last token), dapo (with a penalty for overlong responses)."""
+    """How scores become rewards: naive (the score, on the last token that the model wrote), dapo (with a penalty for overlong
+    responses)."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Knobs of the manager, for example overlong_buffer_cfg.{enable,len,penalty_factor} of dapo."""
     on_error: Literal["fail", "mask", "zero"] = "mask"

@@ -35,13 +35,24 @@ class _Sample:
     failed: RewardOutcome | None = None
 
 
-def reward_abandoned(groups: Sequence[Group]) -> None:
-    """Where workflows set rewards of their own, an episode that gave nothing has a reward of 0."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    if any(trajectory.rewards is not None for trajectory in trajectories):
-        for trajectory in trajectories:
-            if trajectory.rewards is None and not any(trajectory.response_mask):
-                trajectory.set_reward(0.0)
+def settle_rewards(samples: Sequence[_Sample]) -> list[RewardOutcome | None]:
+    """What is known of each sample's score besides the rewards in its trajectory.
+
+    Where workflows set rewards of their own, an episode that gave nothing has a reward of 0.  Where only some do (rows name
+    their workflows), their sums go with the outcomes, and the run's reward scores the others, as in training.
+    """
+    made = [sample.trajectory for sample in samples]
+    outcomes = [sample.failed for sample in samples]
+    if all(trajectory.rewards is None for trajectory in made):
+        return outcomes
+    mixed = any(trajectory.rewards is None and any(trajectory.response_mask) for trajectory in made)
+    for index, trajectory in enumerate(made):
+        if trajectory.rewards is None and not any(trajectory.response_mask):
+            trajectory.set_reward(0.0)
+        if mixed and trajectory.rewards is not None:
+            outcomes[index] = outcomes[index] or RewardOutcome(score=float(sum(trajectory.rewards)))
+            trajectory.rewards = None
+    return outcomes
 
 
 class EpisodeSamples:
@@ -74,10 +85,10 @@ class EpisodeSamples:
     def validation(self, prompts: DataProto) -> DataProto:
         """val_kwargs' samples per prompt, neighbours in prompt order."""
         made = self._on_loop(self._episodes(self._pin or self.router, list(prompt_items(prompts))))
+        outcomes = settle_rewards([sample for _, samples in made for sample in samples])
         groups = [Group(item=item, trajectories=[sample.trajectory for sample in samples]) for item, samples in made]
-        reward_abandoned(groups)
         batch = to_batch(groups, pad_id=self.pad_id)
-        batch.non_tensor_batch[OUTCOMES] = object_array([sample.failed for _, samples in made for sample in samples])
+        batch.non_tensor_batch[OUTCOMES] = object_array(outcomes)
         return batch
 
     def _on_loop(self, work: Any) -> Any:

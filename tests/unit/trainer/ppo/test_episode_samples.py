@@ -22,7 +22,8 @@ from rlhub.workflows.trajectory import Trajectory
 class Scored:
     """Prompt 0 is answered, prompt 1 given up, and the reward that prompt 2 asks for fails."""
 
-    def __init__(self, own_rewards: bool) -> None:
+    def __init__(self, own_rewards: bool | int) -> None:
+        """A number: of the one sample that has a reward of its own."""
         self.own_rewards = own_rewards
 
     async def arun_episode(self, engine: Any, data: EpisodeData) -> Trajectory:
@@ -33,13 +34,13 @@ class Scored:
         made = Trajectory(
             prompt_ids=[3], response_ids=[5, 6, 7], response_mask=[1, 1, 0], rollout_log_probs=[-1.0] * 3, versions=[0, 0, -1]
         )
-        if self.own_rewards:
+        if self.own_rewards is True or (self.own_rewards is not False and self.own_rewards == data.sample):
             made.set_reward(0.75)
         return made
 
 
-@pytest.mark.parametrize("own_rewards", [True, False])
-def test_an_episode_without_a_score_is_told_from_an_empty_answer(own_rewards: bool) -> None:
+@pytest.mark.parametrize("own_rewards", [True, False, 1], ids=["own rewards", "the run's reward", "both"])
+def test_an_episode_without_a_score_is_told_from_an_empty_answer(own_rewards: bool | int) -> None:
     runner = AsyncTaskRunner(name="episodes")
     try:
         config = RolloutConfig()
@@ -51,10 +52,13 @@ def test_an_episode_without_a_score_is_told_from_an_empty_answer(own_rewards: bo
     finally:
         runner.close()
     assert batch.batch["ordinal"].tolist() == [0, 0, 1, 1, 2, 2]
-    failed = [None if outcome is None else outcome.error.message for outcome in batch.non_tensor_batch[OUTCOMES]]
+    known = batch.non_tensor_batch[OUTCOMES]
+    failed = [None if outcome is None or outcome.error is None else outcome.error.message for outcome in known]
     assert failed == [None] * 4 + ["scoring a turn failed: timeout"] * 2
-    if own_rewards:
+    if own_rewards is True:
         assert batch.batch["scores"].tolist() == [0.75, 0.75, 0.0, 0.0, 0.0, 0.0]
         assert batch.batch["token_level_scores"][0].tolist() == [0.0, 0.75, 0.0]
     else:
         assert "scores" not in batch.batch.keys()
+        scores = [None if outcome is None else outcome.score for outcome in known[:4]]
+        assert scores == ([None] * 4 if own_rewards is False else [None, 0.75, 0.0, 0.0])
