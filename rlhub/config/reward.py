@@ -102,12 +102,13 @@ class RewardModelConfig:
     max_length: PositiveInt | None = None
     """With model.input_tokenizer: texts of more tokens lose their beginning; null: the reward model's positions."""
     reward_manager: str = "naive"
-    """How scores become rewards: naive (the score, on the last token), dapo (with a penalty for overlong responses)."""
+    """How scores become rewards: naive (the score, on the last token that the model wrote), dapo (with a penalty for overlong
+    responses)."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Knobs of the manager, for example overlong_buffer_cfg.{enable,len,penalty_factor} of dapo."""
     on_error: Literal["fail", "mask", "zero"] = "mask"
-    """A sample whose scoring fails: stop the run, leave it out of training, or score it 0 (of several
-    scorers: the one that failed counts 0). Failures are counted."""
+    """A sample whose scoring fails: stop the run, leave it out of training and of validation's metrics, or score it 0 (of several
+    scorers: the one that failed counts 0). Failures are counted, also in validation."""
     max_error_rate: UnitFloat = 0.1
     """With mask or zero: a larger share of failures in a batch stops the run."""
     timeout_s: PositiveFloat = 30.0

@@ -147,6 +147,8 @@ def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
         record = json.loads(line)
     except ValueError as error:
         raise DataError(f"{path}, row {number}: not a JSON object on one line: {error}") from error
+    except RecursionError as error:
+        raise DataError(f"{path}, row {number}: its JSON is nested too deep to be read (about a thousand levels)") from error
     if not isinstance(record, dict):
         raise DataError(f"{path}, row {number}: a JSON object is needed, got {type(record).__name__}")
     return record

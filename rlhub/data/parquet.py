@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def _opened(path: Path) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(path)
+        file = pq.ParquetFile(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
+    counts = Counter(file.schema_arrow.names)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
+        file.close()
+        raise DataError(f"{path} has more than one column of the name {', '.join(map(repr, twice))}; rename or drop all but one")
+    return file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -131,7 +132,25 @@ def _ground_truth(row: Row) -> Any:
     spec = row.get("reward_model")
     if not isinstance(spec, Mapping) or spec.get("ground_truth") is None:
         raise row.problem("reward_model", f"must be an object with 'ground_truth', got {spec!r:.80}")
+    if _has_nan(spec["ground_truth"]):
+        raise row.problem(
+            "reward_model", "its 'ground_truth' is, or has in it, NaN, which no answer equals; give a value or drop the row"
+        )
     return spec["ground_truth"]
+
+
+def _has_nan(value: Any) -> bool:
+    """Whether NaN is anywhere in nested lists and mappings."""
+    open_values = [value]
+    while open_values:
+        match open_values.pop():
+            case float() as number if math.isnan(number):
+                return True
+            case dict() as mapping:
+                open_values.extend(mapping.values())
+            case list() as items:
+                open_values.extend(items)
+    return False
 
 
 def _agent_name(row: Row) -> str | None:

@@ -19,14 +19,12 @@ from torch import Tensor
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import Decoder, RewardManager, RewardResult
-from rlhub.rewards.failures import check_failures
+from rlhub.rewards.failures import FAILED, FAILED_SHARE, check_failures
 from rlhub.rewards.naive import as_rewards, numeric_means, on_last_token, response_lengths, reward_requests, written_tokens
 from rlhub.rewards.pool import LARGEST_SCORE, RewardFailure, RewardOutcome
 
 FUNCTION, MODEL, JUDGE = "function", "model", "judge"
 CORRECT_ABOVE = 0.5  # of the function's score, where it gives no "acc" of its own
-FAILED = "reward/num_failed"
-FAILED_SHARE = "reward/failed_share"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,6 +12,9 @@ from rlhub.rewards.pool import RewardOutcome, RewardRequest
 
 logger = logging.getLogger(__name__)
 SHOWN = 3
+FAILED = "reward/num_failed"
+"""Metric: samples whose scoring failed; FAILED/<kind>: those of a kind."""
+FAILED_SHARE = "reward/failed_share"
 
 
 def max_failures(num_rows: int, *, on_error: Literal["fail", "mask", "zero"], max_error_rate: float) -> int:
@@ -48,9 +51,9 @@ def check_failures(
             raise RewardError(f"{report}\n{compared} allows.{rest}")
         logger.warning("%s", report)
     return {
-        "reward/num_failed": float(num_failed),
-        "reward/failed_share": share,
-        **{f"reward/num_failed/{kind}": float(count) for kind, count in sorted(kinds.items())},
+        FAILED: float(num_failed),
+        FAILED_SHARE: share,
+        **{f"{FAILED}/{kind}": float(count) for kind, count in sorted(kinds.items())},
     }
 
 

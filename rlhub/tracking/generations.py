@@ -6,13 +6,17 @@ A file per step, replaced as a whole, so a step that is repeated after a resume 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rlhub.tracking.tracker import GenerationRow
 from rlhub.utils.atomic import write_text
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = re.compile(r"(?P<split>[a-z_]+)-(?P<step>\d+)\.jsonl$")
 
@@ -29,20 +33,36 @@ def write_generations(folder: Path, step: int, split: str, rows: Sequence[Genera
 
 
 def read_generations(path: Path) -> list[GenerationRow]:
-    """The samples in one file."""
+    """The samples in one file.  A damaged line is passed over with a warning: samples are for people to read, and no run should
+    end for one."""
     rows = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if line:
-            value = json.loads(line)
-            value.pop("step", None)
-            rows.append(GenerationRow(**value))
+            try:
+                rows.append(_row(json.loads(line)))
+            except (ValueError, TypeError, RecursionError) as error:
+                logger.warning("%s, line %d: no sample, passed over: %s", path, number, error)
     return rows
+
+
+def _row(value: Any) -> GenerationRow:
+    """ValueError or TypeError for what is none."""
+    if not isinstance(value, dict):
+        raise TypeError(f"a JSON object is needed, got {type(value).__name__}")
+    value.pop("step", None)
+    row = GenerationRow(**value)
+    if not isinstance(row.score, int | float | None):
+        raise TypeError(f"score must be a number or null, got {row.score!r:.80}")
+    for name in ("prompt", "response", "ground_truth", "data_source", "finish_reason"):
+        if not isinstance(value.get(name, ""), str):
+            raise TypeError(f"{name} must be text, got {type(value[name]).__name__}")
+    return row
 
 
 def list_generations(folder: Path) -> list[tuple[str, int, Path]]:
     """(split, step, file) of everything written, steps ascending."""
     found = []
     for path in folder.glob("*.jsonl"):
-        if match := FILE_NAME.fullmatch(path.name):
+        if (match := FILE_NAME.fullmatch(path.name)) and path.is_file():
             found.append((match["split"], int(match["step"]), path))
     return sorted(found, key=lambda item: (item[1], item[0]))

@@ -135,6 +135,8 @@ def score_columns(groups: Sequence[Group], width: int) -> dict[str, Tensor]:
     for row, (ordinal, trajectory) in enumerate((group.ordinal, t) for group in groups for t in group.trajectories):
         if trajectory.rewards is None:
             raise WorkflowError(f"prompt {ordinal} has samples without rewards in a batch in which others have them")
+        if not trajectory.finite_rewards:
+            raise WorkflowError(f"a sample of prompt {ordinal} has rewards that are, or add up to, no finite float32")
         rewards[row, : len(trajectory.rewards)] = torch.tensor(trajectory.rewards)
     names = dict.fromkeys(name for group in groups for numbers in group.numbers for name in numbers)
     columns = {COMPONENT + name: number_column(groups, name) for name in names}

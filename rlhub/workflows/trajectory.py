@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
+LARGEST_SCORE = 3.4e38  # float32
 NOT_SAMPLED = -1  # the version of a token that no policy wrote
 
 
@@ -51,6 +52,13 @@ class Trajectory:
                 raise ValueError(f"{name} has {len(column)} entries for {length} response tokens")
         if not any(self.response_mask):
             raise ValueError("the policy wrote none of the response tokens: there is nothing to train on")
+        if not self.finite_rewards:
+            raise ValueError(f"its rewards add up to {sum(self.rewards or ())}, which with each of them must be a finite float32")
+
+    @property
+    def finite_rewards(self) -> bool:
+        """Whether all rewards, and their sum, are finite in float32, the dtype of the reward columns."""
+        return self.rewards is None or all(abs(reward) <= LARGEST_SCORE for reward in (*self.rewards, sum(self.rewards)))
 
     @property
     def first_version(self) -> int:

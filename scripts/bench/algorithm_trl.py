@@ -140,6 +140,7 @@ def decoupled_advantages(dtype: torch.dtype) -> Iterator[Case]:
     """Several reward functions, each compared on its own scale."""
     b, single = batch(dtype, group=GROUP), batch(dtype, group=GROUP)
     single.mask = torch.zeros_like(b.mask).index_fill_(1, torch.tensor([0]), 1)
+    single.scores = b.per_row[:, None] * single.mask
     rewards = torch.stack([b.per_row, 3 * b.values[:, 0]], 1)
 
     def mine(given: Batch) -> Numbers:
@@ -258,7 +259,7 @@ def other_losses(dtype: torch.dtype) -> Iterator[Case]:
             theirs="grpo, beta",
             rlhub=lambda reference=reference: kl_loss(b, reference),  # type: ignore[misc]
             trl=theirs("grpo", 0 * per_row, beta=BETA, reference=reference),
-            differs=None if near_by else (f"{_HERE}.kl", "clamped to [0, 10]: unbiased but for the clamps"),
+            differs=None if near_by else (f"{_HERE}.kl", "at most 10: unbiased but for the clamps"),
         )
 
 

@@ -104,7 +104,7 @@ def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Validator
     else:
         groups = groups_of(launched)
         samples = Generator(groups.rollout, groups.weights, config.actor_rollout_ref.rollout)
-    return Validator(batches, samples, reward, tokenizer, run.timers, num_shown)
+    return Validator(batches, samples, reward, tokenizer, run.timers, num_shown, config.reward_model)
 
 
 def policy_roles(
@@ -187,7 +187,8 @@ def build_generation(
 
     def validator(samples: ValidationSamples) -> Validator:
         num_shown = config.trainer.log_val_generations
-        return Validator(data.val_batches, samples, scorer.reward, data.tokenizer, run.timers, num_shown)
+        reward, timers = scorer.reward, run.timers
+        return Validator(data.val_batches, samples, reward, data.tokenizer, timers, num_shown, config.reward_model)
 
     if is_collected(config):
         return build_collected(config, data.loader, data.tokenizer, scorer, groups.actor.write_weights, run.timers), None

@@ -1,4 +1,4 @@
-"""A workflow of the user's own, looked at before any episode: whether it can be made, and the settings it reads."""
+"""A workflow looked at before any episode: whether it can be made, and the settings it reads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import ast
 import dataclasses
 import inspect
 import textwrap
+from abc import ABC
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from rlhub.workflows.base import RolloutWorkflow
 from rlhub.workflows.settings import fill_knobs
@@ -49,3 +50,56 @@ def knobs_of(found: Callable[..., Any]) -> type | None:
     classes = [maker.__globals__.get(name) for name in names]
     only = classes[0] if len(classes) == 1 else None
     return only if isinstance(only, type) and dataclasses.is_dataclass(only) else None
+
+
+def settings_read(found: Callable[..., Any]) -> frozenset[str] | None:
+    """The names that a class without knobs reads from its parts' `kwargs`, in its own code and its bases'.  None where that
+    cannot be told: it hands them or its parts on, or is no class."""
+    if not isinstance(found, type):
+        return None
+    read: set[str] = set()
+    for base in found.__mro__:
+        if base in (RolloutWorkflow, ABC, object):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):
+            return None
+        names = _names_read(tree)
+        if names is None:
+            return None
+        read |= names
+    return frozenset(read)
+
+
+def _names_read(tree: ast.AST) -> set[str] | None:
+    """The constants in `parts.kwargs["name"]` and `parts.kwargs.get("name")`; None if these, or the parts, have any other use."""
+    parent = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    given = {node.args.args[1].arg for node in ast.walk(tree) if _is_init(node) and len(node.args.args) > 1}
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "kwargs":
+            key = _key(parent[node], parent[parent[node]])
+            if key is None:
+                return None
+            names.add(key)
+        elif (isinstance(node, ast.Attribute) and node.attr == "parts") or (isinstance(node, ast.Name) and node.id in given):
+            user = parent[node]
+            inherited = isinstance(user, ast.Call) and isinstance(user.func, ast.Attribute) and user.func.attr == "__init__"
+            if not isinstance(user, ast.Attribute) and not inherited:
+                return None
+    return names
+
+
+def _is_init(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
+    return isinstance(node, ast.FunctionDef) and node.name == "__init__"
+
+
+def _key(user: ast.AST, beyond: ast.AST) -> str | None:
+    """The name that `kwargs` is asked for by the two nodes around it."""
+    match user, beyond:
+        case (ast.Subscript(slice=ast.Constant(value=str() as key)), _):
+            return key
+        case (ast.Attribute(attr="get"), ast.Call(args=[ast.Constant(value=str() as key), *_])):
+            return key
+    return None

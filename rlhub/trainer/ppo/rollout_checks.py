@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhub.config import asynchronous
 from rlhub.config.ppo import PPOConfig
+from rlhub.config.rollout import MultiTurnConfig
 from rlhub.data import AGENT_NAME, has_column
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
 from rlhub.envs.registry import ENVIRONMENTS
 from rlhub.errors import ConfigError
+from rlhub.registry import suggest
 from rlhub.tools.load import read_tool_file
 from rlhub.tools.registry import TOOL_FORMATS, TOOLS
 from rlhub.trainer.named import read_source, settings_problems, target_problems, unknown
@@ -66,7 +68,9 @@ def _check_workflow(config: PPOConfig) -> list[str]:
     if problems := unknown(key, WORKFLOWS, name):
         return problems
     knobs = WORKFLOWS.knobs_class(name)
-    return [] if knobs is None or _rows_choose(config) else _check_knobs(config, knobs, name)
+    if knobs is None or _rows_choose(config):
+        return _check_settings_read(config, WORKFLOWS.get, name)
+    return _check_knobs(config, knobs, name)
 
 
 def _rows_choose(config: PPOConfig) -> bool:
@@ -83,10 +87,26 @@ def _check_own_workflow(config: PPOConfig, key: str, name: str) -> list[str]:
         found = workflow_class(name)
     except ConfigError as error:
         return [f"{key}: {problem}" for problem in error.problems]
-    problems, knobs = class_problems(found), knobs_of(found)
-    if problems or knobs is None or _rows_choose(config):
+    if problems := class_problems(found):
         return [f"{key}={name}: {problem}" for problem in problems]
+    knobs = knobs_of(found)
+    if knobs is None or _rows_choose(config):
+        return _check_settings_read(config, workflow_class, name)
     return _check_knobs(config, knobs, name)
+
+
+def _check_settings_read(config: PPOConfig, load: Callable[[str], Any], name: str) -> list[str]:
+    """That a workflow without knobs reads the settings that it is given; it is loaded only where some are."""
+    given = [key for key in config.actor_rollout_ref.rollout.agent.kwargs if key not in MultiTurnConfig.__dataclass_fields__]
+    if not given or _rows_choose(config):
+        return []
+    from rlhub.trainer.ppo.own_workflows import settings_read
+
+    read = settings_read(load(name))
+    if read is None:
+        return []
+    known = f"it reads: {', '.join(sorted(read))}" if read else "it takes none"
+    return [f"{WHERE}.{key}: no such setting of workflow {name}{suggest(key, read)}; {known}" for key in given if key not in read]
 
 
 def _check_knobs(config: PPOConfig, cls: type, name: str) -> list[str]:

@@ -31,6 +31,7 @@ from rlhub.config.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.errors import CheckpointError
 from rlhub.protocol import DataProto
+from rlhub.rewards.failures import FAILED
 from rlhub.trainer.ppo.requirements import requirements
 from rlhub.trainer.ppo.rollouts import Generator
 from rlhub.trainer.ppo.scoring import SIGNAL, Scorer
@@ -43,7 +44,7 @@ PROMPTS_IN_WORK = (
     "the checkpoint was made with actor_rollout_ref.rollout.mode=async and holds prompts in work, which mode=sync "
     "cannot go on with; resume with mode=async (trainer.max_staleness=0 takes turns too), or start anew"
 )
-COUNTS = "reward/num_failed"
+COUNTS = FAILED
 """Metrics that add up over generations; other numbers of the scorer are averaged."""
 PROMPT_AND_RESPONSE = ("input_ids", "attention_mask")
 

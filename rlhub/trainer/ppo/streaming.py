@@ -82,6 +82,7 @@ class StreamSampler:
             self.executor.start(self.positions.items(prompts))
         with self.timers.measure("wait_for_episodes"):
             groups = self._groups(step)
+        self.log.take(step, [group.ordinal for group in groups])
         counters = self.executor.metrics_soon()
         batch = self._batch(groups, [outcome for group in groups for outcome in self.outcomes.take(group)])
         metrics = episode_metrics(groups) | self._score(batch, groups)

@@ -52,6 +52,7 @@ BAD = {
     "noise.jsonl": (b"{'prompt': 1}\n", "row 1: not a JSON object"),
     "list.jsonl": (b"[1, 2]\n", "row 1: a JSON object is needed, got list"),
     "latin.jsonl": ('{"prompt": "é"}'.encode("latin-1"), "row 1: not a JSON object"),
+    "deep.jsonl": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "row 1: .*nested too deep"),
     "table.csv": (b"prompt\nx\n", "unknown kind of file '.csv'"),
 }
 
@@ -108,3 +109,14 @@ def test_no_files_at_all() -> None:
 def test_importing_loads_nothing_heavy() -> None:
     code = "import sys, rlhub.data; print(sorted({'torch', 'ray', 'transformers', 'tensordict', 'pyarrow'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Of two columns of one name the last would win, whichever was meant."""
+    path = tmp_path / "twice.parquet"
+    columns = [pa.array(["1+1="]), pa.array(["sums"]), pa.array(["other"]), pa.array(["2+2="])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["prompt", "data_source", "data_source", "prompt"]), path)
+    with pytest.raises(DataError, match=r"twice\.parquet.*more than one column.*'data_source', 'prompt'"):
+        load_rows(str(path))
+    (problem,) = check_files(str(path), "prompt", "train")
+    assert "more than one column" in problem

@@ -110,6 +110,8 @@ def test_template_arguments_reach_the_template(tmp_path: Path) -> None:
         ({"prompts": "1", "data_source": "s"}, "'prompt': missing; did you mean 'prompts'"),
         ({"prompt": "1"}, "'data_source': missing"),
         (row(data_source=3), "'data_source': must be text"),
+        (row(reward_model={"ground_truth": float("nan")}), "'reward_model': .*ground_truth.* NaN"),
+        (row(reward_model={"ground_truth": {"all": ["2", [float("nan")]]}}), "'reward_model': .*ground_truth.* NaN"),
         (row(reward_model="2"), "'reward_model': must be an object with 'ground_truth'"),
         (row(reward_model={"style": "rule"}), "'reward_model'"),
         (row(reward_model=None), "'reward_model': is null"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rlhub.tracking.generations import list_generations, read_generations, write_generations
 from rlhub.tracking.tracker import GenerationRow
 
@@ -32,3 +34,27 @@ def test_repeated_steps_replace_and_steps_are_listed_in_order(tmp_path: Path) ->
     found = list_generations(tmp_path)
     assert [(split, step) for split, step, _ in found] == [("train", 2), ("val", 2), ("val", 10)]
     assert read_generations(found[-1][2])[0].response == "c"
+
+
+DAMAGED = {
+    "cut": b'{"step": 1, "prompt": "p", "resp',
+    "binary": b"\xff\xfe\x00",
+    "a list": b"[1, 2]",
+    "nested": b"[" * 100_000,
+    "a foreign field": b'{"prompt": "p", "response": "r", "colour": "red"}',
+    "no response": b'{"prompt": "p"}',
+    "a text for a score": b'{"prompt": "p", "response": "r", "score": "high"}',
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_line_costs_itself_and_is_named(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_generations(tmp_path, 1, "val", [GenerationRow(prompt="p", response="r", score=1.0)])
+    path.write_bytes(DAMAGED[name] + b"\n" + path.read_bytes())
+    assert read_generations(path) == [GenerationRow(prompt="p", response="r", score=1.0)]
+    assert "val-000001.jsonl, line 1" in caplog.text
+
+
+def test_a_folder_in_place_of_a_file_is_no_file_of_samples(tmp_path: Path) -> None:
+    (tmp_path / "val-000001.jsonl").mkdir()
+    assert list_generations(tmp_path) == []

@@ -57,6 +57,33 @@ class Foreign:
 def make(parts):
     return Known(parts)
 
+class Reads(Plain):
+    def __init__(self, parts):
+        super().__init__(parts)
+        self.seconds = parts.kwargs["seconds"]
+    def wait(self):
+        return self.parts.kwargs.get("tries", 1)
+
+class Inherits(Reads):
+    pass
+
+class Passes(Plain):
+    def __init__(self, parts):
+        self.settings = dict(parts.kwargs)
+
+def seconds_of(parts):
+    return parts.kwargs["seconds"]
+
+class HandsOn(Plain):
+    def __init__(self, parts):
+        super().__init__(parts)
+        self.seconds = seconds_of(parts)
+
+class Renames(Plain):
+    def __init__(self, parts):
+        kwargs = parts.kwargs
+        self.seconds = kwargs["seconds"]
+
 NUMBER = 3
 """
 PARTS = """
@@ -93,7 +120,18 @@ def own(name: str, **kwargs: object) -> PPOConfig:
 
 @pytest.mark.parametrize(
     "config",
-    [own("Plain", whatever=1), own("Known", num_tries=1), own("Retries", feedback="No."), own("Known"), own("make", x=1)],
+    [
+        own("Plain"),
+        own("Plain", max_user_turns=2),
+        own("Inherits", seconds=1, tries=2),
+        own("Passes", whatever=1),
+        own("Renames", whatever=1),
+        own("HandsOn", seconds=1),
+        own("Known", num_tries=1),
+        own("Retries", feedback="No."),
+        own("Known"),
+        own("make", x=1),
+    ],
 )
 def test_workflows_that_are_well(config: PPOConfig) -> None:
     assert check_episodes(config) == []
@@ -104,6 +142,9 @@ def test_workflows_that_are_well(config: PPOConfig) -> None:
     [
         (own("Knwon"), ("default_agent_loop=flows.py:Knwon", "not defined in flows.py", "did you mean 'Known'?", "Retries")),
         (own("Known", num_trys=1), ("agent.kwargs.num_trys: no such knob; did you mean 'num_tries'?", "flows.py:Known")),
+        (own("Plain", whatever=1), ("agent.kwargs.whatever: no such setting of workflow flows.py:Plain", "takes none")),
+        (own("Reads", secnods=1), ("agent.kwargs.secnods", "did you mean 'seconds'?", "it reads: seconds, tries")),
+        (own("Inherits", trise=1), ("agent.kwargs.trise", "did you mean 'tries'?", "flows.py:Inherits")),
         (own("Known", num_tries=0), ("num_tries must be at least 1", "flows.py:Known")),
         (own("Retries", feedbak="No."), ("agent.kwargs.feedbak", "did you mean 'feedback'?", "flows.py:Retries")),
         (own("Demanding"), ("Strict of workflow flows.py:Demanding must have a default for every setting",)),

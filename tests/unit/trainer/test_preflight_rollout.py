@@ -44,6 +44,10 @@ def episodes(**values: object) -> PPOConfig:
             {"agent__default_agent_loop": "multi_turn", "agent__kwargs": {"turn_discount": -1}},
             ("agent.kwargs", "turn_discount=-1", "at least 0"),
         ),
+        (
+            {"agent__kwargs": {"max_asistant_turns": 2}},
+            ("agent.kwargs.max_asistant_turns: no such setting of workflow single_turn", "takes none"),
+        ),
         ({"multi_turn__enable": True, "agent__kwargs": {"max_parallel_calls": 0}}, ("max_parallel_calls=0", "at least 1")),
         ({"multi_turn__enable": True, "multi_turn__tool_config_path": "tools.yml"}, ("tool_config_path=tools.yml", "YAML file")),
     ],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from rlhub.errors import WorkflowError
 from rlhub.utils.outcomes import Reject
+from rlhub.workflows.batches import to_batch
 from rlhub.workflows.groups import Group, PromptItem, mask_older
 from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
 from rlhub.workflows.turns import Transcript
@@ -52,3 +54,14 @@ def test_masking_older_tokens_loses_no_reward() -> None:
     assert some.response_mask == [0, 0, 1, 1] and some.rewards == [0.0, 0.0, 0.75, 1.0]
     assert none.rewards == [0.0, 0.0] and group.valid == [True, False, True, True]
     assert fresh.rewards == [0.5, 0.0, 0.25] and unscored.rewards is None
+
+
+@pytest.mark.parametrize("rewards", [[float("nan"), 0.0], [0.0, float("inf")], [3e38, 3e38], [-1e39, 0.0]])
+def test_rewards_that_are_no_finite_float32_are_no_episode(rewards: list[float]) -> None:
+    """Nor such a sum of them: that is what its group is compared in."""
+    episode([1, 1], rewards=[3e38, 0.0]).check()
+    with pytest.raises(ValueError, match=r"rewards.*finite float32"):
+        episode([1, 1], rewards=rewards).check()
+    group = Group(item=PromptItem(prompt_ids=(7,), ordinal=3), trajectories=[episode([1, 1], rewards=rewards)])
+    with pytest.raises(WorkflowError, match=r"prompt 3.*finite float32"):
+        to_batch([group], pad_id=0)

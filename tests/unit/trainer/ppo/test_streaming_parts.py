@@ -254,3 +254,15 @@ def test_a_resumed_run_takes_back_the_ends_of_prompts_in_work(tmp_path: Path) ->
     assert [(row["ordinal"], row["end"]) for row in rows] == [(0, "trained"), (2, "dropped")]
     log.start()
     assert not log.path.exists()
+
+
+def test_a_prompt_is_said_to_be_trained_in_the_step_that_took_it(tmp_path: Path) -> None:
+    """Its weights may arrive when training is steps further, and those of several steps at once."""
+    log = PromptLog(tmp_path / "prompts.jsonl")
+    for step, ordinals in ((1, (0, 2)), (2, (1, 5)), (3, (3, 4))):
+        log.take(step, ordinals)
+    log.ended((0, 2, 1), Phase.TRAINED, "")
+    log.ended((6,), Phase.REJECTED, "filtered out")
+    log.ended((5, 3, 4), Phase.TRAINED, "")
+    rows = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert {row["ordinal"]: row["step"] for row in rows} == {0: 1, 2: 1, 1: 2, 6: 3, 5: 2, 3: 3, 4: 3}
