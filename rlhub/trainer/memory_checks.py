@@ -157,37 +157,41 @@ def _takes_a_share(name: str) -> bool:
 def _check_pool(tenants: Sequence[Tenant], shares: Sequence[Share], device: float, gpus_key: str) -> list[str]:
     """Two moments: an engine generates beside models at rest, and a model takes its optimizer step."""
     found, rest = [], sum(_total(tenant.on_gpu) for tenant in tenants)
-    terms = [_term(tenant.key, tenant.on_gpu) for tenant in tenants if _total(tenant.on_gpu)]
-    taken = sum(share.share for share in shares) * device
-    if shares and rest + taken > device:
-        cures = [cure for tenant in tenants for cure in _offloads(tenant)]
+    more = f"{gpus_key} (more GPUs)"
+    if shares and _exceeds(tenants, None, shares, device):
         left = math.floor(100 * (1 - rest / device)) / 100
+        cures = [cure for tenant in tenants for cure in _offloads(tenant)]
         cures += [f"{share.key} (there is room for {left:.2f} in all)" for share in shares if left > 0]
-        text = _sentence("while the rollout engine generates", terms + [_share(share, device) for share in shares], device)
-        found.append(
-            f"{text}; change {_either([*cures, f'{gpus_key} (more GPUs)', 'trainer.placement.rollout (a pool of its own)'])}"
-        )
+        text = _sentence("while the rollout engine generates", tenants, None, shares, device)
+        found.append(f"{text}; change {_either([*cures, more, 'trainer.placement.rollout (a pool of its own)'])}")
     always = [share for share in shares if share.always]
-    for tenant in tenants:
-        others = [other for other in tenants if other is not tenant]
-        needed = _total(tenant.whole) + sum(_total(other.on_gpu) for other in others)
-        if tenant.trained and needed + sum(share.share for share in always) * device > device:
-            beside = [_term(other.key, other.on_gpu) for other in others if _total(other.on_gpu)]
-            when = f"in the optimizer step of {tenant.key}"
-            text = _sentence(
-                when, [_term(tenant.key, tenant.whole), *beside, *(_share(share, device) for share in always)], device
-            )
-            cures = [cure for other in others for cure in _offloads(other)] + [share.key for share in always]
+    for trained in (tenant for tenant in tenants if tenant.trained):
+        if _exceeds(tenants, trained, always, device):
+            cures = [cure for other in tenants if other is not trained for cure in _offloads(other)]
+            cures += [share.key for share in always]
             smaller = "adapters (model.lora_rank) or strategy=megatron with bfloat16 weights for smaller states"
-            found.append(f"{text}; change {_either([*cures, f'{gpus_key} (more GPUs)', smaller])}")
+            text = _sentence(f"in the optimizer step of {trained.key}", tenants, trained, always, device)
+            found.append(f"{text}; change {_either([*cures, more, smaller])}")
     return found
+
+
+def _present(tenants: Sequence[Tenant], stepping: Tenant | None) -> list[tuple[str, Bytes]]:
+    """What is on the GPU while one of them takes its step, or none."""
+    held = [(tenant.key, tenant.whole if tenant is stepping else tenant.on_gpu) for tenant in tenants]
+    return [(key, size) for key, size in held if _total(size)]
+
+
+def _exceeds(tenants: Sequence[Tenant], stepping: Tenant | None, shares: Sequence[Share], device: float) -> bool:
+    models = sum(_total(held) for _, held in _present(tenants, stepping))
+    return models + sum(share.share for share in shares) * device > device
 
 
 def _total(held: Bytes) -> float:
     return held.params + held.grads + held.states
 
 
-def _sentence(when: str, terms: Sequence[str], device: float) -> str:
+def _sentence(when: str, tenants: Sequence[Tenant], stepping: Tenant | None, shares: Sequence[Share], device: float) -> str:
+    terms = [_term(key, held) for key, held in _present(tenants, stepping)] + [_share(share, device) for share in shares]
     return f"GPU memory: {when} a GPU would have to hold {' + '.join(terms)}, more than its {device / GIB:.1f} GiB"
 
 
@@ -203,7 +207,8 @@ def _share(share: Share, device: float) -> str:
 
 def _offloads(tenant: Tenant) -> list[str]:
     """Settings that take something of it off the GPU, with what they save."""
-    saved = {"optimizer_offload": tenant.on_gpu.states, "param_offload": tenant.on_gpu.params}
+    rest = tenant.on_gpu
+    saved = {"optimizer_offload": rest.states, "param_offload": rest.params, "grad_offload": rest.grads}
     return [f"{tenant.key}.{name}=true ({size / GIB:.1f} GiB)" for name, size in saved.items() if size]
 
 

@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import os
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -60,7 +61,8 @@ class Ranks:
     def close(self) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             if process.is_alive():
-                pipe.send(None)
+                with suppress(BrokenPipeError):  # it may end just now, after a rank that it needs
+                    pipe.send(None)
         for process in self.processes:
             process.join(10)
             if process.is_alive():

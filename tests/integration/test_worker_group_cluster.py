@@ -29,7 +29,7 @@ def test_a_cluster_of_ones_own(tmp_path: Path) -> None:
     ranks = result["ranks"]
     assert result["per_rank"] == list(range(ranks)), "more CPU ranks than cores start"
     assert result["sum"] == [ranks * (ranks + 1) / 2] * ranks
-    assert result["niceness"] == [0] * ranks
+    assert result["niceness"] == [os.nice(0)] * ranks
     addresses = [ipaddress.ip_address(address.removeprefix("::ffff:")) for address in result["listening"]]
     assert addresses and all(address.is_loopback for address in addresses), result["listening"]
     assert result["helpers"] == ["raylet"], "no process that nothing reads from"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhub.config.serve import ServeConfig
+from rlhub.trainer import serve_checks
 from rlhub.trainer.serve_checks import check
 
 
@@ -24,3 +25,12 @@ def test_each_finding_names_its_key() -> None:
     assert size.startswith("rollout.tensor_model_parallel_size=2 with rollout.name=hf") and "rollout.name=vllm" in size
     config.rollout.name = "hff"
     assert any(problem.startswith("rollout.name: ") for problem in check(config, set()))
+
+
+def test_a_driver_that_cannot_be_used_is_found_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"count_gpus": 1, "torch_has_cuda": True, "driver_problem": "the NVIDIA driver 535.1 is too old"}.items():
+        monkeypatch.setattr(serve_checks, name, lambda value=value: value)
+    for device in ("auto", "cuda"):
+        (problem,) = check(ServeConfig(device=device), set())
+        assert problem == f"device={device}: the NVIDIA driver 535.1 is too old; device=cpu serves without"
+    assert check(ServeConfig(device="cpu"), set()) == []
