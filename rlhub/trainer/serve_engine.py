@@ -51,6 +51,7 @@ class ServedEngine:
         self._version = self._engine.version
         self._taken: _Taken | None = None
         self._lost = ""  # why there is no engine with the weights it should have
+        self._failed = ""  # why the engine, or building another, has
         self._rebuilt = 0
         self._turn = asyncio.Lock()
         self._doubt = asyncio.Event()
@@ -123,15 +124,23 @@ class ServedEngine:
 
     async def _mend(self) -> None:
         """Build the engine anew if it has failed; the caller has the turn."""
-        while failed := self._engine.failure:
-            self._lost = f"it failed and is built anew: {failed}"
+        self._failed = self._engine.failure or self._failed
+        while self._failed:
             if self._rebuilt >= self._limits.rebuilds:
-                self._lost = f"it failed, after it was built anew {self._rebuilt} times (rollout.replica_restarts): {failed}"
+                self._lost = (
+                    f"it failed, after it was built anew {self._rebuilt} times (rollout.replica_restarts): {self._failed}"
+                )
                 raise EngineError(f"the engine cannot be mended: {self._lost}")
             self._rebuilt += 1
-            logger.error("the engine %s", self._lost)
-            self._lost = await asyncio.to_thread(self._replace)
-            logger.info("the engine was built anew, with version %d", self._version)
+            self._lost = f"it failed and is built anew: {self._failed}"
+            logger.error("the engine: %s", self._lost)
+            try:
+                self._lost = await asyncio.to_thread(self._replace)
+            except Exception as error:  # noqa: BLE001  whatever building an engine raises: it is tried again, and then told
+                self._failed = f"{type(error).__name__}: {error}"
+            else:
+                self._failed = self._engine.failure
+                logger.info("the engine was built anew")
 
     def _replace(self) -> str:
         """Why the new engine has not the weights that it should have; "" if it has."""

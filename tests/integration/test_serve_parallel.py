@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -16,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
 from rlhub.sharding_manager.files import WeightWriter
 from tests.support.plain_train_engine import PlainTrainEngine
-from tests.support.serving import Server, build, difference, expected, serving, started, weights
+from tests.support.serving import START_S, Server, build, difference, expected, serving, started, weights
 
 CLOSE = 2e-4
 PROMPTS = [[5, 6, 7, 13], [8, 9, 14, 5, 6], [20]]
@@ -31,6 +34,7 @@ def test_a_model_in_two_parts_is_served_and_takes_new_weights(tmp_path: Path) ->
         check_stream(server, client)
         check_requests_in_flight(server, tmp_path / "weights")
         check_trainer_folder(server, client, tmp_path / "versions")
+        check_killed_worker(server, client)
     deadline = time.monotonic() + 30
     while any(map(psutil.pid_exists, server.family)):
         assert time.monotonic() < deadline, "a process is left"
@@ -124,9 +128,28 @@ def check_trainer_folder(server: Server, client: openai.OpenAI, folder: Path) ->
     for wrong, refusal in ((22, openai.BadRequestError), (20, openai.ConflictError)):
         with pytest.raises(refusal, match="version"):
             administration.post(reload, body={"folder": str(folder), "version": wrong}, cast_to=object)
+    check_version_21(server, client)
+
+
+def check_version_21(server: Server, client: openai.OpenAI) -> None:
     extra = {"return_token_ids": True, "ignore_eos": True}
     answer = client.completions.create(model="policy", prompt=PROMPTS[1], max_tokens=30, logprobs=0, extra_body=extra)
     choice = answer.choices[0]
     assert choice.model_extra["token_versions"] == [21] * 30
-    right = expected(server, moved, PROMPTS[1], choice.model_extra["token_ids"])
+    right = expected(server, weights(server, seed=21), PROMPTS[1], choice.model_extra["token_ids"])
     assert difference(choice.logprobs.token_logprobs, right) < CLOSE
+
+
+def check_killed_worker(server: Server, client: openai.OpenAI) -> None:
+    """The server says that it cannot generate, builds the engine anew, and has the same weights again."""
+    main = psutil.Process(server.family[0])
+    (core,) = [child for child in main.children() if child.children()]
+    os.kill(core.children()[0].pid, signal.SIGKILL)
+    statuses: list[int] = []
+    deadline = time.monotonic() + START_S
+    while not statuses or statuses[-1] != 200 or 503 not in statuses:
+        assert time.monotonic() < deadline, f"it is not built anew: {statuses[-20:]}"
+        statuses.append(httpx.get(f"{server.address}/health", timeout=60).status_code)
+        time.sleep(0.05)
+    check_version_21(server, client)
+    server.family += [child.pid for child in main.children(recursive=True)]

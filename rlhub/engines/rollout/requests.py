@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
 from rlhub.errors import RequestError
@@ -69,14 +69,9 @@ def _check_length(index: int, request: GenerationRequest, params: SamplingParams
 def _check_ids(ids: Sequence[int], param: str, where: str, vocab_size: int | None) -> None:
     if vocab_size is None or not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return
-    place, token = first_outside(ids, vocab_size)
+    place, token = next((place, token) for place, token in enumerate(ids) if not 0 <= token < vocab_size)
     raise RequestError(
         f"{where} has token id {token} at place {place}, outside the model's vocabulary of {vocab_size}: ids are 0 to "
         f"{vocab_size - 1}; use the tokenizer of the model that is served",
         param=param,
     )
-
-
-def first_outside(ids: Iterable[int], vocab_size: int) -> tuple[int, int]:
-    """Place and value of the first id that is no row of an embedding with so many."""
-    return next((place, token) for place, token in enumerate(ids) if not 0 <= token < vocab_size)

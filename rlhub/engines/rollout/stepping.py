@@ -251,17 +251,16 @@ class EngineLoop:
             running = len(self._live)
         if recompute:
             self._stepper.recompute()
-        refused = self._admit(arrived)
-        if len(refused) == running:
-            return refused
+        if running == self._refused(arrived):
+            return []
         version = self._version()  # no update begins while a step is under way
         faults.at("engine.step")
         events = self._stepper.step()
         with self._changed:
-            return refused + self._record(events, version)
+            return self._record(events, version)
 
-    def _admit(self, arrived: Sequence[_Live]) -> list[Answer]:
-        """Hand requests to the stepper; the answers of those it does not take.  What is wrong with one ends that one alone."""
+    def _refused(self, arrived: Sequence[_Live]) -> int:
+        """Hand requests to the stepper; how many it has not taken.  What is wrong with one ends that one alone."""
         assert self._stepper is not None
         refused: list[Answer] = []
         for live in arrived:
@@ -276,7 +275,8 @@ class EngineLoop:
         with self._changed:
             for live, _ in refused:
                 self._live.pop(live.key, None)
-        return refused
+        _deliver(refused)  # whatever becomes of the step
+        return len(refused)
 
     def _apply_removals(self) -> None:
         if self._removed and self._stepper is not None:

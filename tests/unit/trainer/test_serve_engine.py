@@ -24,13 +24,16 @@ LIMIT_S = 60.0
 
 
 class Built:
-    """What was built.  breaks: how many more steps fail."""
+    """What was built.  breaks: how many more steps fail; refuses: how many more engines cannot be built."""
 
     def __init__(self) -> None:
         self.engines: list[FakeEngine] = []
-        self.breaks = 0
+        self.breaks = self.refuses = 0
 
     def __call__(self) -> FakeEngine:
+        if self.refuses:
+            self.refuses -= 1
+            raise OSError("no memory")
         setup = RolloutSetup(
             config=RolloutConfig(mode="async"),
             model=ModelConfig(),
@@ -105,6 +108,28 @@ def test_one_that_cannot_be_mended_ends_the_watch_with_the_reason() -> None:
         with pytest.raises(ApiError) as refused:
             await engine.agenerate(REQUEST, PARAMS)
         assert refused.value.status == 503
+        engine.shutdown()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("refuses", [1, 2])
+def test_an_engine_that_cannot_be_built_is_tried_again(refuses: int) -> None:
+    async def scenario() -> None:
+        built = Built()
+        engine = served(built, rebuilds=2)
+        watching = asyncio.create_task(engine.watch())
+        built.breaks, built.refuses = 1, refuses
+        with pytest.raises(EngineError, match="no such kernel"):
+            await engine.agenerate(REQUEST, PARAMS)
+        if refuses == 1:
+            await until(lambda: not engine.failure)
+            assert len((await engine.agenerate(REQUEST, PARAMS)).token_ids) == 4
+            watching.cancel()
+        else:
+            async with asyncio.timeout(LIMIT_S):
+                with pytest.raises(EngineError, match="built anew 2 times.*OSError: no memory"):
+                    await watching
         engine.shutdown()
 
     asyncio.run(scenario())

@@ -167,7 +167,8 @@ class Picky(Counter):
 
 
 def test_what_a_stepper_does_not_take_ends_that_request_alone() -> None:
-    loop = loop_over(Picky())
+    stepper = Picky()
+    loop = loop_over(stepper)
 
     async def scenario() -> None:
         loop.pause()  # until all are there
@@ -185,7 +186,14 @@ def test_what_a_stepper_does_not_take_ends_that_request_alone() -> None:
         with pytest.raises(RequestError):  # also where it is the only one
             await asyncio.wait_for(loop.generate(request("bad"), PARAMS), 60)
         assert loop.failure == "" and loop.load == 0
-        assert len((await asyncio.wait_for(loop.generate(request(), PARAMS), 60)).token_ids) == 50
+        loop.pause()
+        tasks = [asyncio.create_task(loop.generate(request(name), PARAMS)) for name in ("bad", "")]
+        while loop.load < 2:
+            await asyncio.sleep(0)
+        stepper.fails_at = stepper.steps + 1
+        loop.resume()  # it is told of its fault though the step fails that it would have joined
+        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        assert ["no such adapter" in str(one) for one in found] == [True, False] and "the device is gone" in loop.failure
 
     asyncio.run(scenario())
     loop.close()
