@@ -170,7 +170,15 @@ def _start(options: Mapping[str, Any], deadline_s: float) -> subprocess.Popen[by
 
 def _start_reaper(marker: str) -> subprocess.Popen[bytes]:
     session = ray._private.worker._global_node.get_session_dir_path()  # type: ignore[attr-defined]
-    command = [sys.executable, "-I", "-S", orphans.__file__, str(os.getpid()), f"{CLUSTER_MARKER}={marker}", session]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        os.path.abspath(orphans.__file__),
+        str(os.getpid()),
+        f"{CLUSTER_MARKER}={marker}",
+        session,
+    ]
     nowhere = subprocess.DEVNULL  # whoever reads this process's output gets its end with this process
     return subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd="/", start_new_session=True)
 
