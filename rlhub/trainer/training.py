@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from rlhub.checkpoint.store import Checkpoint
 from rlhub.config.schema import to_dict
 from rlhub.data.order import ResumableLoader
+from rlhub.errors import ClusterLostError
 from rlhub.trainer.resume import MADE_WITH, TrainingConfig, check_resume, made_with
 from rlhub.trainer.run import Run
 
@@ -54,6 +55,10 @@ def train(config: C, data: D, build: Callable[[C, D, Run, ExitStack], Trainer]) 
             return 0
         trainer = build(config, data, run, stack)
         run.start()
-        last = trainer.fit()
+        try:
+            last = trainer.fit()
+        except ClusterLostError as error:
+            run.finish("failed", str(error))  # at once: Ray ends this process a minute after its cluster was lost
+            raise
         logger.info("step %d of %d done; run folder %s, report %s", last, data.total_steps, run.folder.path, run.folder.report)
         return run.signals.exit_code
