@@ -82,6 +82,17 @@ class Connection:
             ray.shutdown()
         else:
             atexit.unregister(ray.shutdown)
+            atexit.register(_leave)
+
+
+def _leave() -> None:
+    """The last of what is done when the interpreter exits after a cluster was lost that was joined: Ray's own end of the process
+    would crash.  The status says that it failed."""
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()  # those of all others
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def connect(
