@@ -185,6 +185,8 @@ class Run:
     def start(self) -> None:
         """Open metrics and trackers; call once the workers are up."""
         repeated = self._start_recorder(self.config.logger)
+        if self.folder.report.is_file():  # it still says how the earlier start ended
+            write_report(self.folder, self._info(), "running")
         if resumed := self.checkpoint:
             again = f"; steps {repeated} are done again" if repeated else ""
             logger.warning(

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from rlhub.checkpoint.store import Checkpoint
 from rlhub.config.schema import to_dict
 from rlhub.data.order import ResumableLoader
+from rlhub.errors import ClusterLostError
 from rlhub.trainer.model_check import check_models
 from rlhub.trainer.resume import EXTRAS, MADE_WITH, TrainingConfig, changed_inputs, check_resume, made_with
 from rlhub.trainer.run import Run
@@ -58,6 +59,10 @@ def train(config: C, data: D, build: Callable[[C, D, Run, ExitStack], Trainer]) 
         check_models(config)
         trainer = build(config, data, run, stack)
         run.start()
-        last = trainer.fit()
+        try:
+            last = trainer.fit()
+        except ClusterLostError as error:
+            run.finish("failed", str(error))  # at once: Ray ends this process a minute after its cluster was lost
+            raise
         logger.info("step %d of %d done; run folder %s, report %s", last, data.total_steps, run.folder.path, run.folder.report)
         return run.signals.exit_code

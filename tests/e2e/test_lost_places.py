@@ -42,11 +42,11 @@ def test_a_run_folder_that_is_moved_ends_the_run(mains: Mains, task: Task, tmp_p
     assert again.code == 0 and "continuing at step 2 of 4" in again.output and logged(folder) == [1, 2, 3, 4], again.output
 
 
-def test_a_cluster_that_loses_its_head_ends_the_run(mains: Mains, task: Task, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_cluster_that_loses_its_head_ends_the_run(mains: Mains, task: Task, tmp_path: Path, mode: str) -> None:
     """Ray by itself ends the driver after a minute, with a line of its own, and the report stays "running"."""
-    running = mains.start_fresh(
-        task.arguments(tmp_path, "trainer.backend=ray", "trainer.ray_init.object_store_memory=200000000"), hold=1
-    )
+    settings = ("trainer.backend=ray", "trainer.ray_init.object_store_memory=200000000")
+    running = mains.start_fresh(task.arguments(tmp_path, *settings, f"actor_rollout_ref.rollout.mode={mode}"), hold=1)
     running.until(lambda: 1 in logged(tmp_path), "step 1 was logged")
     (head,) = [process for process in running.processes() if process.name() == "gcs_server"]
     head.send_signal(signal.SIGKILL)

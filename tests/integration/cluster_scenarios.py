@@ -164,6 +164,44 @@ def lost_head() -> dict[str, Any]:
     return result
 
 
+def lost_joined() -> dict[str, Any]:
+    """The head of a cluster that a driver has joined stands still."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False}
+    )
+    (head,) = _heads()
+    command = [sys.executable, "-m", "tests.integration.cluster_scenarios", "join_until_lost", cluster.address]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    pids = json.loads(driver.stdout.readline())
+    head.send_signal(signal.SIGSTOP)
+    begin = time.monotonic()
+    message = driver.stdout.readline()
+    code = driver.wait(120.0)
+    result = {"message": message, "code": code, "seconds": time.monotonic() - begin, "left": _running(pids)}
+    head.kill()
+    cluster.shutdown()
+    return result
+
+
+def join_until_lost() -> dict[str, Any]:
+    """A driver of `lost_joined`."""
+    launched = launch({"actor": ClassWithInitArgs(Probe)}, ray_init={"address": sys.argv[2]}, cluster_deadline_s=4.0)
+    actor = launched.groups["actor"]
+    pids = [worker.pid for worker in actor.workers] + actor.start_child()
+    call = actor.sleep_on.submit(0, 300.0)
+    sys.stdout.write(json.dumps(pids) + "\n")
+    sys.stdout.flush()
+    try:
+        call.get()
+    except ClusterLostError as error:
+        sys.stdout.write(f"{error}\n")
+    launched.close()
+    sys.exit(0)
+
+
 def killed_driver() -> dict[str, Any]:
     """What a cluster's own processes do when the process that started it is killed."""
     program = [sys.executable, "-m", "tests.integration.cluster_scenarios", "wait_to_be_killed", ""]
@@ -188,7 +226,7 @@ def wait_to_be_killed() -> dict[str, Any]:
     return {}
 
 
-SCENARIOS = (own_cluster, refusals, two_nodes, lost_head, killed_driver, wait_to_be_killed)
+SCENARIOS = (own_cluster, refusals, two_nodes, lost_head, lost_joined, join_until_lost, killed_driver, wait_to_be_killed)
 
 if __name__ == "__main__":
     scenario = {function.__name__: function for function in SCENARIOS}[sys.argv[1]]

@@ -54,6 +54,13 @@ def test_a_head_that_ends_or_stands_still_is_an_error_in_time_and_nothing_is_lef
         assert outcome["left"] == [] and outcome["descendants"] == [], outcome
 
 
+def test_a_joined_cluster_whose_head_stands_still_is_left_in_time(tmp_path: Path) -> None:
+    """Ray by itself asks the head for minutes when the driver exits."""
+    result = run_scenario("lost_joined", tmp_path)
+    assert "has not answered for 4 s (trainer.deadline_s.cluster)" in result["message"]
+    assert result["code"] == 1 and result["seconds"] < 45.0 and result["left"] == [], result
+
+
 def test_a_cluster_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
     """Ray's agents by themselves wait a minute for the cluster to come back."""
     result = run_scenario("killed_driver", tmp_path)

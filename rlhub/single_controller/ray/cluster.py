@@ -82,6 +82,17 @@ class Connection:
             ray.shutdown()
         else:
             atexit.unregister(ray.shutdown)
+            atexit.register(_leave)
+
+
+def _leave() -> None:
+    """The last of what is done when the interpreter exits after a cluster was lost that was joined: Ray's own end of the process
+    would crash.  The status says that it failed."""
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()  # those of all others
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def connect(
@@ -170,8 +181,17 @@ def _start(options: Mapping[str, Any], deadline_s: float) -> subprocess.Popen[by
 
 def _start_reaper(marker: str) -> subprocess.Popen[bytes]:
     session = ray._private.worker._global_node.get_session_dir_path()  # type: ignore[attr-defined]
-    command = [sys.executable, "-I", "-S", orphans.__file__, str(os.getpid()), f"{CLUSTER_MARKER}={marker}", session]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        os.path.abspath(orphans.__file__),
+        str(os.getpid()),
+        f"{CLUSTER_MARKER}={marker}",
+        session,
+    ]
+    nowhere = subprocess.DEVNULL  # whoever reads this process's output gets its end with this process
+    return subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd="/", start_new_session=True)
 
 
 def _patiently(start: Callable[[], object], deadline_s: float) -> None:

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 ANSWER_S = 10.0
 """Longest wait for one answer; on a machine that is very busy it may take seconds."""
+LEAST_ASKED = 3
+"""A process that stood still itself, or whose interpreter was held for long, hears nothing once and an answer the next time."""
 LATEST_S = 50.0
 """Ray's own limit is 60 s (gcs_rpc_server_reconnect_timeout_s)."""
 
@@ -44,22 +46,22 @@ class ClusterWatch:
         self._stopped.set()
 
     def _look(self) -> None:
-        silent_since: float | None = None
+        silent_since, in_vain = 0.0, 0
         while not self._stopped.wait(LOOK_EVERY_S):
             asked = time.monotonic()
-            why = silence(self.host, self.port, min(ANSWER_S, self.deadline_s))
+            why = silence(self.host, self.port, min(ANSWER_S, self.deadline_s / LEAST_ASKED))
             if why is None:
-                silent_since = None
+                in_vain = 0
                 continue
-            silent_since = asked if silent_since is None else silent_since
+            silent_since, in_vain = (silent_since if in_vain else asked), in_vain + 1
+            late = in_vain >= LEAST_ASKED and time.monotonic() - silent_since >= self.deadline_s
             gone = self.owned and isinstance(why, ConnectionRefusedError)
-            if self._stopped.is_set() or not (gone or time.monotonic() - silent_since >= self.deadline_s):
-                continue
-            self.error = self._lost(why, gone=gone)
-            logger.error("%s", self.error)
-            for tell in list(_listeners):
-                tell.cluster_lost(self.error)
-            return
+            if (late or gone) and not self._stopped.is_set():
+                self.error = self._lost(why, gone=gone)
+                logger.error("%s", self.error)
+                for listener in list(_listeners):
+                    listener.cluster_lost(self.error)
+                return
 
     def _lost(self, why: OSError, *, gone: bool) -> ClusterLostError:
         what = "has ended" if gone else f"has not answered for {self.deadline_s:g} s (trainer.deadline_s.cluster)"

@@ -182,6 +182,24 @@ def test_a_head_that_stands_still_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         assert "has not answered for 0.5 s" in str(lost_within(20.0))
 
 
+def test_a_driver_that_stood_still_itself_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it hears nothing, for longer than the deadline; the next time it does."""
+    asked: list[float] = []
+
+    def silent_once(host: str, port: int, timeout_s: float) -> OSError | None:
+        asked.append(time.monotonic())
+        if len(asked) > 1:
+            return None
+        time.sleep(0.6)
+        return TimeoutError("no answer")
+
+    monkeypatch.setattr(watch, "silence", silent_once)
+    watch.watch_cluster("127.0.0.1", 1, deadline_s=0.3, owned=True)
+    while len(asked) < 4:
+        time.sleep(0.01)
+    watch.check_cluster()
+
+
 STARTER = """
 import os, subprocess, sys, time
 sleeper = [sys.executable, "-S", "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"]

@@ -195,12 +195,16 @@ def test_the_report_of_a_killed_run_does_not_stay_running(tmp_path: Path) -> Non
     def refuse(checkpoint: Checkpoint | None) -> None:
         raise ConfigError("no")
 
-    run = run_of(tmp_path / "run")
-    run._find_checkpoint = lambda: refuse(None)  # type: ignore[assignment, method-assign, func-returns-value]
-    with pytest.raises(ConfigError), run:
+    refused = run_of(tmp_path / "run")
+    refused._find_checkpoint = lambda: refuse(None)  # type: ignore[assignment, method-assign, func-returns-value]
+    with pytest.raises(ConfigError), refused:
         pass
     text = report.read_text()
     assert 'class="badge running' not in text and "ended without a word" in text and ">failed<" in text
+    with run_of(tmp_path / "run") as run:
+        run.start()
+        text = report.read_text()
+        assert 'class="badge running' in text and "ended without a word" not in text
 
 
 def test_starting_anew_in_a_checkout_moves_nothing(tmp_path: Path) -> None:
