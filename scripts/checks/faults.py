@@ -100,7 +100,9 @@ CASES: list[Case] = [
     Case(group="process", faults=(fault("raise", "driver.step"),), expected=("InjectedFaultError",)),
     Case(group="process", faults=(fault("delay", "driver.commit", seconds=2),), expected=(WENT_ON,)),
     Case(group="process", job="ranks", faults=(fault("kill", "actor.update_actor", rank=1),), expected=("WorkerDiedError",)),
-    Case(group="process", job="ranks", faults=(fault("stop", "actor.compute_log_prob", rank=1),), expected=("DeadlineError",)),
+    Case(
+        group="process", job="ranks", faults=(fault("stop", "rollout.generate_sequences", rank=1),), expected=("DeadlineError",)
+    ),
     Case(group="process", job="ranks", faults=(fault("raise", "actor.sync_weights", rank=1),), expected=WORKER),
     Case(
         group="communication",
