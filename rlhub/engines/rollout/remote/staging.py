@@ -54,8 +54,8 @@ class Staging:
             yield whole_piece(name, tensor)
 
     def write(self, version: int) -> Path:
-        """The folder with the weights as they are now; older ones are removed, and later ones, of a run that was resumed from before
-        them."""
+        """The folder with the weights as they are now; older ones are removed, and later ones, from before a run was
+        resumed."""
         final = self._folder / f"{self._name}-{version}"
         aside = self._folder / f"{self._name}-{version}{TEMPORARY_SUFFIX}"
         shutil.rmtree(aside, ignore_errors=True)
