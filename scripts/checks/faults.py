@@ -1,6 +1,6 @@
 """Runs a tiny training job for every kind of fault that `trainer.faults` can plan, and says what each came to.
 
-    python scripts/checks/faults.py [--only storage,reward] [--jobs 2]
+    python scripts/checks/faults.py [--only storage,reward] [--match kill] [--jobs 2]
 
 Each job has a fault at a place and step.  Asserted: it struck; the job ends with the expected error of rlhub's within 60 s of it,
 or goes on to its end as expected; nothing of the job stays alive; one that ended comes to its end when it is started again, the
@@ -100,7 +100,9 @@ CASES: list[Case] = [
     Case(group="process", faults=(fault("raise", "driver.step"),), expected=("InjectedFaultError",)),
     Case(group="process", faults=(fault("delay", "driver.commit", seconds=2),), expected=(WENT_ON,)),
     Case(group="process", job="ranks", faults=(fault("kill", "actor.update_actor", rank=1),), expected=("WorkerDiedError",)),
-    Case(group="process", job="ranks", faults=(fault("stop", "actor.compute_log_prob", rank=1),), expected=("DeadlineError",)),
+    Case(
+        group="process", job="ranks", faults=(fault("stop", "rollout.generate_sequences", rank=1),), expected=("DeadlineError",)
+    ),
     Case(group="process", job="ranks", faults=(fault("raise", "actor.sync_weights", rank=1),), expected=WORKER),
     Case(
         group="communication",
@@ -323,10 +325,11 @@ def main() -> int:
     groups = list(dict.fromkeys(case.group for case in CASES))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(groups), help="groups of faults (default: %(default)s)")
+    parser.add_argument("--match", default="", help="of these, the cases with this in their name")
     parser.add_argument("--jobs", type=int, default=1, help="cases side by side (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where the jobs write; those with problems stay there")
     given = parser.parse_args()
-    chosen = [case for case in CASES if case.group in given.only.split(",")]
+    chosen = [case for case in CASES if case.group in given.only.split(",") and given.match in case.name]
     if unknown := [name for name in given.only.split(",") if name not in groups]:
         parser.error(f"no group {', '.join(unknown)}; known: {', '.join(groups)}")
     folder = given.folder or Path(tempfile.mkdtemp(prefix="faults-"))

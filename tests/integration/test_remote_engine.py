@@ -68,6 +68,28 @@ def test_new_weights_through_the_folder_are_those_that_generate(server: Server, 
     remote.shutdown()
 
 
+def test_a_server_that_an_ended_job_left_paused_is_woken_by_the_next(server: Server, tmp_path: Path) -> None:
+    ended = build(server, "remote", tmp_path)
+    ended._ask(ended._server.pause())
+    ended.shutdown()
+    job = build(server, "remote", tmp_path)
+    job.update_weights([[pair] for pair in weights(server, seed=1).items()], 1)
+    assert [one.versions[0] for one in job.generate(requests(), PARAMS)] == [1, 1, 1]
+    job.shutdown()
+
+
+def test_weights_that_the_server_refuses_leave_it_to_others(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, other = build(server, "remote", tmp_path), build(server, "remote")
+    monkeypatch.setattr(job._staging, "write", lambda version: tmp_path / "missing")
+    with pytest.raises(EngineError, match="no weights in"):
+        job.update_weights([[pair] for pair in weights(server, seed=1).items()], 1)
+    assert len(other.generate(requests(), PARAMS)) == len(PROMPTS)
+    job.shutdown()
+    other.shutdown()
+
+
 class Heard:
     """Follows a request."""
 

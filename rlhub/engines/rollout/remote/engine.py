@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ from rlhub.engines.rollout.remote.made import Made
 from rlhub.engines.rollout.remote.staging import Staging
 from rlhub.engines.rollout.remote.turns import Turns
 from rlhub.engines.rollout.requests import check_requests
-from rlhub.errors import ConfigError, EngineError
+from rlhub.errors import ConfigError, DeadlineError, EngineError, RlhubError
 from rlhub.registry import load_object
 from rlhub.utils.loop_thread import LoopThread
 from rlhub.utils.pieces import Piece
@@ -85,7 +85,7 @@ class RemoteEngine(RolloutEngine):
             self._loop.run(self._http.wait_ready(self._server.health, self._remote.start_s))
             if not self._server.trains:
                 logger.warning("%s: %s", self._url, NO_IDS)
-            elif self._server.processed:
+            elif self._goes_on() and self._server.processed:
                 self._loop.run(self._probe())
             if self._folder is not None:
                 self._turns.arrive()
@@ -93,10 +93,30 @@ class RemoteEngine(RolloutEngine):
             self.shutdown()
             raise
 
+    def _goes_on(self) -> bool:
+        """Whether the server generates before it has new weights.  A job that ended in a weight update has left it paused; the
+        one that gives it weights from now on wakes it."""
+        if self._folder is None:
+            return True
+        try:
+            with self._turns.taken():
+                self._ask(self._server.resume(recompute=True))
+        except BrokenConnectionError:
+            raise
+        except EngineError as error:
+            logger.warning("%s waits for new weights, so its log-probs are not tried first: %s", self._url, error)
+            return False
+        return True
+
     async def _probe(self) -> None:
         """Whether log-probs are those of the distribution that is sampled.  EngineError if not, or if there are none."""
         params = SamplingParams(top_k=1, max_new_tokens=1, ignore_eos=True)
-        found = await self._ask_whole(GenerationRequest(prompt_ids=PROBE, seed=0), params)
+        try:
+            async with asyncio.timeout(self._remote.start_s):
+                found = await self._ask_whole(GenerationRequest(prompt_ids=PROBE, seed=0), params)
+        except TimeoutError as error:
+            hint = "it answers, but samples nothing: is it paused, or without weights?"
+            raise DeadlineError(f"a token of the rollout server {self._url}", self._remote.start_s, hint) from error
         if abs(found.log_probs[0]) > CERTAIN:
             raise EngineError(
                 f"{self._url} gives log-probs of another distribution than it samples from: the only possible token has "
@@ -311,7 +331,12 @@ class RemoteEngine(RolloutEngine):
         folder = self._staging.write(version)
         own = not self._paused
         reload = self._server.reload(str(folder), version, reset_version=self.version < 0)
-        self._ask([*(self._server.pause() if own else ()), *reload])
+        try:
+            self._ask([*(self._server.pause() if own else ()), *reload])
+        except RlhubError:
+            with suppress(RlhubError):  # others may use the server; where its weights are not whole it refuses
+                self._ask(self._server.resume(recompute=True) if own else ())
+            raise
         if own:
             self._ask(self._server.resume(recompute=True))
 

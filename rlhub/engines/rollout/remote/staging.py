@@ -54,7 +54,8 @@ class Staging:
             yield whole_piece(name, tensor)
 
     def write(self, version: int) -> Path:
-        """The folder with the weights as they are now; older ones are removed."""
+        """The folder with the weights as they are now; older ones are removed, and later ones, from before a run was
+        resumed."""
         final = self._folder / f"{self._name}-{version}"
         aside = self._folder / f"{self._name}-{version}{TEMPORARY_SUFFIX}"
         shutil.rmtree(aside, ignore_errors=True)
@@ -64,8 +65,10 @@ class Staging:
         write_hf_weights(aside, [list(self._named().items())])
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
-        for old in self._versions()[:-KEPT_VERSIONS]:
-            shutil.rmtree(self._folder / f"{self._name}-{old}", ignore_errors=True)
+        versions = self._versions()
+        kept = [number for number in versions if number <= version][-KEPT_VERSIONS:]
+        for other in set(versions) - set(kept):
+            shutil.rmtree(self._folder / f"{self._name}-{other}", ignore_errors=True)
         return final
 
     def _named(self) -> dict[str, Tensor]:
