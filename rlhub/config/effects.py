@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -16,6 +16,7 @@ from rlhub.config.rm import RMConfig
 from rlhub.config.schema import scalar, to_dict
 from rlhub.config.sft import SFTConfig
 from rlhub.config.training import MegatronConfig
+from rlhub.utils.redact import redact
 
 Dead = tuple[bool, tuple[str, ...], str]
 """(is it so, keys (or, ending in `.`, all below) without effect then, why)"""
@@ -32,15 +33,24 @@ def dead(config: Any) -> list[Dead]:
 def without_effect(config: Any, set_keys: AbstractSet[str], rules: list[Dead] | None = None) -> list[str]:
     """One warning for each setting in `set_keys` that is not read and differs from its default."""
     default = dict(flatten(to_dict(type(config)())))
-    chosen = dict(flatten(to_dict(config)))
+    whole = to_dict(config)
+    chosen = dict(flatten(whole))
     found = [
-        f"{key}={scalar(chosen.get(key))} has no effect: {why}"
+        f"{key}={scalar(redact(_value(whole, key), key))} has no effect: {why}"
         for holds, keys, why in (dead(config) if rules is None else rules)
         if holds
         for key in _matching(keys, set_keys)
         if key not in default or chosen.get(key) != default[key]
     ]
     return list(dict.fromkeys(found))
+
+
+def _value(tree: Mapping[str, Any], key: str) -> Any:
+    """What is set there; of a mapping with keys of its own all of it.  None where nothing is."""
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _matching(keys: tuple[str, ...], set_keys: AbstractSet[str]) -> Iterator[str]:

@@ -33,7 +33,7 @@ def test_passwords_in_urls_and_unset_values() -> None:
     ("names", "secret"),
     [
         (
-            "OPENAI_KEY MY_PAT HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID PGPASSWORD MYSQL_PWD DB_PASS my-token",
+            "OPENAI_KEY MY_PAT HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID PGPASSWORD MYSQL_PWD DB_PASS",
             True,
         ),
         ("GOOGLE_APPLICATION_CREDENTIALS OPENAI_APIKEY SSH_PASSPHRASE CLIENT_SECRET PASSWD DB_PASS api_key my-token", True),
