@@ -169,6 +169,8 @@ def scalar(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
         return f"[{','.join(scalar(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}:{scalar(item)}' for name, item in value.items())}}}"
     return str(value)
 
 

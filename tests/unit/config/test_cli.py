@@ -197,6 +197,13 @@ def test_a_setting_without_effect_is_a_warning(caplog: pytest.LogCaptureFixture)
     assert "actor_rollout_ref.model.lora_alpha=32.0 has no effect" in caplog.text
 
 
+def test_a_mapping_without_effect_is_shown_as_it_was_set_and_not_as_null(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        code, _ = start(*ENOUGH, "trainer.backend=local", "trainer.ray_init.num_cpus=2", "+trainer.ray_init.api_key=hush")
+    assert code == 0
+    assert "trainer.ray_init={num_cpus:2,api_key:<redacted>} has no effect: trainer.backend=local starts no Ray" in caplog.text
+
+
 def test_a_main_may_require_other_settings(capsys: pytest.CaptureFixture[str]) -> None:
     code, seen = start("data.val_files=v.parquet", required=("data.val_files",))
     assert code == 0 and seen
