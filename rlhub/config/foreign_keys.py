@@ -173,7 +173,7 @@ FOREIGN = (
     _note("*use_shm", "models and data are read from where they are", False),
     _refused("model.fsdp_config.*_offload", "set fsdp_config.param_offload and fsdp_config.optimizer_offload", False),
     _refused("model.fsdp_config.offload_params", "set fsdp_config.param_offload", False),
-    _refused("engine", "the training engine is `strategy` (fsdp2 or megatron)", "fsdp"),
+    _refused("engine", "the training engine is `strategy` (fsdp2 or megatron)", "fsdp*"),
     _refused("engine.*", "engines are configured by strategy, fsdp_config and megatron", None, False),
     # the actor, the reference and the critic
     Foreign(
