@@ -77,7 +77,12 @@ _MEGATRON: tuple[tuple[str, str, str, tuple[Any, ...]], ...] = (
     ("expert_tensor_parallel_size", "note", "each expert's matrices are cut over tensor_model_parallel_size ranks", (None,)),
     ("use_mbridge", "note", "", (ANY,)),
     ("vanilla_mbridge", "note", "", (ANY,)),  # of a bridge between weight names; ours has no alternatives
-    ("use_dist_checkpointing", "refused", "checkpoints have one format, which any engine and layout resumes from", (False, None)),
+    (
+        "use_dist_checkpointing",
+        "refused",
+        "checkpoints have one format, which any engine resumes from; the weights are read from model.path, a Hugging Face folder",
+        (False, None),
+    ),
     ("dist_checkpointing_path", "refused", "the weights are read from model.path, a Hugging Face folder", (None, "")),
     ("dist_checkpointing_prefix", "note", "", (ANY,)),
     ("seed", "note", "the run has one seed, trainer.seed", (None,)),
