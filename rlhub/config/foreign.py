@@ -75,8 +75,13 @@ def judge(key: str, value: Any, said: Mapping[str, Any] | None = None) -> str | 
         return None
     if row.note or row.is_same(value) or (row.as_key and (said or {}).get(row.as_key) == value):
         return ""
-    harmless = " or ".join(scalar(item) for item in row.same if item is not ANY and not str(item).startswith("$"))
+    harmless = " or ".join(scalar(item) for item in row.same if item is not ANY and _may_be_shown(item))
     return f"{setting(key, value)}: {row.instead}{f' (only {harmless} is accepted)' if harmless else ''}"
+
+
+def _may_be_shown(value: Any) -> bool:
+    """Not a pattern, and not an empty text, which would be no help."""
+    return value != "" and not (isinstance(value, str) and "*" in value)
 
 
 def note(key: str, value: Any) -> str:

@@ -6,6 +6,7 @@ from rlhub.config.foreign_row import ACTOR, AS_DEFAULT, CORRECTION, MEGATRON_SEC
 
 _A, _R, _M = ACTOR, ROLLOUT, MODEL
 _RECOMPUTE = ("override_transformer_config.recompute_granularity", "recompute_granularity")
+_CUTS = ("tensor", "pipeline", "virtual_pipeline", "expert")
 _LOSS_KNOBS = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
 
 ALIASES = {
@@ -30,6 +31,12 @@ ALIASES = {
     "data.tool_config_path": f"{_R}multi_turn.tool_config_path",
     **{f"{_A}{name}": f"{_A}policy_loss.kwargs.{name}" for name in ("tau_pos", "tau_neg")},
     **{f"{_A}policy_loss.{name}": f"{_A}policy_loss.kwargs.{name}" for name in _LOSS_KNOBS},
+    **{f"{_A}{name}": f"{_A}policy_loss.kwargs.{name}" for name in _LOSS_KNOBS},
+    f"{_A}loss_mode": f"{_A}policy_loss.loss_mode",
+    **{f"engine.{name}": f"fsdp_config.{name}" for name in ("fsdp_size", "param_offload", "optimizer_offload", "model_dtype")},
+    **{f"engine.{name}_model_parallel_size": f"megatron.{name}_model_parallel_size" for name in _CUTS},
+    "engine.context_parallel_size": "megatron.context_model_parallel_size",
+    "engine.strategy": "strategy",
     "reward_model.overlong_buffer": OVERLONG,
     "reward_manager.name": "reward_model.reward_manager",
     "reward.reward_manager.name": "reward_model.reward_manager",

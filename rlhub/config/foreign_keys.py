@@ -77,7 +77,12 @@ _MEGATRON: tuple[tuple[str, str, str, tuple[Any, ...]], ...] = (
     ("expert_tensor_parallel_size", "note", "each expert's matrices are cut over tensor_model_parallel_size ranks", (None,)),
     ("use_mbridge", "note", "", (ANY,)),
     ("vanilla_mbridge", "note", "", (ANY,)),  # of a bridge between weight names; ours has no alternatives
-    ("use_dist_checkpointing", "refused", "checkpoints have one format, which any engine and layout resumes from", (False, None)),
+    (
+        "use_dist_checkpointing",
+        "refused",
+        "checkpoints have one format, which any engine resumes from; the weights are read from model.path, a Hugging Face folder",
+        (False, None),
+    ),
     ("dist_checkpointing_path", "refused", "the weights are read from model.path, a Hugging Face folder", (None, "")),
     ("dist_checkpointing_prefix", "note", "", (ANY,)),
     ("seed", "note", "the run has one seed, trainer.seed", (None,)),
@@ -129,6 +134,7 @@ FOREIGN = (
             ("critic.", "critic."),
             ("reward_model.", "reward_model."),
             ("", ""),
+            ("engine.", ""),
         )
     ),
     *_notes(
@@ -170,6 +176,10 @@ FOREIGN = (
         "*use_prefix_grouper", "shared prompts are computed once a sample; enable_prefix_caching shares them in generation", False
     ),
     _note("*use_shm", "models and data are read from where they are", False),
+    _refused("model.fsdp_config.*_offload", "set fsdp_config.param_offload and fsdp_config.optimizer_offload", False),
+    _refused("model.fsdp_config.offload_params", "set fsdp_config.param_offload", False),
+    _refused("engine", "the training engine is `strategy` (fsdp2 or megatron)", "fsdp*"),
+    _refused("engine.*", "engines are configured by strategy, fsdp_config and megatron", None, False),
     # the actor, the reference and the critic
     Foreign(
         key=f"{_REF}strategy",
@@ -352,6 +362,25 @@ FOREIGN = (
     _refused(f"{CORRECTION}rollout_*threshold*", f'rollout_correction {_REMOVED} (a band is "lo_hi")', None),
     _refused("algorithm.use_pf_ppo", "samples are not drawn again by their reward", False),
     _silent("algorithm.pf_ppo.*"),
+    # asynchronous training
+    _refused(
+        "async_training.*", f"set {_R}mode=async and trainer.max_staleness (how many policy versions a sample may be behind)"
+    ),
+    *(
+        _refused(
+            f"rollout.{size}",
+            "generation gets ranks of its own by trainer.pools.generation.n_gpus_per_node=N trainer.placement.rollout=generation",
+        )
+        for size in ("nnodes", "n_gpus_per_node")
+    ),
+    *(
+        _refused(f"rollout.{key}", f"the length of a run and its validations are trainer.{ours}")
+        for key, ours in (
+            ("total_rollout_steps", "total_training_steps"),
+            ("total_epochs", "total_epochs"),
+            ("test_freq", "test_freq"),
+        )
+    ),
     # the run
     _refused("actor_rollout_ref.hybrid_engine", _own_pool("rollout"), True),
     _note("trainer.use_legacy_worker_impl", "there is one implementation of the workers", "auto"),

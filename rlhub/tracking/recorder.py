@@ -70,6 +70,7 @@ class Recorder:
         except RlhubError:
             for tracker in started:
                 tracker.finish("failed")
+            self._trackers.clear()  # `finish` follows, and must not be told to those that never started
             raise
         self._next_report = time.monotonic() + REPORT_EVERY_S
         return dropped

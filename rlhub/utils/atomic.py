@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 TEMPORARY_SUFFIX = ".part"
+READABLE = 0o644
+"""For its owner to write and for all to read, less what the process's umask takes away."""
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
@@ -40,15 +42,16 @@ def _fsync(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
-def write_bytes(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+def write_bytes(path: Path, data: bytes, *, mode: int = READABLE) -> None:
     """Replace `path` by a file holding `data`; readers see the old file or the new one, never a part.
 
     mode: who may read it, whatever the old file's was.  Raises OSError (disk full, read-only folder) with the old file untouched.
     """
     aside = path.with_name(path.name + TEMPORARY_SUFFIX)
-    aside.unlink(missing_ok=True)  # one that a killed write has left would keep its mode
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
+        if mode != READABLE:
+            os.fchmod(descriptor, mode)  # of a part that a killed write has left, too
         write_all(descriptor, data)
         os.fsync(descriptor)
     finally:
@@ -57,7 +60,7 @@ def write_bytes(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     fsync_folder(path.parent)
 
 
-def write_text(path: Path, text: str, *, mode: int = 0o644) -> None:
+def write_text(path: Path, text: str, *, mode: int = READABLE) -> None:
     """`write_bytes` of UTF-8 text."""
     write_bytes(path, text.encode("utf-8"), mode=mode)
 

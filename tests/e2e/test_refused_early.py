@@ -55,11 +55,45 @@ def test_a_run_is_not_gone_on_with_under_settings_that_its_checkpoint_does_not_f
         refused(result, f"cannot go on from {folder / 'global_step_1'}: {said}", "set it back", "trainer.resume_mode=disable")
     other = mains.run(arguments(2, f"{model}.lora_rank=4", "data.seed=9"))
     refused(other, "data.seed was", "and is 9 now: set it back")
-    went_on = mains.run(arguments(2, f"{model}.lora_rank=4"))
-    assert went_on.code == 0, went_on.output
-    assert [row["step"] for row in rows_of(folder)] == [1, 2]
+    edited, secret = tmp_path / "reward.py", "+trainer.ray_init.runtime_env.env_vars.LOGIN=hunter2"
+    edited.write_text((task.folder / "reward.py").read_text())
+    went_on = mains.run(arguments(2, f"{model}.lora_rank=4", f"custom_reward_function.path={edited}", "trainer.seed=5", secret))
+    assert went_on.code == 0 and "trainer.seed: 1 -> 5" in went_on.output and "was edited" not in went_on.output, went_on.output
+    edited.write_text(f"# edited\n{edited.read_text()}")
+    longer = mains.run(arguments(3, f"{model}.lora_rank=4", f"custom_reward_function.path={edited}", "trainer.seed=5", secret))
+    assert longer.code == 0 and f"custom_reward_function.path={edited} was edited since" in longer.output, longer.output
+    assert "trainer.ray_init: " not in longer.output, "what is hidden is no change"
+    written = {
+        path: path.read_text(errors="replace")
+        for path in folder.rglob("*")
+        if path.suffix in (".yaml", ".html", ".jsonl", ".log")
+    }
+    assert {folder / "config.yaml", folder / "report.html"} <= written.keys()
+    assert "hunter2" not in longer.output and not [path for path, text in written.items() if "hunter2" in text]
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3]
     anew = mains.run(arguments(1, f"{model}.lora_rank=8", "trainer.resume_mode=disable"))
     assert anew.code == 0, anew.output
+
+
+def test_a_tracker_without_a_login_is_refused_in_one_line_before_anything_starts(
+    mains: Mains, task: Task, tmp_path: Path
+) -> None:
+    """It used to be found when the workers were up, below a traceback of the tracker's."""
+    away = {"HOME": str(tmp_path), "WANDB_MODE": "online", "WANDB_API_KEY": "", "NETRC": str(tmp_path / "netrc")}
+    arguments = task.arguments(tmp_path / "run", "trainer.logger=[console,wandb]", "trainer.backend=ray")
+    result = mains.run_fresh(arguments, env=away)
+    refused(result, "error: trainer.logger names wandb", "`wandb login`", "WANDB_API_KEY", "WANDB_MODE=offline")
+    assert not (tmp_path / "run").exists() and len(result.output.strip().splitlines()) == 1
+    assert "ok" in mains.run_fresh([*arguments, "--check"], env={**away, "WANDB_MODE": "offline"}).output
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["actor_rollout_ref.rollout.top_k=0", "trainer.seed=100000000000000000000000", "actor_rollout_ref.actor.entropy_coeff=nan"],
+)
+def test_numbers_that_no_step_could_be_made_with(mains: Mains, task: Task, tmp_path: Path, setting: str) -> None:
+    refused(mains.run(task.arguments(tmp_path / "run", setting)), setting.partition("=")[0], "expected")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

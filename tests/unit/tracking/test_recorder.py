@@ -100,6 +100,14 @@ def test_a_tracker_that_cannot_start_stops_the_run_before_it_begins(folder: RunF
     assert EVENTS[-1] == ("finish", "failed")
 
 
+def test_a_tracker_that_never_started_is_not_told_of_the_end_which_would_hide_why(folder: RunFolder) -> None:
+    recorder = make(folder, "test_refusing")
+    with pytest.raises(ConfigError, match="not logged in"):
+        recorder.start()
+    recorder.finish("failed", "not logged in")
+    assert EVENTS == [] and folder.report.exists()
+
+
 def test_resume_repeats_no_step_and_loses_none(folder: RunFolder) -> None:
     first = make(folder)
     first.start()

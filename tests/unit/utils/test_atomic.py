@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,13 @@ def test_content_reaches_the_disk_before_the_name(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "replace", replace)
     atomic.write_bytes(tmp_path / "a", b"x")
     assert events == ["fsync a.part", "rename a", f"fsync {tmp_path.name}"]
+
+
+def test_a_file_for_its_owner_alone_is_never_readable_by_others(tmp_path: Path) -> None:
+    """Nor where a killed write has left a part that was."""
+    file = tmp_path / "config.yaml"
+    for path in (file, file.with_name(file.name + atomic.TEMPORARY_SUFFIX)):
+        path.write_text("old")
+        path.chmod(0o644)
+    atomic.write_text(file, "new", mode=0o600)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and file.read_text() == "new"
