@@ -19,7 +19,7 @@ from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.errors import ConfigError
 from rlhub.models.shape import read_model_shape
 from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import read_vocabulary
+from rlhub.models.vocabulary import check_tokenizer, read_vocabulary
 from rlhub.tools.registry import TOOL_FORMATS
 from rlhub.trainer.serve_weights import EngineAdministration
 from rlhub.utils.atomic import write_text
@@ -35,6 +35,7 @@ INITIAL_VERSION = 0
 
 def serve(config: ServeConfig) -> int:
     """Until SIGINT or SIGTERM; the exit status is 0."""
+    check_tokenizer(config.model)
     engine = build_engine(config)
     try:
         return asyncio.run(_serve(config, engine))
