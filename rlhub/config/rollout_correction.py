@@ -117,6 +117,9 @@ def problems(config: RolloutCorrectionConfig) -> list[str]:
             rejection_bounds(config.rollout_rs, config.rollout_rs_threshold)
         except ValueError as error:
             found.append(f"{KEY}.rollout_rs, rollout_rs_threshold: {error}")
+    warn, stop = config.mismatch_warn, config.mismatch_stop
+    if warn is not None and stop is not None and warn > stop:
+        found.append(f"{KEY}.mismatch_warn={warn:g} is above {KEY}.mismatch_stop={stop:g}: the run would end before it warns")
     return [*found, *_in_update_problems(config)]
 
 

@@ -51,8 +51,8 @@ def check_files(loader: Any, path: str, config: PreTrainedConfig, kind: ModelKin
     Models that transformers has no class for, and quantized ones, whose files have other names, are their engines' business.
     Raises ConfigError naming tensors and files.
     """
-    known = type(config) in loader._model_mapping or bool(getattr(config, "auto_map", None))
-    if not known or config.to_dict().get("quantization_config"):
+    values = config.to_dict()
+    if not (type(config) in loader._model_mapping or values.get("auto_map")) or values.get("quantization_config"):
         return
     stored = stored_tensors(Path(path).expanduser()) if Path(path).expanduser().is_dir() else {}
     try:

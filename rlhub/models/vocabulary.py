@@ -8,6 +8,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from rlhub.config.model import ModelConfig
 from rlhub.errors import ConfigError
+from rlhub.models.tokenizer import load_tokenizer
 
 SHOWN = 4
 """Most tokens that an error lists."""
@@ -24,14 +25,10 @@ class Vocabulary:
 
 
 def read_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-    """From the model's configuration, its generation settings if it has any, and the tokenizer.
-
-    Raises ConfigError where the tokenizer has ids for which the model has no embedding.
-    """
+    """From the model's configuration, its generation settings if it has any, and the tokenizer."""
     assert model.path is not None, "checked when the configuration is loaded"
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, **model.override_config)
     size = int(config.get_text_config().vocab_size)
-    check_ids(model.path, tokenizer, size)
     stops = {int(tokenizer.eos_token_id)}
     try:
         more = GenerationConfig.from_pretrained(model.path).eos_token_id
@@ -42,8 +39,11 @@ def read_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> V
     return Vocabulary(size=size, stop_token_ids=written, pad_id=int(tokenizer.pad_token_id))
 
 
-def check_ids(path: str, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
-    """Raise ConfigError naming the tokens whose ids are beyond the model's `size`."""
+def check_tokenizer(model: ModelConfig) -> None:
+    """Raise ConfigError naming tokens of the model's tokenizer for which it has no embedding: what they are in would be an index
+    error in the middle of a run."""
+    path, tokenizer = model.path, load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    size = read_vocabulary(model, tokenizer).size
     beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= size)
     if beyond:
         shown = ", ".join(f"{token!r} = {number}" for number, token in beyond[:SHOWN])

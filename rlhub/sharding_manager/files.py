@@ -42,6 +42,7 @@ from rlhub.sharding_manager.report import SyncReport
 from rlhub.sharding_manager.stream import CheckedStream, check_range, raise_first
 from rlhub.utils.atomic import TEMPORARY_SUFFIX
 from rlhub.utils.fingerprint import combine, digests
+from rlhub.utils.finite import nonfinite_names
 from rlhub.utils.pieces import Piece, PieceInfo, whole_piece
 from rlhub.utils.regions import Region, intersection, num_elements, relative, split, take, whole
 
@@ -356,7 +357,7 @@ def _cut(piece: PieceInfo, blocks: list[_Block], files: OpenFiles) -> list[_Part
 
 
 def _read_block(block: _Block, files: OpenFiles) -> Tensor:
-    """Mapped, not read whole; its checksum is compared."""
+    """Mapped, not read whole; its checksum is compared, and that it is finite: NaN has the same checksum on both sides."""
     if block.path not in files:
         files[block.path] = safe_open(block.path, framework="pt")
     values: Tensor = files[block.path].get_tensor(block.key)
@@ -364,6 +365,12 @@ def _read_block(block: _Block, files: OpenFiles) -> Tensor:
         raise WeightMismatchError(
             f"{block.path} has another checksum for {block.info.name} {block.info.region} than its manifest says: the file is "
             "damaged; write the version anew",
+            weight=block.info.name,
+        )
+    if nonfinite_names([(block.info.name, values)]):
+        raise WeightMismatchError(
+            f"{block.path} has {block.info.name} {block.info.region} with elements that are not finite: its writer has diverged; "
+            "write an earlier checkpoint's weights",
             weight=block.info.name,
         )
     return values

@@ -19,8 +19,7 @@ from rlhub.config.sft import SFTConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import check_weights
 from rlhub.models.kinds import ModelKind
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import read_vocabulary
+from rlhub.models.vocabulary import check_tokenizer
 from rlhub.trainer.ppo.requirements import requirements
 
 KINDS: dict[str, ModelKind] = {"critic": "value", "reward_model": "reward"}
@@ -38,7 +37,7 @@ def check_models(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> None:
         try:
             check_weights(model, kind)
             if kind == "policy":
-                read_vocabulary(model, load_tokenizer(model.path, trust_remote_code=model.trust_remote_code))
+                check_tokenizer(model)
         except ConfigError as error:
             problems += [f"{key}.path={model.path}: {text}" for text in error.problems]
     if problems:

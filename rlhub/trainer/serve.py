@@ -20,7 +20,7 @@ from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.errors import ConfigError
 from rlhub.models.shape import read_model_shape
 from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import read_vocabulary
+from rlhub.models.vocabulary import check_tokenizer, read_vocabulary
 from rlhub.tools.registry import TOOL_FORMATS
 from rlhub.trainer.serve_engine import ServedEngine, ServeLimits
 from rlhub.utils.atomic import write_text
@@ -36,6 +36,7 @@ INITIAL_VERSION = 0
 
 def serve(config: ServeConfig) -> int:
     """Until SIGINT or SIGTERM; the exit status is 0."""
+    check_tokenizer(config.model)
     rollout = config.rollout
     limits = ServeLimits(
         recompute=rollout.recompute_kv_cache,

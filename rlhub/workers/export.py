@@ -21,6 +21,7 @@ from rlhub.models.hf import SCALAR_HEAD, ModelKind
 from rlhub.models.lora import ADAPTER
 from rlhub.models.sidecars import save_sidecars
 from rlhub.single_controller import Dispatch, Worker, register
+from rlhub.utils.finite import nonfinite_names
 from rlhub.workers.checkpointing import ADAPTER_FOLDER
 from rlhub.workers.verify_export import Verification, verify_export
 
@@ -67,10 +68,21 @@ class ExportWorker(Worker):
             weights = StoredModel(reader, read_adapter(self.job.folder))
             kind = weights.kind
             save_sidecars(self.job.model, self.job.output, kind, dtype=self.dtype or weights.dtype)
-            write_hf_weights(self.job.output, weights.buckets(), max_shard_bytes=self.job.max_shard_bytes, dtype=self.dtype)
+            buckets = self._finite(weights.buckets())
+            write_hf_weights(self.job.output, buckets, max_shard_bytes=self.job.max_shard_bytes, dtype=self.dtype)
             dtype = self.dtype or weights.dtype
             num_bytes = weights.num_elements * dtype.itemsize
             return Written(num_tensors=len(weights.names), num_bytes=num_bytes, dtype=str(dtype).removeprefix("torch."))
+
+    def _finite(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+        """What passes is finite, in the dtype it is written in: fp16 ends at 65504.  Raises CheckpointError."""
+        for bucket in buckets:
+            cast = ((name, tensor if self.dtype is None else tensor.to(self.dtype)) for name, tensor in bucket)
+            if found := nonfinite_names(cast):
+                written = "" if self.dtype is None else f" in {self.job.dtype}"
+                remedy = "export another checkpoint" + (", or in bf16 or fp32" if self.dtype == torch.float16 else "")
+                raise CheckpointError(f"{self.job.folder}: {found[0]} is not finite{written}; {remedy}")
+            yield bucket
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def verify(self) -> Verification:

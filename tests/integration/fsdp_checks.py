@@ -19,10 +19,12 @@ from rlhub.checkpoint.shards import write_shards
 from rlhub.config.model import ModelConfig
 from rlhub.config.training import FSDPConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
+from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.fsdp import building, engine, sharding
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.errors import NonFiniteError
 from rlhub.models.lora import add_lora
 from rlhub.workers.checkpointing import save_engine
 from tests.support.memory import peak, reset_peak
@@ -435,6 +437,20 @@ def not_finite(path: str, where: str) -> dict[str, Any]:
     norms = train(built, 1)
     fresh = train(make_engine(path), 1)
     return {"skipped": report.skipped, "unchanged": unchanged, "next": norms == fresh, "scalars": built.scalar_state()}
+
+
+def infinite_weight(path: str, folder: str) -> tuple[str, tuple[str, ...], list[str]]:
+    """The last rank's rows of one weight become infinite: what the save says on every rank, and what it has written."""
+    built = make_engine(path)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    check_finite(built, "before")
+    if rank == world - 1:
+        next(p for p in built.params if p.name.endswith("1.mlp.up_proj.weight")).local[0, 0] = float("inf")
+    try:
+        save_engine(built, Path(folder), rank, world)
+    except NonFiniteError as error:
+        return str(error), error.weights, [path.name for path in Path(folder).iterdir()]
+    return "", (), []
 
 
 def stream_peak(path: str, bucket_bytes: int) -> tuple[int, int]:

@@ -23,11 +23,12 @@ from torch import Tensor
 from rlhub.config.model import ModelConfig
 from rlhub.config.training import FSDPConfig, MegatronConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
+from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.megatron import state
 from rlhub.engines.training.megatron.engine import MegatronEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
-from rlhub.errors import ConfigError
+from rlhub.errors import ConfigError, NonFiniteError
 from rlhub.models.experts import unfused_tensors
 from rlhub.models.megatron.modules import PackedAttention, PackedRows
 from rlhub.models.packed_attention import attend_packed, plan_attention
@@ -306,6 +307,19 @@ def not_finite(path: str, layout: dict[str, Any], where: str) -> dict[str, Any]:
         "next": [r.grad_norm for r in train(built, 1)] == [r.grad_norm for r in train(fresh, 1)],
         "scalars": built.scalar_state(),
     }
+
+
+@on_first_ranks
+def infinite_step(path: str, layout: dict[str, Any]) -> tuple[str, ...]:
+    """A step by a learning rate that float32 does not have: the weights that every rank is told of."""
+    built = make_engine(path, layout=layout, optim={"lr": 1e39})
+    check_finite(built, "before")
+    train(built, 1)
+    try:
+        check_finite(built, "after the update")
+    except NonFiniteError as error:
+        return error.weights
+    return ()
 
 
 class Stored:

@@ -222,6 +222,22 @@ def test_verification_sees(
     assert not (tmp_path / "out").exists() and (tmp_path / ".exporting_out").is_dir()
 
 
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), None), (1e5, "fp16")])
+def test_weights_that_are_not_finite_are_not_exported(
+    base: Path, weights: dict[str, Tensor], tmp_path: Path, capsys: Any, value: float, dtype: str | None
+) -> None:
+    """Nor those that would become so."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    damaged = weights[name].clone()
+    damaged[2, 3] = value
+    checkpoint = commit(tmp_path, 1, weights | {name: damaged})
+    asked = [f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}", f"model_path={base}"] + (
+        [f"dtype={dtype}"] if dtype else []
+    )
+    code, said = run(capsys, *asked)
+    assert code == 1 and f"{name} is not finite" in said and not (tmp_path / "out").exists()
+
+
 def test_damaged_checkpoints_are_named(base: Path, weights: dict[str, Tensor], tmp_path: Path, capsys: Any) -> None:
     """A flipped bit, a file cut short, a missing file of a rank, a missing index: each refused before anything is written."""
     commit(tmp_path / "run", 1, weights)

@@ -222,6 +222,14 @@ def test_not_finite_step_is_skipped_everywhere(ranks: Ranks, models: dict[str, s
         }
 
 
+def test_a_weight_that_is_infinite_on_one_rank_is_named_on_all_and_not_saved(
+    ranks: Ranks, models: dict[str, str], tmp_path: Path
+) -> None:
+    for said, names, written in ranks.call(checks.infinite_weight, models["qwen2"], str(tmp_path)):
+        assert names == ("model.layers.1.mlp.up_proj.weight",) and f"not finite before the save: {names[0]}" in said
+        assert written == []
+
+
 @pytest.mark.parametrize("kind", ["policy", "value", "reward"])
 def test_saved_adapter_is_pefts(ranks: Ranks, models: dict[str, str], tmp_path: Path, kind: str) -> None:
     """peft's own model, given the base model and the adapter folder, computes what the merged weights compute."""

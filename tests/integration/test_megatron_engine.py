@@ -185,6 +185,13 @@ def test_not_finite_step_is_skipped_everywhere(
         }
 
 
+def test_weights_that_are_not_finite_are_named_on_all_ranks(group: Group, models: dict[str, str]) -> None:
+    """Also those of another stage and of another rank's part."""
+    first, *others = group.call(checks.infinite_step, 4, models["qwen2"], TP2 | PP2)
+    assert len(others) == 3 and all(names == first for names in others)
+    assert {"model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight", "model.norm.weight"} <= set(first)
+
+
 STREAMS: dict[str, tuple[str, int, dict[str, Any], int]] = {
     "dp2": ("qwen2", 2, {}, 4000),
     "tp2xpp2_each": ("qwen2", 4, TP2 | PP2, 1),

@@ -92,6 +92,7 @@ def test_rules_and_their_thresholds(text: str, expected: dict[str, tuple[float |
         ("bypass_mode=true rollout_is=token rollout_is_batch_normalize=true", "turn one of them off"),
         ("proximal=a3po rollout_is=token rollout_is_batch_normalize=true", "proximal=a3po knows only inside it"),
         ("proximal=a3po bypass_mode=true", "both say what the old log-probs are"),
+        ("mismatch_warn=2 mismatch_stop=1.5", "mismatch_warn=2 is above algorithm.rollout_correction.mismatch_stop=1.5"),
     ],
 )
 def test_what_is_refused_says_why_and_what_to_write(text: str, said: str) -> None:

@@ -20,8 +20,7 @@ from rlhub.config.model import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import build_model, check_weights
 from rlhub.models.kinds import ModelKind
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import read_vocabulary
+from rlhub.models.vocabulary import check_tokenizer
 from rlhub.models.weight_files import INDEX, SINGLE, file_problems
 from tests.unit.models.conftest import save_model, save_tokenizer
 
@@ -167,4 +166,5 @@ def test_folders_without_safetensors_have_no_file_problems_and_no_weights_is_an_
 def test_a_tokenizer_with_more_ids_than_the_embedding_is_an_error(tmp_path: Path) -> None:
     path = save_tokenizer(save_model(tmp_path, vocab_size=3), eos_token="<eos>")
     with pytest.raises(ConfigError, match=r"no embedding for: 'b' = 3, where vocab_size in config.json is 3"):
-        read_vocabulary(ModelConfig(path=str(path)), load_tokenizer(str(path)))
+        check_tokenizer(ModelConfig(path=str(path)))
+    check_tokenizer(ModelConfig(path=str(save_tokenizer(save_model(tmp_path / "larger", vocab_size=9), eos_token="<eos>"))))

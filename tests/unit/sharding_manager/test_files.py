@@ -111,3 +111,21 @@ def test_damage_is_found_before_the_engine_is_touched(train: PlainTrainEngine, e
     with pytest.raises(WeightMismatchError, match="checksum"):
         reader.prepare(1)
     assert engine.version == 0 and agree(engine, train)
+
+
+def test_weights_that_are_not_finite_are_found_before_the_engine_is_touched(
+    train: PlainTrainEngine, engine: RolloutEngine, tmp_path: Path
+) -> None:
+    """NaN has the same checksum in the file and in the engine."""
+    writer, reader = WeightWriter(train, tmp_path, bucket_bytes=BUCKET), WeightReader(engine, tmp_path, bucket_bytes=BUCKET)
+    writer.write(0)
+    reader.read(0)
+    pieces = {piece.name: piece for piece in train.local_weights() or ()}
+    name = sorted(pieces)[0]
+    value = pieces[name].tensor.view(-1)[0].clone()
+    pieces[name].tensor.view(-1)[0] = float("nan")
+    writer.write(1)
+    with pytest.raises(WeightMismatchError, match=f"{name} .*not finite"):
+        reader.prepare(1)
+    pieces[name].tensor.view(-1)[0] = value
+    assert engine.version == 0 and agree(engine, train)
