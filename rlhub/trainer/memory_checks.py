@@ -19,7 +19,7 @@ from rlhub.config.ppo import PPOConfig
 from rlhub.config.rm import RMConfig
 from rlhub.config.sft import SFTConfig
 from rlhub.config.training import FSDPConfig, MegatronConfig, Section
-from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
+from rlhub.engines.rollout.registry import memory_share
 from rlhub.errors import ConfigError
 from rlhub.models.shape import count_params
 from rlhub.trainer.ppo.requirements import requirements
@@ -135,23 +135,17 @@ def _shares(config: PPOConfig) -> dict[str, list[Share]]:
     found: dict[str, list[Share]] = {}
     rollout, judge, trainer = config.actor_rollout_ref.rollout, config.reward_model.judge, config.trainer
     generates = not trainer.replay_from and not asynchronous.is_collected(config)
-    if generates and _takes_a_share(rollout.name):
+    if generates and (taken := memory_share(rollout.name, rollout)):
         share = Share(
             key=f"{_ROLLOUT}.gpu_memory_utilization",
-            share=rollout.gpu_memory_utilization,
+            share=taken,
             always=asynchronous.is_async(config) or not rollout.free_cache_engine,
         )
         found.setdefault(placement.pool_name(trainer, "rollout"), []).append(share)
-    if judge.model.path and _takes_a_share(judge.name or rollout.name):
-        share = Share(key="reward_model.judge.gpu_memory_utilization", share=judge.gpu_memory_utilization, always=True)
+    if judge.model.path and (taken := memory_share(judge.name or rollout.name, judge)):
+        share = Share(key="reward_model.judge.gpu_memory_utilization", share=taken, always=True)
         found.setdefault(placement.pool_name(trainer, "judge"), []).append(share)
     return found
-
-
-def _takes_a_share(name: str) -> bool:
-    """Whether the engine reads gpu_memory_utilization: vLLM does."""
-    engine = resolve_engine_name(name)
-    return engine in ROLLOUT_ENGINES and "vllm" in ROLLOUT_ENGINES.row(engine).requires
 
 
 def _check_pool(tenants: Sequence[Tenant], shares: Sequence[Share], device: float, gpus_key: str) -> list[str]:

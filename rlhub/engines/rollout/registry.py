@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from rlhub.config.model import ModelConfig
+from rlhub.config.reward import JudgeConfig
 from rlhub.config.rollout import RolloutConfig
 from rlhub.registry import Registry
 
@@ -51,15 +52,19 @@ ROLLOUT_ENGINES: Registry[EngineFactory] = Registry("rollout engine")
 """`requires` names the Python packages an engine needs.  A companion `problems`, which loads no torch, says what is wrong with
 its part of the section: (rollout section, *, trains: whether the job updates the weights) -> sentences.  A companion
 PARALLEL_SERVICE is the engine to use in its place where single requests are served tensor-parallel.  MOST_REPLICAS says how many
-replicas a service can have: (rollout section) -> number; without it, as many as there are places."""
+replicas a service can have: (rollout section) -> number; without it, as many as there are places.  MEMORY_SHARE says what share
+of a GPU's memory an engine takes: (rollout or judge section) -> share; without it, what it needs."""
 
-PARALLEL_SERVICE, MOST_REPLICAS = "parallel_service", "most_replicas"
+PARALLEL_SERVICE, MOST_REPLICAS, MEMORY_SHARE = "parallel_service", "most_replicas", "memory_share"
 _CHECKS = "rlhub.engines.rollout.service_checks"
 _PROCESSES = "rlhub.engines.rollout.vllm.async_engine:AsyncVLLMEngine"
+_SHARE = {MEMORY_SHARE: f"{_CHECKS}:memory_share"}
 ROLLOUT_ENGINES.add_lazy(
-    "vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"}, companions={PARALLEL_SERVICE: _PROCESSES}
+    "vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"}, companions={PARALLEL_SERVICE: _PROCESSES, **_SHARE}
 )
-ROLLOUT_ENGINES.add_lazy("vllm_async", _PROCESSES, requires={"vllm"}, companions={"problems": f"{_CHECKS}:service_problems"})
+ROLLOUT_ENGINES.add_lazy(
+    "vllm_async", _PROCESSES, requires={"vllm"}, companions={"problems": f"{_CHECKS}:service_problems", **_SHARE}
+)
 ROLLOUT_ENGINES.add_lazy(
     "hf", "rlhub.engines.rollout.hf.engine:HFEngine", companions={"problems": f"{_CHECKS}:one_device_problems"}
 )
@@ -94,6 +99,15 @@ def most_replicas(config: RolloutConfig) -> int | None:
     """Of a service of single requests; None: the engine knows no limit."""
     limit: Callable[[RolloutConfig], int] | None = ROLLOUT_ENGINES.companion(resolve_engine_name(config.name), MOST_REPLICAS)
     return None if limit is None else limit(config)
+
+
+def memory_share(name: str, config: RolloutConfig | JudgeConfig) -> float:
+    """Of a GPU's memory, which the engine of that name takes for itself; 0 for one that takes what it needs."""
+    name = resolve_engine_name(name)
+    if name not in ROLLOUT_ENGINES:
+        return 0.0
+    share: Callable[[RolloutConfig | JudgeConfig], float] | None = ROLLOUT_ENGINES.companion(name, MEMORY_SHARE)
+    return 0.0 if share is None else share(config)
 
 
 def build_rollout_engine(

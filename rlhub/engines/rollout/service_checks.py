@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlhub.config.reward import JudgeConfig
 from rlhub.config.rollout import RolloutConfig
 
 KEY = "actor_rollout_ref.rollout"
@@ -23,3 +24,8 @@ def service_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
     if config.mode == "async":
         return []
     return [f"{KEY}.name={config.name} with {KEY}.mode={config.mode}: this engine is for mode=async; set that, or name=vllm"]
+
+
+def memory_share(config: RolloutConfig | JudgeConfig) -> float:
+    """What vLLM takes of a GPU's whole memory, weights and key-value cache together."""
+    return config.gpu_memory_utilization

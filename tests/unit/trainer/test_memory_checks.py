@@ -139,6 +139,14 @@ def test_adapters_have_next_to_no_states() -> None:
     assert check_memory(grpo("7b", 1, actor_rollout_ref__model__lora_rank=16), 79.6) == []
 
 
+def test_a_judge_keeps_its_share_and_other_engines_take_none() -> None:
+    less = {f"{ROLLOUT}gpu_memory_utilization": 0.4}
+    assert check_memory(grpo("7b", 2, **less), 79.6) == []
+    (problem,) = check_memory(grpo("7b", 2, **less, reward_model__judge__model__path="judge"), 79.6)
+    assert "31.8 GiB by" in problem and "15.9 GiB by reward_model.judge.gpu_memory_utilization=0.2" in problem
+    assert check_memory(grpo("7b", 2, **{f"{ROLLOUT}name": "hf"}), 79.6) == []
+
+
 def test_models_that_are_not_here_yet_are_not_judged() -> None:
     assert check_memory(grpo("Qwen/Qwen2.5-72B", 1), 79.6) == []
 
