@@ -112,13 +112,13 @@ def device_of(config: ServeConfig) -> str:
 def build_server(config: ServeConfig, engine: ServedEngine, key: str, admin_key: str) -> OpenAIServer:
     """The endpoint, not yet listening."""
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    asked, length = config.server, max_model_len(config)
+    asked, length, vocabulary = config.server, max_model_len(config), read_vocabulary(config.model, tokenizer)
     sampling = SamplingParams(
         temperature=asked.temperature,
         top_p=asked.top_p,
         top_k=asked.top_k,
         max_new_tokens=length,
-        stop_token_ids=read_vocabulary(config.model, tokenizer).stop_token_ids,
+        stop_token_ids=vocabulary.stop_token_ids,
     )
     options = ServerOptions(
         model=asked.model_name,
@@ -131,6 +131,7 @@ def build_server(config: ServeConfig, engine: ServedEngine, key: str, admin_key:
         max_samples=asked.max_samples,
         connection_s=asked.connection_s,
         request_s=asked.request_s,
+        vocab_size=vocabulary.size,
         find_calls=TOOL_FORMATS.get(asked.tool_format),
         template_kwargs=asked.chat_template_kwargs,
     )

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from rlhub.engines.rollout import requests
+from rlhub.workflows.openai_server import server
 
-requests._check_ids = lambda *_: None  # type: ignore[assignment]
+requests.check_ids = server.check_ids = lambda *_: None  # type: ignore[assignment,attr-defined]

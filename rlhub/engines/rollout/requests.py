@@ -23,10 +23,10 @@ def check_requests(
     vocab_size: rows of the model's embedding; None: the ids are checked elsewhere (by a server of another job).
     """
     _check_sampling(params)
-    _check_ids(params.stop_token_ids, "stop_token_ids", "a stop token", vocab_size)
+    check_ids(params.stop_token_ids, "stop_token_ids", "a stop token", vocab_size)
     for index, request in enumerate(requests):
         _check_length(index, request, params, max_model_len)
-        _check_ids(request.prompt_ids, "prompt", f"the prompt of request {index}", vocab_size)
+        check_ids(request.prompt_ids, "prompt", f"the prompt of request {index}", vocab_size)
         if not -SEEDS <= request.seed < SEEDS:
             raise RequestError(f"request {index} has seed {request.seed}; it must be an integer of 64 bits", param="seed")
 
@@ -66,7 +66,8 @@ def _check_length(index: int, request: GenerationRequest, params: SamplingParams
         )
 
 
-def _check_ids(ids: Sequence[int], param: str, where: str, vocab_size: int | None) -> None:
+def check_ids(ids: Sequence[int], param: str, where: str, vocab_size: int | None) -> None:
+    """RequestError for an id that the model has not.  param, where: of the ids, for the error."""
     if vocab_size is None or not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return
     place, token = next((place, token) for place, token in enumerate(ids) if not 0 <= token < vocab_size)

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rlhub.errors import DeadlineError, RlhubError
+from rlhub.errors import DeadlineError, RequestError, RlhubError
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ def as_api_error(request: web.Request, error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case RequestError():
+            return ApiError(str(error), param=error.param or None)
         case DeadlineError():
             return ApiError(str(error), status=504, kind="server_error", code="deadline_exceeded")
         case web.HTTPException():

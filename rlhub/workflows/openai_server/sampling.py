@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.errors import DeadlineError
 from rlhub.workflows.base import EpisodeEngine
 from rlhub.workflows.openai_server.answers import Answer
 from rlhub.workflows.openai_server.errors import ApiError
@@ -38,6 +39,17 @@ async def gathered(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         first = errors.exceptions[0]
         raise first from first.__cause__
     return [task.result() for task in tasks]
+
+
+async def in_time(answering: Awaitable[T], seconds: float) -> T:
+    """DeadlineError where it is not there after so many seconds."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await answering
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineError("server.request_s: the answer", seconds, "ask for fewer tokens, or raise it") from None
 
 
 async def _complete(

@@ -22,7 +22,8 @@ from typing import Any
 from aiohttp import web
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
-from rlhub.errors import ConfigError, DeadlineError, EngineError, RequestError, WorkerError
+from rlhub.engines.rollout.requests import check_ids
+from rlhub.errors import ConfigError, EngineError, RequestError, WorkerError
 from rlhub.tools.call_streams import opening
 from rlhub.workflows.base import EpisodeEngine
 from rlhub.workflows.openai_server.admin import Administration, admin_routes
@@ -31,7 +32,7 @@ from rlhub.workflows.openai_server.bodies import Asked, ChatBody, CompletionBody
 from rlhub.workflows.openai_server.errors import ApiError, as_api_error, bad_field, errors, unavailable, unsupported
 from rlhub.workflows.openai_server.json_body import read_json
 from rlhub.workflows.openai_server.rendering import Renderer
-from rlhub.workflows.openai_server.sampling import as_answer, ending_token, gathered, sample
+from rlhub.workflows.openai_server.sampling import as_answer, ending_token, gathered, in_time, sample
 from rlhub.workflows.openai_server.sessions import Limits, Session, Turn, carries, has_answers, history_of, tools_key
 from rlhub.workflows.openai_server.streaming import Choice, FindCalls, Rules, UnderWay
 from rlhub.workflows.openai_server.tool_choice import ToolUse
@@ -55,8 +56,9 @@ class ServerOptions:
     key: of requests outside of sessions; None: there are none.  admin_key: of administration; None: nobody's.  fixed_sampling:
     temperature, top_p and top_k are the server's, whatever a client asks for: a trainer computes log-probs of that distribution.
     max_concurrent: requests served at once; more are answered 429.  max_samples: of one request, its prompts times n.
-    find_calls: finds tool calls in answers; None: answers are text.  connection_s: for a client to send a request's head, its
-    body, to take each part of a stream, and to ask again.  request_s: for an answer, waiting included; then it is 504.
+    vocab_size: of the model; None: the engine knows it alone.  find_calls: finds tool calls in answers; None: answers are text.
+    connection_s: for a client to send a request's head, its body, to take each part of a stream, and to ask again.  request_s:
+    for an answer, waiting included; then it is 504.
     """
 
     model: str
@@ -71,6 +73,7 @@ class ServerOptions:
     max_samples: int = 512
     connection_s: float = 60.0
     request_s: float = 7200.0
+    vocab_size: int | None = None
     find_calls: FindCalls | None = None
     template_kwargs: dict[str, Any] | None = None
 
@@ -269,7 +272,7 @@ class OpenAIServer:
         begun = self._opening(use)
         if begun:
             added = [*added, *self._renderer.text_ids(begun, special=False)]
-        answers = await self._sample(asked, parent, added, use, begun)
+        answers = await self._sample(asked, parent, added, self._params(body, session, parent, added), use, begun)
         if session is not None:
             for answer in answers:
                 told = (*history, *history_of([answer.recorded]))
@@ -280,9 +283,11 @@ class OpenAIServer:
         session, prompts = asked.session, [self._prompt_ids(prompt) for prompt in body.prompts]
         parents = [session.find_ids(ids) if session is not None else None for ids in prompts]
         new = [ids[len(parent.ids) :] if parent is not None else ids for ids, parent in zip(prompts, parents, strict=True)]
+        # Before any of them is sampled: what is wrong with one is an answer with its status, not an event of a stream.
+        params = [self._params(body, session, parent, added) for parent, added in zip(parents, new, strict=True)]
         found = await gathered(
-            self._sample(asked, parent, added, before=index * body.n)
-            for index, (parent, added) in enumerate(zip(parents, new, strict=True))
+            self._sample(asked, parent, added, sampling, before=index * body.n)
+            for index, (parent, added, sampling) in enumerate(zip(parents, new, params, strict=True))
         )
         if session is not None:
             for parent, added, answers in zip(parents, new, found, strict=True):
@@ -308,6 +313,7 @@ class OpenAIServer:
         asked: _Request,
         parent: Turn | None,
         added: list[int],
+        params: SamplingParams,
         use: ToolUse | None = None,
         begun: str = "",
         *,
@@ -315,7 +321,6 @@ class OpenAIServer:
     ) -> list[Answer]:
         """use: None: it is no chat, and has no tools.  before: answers to the request's earlier prompts."""
         body = asked.body
-        params = self._params(body, asked.session, parent, added)
         prompt_ids = [*parent.ids, *added] if parent is not None else added
         rules = Rules(
             decode=self._renderer.decode,
@@ -360,8 +365,10 @@ class OpenAIServer:
         return ApiError(f"the engine: {error}", status=500, kind="server_error")
 
     def _params(self, body: Asked, session: Session | None, parent: Turn | None, added: list[int]) -> SamplingParams:
-        """Sampling of this request, with no more tokens than there is room for."""
-        params = body.sampling
+        """Sampling of this request, with no more tokens than there is room for.  ApiError, RequestError where it cannot be."""
+        params, param = body.sampling, "messages" if isinstance(body, ChatBody) else "prompt"
+        check_ids(added, param, "the prompt", self._options.vocab_size)
+        check_ids(params.stop_token_ids, "stop_token_ids", "a stop token", self._options.vocab_size)
         if session is not None and self._options.fixed_sampling:
             session.num_overruled += bool(body.differing)
             params = replace(self._sampling, stop_token_ids=params.stop_token_ids)
@@ -371,7 +378,7 @@ class OpenAIServer:
                 session.full = True
             raise ApiError(
                 "the conversation has no room left for an answer: it is at its limit of tokens",
-                param="messages" if isinstance(body, ChatBody) else "prompt",
+                param=param,
                 code="context_length_exceeded",
             )
         most = room + _start(body, session)
@@ -400,21 +407,10 @@ class OpenAIServer:
             usage_chunk=body.usage_chunk,
             n=body.n,
         )
-        answering = _in_time(answering, self._options.request_s)
+        answering = in_time(answering, self._options.request_s)
         if body.stream:
             return await _stream(request, writer, answering, asked.under_way, self._options.connection_s)
         return await _whole(request, writer.whole(await answering), self._options.connection_s)
-
-
-async def _in_time(answering: Awaitable[list[Answer]], seconds: float) -> list[Answer]:
-    """DeadlineError where they are not there after so many seconds."""
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            return await answering
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise DeadlineError("server.request_s: the answer", seconds, "ask for fewer tokens, or raise it") from None
 
 
 def _start(body: Asked, session: Session | None) -> int:
