@@ -79,5 +79,4 @@ def mismatch_bound(config: PPOConfig) -> MismatchBound:
 def _is_exact(config: PPOConfig) -> bool:
     """Whether trainer and rollout engine both compute in float32."""
     rollout, section = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.section
-    known = rollout.name != "remote" and rollout.dtype in ("auto", "float32")
-    return known and config.trainer.device == "cpu" and section.model_dtype != "bf16"
+    return config.trainer.device == "cpu" and rollout.dtype in ("auto", "float32") and section.model_dtype != "bf16"

@@ -28,7 +28,6 @@ def bound_of(device: str = "cpu", **rollout: object) -> MismatchBound:
         (bound_of(dtype="bfloat16"), 0.02),
         (bound_of("cuda"), 0.02),
         (bound_of("cuda", dtype="float16"), 0.02),
-        (bound_of(name="remote"), 0.02),
     ],
 )
 def test_a_corrupted_engine_stops_the_run_and_a_sound_one_says_nothing(
