@@ -272,6 +272,7 @@ def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, 
     contract.check_live_weights(engine, weights)
     contract.check_overwriting(engine, weights)
     contract.check_generation(engine)
+    contract.check_nonfinite_weights(engine)
     if case.family == "qwen2":
         out["batches"] = vllm_batches.compare(engine)
     out["errors"] = vllm_batches.observe_errors(engine)

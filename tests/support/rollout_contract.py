@@ -165,6 +165,23 @@ def check_overwriting(engine: RolloutEngine, weights: dict[str, Tensor]) -> None
     assert tokens(engine.generate(requests(), params)) == before
 
 
+def check_nonfinite_weights(engine: RolloutEngine) -> None:
+    """Log-probs that are not finite are an error also where nobody asked for them; with the weights back it generates on."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=4, log_probs=False)
+    before = tokens(engine.generate(requests(), params))
+    norms = [piece.tensor for piece in engine.live_weights() if piece.name == "model.norm.weight"]
+    kept = [norm.clone() for norm in norms]
+    for values, finite in (([torch.full_like(norm, float("nan")) for norm in norms], False), (kept, True)):
+        with engine.overwriting(engine.version), torch.no_grad():
+            for norm, value in zip(norms, values, strict=True):
+                norm.copy_(value)
+        if finite:
+            assert tokens(engine.generate(requests(), params)) == before
+        else:
+            with pytest.raises(EngineError, match="log-probs that are not finite"):
+                engine.generate(requests(), params)
+
+
 def check_agenerate(engine: RolloutEngine) -> None:
     """Concurrent single requests give what the batch gives, also under two kinds of parameters at once."""
     params, other = SamplingParams(max_new_tokens=6), SamplingParams(max_new_tokens=3)

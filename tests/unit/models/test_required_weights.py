@@ -159,7 +159,7 @@ def test_folders_without_safetensors_have_no_file_problems_and_no_weights_is_an_
     build(tmp_path)
     torch.save({name: tensor for name, tensor in tensors.items() if name != UP}, tmp_path / "pytorch_model.bin")
     assert all(f"it lacks {UP}" in text for text in refusals(tmp_path))
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04 nothing")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02 nothing")
     assert all("cannot be loaded" in text for text in refusals(tmp_path))
 
 

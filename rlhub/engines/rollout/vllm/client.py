@@ -62,7 +62,7 @@ class AsyncClient:
             while not answer.add(queue.get_nowait() or await queue.get()):
                 pass
             return answer.completion()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, EngineError):
             await self._llm.abort(key)
             raise
 
