@@ -287,7 +287,8 @@ class Mains:
         if after is None:
             return {}
         Path(f"{log}.hold").write_text(str(after))
-        return {"PYTHONPATH": str(self.folder), HOLD: f"{log}.hold"}
+        paths = os.pathsep.join(filter(None, (str(self.folder), self.env.get("PYTHONPATH"))))
+        return {"PYTHONPATH": paths, HOLD: f"{log}.hold"}
 
     def _kept(self, running: Running) -> Running:
         self._started.append(running)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Mains, Task
+from tests.e2e.conftest import Mains, Running, Task
 from tests.support.metrics import rows_so_far
 
 
@@ -42,19 +42,38 @@ def test_a_run_folder_that_is_moved_ends_the_run(mains: Mains, task: Task, tmp_p
     assert again.code == 0 and "continuing at step 2 of 4" in again.output and logged(folder) == [1, 2, 3, 4], again.output
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_cluster_that_loses_its_head_ends_the_run(mains: Mains, task: Task, tmp_path: Path, mode: str) -> None:
-    """Ray by itself ends the driver after a minute, with a line of its own, and the report stays "running"."""
-    settings = ("trainer.backend=ray", "trainer.ray_init.object_store_memory=200000000")
-    running = mains.start_fresh(task.arguments(tmp_path, *settings, f"actor_rollout_ref.rollout.mode={mode}"), hold=1)
-    running.until(lambda: 1 in logged(tmp_path), "step 1 was logged")
-    (head,) = [process for process in running.processes() if process.name() == "gcs_server"]
-    head.send_signal(signal.SIGKILL)
-    begin = time.monotonic()
+def test_a_cluster_that_loses_its_head_ends_the_run(mains: Mains, task: Task, tmp_path: Path) -> None:
+    """Ray by itself ends the driver after a minute, with a line of its own, and the report stays "running".  Asynchronous, where
+    training, the replicas and the main thread wait in ways of their own."""
+    settings = ("trainer.backend=ray", "trainer.ray_init.object_store_memory=200000000", "actor_rollout_ref.rollout.mode=async")
+    running = mains.start_fresh(task.arguments(tmp_path, *settings), hold=1)
+    begin = end_head(running, tmp_path)
+    running.until(lambda: "the head of the Ray cluster at 127.0.0.1:" in running.output(), "the loss was told")
     running.let_go()
     ended = running.wait()
-    assert ended.code == 1 and "the head of the Ray cluster at 127.0.0.1:" in ended.output, ended.output
+    assert ended.code == 1 and "error: " in ended.output and "Traceback" not in ended.output, ended.output
     assert time.monotonic() - begin < 45.0
     report = (tmp_path / "report.html").read_text()
     assert ">failed<" in report and "the head of the Ray cluster" in report
     assert running.leftovers() == []
+
+
+def test_a_head_that_ends_with_the_last_steps_takes_nothing_from_the_run(mains: Mains, task: Task, tmp_path: Path) -> None:
+    """Nothing is asked of it any more: neither places given back nor the cluster ended through it."""
+    settings = ("trainer.backend=ray", "trainer.ray_init.object_store_memory=200000000", "trainer.total_training_steps=2")
+    running = mains.start_fresh(task.arguments(tmp_path, *settings), hold=1)
+    begin = end_head(running, tmp_path)
+    running.let_go()
+    ended = running.wait()
+    assert ended.code in (0, 1) and logged(tmp_path) in ([1], [1, 2]), ended.output  # 1 where the loss is seen before
+    assert time.monotonic() - begin < 45.0
+    assert (">finished<" if ended.code == 0 else ">failed<") in (tmp_path / "report.html").read_text()
+    assert running.leftovers() == []
+
+
+def end_head(running: Running, folder: Path) -> float:
+    """Kill it after the first step; returns when."""
+    running.until(lambda: 1 in logged(folder), "step 1 was logged")
+    (head,) = [process for process in running.processes() if process.name() == "gcs_server"]
+    head.send_signal(signal.SIGKILL)
+    return time.monotonic()

@@ -33,7 +33,7 @@ from rlhub.single_controller.ray import orphans
 from rlhub.single_controller.ray.address import LOCAL, ClusterAddress, read_address, silence
 from rlhub.single_controller.ray.nodes import describe_nodes, head_address
 from rlhub.single_controller.ray.runtime_env import build_runtime_env
-from rlhub.single_controller.ray.watch import loss, unwatch, watch_cluster
+from rlhub.single_controller.ray.watch import head_answers, loss, unwatch, watch_cluster
 from rlhub.single_controller.worker import applied_env
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Connection:
     reaper: subprocess.Popen[bytes] | None = None
 
     def close(self) -> None:
-        lost = loss() is not None
+        lost = loss() is not None or (self.owned and not head_answers())
         if self.owned or self.joined:
             unwatch()
         if lost and ray.is_initialized():

@@ -126,7 +126,7 @@ def _host_options(roles: list[str], options: RayRunOptions) -> HostOptions:
 
 def _give_back(connection: Connection, pools: ResourcePoolManager | None) -> None:
     try:
-        if pools is not None:
+        if pools is not None and not connection.owned:  # the places of a cluster of our own end with it
             pools.release()
     finally:
         connection.close()

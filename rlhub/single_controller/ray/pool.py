@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from rlhub.errors import ConfigError, ResourceError
 from rlhub.single_controller.ray.nodes import describe_nodes, live_nodes
-from rlhub.single_controller.ray.watch import check_cluster, loss
+from rlhub.single_controller.ray.watch import check_cluster, loss, while_it_lives
 from rlhub.single_controller.resource_pool import ResourcePool, check_mapping
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ class RayResourcePool(ResourcePool):
         groups = {slot.group.id: slot.group for slot in self._slots or ()}
         self._slots = None
         if ray.is_initialized() and loss() is None:  # else nobody is there to take them
-            for group in groups.values():
-                remove_placement_group(group)
+            while_it_lives(lambda: [remove_placement_group(group) for group in groups.values()])
 
     def bundle(self) -> dict[str, float]:
         """What one rank reserves."""

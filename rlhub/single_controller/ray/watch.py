@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakSet
 
@@ -100,6 +101,19 @@ def unwatch() -> None:
 def loss() -> ClusterLostError | None:
     """The error, when the cluster is lost."""
     return _current.error if _current is not None else None
+
+
+def head_answers() -> bool:
+    """Whether the head of the cluster that is watched answers now; asked where it may have ended since the last look."""
+    return _current is None or silence(_current.host, _current.port, ANSWER_S) is None
+
+
+def while_it_lives(ask: Callable[[], object]) -> None:
+    """Ask the head for something, but wait no longer when the cluster is lost meanwhile: Ray would, for a minute or more."""
+    asking = threading.Thread(target=ask, name="ask-head", daemon=True)
+    asking.start()
+    while asking.is_alive() and loss() is None:
+        asking.join(LOOK_EVERY_S)
 
 
 def check_cluster() -> None:

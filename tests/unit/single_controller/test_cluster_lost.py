@@ -182,6 +182,21 @@ def test_a_head_that_stands_still_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         assert "has not answered for 0.5 s" in str(lost_within(20.0))
 
 
+def test_what_is_asked_of_the_head_ends_with_it() -> None:
+    """As giving back places does, which Ray tries for a minute."""
+    go_on, asked = threading.Event(), list[int]()
+    with server(ANSWER) as head:
+        watch.watch_cluster("127.0.0.1", port_of(head), deadline_s=60.0, owned=True)
+        assert watch.head_answers()
+        watch.while_it_lives(lambda: asked.append(1))
+        assert asked == [1]
+    assert not watch.head_answers()
+    begin = time.monotonic()
+    watch.while_it_lives(lambda: go_on.wait(60.0))
+    assert time.monotonic() - begin < 20.0
+    go_on.set()
+
+
 def test_a_driver_that_stood_still_itself_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it hears nothing, for longer than the deadline; the next time it does."""
     asked: list[float] = []
