@@ -14,13 +14,15 @@ from typing import Any
 import psutil
 import pytest
 
+from rlhub.config.reward import CustomRewardConfig, RewardModelConfig
 from rlhub.envs.pool import EnvironmentPool, PoolLimits
 from rlhub.errors import ConfigError, LoadError
-from rlhub.rewards import RewardPool, RewardRequest
+from rlhub.rewards import RewardPool, RewardRequest, build_reward_manager
 from rlhub.rewards.pool import RewardOutcome
 from rlhub.utils.children import containment, process
 from rlhub.utils.children.containment import namespaces_allowed
 from tests.integration.test_tool_processes import programs
+from tests.unit.rewards.test_managers import Letters
 
 CONTAINED = pytest.mark.parametrize("contained", ["namespace", "subreaper"], indirect=True)
 """By what this machine allows, and by what all machines do."""
@@ -247,6 +249,9 @@ def test_a_variable_that_is_named_and_not_set_is_an_error(scorer: str) -> None:
         programs("1", env=["NO_SUCH_VARIABLE"])
     with pytest.raises(ConfigError, match=r"custom_reward_function.env.*NO_SUCH_VARIABLE"):
         RewardPool(scorer, env=["NO_SUCH_VARIABLE"]).start()
+    custom = CustomRewardConfig(path=scorer.rpartition(":")[0], env=["NO_SUCH_VARIABLE"])
+    with pytest.raises(ConfigError, match=r"^custom_reward_function.env lists NO_SUCH_VARIABLE: not set"):
+        build_reward_manager(RewardModelConfig(), custom, Letters(), 8)
 
 
 @pytest.mark.usefixtures("secrets")
@@ -285,6 +290,8 @@ def test_an_environment_is_given_the_secrets_that_are_named(tmp_path: Path) -> N
         finally:
             await pool.aclose()
 
+    with pytest.raises(LoadError, match=r"agent.kwargs.env lists NO_SUCH_VARIABLE"):
+        asyncio.run(play("NO_SUCH_VARIABLE"))
     with pytest.raises(LoadError, match=r"(?s)A_SECRET.*agent.kwargs.env"):
         asyncio.run(play())
     with pytest.raises(Exception, match=r"(?s)KeyError: 'HF_TOKEN'.*agent.kwargs.env"):
