@@ -307,15 +307,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "die":
         open(__file__ + ".broken", "w").close()
         os._exit(3)
+    if solution_str == "slow":
+        time.sleep(0.15)
     return 1.0
 """
 
 
-def once_loaded(tmp_path: Path, then: str) -> RewardPool:
+def once_loaded(tmp_path: Path, then: str, num_workers: int = 1) -> RewardPool:
     """A scorer that does `then` in the loads after a sample has ended its process."""
     file = tmp_path / "loads.py"
     file.write_text(LOADS.format(load=f"if os.path.exists(__file__ + '.broken'):\n    {then}"))
-    return RewardPool(f"{file}:compute_score", num_workers=1, timeout_s=20.0)
+    return RewardPool(f"{file}:compute_score", num_workers=num_workers, timeout_s=20.0)
 
 
 def test_a_process_that_dies_while_it_loads_again_is_replaced(tmp_path: Path) -> None:
@@ -337,6 +339,15 @@ def test_a_function_that_loads_no_more_fails_the_samples_and_not_the_run(tmp_pat
     (tmp_path / "loads.py.broken").touch()
     with pytest.raises(LoadError, match="cannot load"):
         RewardPool(f"{tmp_path / 'loads.py'}:compute_score").start()
+
+
+def test_processes_that_do_not_start_leave_the_work_to_the_one_that_lives(tmp_path: Path) -> None:
+    pool = once_loaded(tmp_path, "open(__file__ + '.tried', 'a').write('x'); os._exit(9)", num_workers=2)
+    assert score(pool, ("", 1))[0].score == 1.0
+    (tmp_path / "loads.py.broken").touch()
+    assert [outcome.score for outcome in score(pool, *[("slow", 1)] * 12)] == [1.0] * 12
+    pool.close()
+    assert (tmp_path / "loads.py.tried").exists(), "it was to want another process"
 
 
 def test_what_a_call_imports_does_not_count_as_its_time(tmp_path: Path) -> None:
