@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhub.envs.base import EnvDiedError, EnvError
-from rlhub.errors import DeadlineError, LoadError
+from rlhub.errors import ConfigError, DeadlineError, LoadError
 from rlhub.utils import faults
 from rlhub.utils.children.access import Access
 from rlhub.utils.children.process import LOAD_TIMEOUT_S, ChildProcess, Request, spawn
@@ -28,7 +28,7 @@ class EnvProcess:
     async def start(
         cls, target: str, settings: Mapping[str, Any], *, memory_gb: float, access: Access, serve: str = SERVE
     ) -> EnvProcess:
-        """A process with the simulator made in it.  serve: what answers the calls there.  LoadError, ConfigError."""
+        """A process with the simulator made in it.  serve: what answers the calls there.  LoadError."""
         parameters = ("operation", "arguments")
         spawning = asyncio.ensure_future(asyncio.to_thread(spawn, serve, parameters, memory_gb=memory_gb, access=access))
         try:
@@ -36,6 +36,8 @@ class EnvProcess:
         except asyncio.CancelledError:
             spawning.add_done_callback(_end_unwanted)
             raise
+        except ConfigError as error:
+            raise LoadError(f"environment {target}: {error}") from error
         reply = await process._exchange("start", None, LOAD_TIMEOUT_S)
         if "load_error" in reply:
             await process.kill()

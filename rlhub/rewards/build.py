@@ -41,6 +41,8 @@ def build_reward_manager(
     try:
         manager: RewardManager = REWARD_MANAGERS.get(name)(parts, knobs)
         pool.start()
+    except ConfigError:  # the pool's, which names its setting
+        raise
     except LoadError as error:
         raise ConfigError(f"custom_reward_function: {error}" if custom.path else str(error)) from error
     except ValueError as error:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from rlhub.utils.children.supervisor import PR_SET_DUMPABLE, drop_capabilities, end_descendants, set_process
 
 MAX_OUTPUT = 20_000  # characters kept of what is printed; the workflow shortens further
-MAX_BYTES = 4 * MAX_OUTPUT + 1000  # of a reply: a character has at most four
+MAX_BYTES = 6 * MAX_OUTPUT + 1000  # of a reply: control characters are written with six, all others with at most four
 _EXIT = os._exit  # before any code could replace it
 ENDED_BADLY = {"text": "Error: the code ended its process", "failed": True}
 
@@ -52,7 +52,7 @@ def run_code(code: str) -> dict[str, Any]:
     with os.fdopen(read_end, "rb", buffering=0) as replies:
         while not data.endswith(b"\n") and (more := replies.read(MAX_BYTES)):  # what the code has started may hold the pipe open
             data = (data + more)[:MAX_BYTES]
-    status = _status(process) if not data else 0
+    status = 0 if data else os.waitpid(process, 0)[1]
     end_descendants()
     if os.WIFSIGNALED(status):
         return {"text": f"Error: the code was ended by signal {os.WTERMSIG(status)}", "failed": True}
@@ -61,10 +61,6 @@ def run_code(code: str) -> dict[str, Any]:
     except ValueError:
         return ENDED_BADLY
     return reply if isinstance(reply, dict) and reply.keys() == ENDED_BADLY.keys() else ENDED_BADLY
-
-
-def _status(process: int) -> int:
-    return os.waitpid(process, 0)[1]
 
 
 def _answer(code: str, write_end: int) -> NoReturn:
@@ -98,7 +94,7 @@ def _run(code: str) -> dict[str, Any]:
 
 
 def _write(write_end: int, reply: dict[str, Any]) -> None:
-    data = json.dumps(reply).encode()[: MAX_BYTES - 1] + b"\n"
+    data = json.dumps(reply, ensure_ascii=False).encode(errors="surrogatepass")[: MAX_BYTES - 1] + b"\n"
     while data:
         data = data[os.write(write_end, data) :]
 

@@ -14,13 +14,15 @@ from typing import Any
 import psutil
 import pytest
 
+from rlhub.config.reward import CustomRewardConfig, RewardModelConfig
 from rlhub.envs.pool import EnvironmentPool, PoolLimits
 from rlhub.errors import ConfigError, LoadError
-from rlhub.rewards import RewardPool, RewardRequest
+from rlhub.rewards import RewardPool, RewardRequest, build_reward_manager
 from rlhub.rewards.pool import RewardOutcome
 from rlhub.utils.children import containment, process
 from rlhub.utils.children.containment import namespaces_allowed
 from tests.integration.test_tool_processes import programs
+from tests.unit.rewards.test_managers import Letters
 
 CONTAINED = pytest.mark.parametrize("contained", ["namespace", "subreaper"], indirect=True)
 """By what this machine allows, and by what all machines do."""
@@ -247,6 +249,9 @@ def test_a_variable_that_is_named_and_not_set_is_an_error(scorer: str) -> None:
         programs("1", env=["NO_SUCH_VARIABLE"])
     with pytest.raises(ConfigError, match=r"custom_reward_function.env.*NO_SUCH_VARIABLE"):
         RewardPool(scorer, env=["NO_SUCH_VARIABLE"]).start()
+    custom = CustomRewardConfig(path=scorer.rpartition(":")[0], env=["NO_SUCH_VARIABLE"])
+    with pytest.raises(ConfigError, match=r"^custom_reward_function.env lists NO_SUCH_VARIABLE: not set"):
+        build_reward_manager(RewardModelConfig(), custom, Letters(), 8)
 
 
 @pytest.mark.usefixtures("secrets")
@@ -285,6 +290,8 @@ def test_an_environment_is_given_the_secrets_that_are_named(tmp_path: Path) -> N
         finally:
             await pool.aclose()
 
+    with pytest.raises(LoadError, match=r"agent.kwargs.env lists NO_SUCH_VARIABLE"):
+        asyncio.run(play("NO_SUCH_VARIABLE"))
     with pytest.raises(LoadError, match=r"(?s)A_SECRET.*agent.kwargs.env"):
         asyncio.run(play())
     with pytest.raises(Exception, match=r"(?s)KeyError: 'HF_TOKEN'.*agent.kwargs.env"):
@@ -300,15 +307,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "die":
         open(__file__ + ".broken", "w").close()
         os._exit(3)
+    if solution_str == "slow":
+        time.sleep(0.15)
     return 1.0
 """
 
 
-def once_loaded(tmp_path: Path, then: str) -> RewardPool:
+def once_loaded(tmp_path: Path, then: str, num_workers: int = 1) -> RewardPool:
     """A scorer that does `then` in the loads after a sample has ended its process."""
     file = tmp_path / "loads.py"
     file.write_text(LOADS.format(load=f"if os.path.exists(__file__ + '.broken'):\n    {then}"))
-    return RewardPool(f"{file}:compute_score", num_workers=1, timeout_s=20.0)
+    return RewardPool(f"{file}:compute_score", num_workers=num_workers, timeout_s=20.0)
 
 
 def test_a_process_that_dies_while_it_loads_again_is_replaced(tmp_path: Path) -> None:
@@ -330,6 +339,15 @@ def test_a_function_that_loads_no_more_fails_the_samples_and_not_the_run(tmp_pat
     (tmp_path / "loads.py.broken").touch()
     with pytest.raises(LoadError, match="cannot load"):
         RewardPool(f"{tmp_path / 'loads.py'}:compute_score").start()
+
+
+def test_processes_that_do_not_start_leave_the_work_to_the_one_that_lives(tmp_path: Path) -> None:
+    pool = once_loaded(tmp_path, "open(__file__ + '.tried', 'a').write('x'); os._exit(9)", num_workers=2)
+    assert score(pool, ("", 1))[0].score == 1.0
+    (tmp_path / "loads.py.broken").touch()
+    assert [outcome.score for outcome in score(pool, *[("slow", 1)] * 12)] == [1.0] * 12
+    pool.close()
+    assert (tmp_path / "loads.py.tried").exists(), "it was to want another process"
 
 
 def test_what_a_call_imports_does_not_count_as_its_time(tmp_path: Path) -> None:

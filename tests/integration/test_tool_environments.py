@@ -159,8 +159,8 @@ def test_in_an_actor_too_and_the_actor_lives(ray_cluster: None, spec: Environmen
             while (status := (await hosts.status())["environments-0"]).leased:  # given back without waiting for its end
                 await asyncio.sleep(0.005)
             assert (status.alive, status.replaced) == (1, 1)
-            (parent,) = {psutil.Process(pid).ppid() for pid in noted(tmp_path, "closed")}
-            assert parent == host.worker.pid  # type: ignore[attr-defined]
+            for pid in noted(tmp_path, "closed"):
+                assert host.worker.pid in [parent.pid for parent in psutil.Process(pid).parents()]  # type: ignore[attr-defined]
         finally:
             await hosts.close()
 

@@ -98,12 +98,19 @@ def test_programs_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Time, memory and output; and the tool goes on after each."""
     only_hanging_calls_are_late(monkeypatch, tmp_path / "code")
     forever = f"import os\nopen(f'{tmp_path / 'code'}.{{os.getppid()}}.hangs', 'w').close()\nwhile True: pass"
-    endless, huge, talkative, after = programs(
-        forever, "x = bytearray(10**10)", "print('a' * 10**6)", "print('fine')", num_workers=1, timeout_s=4.0
+    endless, huge, talkative, odd, after = programs(
+        forever,
+        "x = bytearray(10**10)",
+        "print('a' * 10**6)",
+        "print('\\U0001f600\\x00' * 10**6)",
+        "print('fine')",
+        num_workers=1,
+        timeout_s=4.0,
     )
     assert endless.failed and "not done after 4 s" in endless.text
     assert huge.failed and "MemoryError" in huge.text
     assert len(talkative.text) < 21_000 and "more characters" in talkative.text
+    assert odd.text.startswith("\U0001f600\x00") and "more characters" in odd.text
     assert after.text == "fine\n"
 
 

@@ -109,7 +109,7 @@ class _Imports:
 
     def watch(self) -> None:
         """From now on, in this process and its forks."""
-        builtins.__import__ = self._import  # type: ignore[assignment]
+        builtins.__import__ = self._import
         importlib.import_module = self._import_module
 
     def _import(

@@ -81,14 +81,6 @@ class _Run:
         self.outcomes[number] = Outcome(failure=Failure(kind=kind, message=message))
         self.num_failures += 1
 
-    def fail_all(self, kind: FailureKind, message: str) -> None:
-        """Every call that is not answered."""
-        for number in range(len(self.calls)):
-            if number not in self.outcomes:
-                self.fail(number, kind, message)
-        self.pending.clear()
-        self.retries.clear()
-
     def request(self, numbers: list[int]) -> tuple[list[int], Request | None]:
         """The request with these calls, and which of them are in it: what cannot be sent has failed with that."""
         try:
@@ -169,7 +161,8 @@ class KillablePool:
         starting = any(not child.ready for child in self._children)
         slow = bool(run.pending) and not starting and time.monotonic() - run.began > GROW_AFTER_S
         wanted = not self._children or len(run.retries) > fresh or slow
-        if wanted and len(self._children) < self.num_workers:
+        hopeless = run.failed_loads >= MAX_LOADS and bool(self._children)
+        if wanted and not hopeless and len(self._children) < self.num_workers:
             self._children.append(spawn(self.target, self.parameters, memory_gb=self.memory_gb, access=self.access))
 
     def _feed(self, run: _Run) -> None:
@@ -263,14 +256,17 @@ class KillablePool:
 
     def _load_failed(self, run: _Run, why: str) -> None:
         """LoadError where the function has never been loaded.  One that has been is tried again a few times, for the cause may be
-        outside of it (memory, a file server); after that the calls that are left fail."""
+        outside of it (memory, a file server); after that the calls fail that no other child can take."""
         run.failed_loads += 1
         if self._loaded and run.failed_loads < MAX_LOADS:
             return
         message = f"cannot load {self.target}:{' ' if len(why.splitlines()) == 1 else chr(10)}{why}{self.access.hint(why)}"
         if not self._loaded or not run.calls:
             raise LoadError(message)
-        run.fail_all("died", f"{message}\n(it could be loaded before, and not the last {MAX_LOADS} times)")
+        others = any(child.ready and not child.finished for child in self._children)
+        for waiting in (run.retries,) if others else (run.retries, run.pending):
+            while waiting:
+                run.fail(waiting.popleft(), "died", f"{message}\n(it could be loaded before, and not the last {MAX_LOADS} times)")
 
     def _second_chance(self, run: _Run, child: ChildProcess, kind: FailureKind, message: str) -> None:
         """The death of a process may be the fault of an earlier call (a leak, a damaged heap) or of none: the call in hand is
