@@ -20,10 +20,15 @@ from rlhub.config.schema import scalar, setting
 
 
 def resolve_aliases(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Flat settings with every alias under our own key; two spellings with different values are a problem."""
+    """Flat settings with every alias under our own key; two spellings with different values are a problem.
+
+    An alias that is given as an interpolation only says that it follows another setting, as it does here.
+    """
     resolved: dict[str, Any] = {}
     for key, value in values.items():
         ours = _ours(key)
+        if ours != key and _follows(value):
+            continue
         value = _our_value(ours, value)
         if value is AS_DEFAULT:
             continue
@@ -31,6 +36,10 @@ def resolve_aliases(values: Mapping[str, Any], problems: list[str]) -> dict[str,
             problems.append(f"{key}={value!r} and {ours}={resolved[ours]!r} are the same setting with different values")
         resolved[ours] = value
     return resolved
+
+
+def _follows(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("${")
 
 
 def _ours(key: str) -> str:
@@ -73,7 +82,7 @@ def judge(key: str, value: Any, said: Mapping[str, Any] | None = None) -> str | 
     row = _row(key)
     if row is None:
         return None
-    if row.note or row.is_same(value) or (row.as_key and (said or {}).get(row.as_key) == value):
+    if row.note or row.is_same(value) or _follows(value) or (row.as_key and (said or {}).get(row.as_key) == value):
         return ""
     harmless = " or ".join(scalar(item) for item in row.same if item is not ANY and _may_be_shown(item))
     return f"{setting(key, value)}: {row.instead}{f' (only {harmless} is accepted)' if harmless else ''}"
@@ -87,6 +96,6 @@ def _may_be_shown(value: Any) -> bool:
 def note(key: str, value: Any) -> str:
     """For an accepted key that is not ours: why its value has no effect here, or "" where it says what is the case anyway."""
     row = _row(key)
-    if row is None or not row.note or row.is_same(value):
+    if row is None or not row.note or row.is_same(value) or _follows(value):
         return ""
     return f"{setting(key, value)} has no effect: {row.note}"

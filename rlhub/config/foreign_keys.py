@@ -143,7 +143,6 @@ FOREIGN = (
         False,
         None,
         0,
-        "${*",
     ),
     _note("*fsdp_config.reshard_after_forward", "parameters are always sharded again after the forward pass", True),
     _refused("*fsdp_config.offload_policy", "set param_offload=true and optimizer_offload=true of the same section", False),
@@ -221,16 +220,15 @@ FOREIGN = (
         "a run resumes with everything a checkpoint holds; a model alone is a model.path",
         ["model", "optimizer", "extra"],
         ["model", "optimizer", "extra", "hf_model"],
-        "${*",
     ),
-    _note("*checkpoint.save_contents", _ALL_SAVED, ["model", "optimizer", "extra"], "${*"),
+    _note("*checkpoint.save_contents", _ALL_SAVED, ["model", "optimizer", "extra"]),
     _note("*checkpoint.async_save", "a checkpoint is complete before the next step starts", False),
     # models
     *_notes(("*model.torch_dtype",), f"weights have {_A}fsdp_config.model_dtype in training and {_R}dtype in generation", None),
     *(_refused(f"*model.{key}", _OUTSIDE, None) for key in ("hf_config_path", "tokenizer_path")),
     _refused("*custom_chat_template", "put it into the tokenizer's files (chat_template.jinja in model.path)", None),
     _refused("data.chat_template", "put it into the tokenizer's files (chat_template.jinja in model.path)", None),
-    _refused("*model.external_lib", "modules to import are named by trainer.plugins", None, "${*"),
+    _refused("*model.external_lib", "modules to import are named by trainer.plugins", None),
     _refused("*model.exclude_modules", "name those that get adapters in target_modules", None),
     _refused("*model.lora_adapter_path", "merge the adapters into the model and name that folder in model.path", None),
     _note("*model.lora.merge", "adapters are always merged into the weights that the rollout engine gets"),
@@ -238,7 +236,7 @@ FOREIGN = (
     _refused("*mtp.enable*", "this version trains and samples the next token alone", False),
     _silent("*mtp.*"),
     _refused("*rollout.mtp", "this version trains and samples the next token alone", None),
-    _note("actor_rollout_ref.nccl_timeout", "every wait has a deadline of its own, trainer.deadline_s.*"),
+    _note("*nccl_timeout", "every wait has a deadline of its own, trainer.deadline_s.*"),
     # generation
     _note(f"{_R}load_format", _WEIGHTS),
     _note(f"{_R}layered_summon", f"weights move {_R}update_weights_bucket_mb at a time", False),
@@ -271,6 +269,7 @@ FOREIGN = (
     _refused(f"{_R}over_sample_rate", f"{_R}mode=async samples ahead: trainer.max_staleness", 0, 0.0),
     _refused(f"{_R}skip_rollout", "to train on recorded batches set trainer.replay_from", False, None),
     _silent(f"{_R}skip_dump_dir"),
+    _silent(f"{_R}layer_name_map.*"),  # of weights, between two layouts; ours are known
     _note(f"{_R}checkpoint_engine.*", f"weights move {_R}update_weights_bucket_mb at a time", {}),
     _note(
         f"{_R}trace.*", "prompts.jsonl, generations/ and trace.json in the run folder say what became of each prompt", None, False
@@ -416,7 +415,6 @@ FOREIGN = (
         [],
         [-1, -1],
         {},
-        "${*",
     ),
     _refused("transfer_queue.enable", "batches move between workers as they are made; there is nothing to switch on", False),
     _silent("transfer_queue.*"),

@@ -19,6 +19,8 @@ NOTE = "wandb_run_id"
 EXIT_CODES: dict[Status, int] = {"finished": 0, "running": 0, "interrupted": 1, "failed": 1}
 
 
+WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
+"""Of WANDB_MODE."""
 REMEDY = (
     "run `wandb login` (or set WANDB_API_KEY), keep the run on this machine with WANDB_MODE=offline (`wandb sync` uploads it "
     "later), or take wandb out of trainer.logger"
@@ -29,7 +31,7 @@ def login_problems() -> list[str]:
     """What is wrong with the account's key, found without a network; at a terminal wandb asks for one that is missing."""
     wandb = importlib.import_module("wandb")
     try:
-        if wandb.setup().settings.mode == "online":
+        if wandb.setup().settings.mode not in WITHOUT_LOGIN:
             wandb.login(verify=False)
     except (wandb.Error, ValueError, OSError) as error:
         return [f"trainer.logger names wandb, which has no login on this machine ({_one_line(error)}): {REMEDY}"]

@@ -76,10 +76,12 @@ def changed_inputs(config: TrainingConfig, checkpoint: Checkpoint, extras: str |
     """What the run goes on with that is not as it was, though its name is: files of the user's own, and of the data what only
     rewards and workflows read.  extras: the loader's fingerprint of the latter."""
     before, now = checkpoint.state.get(MADE_WITH, {}).get(FILES, {}), _own_files(config)
-    edited = [f"{key}={path} was edited" for key, path in now.items() if before.get(key, _hash(path)) != _hash(path)]
+    other = [
+        f"{key}={path} is another file, or was edited" for key, path in now.items() if before.get(key, _hash(path)) != _hash(path)
+    ]
     if extras is not None and checkpoint.state.get(EXTRAS, extras) != extras:
-        edited.append("extra_info or agent_name of rows in data.train_files changed")
-    return [f"{text} since {checkpoint.path} was saved: the run goes on with what is there now" for text in edited]
+        other.append("extra_info or agent_name of rows in data.train_files changed")
+    return [f"{text} since {checkpoint.path} was saved: the run goes on with what is there now" for text in other]
 
 
 def _own_files(config: TrainingConfig) -> dict[str, Path]:

@@ -284,6 +284,20 @@ def test_keys_of_the_users_own_mappings_stay_as_they_are() -> None:
     assert loaded.problems == [] and loaded.config.trainer.ray_init == tree["trainer"]["ray_init"]
 
 
+def test_another_frameworks_setting_that_only_follows_another_is_passed_over() -> None:
+    """As in a whole configuration file of theirs, where such keys repeat what stands elsewhere."""
+    tree = {
+        "data": {"max_prompt_length": 64},
+        "actor_rollout_ref": {
+            "actor": {"_target_": "a.b.C", "rollout_n": "${oc.select:actor_rollout_ref.rollout.n,1}"},
+            "ref": {"strategy": "${actor_rollout_ref.actor.strategy}", "ulysses_sequence_parallel_size": "${oc.select:x,1}"},
+            "rollout": {"prompt_length": "${oc.select:data.max_prompt_length,512}", "load_format": "${oc.select:x,dummy}"},
+        },
+    }
+    loaded = interpret(PPOConfig, tree, [])
+    assert (loaded.problems, loaded.notes, loaded.config.data.max_prompt_length) == ([], [], 64)
+
+
 def test_every_alias_leads_to_a_setting() -> None:
     known = {leaf.key for cls in (PPOConfig, SFTConfig) for leaf in leaves(cls)}
     known |= {key for cls in (PPOConfig, SFTConfig) for key, _ in sections(cls)}
