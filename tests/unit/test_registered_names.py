@@ -60,7 +60,6 @@ MEANINGS: dict[tuple[str, str], str] = {
     ("single_controller/ray/runtime_env.py", "wandb"): "the folder that package writes to",
     ("tracking/console.py", "kl"): "a column's heading",
     **{("tracking/run_folder.py", name): "the folder that package writes to" for name in ("tensorboard", "wandb")},
-    ("trainer/memory_checks.py", "vllm"): "the Python package whose engines take a share of the memory",
     ("utils/column_files.py", "json"): "a kind of column",
 }
 """(path, string) -> what else the string means there."""
