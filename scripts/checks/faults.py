@@ -34,8 +34,8 @@ from rlhub.utils.faults import PLACES
 from scripts.checks import jobs
 from scripts.checks.jobs import Job, Task, final_weights
 
-DEADLINE_S, WITHIN_S, RUN_S = 20.0, 60.0, 400.0
-"""Of each wait in a job; from a fault to the job's error; for a whole job on a busy machine."""
+DEADLINE_S, START_S, WITHIN_S, RUN_S = 20.0, 120.0, 60.0, 400.0
+"""Of each wait in a job but that for its start; for that, on a busy machine; from a fault to the job's error; for a whole job."""
 KILLED, WENT_ON = "killed", "went on"
 console = Console(width=170)
 Check = Callable[[Job], str]
@@ -211,7 +211,7 @@ class Runner:
             "environment": (*jobs.environment(self.task), "actor_rollout_ref.rollout.agent.kwargs.step_timeout_s=5"),
             "remote": self.server,
         }[name]
-        return self.task.arguments(run, *job, *more, deadline_s=DEADLINE_S)
+        return self.task.arguments(run, *job, *more, f"trainer.deadline_s.start={START_S}", deadline_s=DEADLINE_S)
 
     def undisturbed(self, name: str) -> dict[str, bytes]:
         """The weights of the job without a fault."""
