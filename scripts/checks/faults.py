@@ -34,10 +34,10 @@ from rlhub.utils.faults import PLACES
 from scripts.checks import jobs
 from scripts.checks.jobs import Job, Task, final_weights
 
-DEADLINE_S, WITHIN_S, RUN_S = 20.0, 60.0, 400.0
-"""Of each wait in a job; from a fault to the job's error; for a whole job on a busy machine."""
+DEADLINE_S, START_S, WITHIN_S, RUN_S = 20.0, 120.0, 60.0, 400.0
+"""Of each wait in a job but that for its start; for that, on a busy machine; from a fault to the job's error; for a whole job."""
 KILLED, WENT_ON = "killed", "went on"
-console = Console(width=170)
+console = Console(width=170, markup=False)  # what jobs write is no markup
 Check = Callable[[Job], str]
 """Of a job that has ended: what is not as it should be, or ""."""
 
@@ -101,7 +101,10 @@ CASES: list[Case] = [
     Case(group="process", faults=(fault("delay", "driver.commit", seconds=2),), expected=(WENT_ON,)),
     Case(group="process", job="ranks", faults=(fault("kill", "actor.update_actor", rank=1),), expected=("WorkerDiedError",)),
     Case(
-        group="process", job="ranks", faults=(fault("stop", "rollout.generate_sequences", rank=1),), expected=("DeadlineError",)
+        group="process",
+        job="ranks",
+        faults=(fault("stop", "rollout.generate_sequences", rank=1),),
+        expected=("DeadlineError", "WorkerError"),
     ),
     Case(group="process", job="ranks", faults=(fault("raise", "actor.sync_weights", rank=1),), expected=WORKER),
     Case(
@@ -211,7 +214,7 @@ class Runner:
             "environment": (*jobs.environment(self.task), "actor_rollout_ref.rollout.agent.kwargs.step_timeout_s=5"),
             "remote": self.server,
         }[name]
-        return self.task.arguments(run, *job, *more, deadline_s=DEADLINE_S)
+        return self.task.arguments(run, *job, *more, f"trainer.deadline_s.start={START_S}", deadline_s=DEADLINE_S)
 
     def undisturbed(self, name: str) -> dict[str, bytes]:
         """The weights of the job without a fault."""

@@ -46,7 +46,7 @@ START_S, RUN_S = 240.0, 400.0
 SCORE_S = 0.1
 STEP_S = SCORE_S * BATCH * SAMPLES
 """What a step takes at least: the reward function sleeps, so that random moments fall into steps."""
-console = Console(width=170)
+console = Console(width=170, markup=False)  # what jobs write is no markup
 
 
 @dataclass(slots=True, kw_only=True)

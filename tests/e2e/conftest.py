@@ -60,7 +60,14 @@ class Holding(Tracker):
 """A run stands still after the step that the file names, when its line is written: however fast it is, it is not over before a
 test has done to it what the test is about.  A tracker holds up training and nothing else."""
 
-LONGEST = ("test_main_job.py", "test_async_job.py", "test_kill_and_resume.py", "test_recipes_serving.py", "test_placement_job.py")
+LONGEST = (
+    "test_main_job.py",
+    "test_async_job.py",
+    "test_kill_and_resume.py",
+    "test_recipes_serving.py",
+    "test_placement_job.py",
+    "test_planned_faults.py",
+)
 """Files that take longest: one to five minutes."""
 
 VOCABULARY = 64
