@@ -24,7 +24,7 @@ MIN_MULTIPLICATIONS = 1 << 21
 """Smaller products take less time than oneDNN needs to begin."""
 MIN_ROWS = 8
 """Of either factor; oneDNN takes longer for the few rows of a short batch than it saves."""
-MAX_ROWS_AS_THEY_ARE = 32
+MAX_ROWS_AS_THEY_ARE = 64
 """Up to here a number of rows is not rounded up: a copy would take longer.  A server meets all numbers up to its longest batch of
 prompts, and what oneDNN compiles for each of them stays in memory."""
 CPU_INFO = Path("/proc/cpuinfo")

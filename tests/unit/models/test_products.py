@@ -272,9 +272,9 @@ class TestOtherSizes:
     def test_rounded_up(self) -> None:
         numbers = range(1, 2**15 + 1)
         rounded = [products._rounded_up(number) for number in numbers]
-        assert rounded[:32] == list(range(1, 33))
+        assert rounded[:64] == list(range(1, 65))
         assert all(number <= found <= 1.125 * number for number, found in zip(numbers, rounded, strict=True))
-        assert len(set(rounded[32:])) == 10 * 8
+        assert len(set(rounded[64:])) == 9 * 8
         assert all(products._rounded_up(found) == found for found in rounded)
 
     @pytest.mark.parametrize("upstream", LAYOUTS)
