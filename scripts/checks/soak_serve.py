@@ -50,7 +50,7 @@ CONTROL = "tests.support.unchecked_ids"
 
 @dataclass
 class Soak:
-    """folders: the first version's weights, and others."""
+    """folders: the first version's weights, and others.  answers: the greedy ones, before and after."""
 
     server: Server
     requests: int
@@ -60,6 +60,7 @@ class Soak:
     statuses: dict[str, Counter[str]] = field(default_factory=dict)
     rss: dict[int, tuple[float, float]] = field(default_factory=dict)
     version: int = 0
+    answers: tuple[list[Any], list[Any]] = ([], [])
     waiting: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -88,9 +89,9 @@ class Soak:
         status, answer = await self.call(WEIGHTS, {"folder": self.folders[0], "version": self.version}, "admin")
         if status != 200:
             self.problems.append(f"the first weights cannot be published again: {status} {answer}")
-        after = await self.greedy()
-        if before != after:
-            self.problems.append(f"greedy answers are others than before: {before} -> {after}")
+        self.answers = before, await self.greedy()
+        if self.answers[0] != self.answers[1]:
+            self.problems.append("greedy answers are others than before")
         if self.requests > WARM:
             self.check_memory(first)
 
@@ -272,6 +273,9 @@ def main() -> int:
     console.print(found.report())
     for count, (own, whole) in found.rss.items():
         print(f"memory after {count} requests: {own:.0f} MiB of the main process, {whole:.0f} MiB of all")
+    for prompt, *both in zip(PROMPTS, *found.answers, strict=True):
+        for when, ids in zip(("before", "after"), both, strict=True):
+            print(f"greedy after {prompt}, {when}: {ids}")
     for problem in found.problems[:SHOWN]:
         print(f"- {problem}")
     print(f"{len(found.problems)} problems" if found.problems else f"{options.engine}: all as it should be")
