@@ -7,6 +7,7 @@ between the two writes the line on resume, so each step stands there exactly onc
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections import deque
@@ -315,16 +316,29 @@ class Run:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        gone = self._folder_problem()
+        gone, failed = self._folder_problem(), error
         try:
             if kind is None:
                 self.finish("interrupted" if self.stop_requested else "finished")
             else:
                 interrupted = issubclass(kind, KeyboardInterrupt | SystemExit)
                 self.finish("interrupted" if interrupted else "failed", str(error))
+        except OSError as unwritten:
+            failed = failed or unwritten
         finally:
             self.signals.__exit__(None, None, None)
             self._forget_faults()
             self.folder.close()
-        if gone is not None and (error is None or isinstance(error, OSError)):
-            raise gone from error  # why a file could not be written
+        if failed is None or isinstance(failed, OSError):
+            if problem := gone or _no_room(self.folder.path, failed):
+                raise problem from failed
+            if failed is not None and failed is not error:
+                raise failed
+
+
+def _no_room(folder: Path, error: OSError | None) -> RunFolderError | None:
+    if error is None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    return RunFolderError(
+        f"{folder}: the disk is full ({error}); make room and start the run again: it goes on from its last checkpoint"
+    )

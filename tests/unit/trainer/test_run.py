@@ -181,6 +181,25 @@ def test_a_folder_that_has_gone_explains_a_file_that_cannot_be_written(tmp_path:
     assert isinstance(caught.value.__cause__, FileNotFoundError)
 
 
+def test_a_full_disk_is_an_error_that_names_the_folder_and_the_remedy(tmp_path: Path) -> None:
+    """Whatever could not be written: samples, a trained prompt, the report."""
+    with (
+        pytest.raises(RunFolderError, match=f"{tmp_path}/run: the disk is full .*it goes on from its last checkpoint") as caught,
+        run_of(tmp_path / "run") as run,
+    ):
+        run.start()
+        end(run, 1)
+        Path("/dev/full").write_text("a sample")
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_report_that_finds_no_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RunFolderError, match="the disk is full"), run_of(tmp_path / "run") as run:
+        run.start()
+        assert run.recorder is not None
+        monkeypatch.setattr(run.recorder, "finish", lambda *_, **__: Path("/dev/full").write_text("the report"))
+
+
 def test_the_report_of_a_killed_run_does_not_stay_running(tmp_path: Path) -> None:
     """The next start corrects it, even one that does not get far."""
     code = (
