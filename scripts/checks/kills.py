@@ -95,7 +95,7 @@ class Matrix:
             "environment": jobs.environment(self.task),
             "replica": jobs.replicas(),
         }[target]
-        start = (f"trainer.deadline_s.start={self.start_deadline_s}",)
+        start = tuple(f"trainer.deadline_s.{name}={self.start_deadline_s}" for name in ("start", "resources"))
         return self.task.arguments(run, *more, *start, deadline_s=self.deadline_s)
 
     def is_synchronous(self, target: str) -> bool:
@@ -300,7 +300,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the moments (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="cases side by side (default: %(default)s)")
     parser.add_argument("--deadline-s", type=float, default=30.0, help="every deadline of the jobs (default: %(default)s)")
-    parser.add_argument("--start-deadline-s", type=float, help="trainer.deadline_s.start, where a busy machine needs more")
+    parser.add_argument(
+        "--start-deadline-s", type=float, help="trainer.deadline_s.start and .resources, where a busy machine needs more"
+    )
     parser.add_argument("--folder", type=Path, help="where the jobs write; those with problems stay there")
     given = parser.parse_args()
     targets = given.targets.split(",")

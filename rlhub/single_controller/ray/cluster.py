@@ -211,7 +211,7 @@ def _patiently(start: Callable[[], object], deadline_s: float) -> None:
                     process.kill()
             if attempt == START_ATTEMPTS or time.monotonic() >= ends:
                 raise ResourceError(
-                    f"cannot start Ray here: its processes were not up after 30 s, {attempt} times in a row "
+                    f"its processes were not up after 30 s, {attempt} times in a row "
                     f"(trainer.deadline_s.resources is {deadline_s:g} s). Is the machine very busy, or short of memory? Wait, "
                     "end other work, or join a cluster that runs (ray_init.address)"
                 ) from error
