@@ -197,8 +197,8 @@ def test_two_fsdp2_ranks_with_vllm_in_each(mains: Mains, setting: Setting, tmp_p
 
 
 def test_an_engine_left_behind_shows_as_mismatch(mains: Mains, setting: Setting, tmp_path: Path) -> None:
-    """Control of the bound above: an engine that misses one small update is far beyond it."""
-    plugin = ["trainer.plugins=[stale_engine_plugin]"]
+    """Control of the bound above: an engine that misses one small update is far beyond it, where a run stops unless told."""
+    plugin = ["trainer.plugins=[stale_engine_plugin]", "algorithm.rollout_correction.mismatch_stop=100"]
     environment = {"PYTHONPATH": str(setting.folder)}
     finished(mains.run(setting.arguments(tmp_path / "stale", *plugin), env=environment))
     rows = metrics_of(tmp_path / "stale")
