@@ -169,7 +169,8 @@ def test_an_engine_that_broke_is_503_and_built_anew_with_the_weights_it_had(serv
     while (health := ask(server, "/health"))[0] != 200:
         assert health[0] == 503 and "no such kernel" in health[1]["error"]["message"]
         seen.add(health[0])
-        assert ask(server, COMPLETIONS, {"prompt": [5], "max_tokens": 2})[0] == 503
+        status, _ = ask(server, COMPLETIONS, {"prompt": [5], "max_tokens": 2})
+        assert status == 503 or ask(server, "/health")[0] == 200, "answered only by one that was built anew meanwhile"
         assert time.monotonic() < deadline, "it is not built anew"
         time.sleep(0.02)
     assert seen, "the break was told"
