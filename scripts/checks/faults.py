@@ -282,7 +282,7 @@ def resume(job: Job, arguments: Sequence[str], outcome: Outcome) -> Job:
 @contextmanager
 def rollout_server(task: Task) -> Iterator[tuple[str, ...]]:
     """A main_serve of the same model; the settings of a job that generates with it."""
-    ready, key = task.folder / "ready", task.folder / "key"
+    ready, key, admin = (task.folder / name for name in ("ready", "key", "admin-key"))
     command = [
         sys.executable,
         "-m",
@@ -291,7 +291,13 @@ def rollout_server(task: Task) -> Iterator[tuple[str, ...]]:
         "server.port=0",
         "device=cpu",
     ]
-    settings = [f"server.ready_file={ready}", f"server.api_key_file={key}", "rollout.name=hf", "rollout.max_model_len=64"]
+    settings = [
+        f"server.ready_file={ready}",
+        f"server.api_key_file={key}",
+        f"server.admin_key_file={admin}",
+        "rollout.name=hf",
+        "rollout.max_model_len=64",
+    ]
     with (task.folder / "server.log").open("w") as log:
         process = subprocess.Popen([*command, *settings], stdout=log, stderr=log, env=jobs.environment_variables())
     try:
@@ -305,6 +311,7 @@ def rollout_server(task: Task) -> Iterator[tuple[str, ...]]:
             "actor_rollout_ref.rollout.name=remote",
             f"{remote}.urls=[{ready.read_text()}]",
             f"{remote}.api_key_file={key}",
+            f"{remote}.admin_key_file={admin}",
             f"{remote}.weights_folder={task.folder / 'published'}",
         )
     finally:
