@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -194,13 +194,15 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class Runner:
-    """server: settings of a rollout server that runs beside the checks, where a case needs one."""
+    """server: settings of a rollout server that runs beside the checks, where a case needs one; it has the weights of one job
+    at a time."""
 
     task: Task
     folder: Path
     server: tuple[str, ...] = ()
     weights: dict[str, dict[str, bytes]] = field(default_factory=dict)
     turn: threading.Lock = field(default_factory=threading.Lock)
+    server_turn: threading.Lock = field(default_factory=threading.Lock)
 
     def arguments(self, name: str, run: Path, *more: str) -> list[str]:
         """The command's settings."""
@@ -229,6 +231,10 @@ class Runner:
 
     def run(self, case: Case, number: int) -> Outcome:
         """The job, its resume, and what they left."""
+        with self.server_turn if case.job == "remote" else nullcontext():
+            return self._run(case, number)
+
+    def _run(self, case: Case, number: int) -> Outcome:
         outcome, folder = Outcome(case=case), self.folder / f"case-{number}"
         expected = self.undisturbed(case.job) if case.same else None
         arguments = self.arguments(case.job, folder / "run", *case.settings, case.rows)
