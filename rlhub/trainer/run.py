@@ -115,8 +115,7 @@ class Run:
         return self
 
     def _tell_of_abandoned(self) -> None:
-        """A process that was killed could not say so: its report, which says "running", is corrected, whatever becomes of this
-        start."""
+        """Corrects the report of a process that was killed, which still says "running", whatever becomes of this start."""
         if self.folder.abandoned_by is not None and self.folder.report.is_file():
             ended = (
                 f"the process that wrote this ({self.folder.abandoned_by}) ended without a word, as after kill -9 or a power loss"
@@ -124,12 +123,13 @@ class Run:
             write_report(self.folder, self._info(), "failed", ended)
 
     def _plan_faults(self) -> None:
-        """Said loudly: nobody leaves one in by accident."""
+        """Installs the run's fault plan, with a warning, so that nobody leaves one in by accident."""
         if planned := planned_faults(self.config):
             logger.warning("trainer.faults: this run is made to fail: %s", "; ".join(map(str, planned)))
             faults.install(FaultPlan(faults=planned, record=str(self.folder.logs)))
 
     def _forget_faults(self) -> None:
+        """Removes the fault plan from this process, and names the faults whose place was never passed."""
         if (plan := faults.installed()) is not None and (left := list(plan.unstruck())):
             logger.warning("trainer.faults: not struck, because no such place was passed: %s", "; ".join(map(str, left)))
         faults.install(None)
@@ -337,6 +337,7 @@ class Run:
 
 
 def _no_room(folder: Path, error: OSError | None) -> RunFolderError | None:
+    """Returns what to tell the user where the error says that the disk is full, else None."""
     if error is None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     return RunFolderError(
