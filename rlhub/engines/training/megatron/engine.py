@@ -35,7 +35,6 @@ from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
 from rlhub.models.megatron.build import MegatronLM, MegatronPlan, build_megatron
 from rlhub.models.megatron.names import ParamParts, parts
-from rlhub.utils.freed_memory import keep_freed_memory
 from rlhub.utils.pieces import Piece
 from rlhub.utils.regions import take
 
@@ -79,8 +78,6 @@ class MegatronEngine(TrainEngine):
         self._host = HostCopies()
 
     def initialize(self) -> None:
-        if self.device.type == "cpu":
-            keep_freed_memory()
         where = ensure_model_parallel(self.megatron_config)
         self._parallel = where
         self.dp_rank, self.dp_size, self.is_collect = where.data_rank, where.data_size, where.collects
