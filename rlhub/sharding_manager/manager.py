@@ -9,8 +9,6 @@ and nothing else would say so.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -21,10 +19,8 @@ from rlhub.sharding_manager.layout_exchange import Member, exchange_members, thi
 from rlhub.sharding_manager.links import Links
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.sharding_manager.route import BUFFER_BUCKETS, Route, make_route
-from rlhub.sharding_manager.shared_weights import SharedWeights
 from rlhub.sharding_manager.stream import CheckedStream, check_range, raise_first
 from rlhub.utils.fingerprint import combine
-from rlhub.utils.pieces import Piece
 
 __all__ = ["ShardingManager", "SyncReport"]
 
@@ -34,7 +30,6 @@ class ShardingManager:
 
     bucket_bytes: size of the buckets in which weights travel; extra memory is at most two buckets, or the largest tensor.
     check: False skips fingerprints and the reading back (names are still compared).  timeout_s: of every wait for a peer.
-    share: after the first update ranks of one machine keep one copy of equal engines' weights (CPU); all ranks say the same.
     """
 
     def __init__(
@@ -45,15 +40,12 @@ class ShardingManager:
         bucket_bytes: int,
         check: bool = True,
         timeout_s: float = 1800.0,
-        share: bool = True,
     ) -> None:
         self._train = train
         self._rollout = rollout
         self._bucket_bytes = bucket_bytes
         self._check = check
         self._timeout_s = timeout_s
-        self._share = share
-        self._shared: SharedWeights | None = None
         self._route: Route | None = None
 
     def sync(self, version: int) -> SyncReport:
@@ -69,7 +61,7 @@ class ShardingManager:
         self._rollout.wake_up(weights_only=True)
         if self._route is None:
             report = self._stream(version)
-            self._route = self._make_route(version)
+            self._route = self._make_route()
         else:
             report = self._move(self._route, version)
         check_range(self._rollout)
@@ -97,21 +89,18 @@ class ShardingManager:
             fingerprint=combine(stream.fingerprints.items()),
         )
 
-    def _make_route(self, version: int) -> Route | None:
-        """The plan over all ranks, and the memory that they share; None where the weights exist only as a stream."""
+    def _make_route(self) -> Route | None:
+        """The plan over all ranks; None where the weights exist only as a stream."""
         pieces = self._train.local_weights()
         if pieces is None:
             return None
         links = Links.of_job(self._train.device, self._timeout_s)
-        if links is not None and self._share:
-            with self._rollout.overwriting(version):
-                self._shared = SharedWeights.share(links, self._rollout)
         member = Member(
             side="both",
             node=this_node(),
             device=self._train.device.type,
             sources=Held(pieces).infos(),
-            destinations=Held(self._destinations()).infos(),
+            destinations=Held(self._rollout.live_weights()).infos(),
         )
         members = exchange_members(links, member)
         return make_route(links, members, memory_bytes=self._bucket_bytes * BUFFER_BUCKETS, check=self._check)
@@ -120,16 +109,8 @@ class ShardingManager:
         """By the plan, into the live weights."""
         pieces = self._train.local_weights()
         assert pieces is not None
-        with self._rollout.overwriting(version), self._writing():
-            outcome = route.execution.run(Held(pieces), Held(self._destinations()))
+        with self._rollout.overwriting(version):
+            outcome = route.execution.run(Held(pieces), Held(self._rollout.live_weights()))
             if self._check:
                 raise_first(route.names, outcome.differing, route.agree)
         return route.report(version, combine(outcome.values) if self._check else "")
-
-    def _destinations(self) -> Iterable[Piece]:
-        """What this rank writes and reads back."""
-        pieces = self._rollout.live_weights()
-        return pieces if self._shared is None else self._shared.parts(pieces)
-
-    def _writing(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._shared is None else self._shared.writing(self._rollout.live_weights())

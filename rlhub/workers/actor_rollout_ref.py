@@ -28,7 +28,6 @@ class ActorRolloutRefWorker(ActorPart, RolloutPart, GivesRoom):
             self.rollout,
             bucket_bytes=self.bucket_bytes,
             timeout_s=self.runtime.deadline_s,
-            share=self.config.rollout.share_weights,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -3,8 +3,7 @@
     python scripts/bench/weight_sync.py [--millions 54] [--bucket-mb 64] [--repeats 5] [--only fsdp2] [--profile]
 
 Four processes on this machine hold plain tensors in the named layouts; `planned` is what the sharding manager runs at every
-sync, its checks included ("shared": into the one copy that ranks' engines keep on CPUs).  Beside it, on the same processes,
-taking turns:
+sync, its checks included.  Beside it, on the same processes, taking turns:
 
   copy       every rank copies as many bytes as its engine needs from its own memory: what no synchronisation can do without
   broadcast  the full model is gathered on rank 0 and broadcast, every rank keeps its part
@@ -24,7 +23,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +33,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhub.engines.rollout.weight_memory import memory_blocks, move_to_blocks
 from rlhub.sharding_manager.execution import Execution, rank_plan
 from rlhub.sharding_manager.held import Held
 from rlhub.sharding_manager.layout_exchange import Member, exchange_members, this_node
@@ -53,7 +50,6 @@ from rlhub.sharding_manager.links import Links
 from rlhub.sharding_manager.plan import make_plan
 from rlhub.sharding_manager.route import Route, make_route
 from rlhub.sharding_manager.schedule import schedule
-from rlhub.sharding_manager.shared_weights import SharedWeights
 from rlhub.sharding_manager.transports.collective import CollectiveTransport
 from rlhub.utils.atomic import fsync_file
 from rlhub.utils.pieces import Piece, PieceInfo
@@ -68,14 +64,12 @@ CPU = torch.device("cpu")
 
 @dataclass(slots=True, kw_only=True)
 class Pair:
-    """Two layouts.  separate: in processes of their own, senders first; else both in each process.  shared: the engines of the
-    destination keep one copy."""
+    """Two layouts.  separate: in processes of their own, senders first; else both in each process."""
 
     name: str
     sources: Layout
     destinations: Layout
     separate: bool = False
-    shared: bool = False
 
     @property
     def world(self) -> int:
@@ -109,11 +103,9 @@ def pairs(model: DecoderShape) -> list[Pair]:
     return [
         Pair(name="fsdp1 -> full", sources=full, destinations=full),
         Pair(name="fsdp2 -> full x2", sources=fsdp2, destinations=full * 2),
-        Pair(name="fsdp2 -> full, shared", sources=fsdp2, destinations=full * 2, shared=True),
         Pair(name="fsdp2 -> tp2", sources=fsdp2, destinations=engine2),
         Pair(name="megatron tp2 -> tp2", sources=tp2, destinations=engine2),
         Pair(name="megatron tp2 -> full x2", sources=tp2, destinations=full * 2),
-        Pair(name="megatron tp2 -> full, shared", sources=tp2, destinations=full * 2, shared=True),
         Pair(name="megatron pp2 -> full x2", sources=pp2, destinations=full * 2),
         Pair(name="fsdp2 | full", sources=fsdp2, destinations=full, separate=True),
         Pair(name="fsdp2 | tp2", sources=fsdp2, destinations=engine2, separate=True),
@@ -122,22 +114,6 @@ def pairs(model: DecoderShape) -> list[Pair]:
 
 
 # One process
-
-
-class PlainEngine:
-    """What `SharedWeights` asks of a rollout engine, over plain tensors."""
-
-    def __init__(self, pieces: list[Piece]) -> None:
-        self.pieces = pieces
-
-    def live_weights(self) -> list[Piece]:
-        return self.pieces
-
-    def weight_memory(self) -> list[Tensor]:
-        return memory_blocks([piece.tensor for piece in self.pieces])
-
-    def move_weights(self, blocks: Sequence[Tensor]) -> None:
-        move_to_blocks([piece.tensor for piece in self.pieces], blocks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,23 +131,11 @@ class Rank:
     source_pieces: list[Piece] = field(init=False)
     destination_pieces: list[Piece] = field(init=False)
     route: Route = field(init=False)
-    engine: PlainEngine = field(init=False)
-    shared: SharedWeights | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.source_pieces = hold(self._layout(self.pair.sources, self.source_ranks), fill=True)
         self.destination_pieces = hold(self._layout(self.pair.destinations, self.destination_ranks), fill=False)
         self.source, self.destination = Held(self.source_pieces), Held(self.destination_pieces)
-        if self.pair.shared:
-            self._share()
-
-    def _share(self) -> None:
-        """One copy for all ranks, of which each writes a part."""
-        assert self.links is not None
-        self.engine = PlainEngine(self.destination_pieces)
-        self.shared = SharedWeights.share(self.links, self.engine)
-        assert self.shared is not None, "there is not enough shared memory"
-        self.destination_pieces = list(self.shared.parts(self.engine.pieces))
 
     @property
     def source_ranks(self) -> range:
@@ -192,9 +156,8 @@ class Rank:
         route = self.route = self._route()
 
         def sync() -> None:
-            with nullcontext() if self.shared is None else self.shared.writing(self.engine.pieces):
-                outcome = route.execution.run(Held(self.source_pieces), Held(self.destination_pieces))
-                assert route.agree(len(outcome.differing)) == 0
+            outcome = route.execution.run(Held(self.source_pieces), Held(self.destination_pieces))
+            assert route.agree(len(outcome.differing)) == 0
 
         return sync
 

@@ -109,7 +109,7 @@ def use_sockets(stack: ExitStack, *, sockets: bool) -> type:
 def colocated(path: str, dtype: str, sockets: bool) -> dict[str, Any]:
     """Four updates with changed weights, then broken ones; every rank's engine has weights of its own."""
     train, engine = trainer(path), rollout(path, dtype)
-    manager = ShardingManager(train, engine, bucket_bytes=BUCKET, share=False)
+    manager = ShardingManager(train, engine, bucket_bytes=BUCKET)
     with ExitStack() as stack:
         kind = use_sockets(stack, sockets=sockets)
         reports, wrong = [], []

@@ -201,25 +201,6 @@ def observe_step(engine: RolloutEngine, manager: ShardingManager, model: PreTrai
     }
 
 
-def observe_sharing(
-    engine: VLLMEngine, train: TrainEngine, change: Callable[[int], None], model: PreTrainedModel
-) -> dict[str, Any]:
-    """Updates by a manager that lets ranks of equal engines keep one copy: into their own memory, then into that copy."""
-    manager = ShardingManager(train, engine, bucket_bytes=BUCKET)
-    steps = []
-    for version in (20, 21):
-        change(version)
-        steps.append(observe_step(engine, manager, model, version))
-    return {
-        "steps": steps,
-        "sharers": 1 if manager._shared is None else manager._shared.size,
-        "storages": len(engine.weight_memory()),
-        "wire_bytes": manager.sync(22).wire_bytes,
-        "flip": caught_flip(engine, manager, "model.norm.weight", here=dist.get_rank() == dist.get_world_size() - 1),
-        "healed": error_of(lambda: manager.sync(23)),
-    }
-
-
 def stale_prefix_error(engine: VLLMEngine, manager: ShardingManager, model: PreTrainedModel) -> float:
     """The long prompt's error when the prefix cache is not reset; the caller has just changed the weights."""
     reset = engine._reset_prefix_cache
@@ -257,7 +238,7 @@ def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, 
     engine.initialize()
     out: dict[str, Any] = {"undisturbed": process_state() == before}
     out["without_weights"] = error_of(lambda: greedy(engine))
-    manager = ShardingManager(train, engine, bucket_bytes=BUCKET, share=False)  # each rank writes its own weights below
+    manager = ShardingManager(train, engine, bucket_bytes=BUCKET)
 
     def change(seed: int) -> None:
         perturb(live(), seed)
@@ -290,7 +271,6 @@ def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, 
     last = rank == world_size - 1
     out["flips"] = {name: caught_flip(engine, manager, name, here=last) for name in FLIPPED[case.family]}
     out["healed"] = error_of(lambda: manager.sync(10))
-    out["shared"] = observe_sharing(engine, train, change, model)
     out["failure"] = vllm_batches.observe_failure(engine)
     engine.shutdown()
     engine.shutdown()

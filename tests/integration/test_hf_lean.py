@@ -179,26 +179,6 @@ def test_there_is_one_copy_of_every_weight() -> None:
     assert sum(storages.values()) == sum(parameter.nbytes for parameter in before.values())
 
 
-def test_weights_that_move_are_read_where_they_are(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path)
-    engine = hf_engine(tmp_path, load_checkpoint=True)
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=10)
-    before = contract.tokens(engine.generate(contract.requests(), greedy))
-    blocks = [block.clone() for block in engine.weight_memory()]
-    for block in engine.weight_memory():
-        old = block.clone()
-        block.zero_()  # what still read the old memory would show
-        assert not torch.equal(block, old)
-    with engine.overwriting(1):
-        engine.move_weights(blocks)
-    assert contract.tokens(engine.generate(contract.requests(), greedy)) == before
-    model = tiny_model(seed=1)
-    engine.update_weights([list(model.named_parameters())], 2)
-    tokens = contract.tokens(engine.generate(contract.requests(), greedy))
-    assert tokens == choices(model, tokens) != before
-    assert [block.data_ptr() for block in engine.weight_memory()] == [block.data_ptr() for block in blocks]
-
-
 def generate_after_an_update(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
     """Completions of an engine whose weights were exchanged, and what full forwards with the new weights choose for them."""
     save_tiny_model(folder)
