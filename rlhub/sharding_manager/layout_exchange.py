@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,10 +32,8 @@ class Member:
 
 
 def this_node() -> str:
-    """The machine, as far as shared memory reaches: containers with a /dev/shm of their own are machines of their own."""
-    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
-    shared = os.stat("/dev/shm").st_dev if Path("/dev/shm").exists() else 0
-    return f"{boot}:{shared}"
+    """The machine, whatever container of it this process runs in."""
+    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
 
 
 def exchange_members(links: Links | None, member: Member) -> list[Member]:

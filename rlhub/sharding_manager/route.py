@@ -13,7 +13,7 @@ from rlhub.sharding_manager.links import Links
 from rlhub.sharding_manager.plan import make_plan
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.sharding_manager.schedule import schedule
-from rlhub.sharding_manager.transports.choice import choose_transport
+from rlhub.sharding_manager.transports.collective import CollectiveTransport
 
 BUFFER_BUCKETS = 2  # what a process may hold of messages while a planned update runs, in buckets
 
@@ -55,7 +55,7 @@ def make_route(links: Links | None, members: Sequence[Member], *, memory_bytes: 
         destination_processes=destinations,
         nodes=nodes_of(members),
     )
-    transport = choose_transport(links, members, memory_bytes)
+    transport = CollectiveTransport(links, memory_bytes) if links else None
     rank = links.rank if links else 0
     destination = destinations.index(rank) if rank in destinations else None
     mine = rank_plan(

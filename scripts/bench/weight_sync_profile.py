@@ -22,7 +22,6 @@ from rlhub.sharding_manager import execution
 from rlhub.sharding_manager.held import Held
 from rlhub.sharding_manager.links import Links, Pending
 from rlhub.sharding_manager.route import Route
-from rlhub.sharding_manager.transports.shared_memory import ROUND_BYTES, SharedMemoryTransport
 from rlhub.utils.fingerprint import digests
 
 COPY = "copies inside the process"
@@ -32,10 +31,11 @@ SOURCE = "fingerprints of what leaves"
 READ_BACK = "fingerprints of what arrived"
 STRIDED = "gathering strided weights for them"
 WAIT = "waiting for the other ranks"
-WORDS = "posting words, exchanging fingerprints"
+POSTING = "posting messages, exchanging fingerprints"
 STEPS = "the plan's steps in Python"
-PARTS = (COPY, PACK, UNPACK, SOURCE, READ_BACK, STRIDED, WAIT, WORDS, STEPS)
-SOCKETS = "sockets instead (not part of a sync)"
+PARTS = (COPY, PACK, UNPACK, SOURCE, READ_BACK, STRIDED, WAIT, POSTING, STEPS)
+SOCKETS = "these messages through the sockets alone"
+ROUND_BYTES = 8 << 20
 MB = 1e6
 
 
@@ -105,7 +105,7 @@ def watched(watch: Stopwatch) -> Iterator[None]:
         around(execution.Execution, "_copy", "leaving")
         around(execution.Execution, "_pack", "leaving")
         around(Pending, "wait", WAIT)
-        around(Links, "exchange", WORDS)
+        around(Links, "exchange", POSTING)
         yield
 
 
@@ -193,7 +193,6 @@ class RankProfile:
     parts: dict[str, Spent]
     bare: dict[str, Spent]
     bytes: dict[str, int]
-    transport: str
 
 
 def profile(sync: Callable[[], None], route: Route, group: dist.ProcessGroup, repeats: int) -> list[RankProfile]:
@@ -203,9 +202,7 @@ def profile(sync: Callable[[], None], route: Route, group: dist.ProcessGroup, re
     found = {}
     for name, call in bare.calls(group).items():
         found[name] = _best(lambda call=call, name=name: {name: _timed(call)}, group, repeats)[name]
-    transport = route.execution._transport
-    named = "shared memory" if isinstance(transport, SharedMemoryTransport) else "sockets" if transport else "nothing"
-    mine = RankProfile(parts=parts, bare=found, bytes=bare.bytes(), transport=named)
+    mine = RankProfile(parts=parts, bare=found, bytes=bare.bytes())
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
@@ -234,7 +231,7 @@ def show(ranks: Sequence[RankProfile], copy_wall_s: float, copy_cpu_s: float) ->
     """copy_*_s: of the plain copy of what each engine needs, on all ranks."""
     columns = f"{'MB':>8}{'wall s':>9}{'share':>7}{'CPU s':>9}{'bare wall':>11}{'CPU':>9}"
     for number, rank in enumerate(ranks):
-        print(f"  rank {number}, messages through {rank.transport:22}{columns}")
+        print(f"  rank {number:<38}{columns}")
         for name in (*PARTS, SOCKETS):
             _show_part(rank, name)
         total, limit = total_of(rank), limit_of(rank)
