@@ -20,11 +20,14 @@ import argparse
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -36,7 +39,15 @@ from torch import Tensor
 from rlhub.sharding_manager.execution import Execution, rank_plan
 from rlhub.sharding_manager.held import Held
 from rlhub.sharding_manager.layout_exchange import Member, exchange_members, this_node
-from rlhub.sharding_manager.layouts import (
+from rlhub.sharding_manager.links import Links
+from rlhub.sharding_manager.plan import make_plan
+from rlhub.sharding_manager.route import Route, make_route
+from rlhub.sharding_manager.schedule import schedule
+from rlhub.sharding_manager.transports.collective import CollectiveTransport
+from rlhub.utils.atomic import fsync_file
+from rlhub.utils.pieces import Piece, PieceInfo
+from rlhub.utils.regions import sizes, take
+from tests.support.layouts import (
     DecoderShape,
     Layout,
     fsdp_layout,
@@ -46,14 +57,6 @@ from rlhub.sharding_manager.layouts import (
     shapes,
     vllm_layout,
 )
-from rlhub.sharding_manager.links import Links
-from rlhub.sharding_manager.plan import make_plan
-from rlhub.sharding_manager.route import Route, make_route
-from rlhub.sharding_manager.schedule import schedule
-from rlhub.sharding_manager.transports.collective import CollectiveTransport
-from rlhub.utils.atomic import fsync_file
-from rlhub.utils.pieces import Piece, PieceInfo
-from rlhub.utils.regions import sizes, take
 
 MIB = 1 << 20
 WORLD = 4
