@@ -18,8 +18,8 @@ from rlhub.engines.training.updates import PolicyUpdater
 from rlhub.models.throughput import ThroughputMeter
 from rlhub.protocol import DataProto
 from rlhub.sharding_manager.files import WeightWriter
-from rlhub.sharding_manager.pools import WeightSender
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
+from rlhub.sharding_manager.separate import WeightSender
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.engine_worker import EngineWorker
 from rlhub.workers.replica_places import DevicePlace, device_place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhub.engines.training.finite import check_finite
 from rlhub.sharding_manager.manager import ShardingManager
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
 from rlhub.single_controller import Dispatch, register
 from rlhub.workers.actor import ActorPart
 from rlhub.workers.rollout import RolloutPart

@@ -15,7 +15,7 @@ from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.engines.rollout.elsewhere import WeightsElsewhere
 from rlhub.errors import EngineError, RlhubError
 from rlhub.sharding_manager.files import MappedVersion, WeightReader
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
 from rlhub.utils.fingerprint import combine
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.01, 0.2  # a look at the workers falls between two of their steps

@@ -9,8 +9,8 @@ from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.protocol import DataProto
-from rlhub.sharding_manager.pools import WeightReceiver
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
+from rlhub.sharding_manager.separate import WeightReceiver
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.rollout_batch import check_completions, generation_requests, pad_completions, training_columns
 from rlhub.workers.rollout_parts import load_vocabulary, make_engine, rollout_setup, spoil_log_probs, spoil_weights

@@ -20,7 +20,7 @@ from rlhub.config.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams
 from rlhub.errors import EngineError, RequestError
 from rlhub.models.vocabulary import Vocabulary
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
 from rlhub.single_controller import Worker
 from rlhub.utils import faults
 from rlhub.workers.folder_reader import FolderReader, folder_reader

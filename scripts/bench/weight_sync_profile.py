@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhub.sharding_manager import execution
-from rlhub.sharding_manager.held import Held
-from rlhub.sharding_manager.links import Links, Pending
+from rlhub.sharding_manager import route as routes
+from rlhub.sharding_manager.local_pieces import LocalPieces
+from rlhub.sharding_manager.peers import Peers, PendingMessage
 from rlhub.sharding_manager.route import Route
+from rlhub.sharding_manager.schedule import COPY_ELEMENTS
 from rlhub.utils.fingerprint import digests
 
 COPY = "copies inside the process"
@@ -97,15 +98,15 @@ def watched(watch: Stopwatch) -> Iterator[None]:
         patches.enter_context(mock.patch.object(owner, attribute, timed))
 
     with ExitStack() as patches:
-        around(execution, "_copy_block", COPY)
-        around(Held, "read", PACK, only=COPY)
-        around(Held, "write", UNPACK, only=COPY)
-        around(Held, "contiguous", STRIDED)
-        around(execution, "digests", READ_BACK, within=SOURCE)
-        around(execution.Execution, "_copy", "leaving")
-        around(execution.Execution, "_pack", "leaving")
-        around(Pending, "wait", WAIT)
-        around(Links, "exchange", POSTING)
+        around(routes, "_copy_block", COPY)
+        around(LocalPieces, "read", PACK, only=COPY)
+        around(LocalPieces, "write", UNPACK, only=COPY)
+        around(LocalPieces, "contiguous", STRIDED)
+        around(routes, "digests", READ_BACK, within=SOURCE)
+        around(Route, "_copy", "leaving")
+        around(Route, "_pack", "leaving")
+        around(PendingMessage, "wait", WAIT)
+        around(Peers, "exchange", POSTING)
         yield
 
 
@@ -131,7 +132,7 @@ class Bare:
 
     @classmethod
     def of(cls, route: Route) -> Bare:
-        plan = route.execution._plan
+        plan = route.plan
         count = lambda by_peer: {peer: sum(t.num_bytes for t in transfers) for peer, transfers in by_peer.items()}  # noqa: E731
         return cls(copied=sum(t.num_bytes for t in plan.copies), sent=count(plan.sent), received=count(plan.received))
 
@@ -150,7 +151,7 @@ class Bare:
         sizes = self.bytes()
         memory, other = (torch.ones(max(sizes.values()), dtype=torch.uint8) for _ in range(2))
         message = torch.ones(ROUND_BYTES, dtype=torch.uint8)
-        block = torch.ones(4 * execution.COPY_ELEMENTS["cpu"], dtype=torch.uint8)
+        block = torch.ones(4 * COPY_ELEMENTS["cpu"], dtype=torch.uint8)
         return {
             COPY: lambda: other[: sizes[COPY]].copy_(memory[: sizes[COPY]]),
             PACK: lambda: [message[: len(part)].copy_(part) for part in _split(memory, sizes[PACK], ROUND_BYTES)],

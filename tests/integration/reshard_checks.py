@@ -24,12 +24,11 @@ from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.errors import RlhubError, WeightMismatchError
-from rlhub.sharding_manager import execution
-from rlhub.sharding_manager.execution import Execution
 from rlhub.sharding_manager.files import WeightReader, WeightWriter
 from rlhub.sharding_manager.manager import ShardingManager
-from rlhub.sharding_manager.pools import WeightReceiver, WeightSender
+from rlhub.sharding_manager.route import Route
 from rlhub.sharding_manager.schedule import Message
+from rlhub.sharding_manager.separate import WeightReceiver, WeightSender
 from rlhub.utils.regions import take
 from tests.support import rollout_contract as contract
 
@@ -121,18 +120,18 @@ def colocated(path: str, dtype: str) -> dict[str, Any]:
 
 def lost_message(manager: ShardingManager, engine: RolloutEngine) -> tuple[str, bool]:
     """The name reported when the last rank writes one message's first part to no avail, and whether the engine then refuses."""
-    last, unpack = dist.get_rank() == dist.get_world_size() - 1, execution._unpack
+    last, unpack = dist.get_rank() == dist.get_world_size() - 1, Route._unpack
     lost: list[str] = []
 
-    def broken(message: Message, buffer: Tensor, destination: Any) -> None:
+    def broken(self: Route, message: Message, buffer: Tensor, destination: Any) -> None:
         before = destination.contiguous(message.transfers[0].name, message.transfers[0].region).clone()
-        unpack(message, buffer, destination)
+        unpack(self, message, buffer, destination)
         if last and not lost:
             lost.append(message.transfers[0].name)
             destination.write(message.transfers[0].name, message.transfers[0].region, before)
 
     step(manager._train)  # type: ignore[arg-type]
-    with mock.patch.object(execution, "_unpack", broken):
+    with mock.patch.object(Route, "_unpack", broken):
         try:
             manager.sync(5)
         except WeightMismatchError as error:
@@ -143,15 +142,15 @@ def lost_message(manager: ShardingManager, engine: RolloutEngine) -> tuple[str, 
 
 def flipped(manager: ShardingManager, engine: RolloutEngine) -> str:
     """The name reported when one element changes on the last rank after everything has arrived."""
-    last, exchange = dist.get_rank() == dist.get_world_size() - 1, Execution._exchange
+    last, exchange = dist.get_rank() == dist.get_world_size() - 1, Route._exchange
 
-    def flip_first(self: Execution, sent: dict[int, list[int]]) -> dict[int, list[int]]:
+    def flip_first(self: Route, sent: dict[int, list[int]]) -> dict[int, list[int]]:
         if last:
             view = next(piece.tensor for piece in engine.live_weights() if piece.name == "model.norm.weight")
             view[-1] = torch.nextafter(view[-1], torch.tensor(torch.inf, dtype=view.dtype))
         return exchange(self, sent)
 
-    with mock.patch.object(Execution, "_exchange", flip_first):
+    with mock.patch.object(Route, "_exchange", flip_first):
         try:
             manager.sync(6)
         except WeightMismatchError as error:
@@ -249,11 +248,11 @@ def send_and_die(path: str, port: int, world: int) -> None:
     half.send(0)
     half.send(1)
     if dist.get_rank() == dist.get_world_size() - 1:
-        pack = Execution._pack
+        pack = Route._pack
 
-        def last_act(self: Execution, *arguments: Any) -> None:
+        def last_act(self: Route, *arguments: Any) -> None:
             pack(self, *arguments)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        Execution._pack = last_act  # type: ignore[method-assign]
+        Route._pack = last_act  # type: ignore[method-assign]
     half.send(2)

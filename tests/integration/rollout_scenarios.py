@@ -35,8 +35,8 @@ from rlhub.engines.rollout.vllm.engine import VLLMEngine
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.errors import EngineError, WeightMismatchError
-from rlhub.sharding_manager.execution import Execution
 from rlhub.sharding_manager.manager import ShardingManager
+from rlhub.sharding_manager.route import Route
 from tests.integration import vllm_batches
 from tests.support import interruptions
 from tests.support import rollout_contract as contract
@@ -151,15 +151,15 @@ def flip(engine: RolloutEngine, name: str) -> None:
 
 def caught_flip(engine: RolloutEngine, manager: ShardingManager, name: str, *, here: bool) -> str:
     """Sync with one element of `name` changed after the update, on this rank or not; the name the manager reports."""
-    exchange = Execution._exchange
+    exchange = Route._exchange
 
-    def flip_first(self: Execution, sent: dict[int, list[int]]) -> dict[int, list[int]]:
+    def flip_first(self: Route, sent: dict[int, list[int]]) -> dict[int, list[int]]:
         if here:
             flip(engine, name)
         return exchange(self, sent)
 
     try:
-        with mock.patch.object(Execution, "_exchange", flip_first):
+        with mock.patch.object(Route, "_exchange", flip_first):
             manager.sync(9)
     except WeightMismatchError as error:
         return error.weight

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from rlhub.errors import ReshardError
-from rlhub.sharding_manager.execution import rank_plan
 from rlhub.sharding_manager.plan import Plan, make_plan
-from rlhub.sharding_manager.schedule import schedule
+from rlhub.sharding_manager.schedule import rank_plan, schedule
 from rlhub.utils.pieces import PieceInfo
 from rlhub.utils.regions import num_elements
 from tests.support.layouts import fsdp_layout, full_layout

@@ -1,7 +1,7 @@
-"""The pieces that one side of a transfer holds in this process, read and written by name and region.
+"""The pieces of weights that one side of a transfer has in this process, read and written by name and region.
 
-A region may span several pieces (a rank's shard of a fused weight, say); what moves is cut along them here, so plans and
-transports need not know.
+A region may span several pieces (a rank's shard of a fused weight, say).  It is cut along them here, so that plans and
+transports need not know how a backend lays its weights out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from rlhub.utils.pieces import Piece, PieceInfo
 from rlhub.utils.regions import Region, intersection, num_elements, relative, sizes, take
 
 
-class Held:
-    """Pieces by name; empty ones are left out.  Views once found are remembered."""
+class LocalPieces:
+    """Pieces by name, without the empty ones.  It remembers the views that it finds, and lives for one update: between updates
+    an engine may free its weights' memory, which views would keep."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self._pieces: dict[str, list[Piece]] = {}
@@ -28,26 +29,15 @@ class Held:
                 self._pieces.setdefault(piece.name, []).append(piece)
 
     def infos(self) -> list[PieceInfo]:
+        """Returns the descriptions of all pieces."""
         return [piece.info for pieces in self._pieces.values() for piece in pieces]
 
     def device(self, name: str) -> torch.device:
-        """Where the tensor's pieces are."""
+        """Returns the device that the tensor's pieces are on."""
         return self._pieces[name][0].tensor.device
 
-    def or_known(self, known: Held | None) -> Held:
-        """`known` where it is of the same memory, with all it remembers; else this.  Only on CPUs: elsewhere memory comes and
-        goes, and must not be kept by views."""
-        return known if known is not None and self._memory() == known._memory() and self._on_cpu() else self
-
-    def _memory(self) -> list[object]:
-        pieces = [piece for pieces in self._pieces.values() for piece in pieces]
-        return [(p.name, p.region, p.tensor.data_ptr(), p.tensor.stride(), p.tensor.dtype) for p in pieces]
-
-    def _on_cpu(self) -> bool:
-        return all(piece.tensor.device.type == "cpu" for pieces in self._pieces.values() for piece in pieces)
-
     def view(self, name: str, region: Region) -> Tensor | None:
-        """The region as one live view; None where it spans several pieces."""
+        """Returns the region as one live view, or None where it spans several pieces."""
         key = (name, region)
         if key not in self._views:
             self._views[key] = self._find(name, region)
@@ -60,7 +50,7 @@ class Held:
         return None
 
     def read(self, name: str, region: Region, out: Tensor) -> None:
-        """Copy the region into `out`, which has its sizes, casting to its dtype."""
+        """Copies the region into `out`, which has its sizes, and casts to the dtype of `out`."""
         view = self.view(name, region)
         if view is not None:
             out.copy_(view)
@@ -69,7 +59,7 @@ class Held:
             take(out, part).copy_(view)
 
     def write(self, name: str, region: Region, values: Tensor) -> None:
-        """The inverse of `read`."""
+        """Copies `values` into the region; the inverse of `read`."""
         view = self.view(name, region)
         if view is not None:
             view.copy_(values)
@@ -78,7 +68,7 @@ class Held:
             view.copy_(take(values, part))
 
     def contiguous(self, name: str, region: Region) -> Tensor:
-        """The region's elements in row-major order: a live view where they lie so, else a copy."""
+        """Returns the region's elements in row-major order: a live view where they lie so in memory, else a copy."""
         view = self.view(name, region)
         if view is not None:
             return view.contiguous()
@@ -88,7 +78,7 @@ class Held:
         return out
 
     def _parts(self, name: str, region: Region) -> list[tuple[Region, Tensor]]:
-        """(part in coordinates of the region, live view); together they are the region."""
+        """Returns (part in coordinates of the region, live view) pairs that make up the region together."""
         key = (name, region)
         if key not in self._cuts:
             self._cuts[key] = list(self._cut(name, region))
@@ -103,6 +93,6 @@ class Held:
                 yield relative(common, region), take(piece.tensor, relative(common, piece.region))
         if covered != num_elements(region):
             raise EngineError(
-                f"{name} {region} is no longer held here as it was when the transfer was planned: an engine was rebuilt in "
-                "another layout; build its sharding manager anew"
+                f"{name} {region} is not in this process any more as it was when the transfer was planned: an engine was built "
+                "again in another layout; build its sharding manager again too"
             )

@@ -1,7 +1,7 @@
-"""Point-to-point connections between the processes of a transfer: a process group with deadlines and named peers.
+"""The processes of a transfer: point-to-point messages over a process group, with deadlines and named peers.
 
-The group is either the job's own (colocated engines) or one made from an address for two separate pools.  Every wait ends: a
-peer that died or does not answer becomes a typed error that names it.
+The group is either the job's own (colocated engines) or a new one that two separate pools join at an address.  Every wait ends:
+a peer that died or does not answer becomes a typed error that names it.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not in an __all__
 
 from rlhub.errors import DeadlineError, WorkerDiedError
 
 Post = tuple[int, Tensor]
-"""(rank of the peer, tensor): what to send from, or receive into."""
+"""The rank of a peer and the tensor to send from, or to receive into."""
 
-
-MEETING = 3  # tag of the small collectives' messages
+MESSAGES, SMALL_COLLECTIVES = 0, 1  # tags
 
 
 @dataclass(slots=True, kw_only=True)
-class Pending:
-    """A message under way to or from `peer`; `wait` before the tensor is touched."""
+class PendingMessage:
+    """A message that travels to or from `peer`; its tensor must not be touched before `wait` returns."""
 
     work: dist.Work
     peer: int
     receiving: bool
-    links: Links
+    peers: Peers
 
     def wait(self) -> None:
         try:
-            self.work.wait(timedelta(seconds=self.links.timeout_s))
+            self.work.wait(timedelta(seconds=self.peers.timeout_s))
         except RuntimeError as error:
-            raise self.links.lost(self.peer, self.receiving, error) from error
+            raise self.peers.lost(self.peer, self.receiving, error) from error
 
 
-class Links:
+class Peers:
     """See the module docstring.  labels: what each rank is called in errors."""
 
     def __init__(
@@ -50,8 +50,8 @@ class Links:
         self.labels = list(labels)
 
     @classmethod
-    def of_job(cls, device: torch.device, timeout_s: float) -> Links | None:
-        """The job's own default group; None where this process is alone."""
+    def of_job(cls, device: torch.device, timeout_s: float) -> Peers | None:
+        """Takes the job's own default group; returns None where this process is alone."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -61,50 +61,48 @@ class Links:
         return cls(group, rank=rank, size=size, device=device, timeout_s=timeout_s, labels=["worker"] * size)
 
     @classmethod
-    def to_address(cls, address: str, port: int, *, rank: int, size: int, device: torch.device, timeout_s: float) -> Links:
-        """A group of its own, which all `size` processes join at the store that rank 0 serves at the address.  Blocks until
-        all have."""
+    def join(cls, address: str, port: int, *, rank: int, size: int, device: torch.device, timeout_s: float) -> Peers:
+        """Joins a new group of `size` processes at the store that rank 0 serves at the address; blocks until all have joined."""
         timeout = timedelta(seconds=timeout_s)
         name = f"weight transfer at {address}:{port}, rank {rank} of {size}"
         try:
-            store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=True)
+            store = TCPStore(address, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=True)
             group = dist.ProcessGroup(store, rank, size)
-            prefixed = dist.PrefixStore("weights", store)
-            gloo = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+            gloo = dist.ProcessGroupGloo(PrefixStore("weights", store), rank, size, timeout)
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+                nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
                 group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
             _connect_devices(group, device)
         except (RuntimeError, ValueError) as error:  # torch's store and backend errors are RuntimeErrors
             raise DeadlineError(name, timeout_s, f"not all {size} processes joined: {error}") from error
-        links = cls(group, rank=rank, size=size, device=device, timeout_s=timeout_s, labels=["peer"] * size)
-        links.store = store
-        return links
+        peers = cls(group, rank=rank, size=size, device=device, timeout_s=timeout_s, labels=["peer"] * size)
+        peers.store = store  # the group needs it as long as it lives
+        return peers
 
-    store: dist.Store | None = None
+    store: TCPStore | None = None
 
     # Messages
 
-    def exchange(self, sends: Sequence[Post], receives: Sequence[Post], *, tag: int = 0) -> list[Pending]:
-        """Start all of them; messages of one pair and tag arrive in the order they were sent."""
+    def exchange(self, sends: Sequence[Post], receives: Sequence[Post], *, tag: int = MESSAGES) -> list[PendingMessage]:
+        """Starts all messages; those of one pair and tag arrive in the order in which they were sent."""
         if self.device.type == "cuda" and any(tensor.is_cuda for _, tensor in (*sends, *receives)):
             return self._exchange_at_once(sends, receives)
         return [self._start(peer, tensor, tag, receiving=True) for peer, tensor in receives] + [
             self._start(peer, tensor, tag, receiving=False) for peer, tensor in sends
         ]
 
-    def _start(self, peer: int, tensor: Tensor, tag: int, *, receiving: bool) -> Pending:
+    def _start(self, peer: int, tensor: Tensor, tag: int, *, receiving: bool) -> PendingMessage:
         try:
             work = self.group.recv([tensor], peer, tag) if receiving else self.group.send([tensor], peer, tag)
         except RuntimeError as error:
             raise self.lost(peer, receiving, error) from error
-        return Pending(work=work, peer=peer, receiving=receiving, links=self)
+        return PendingMessage(work=work, peer=peer, receiving=receiving, peers=self)
 
-    def _exchange_at_once(self, sends: Sequence[Post], receives: Sequence[Post]) -> list[Pending]:
-        """NCCL runs what it is given in order; only a coalesced batch cannot wait for itself across ranks."""
+    def _exchange_at_once(self, sends: Sequence[Post], receives: Sequence[Post]) -> list[PendingMessage]:
+        """Starts them as one coalesced batch, for NCCL runs messages in order, and single ones could wait for each other."""
         self.group._start_coalescing(self.device)
         for peer, tensor in receives:
             self.group.recv([tensor], peer, 0)
@@ -112,10 +110,10 @@ class Links:
             self.group.send([tensor], peer, 0)
         work = self.group._end_coalescing(self.device)
         peer = (*receives, *sends)[0][0]
-        return [Pending(work=work, peer=peer, receiving=bool(receives), links=self)]
+        return [PendingMessage(work=work, peer=peer, receiving=bool(receives), peers=self)]
 
     def lost(self, peer: int, receiving: bool, error: BaseException) -> WorkerDiedError | DeadlineError:
-        """The typed error for a message that did not arrive."""
+        """Returns the typed error for a message that did not arrive."""
         what = "from" if receiving else "to"
         label = self.labels[peer]
         if "imed out" in str(error):
@@ -132,15 +130,19 @@ class Links:
     # Small collectives, on the CPU
 
     def all_gather(self, values: Tensor) -> list[Tensor]:
-        """Every rank's CPU tensor of the same size, in rank order.  Each to each, so that a peer that is missing is named."""
+        """Returns every rank's CPU tensor of the same size, in rank order.
+
+        Each rank sends to each, so that an error names the peer that is missing.
+        """
         out = [values if rank == self.rank else torch.empty_like(values) for rank in range(self.size)]
         others = [rank for rank in range(self.size) if rank != self.rank]
-        for pending in self.exchange([(rank, values) for rank in others], [(rank, out[rank]) for rank in others], tag=MEETING):
+        sends, receives = [(rank, values) for rank in others], [(rank, out[rank]) for rank in others]
+        for pending in self.exchange(sends, receives, tag=SMALL_COLLECTIVES):
             pending.wait()
         return out
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, of any length, in rank order."""
+        """Returns every rank's bytes, of any length, in rank order."""
         lengths = [int(length) for length in self.all_gather(torch.tensor([len(data)]))]
         padded = torch.zeros(max(max(lengths), 1), dtype=torch.uint8)
         if data:
@@ -148,16 +150,16 @@ class Links:
         return [bytes(rows[:n].numpy()) for rows, n in zip(self.all_gather(padded), lengths, strict=True)]
 
     def minimum(self, value: int) -> int:
-        """The smallest value of all ranks."""
+        """Returns the smallest value of all ranks."""
         return min(int(other) for other in self.all_gather(torch.tensor([value])))
 
     def close(self) -> None:
-        """Drop the connections; peers that wait for this process notice."""
+        """Drops the connections; peers that wait for this process notice."""
         del self.group
 
 
 def _connect_devices(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Every rank takes part once.  NCCL connects a group's devices with its first message, for which it waits for all ranks; in a
-    transfer some have none to send or receive."""
+    """Connects the group's devices; every rank calls it once.  NCCL would connect them with the first message, and wait for all
+    ranks then, of which some have nothing to send or receive in a transfer."""
     if device.type != "cpu":
         group.allreduce([torch.zeros(1, device=device)]).wait()
