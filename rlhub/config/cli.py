@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlhub.config import load, show
-from rlhub.config.paths import is_ours
+from rlhub.config.compose import is_ours
 from rlhub.config.rules import checks, effects
 from rlhub.config.rules.derive import derive
 from rlhub.config.schema import sections

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhub.config.paths import config_dir
+from rlhub.config.compose import config_dir
 from rlhub.utils.redact import redact_override
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from rlhub.config import compose
 from rlhub.config.aliases import translate as foreign
+from rlhub.config.load import build
 from rlhub.config.schema import is_free, leaves, sections, to_dict
-from rlhub.config.walk import build
 from rlhub.errors import ConfigError
 
 C = TypeVar("C")

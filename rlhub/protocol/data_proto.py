@@ -27,18 +27,22 @@ from rlhub.errors import ProtocolError
 from rlhub.protocol.collectives import all_gather_rows
 from rlhub.protocol.columns import (
     Index,
+    check_columns,
     check_rectangular,
     chunk_bounds,
     column_of_values,
     copy_containers,
     join_columns,
     join_meta,
+    leading_shape,
+    merge_tensordict,
     object_array,
     pick,
     row_numbers,
     same_array,
     same_tensor,
     same_value,
+    split_tensordict,
     stack_rows,
     take_rows,
     without,
@@ -47,7 +51,6 @@ from rlhub.protocol.disk import read_columns, write_columns
 from rlhub.protocol.future import RowsFuture
 from rlhub.protocol.pickling import Packed, pack_tensor, unpack_tensor
 from rlhub.protocol.readonly_tensor import own
-from rlhub.protocol.tensordicts import check_columns, leading_shape, merge_tensordict, split_tensordict
 
 logger = logging.getLogger(__name__)
 

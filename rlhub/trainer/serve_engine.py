@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from rlhub.agents.openai_server.errors import unavailable
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, RolloutEngine, SamplingParams
 from rlhub.errors import EngineError, RequestError, VersionError
-from rlhub.trainer.serve_weights import EngineAdministration
+from rlhub.trainer.serve_engine import EngineAdministration
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhub.utils.children.child import load
 
-TARGET = "rlhub.utils.faulty_call:call"
+TARGET = "rlhub.utils.faults:call"
 PARAMETERS = ("target", "fault", "arguments")
 _loaded = functools.cache(load)
 

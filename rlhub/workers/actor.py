@@ -22,7 +22,7 @@ from rlhub.sharding_manager.route import SyncReport
 from rlhub.sharding_manager.separate import WeightSender
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.single_controller.placement import DevicePlace, device_place
-from rlhub.workers.engine_worker import EngineWorker
+from rlhub.workers.base import EngineWorker
 from rlhub.workers.room import make_room
 from rlhub.workers.runtime import WorkerRuntime, memory_metrics
 from rlhub.workers.transfer import Meeting, open_meeting

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhub.checkpoint.files import FileEntry
-from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.training.base import TrainEngine
 from rlhub.models.hf import ModelKind
 from rlhub.models.sidecars import save_sidecars
 from rlhub.single_controller import Dispatch, Worker, register
-from rlhub.workers.checkpointing import HF_FOLDER, load_engine, save_engine
+from rlhub.workers.base import HF_FOLDER, load_engine, save_engine
 
 
 class EngineWorker(Worker):

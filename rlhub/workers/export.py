@@ -15,15 +15,15 @@ from torch import Tensor
 
 from rlhub.checkpoint.hf import Bucket, write_hf_weights
 from rlhub.checkpoint.shard_reader import ShardReader
-from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import CheckpointError
 from rlhub.models.hf import SCALAR_HEAD, ModelKind
 from rlhub.models.lora import ADAPTER
 from rlhub.models.sidecars import save_sidecars
+from rlhub.protocol.weights.fingerprint import nonfinite_names
 from rlhub.single_controller import Dispatch, Worker, register
-from rlhub.utils.finite import nonfinite_names
-from rlhub.workers.checkpointing import ADAPTER_FOLDER
-from rlhub.workers.verify_export import Verification, verify_export
+from rlhub.workers.base import ADAPTER_FOLDER
+from rlhub.workers.export import Verification, verify_export
 
 logger = logging.getLogger(__name__)
 

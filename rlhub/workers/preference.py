@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhub.config.sections.dpo import DPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.preference import (
@@ -25,7 +24,7 @@ from rlhub.engines.training.registry import build_dpo_engine, build_dpo_referenc
 from rlhub.models.hf import ModelKind
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from rlhub.workers.engine_worker import EngineWorker
+from rlhub.workers.base import EngineWorker
 from rlhub.workers.runtime import WorkerRuntime, memory_metrics
 
 MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="model")

@@ -7,7 +7,7 @@ from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_reward_engine
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from rlhub.workers.engine_worker import EngineWorker
+from rlhub.workers.base import EngineWorker
 from rlhub.workers.runtime import WorkerRuntime
 
 REWARD_MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model")

@@ -13,7 +13,7 @@ from rlhub.engines.training.updates import sft_loss, take_steps
 from rlhub.errors import DataError
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from rlhub.workers.engine_worker import EngineWorker
+from rlhub.workers.base import EngineWorker
 from rlhub.workers.runtime import WorkerRuntime, memory_metrics
 
 MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="model")

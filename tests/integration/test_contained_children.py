@@ -20,7 +20,7 @@ from rlhub.errors import ConfigError, LoadError
 from rlhub.rewards import RewardPool, RewardRequest, build_reward_manager
 from rlhub.rewards.pool import RewardOutcome
 from rlhub.utils.children import containment, process
-from rlhub.utils.children.containment import namespaces_allowed
+from rlhub.utils.children.process import namespaces_allowed
 from tests.integration.test_tool_processes import programs
 from tests.unit.rewards.test_managers import Letters
 

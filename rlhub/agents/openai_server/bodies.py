@@ -9,8 +9,8 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rlhub.agents.openai_server.bodies import CHAT, COMPLETION, refuse
 from rlhub.agents.openai_server.errors import ApiError, bad_field, unsupported
-from rlhub.agents.openai_server.refusals import CHAT, COMPLETION, refuse
 from rlhub.agents.openai_server.tool_choice import ToolUse, read_tools
 from rlhub.engines.rollout.base import SamplingParams
 

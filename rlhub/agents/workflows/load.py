@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rlhub.agents.workflows.base import RolloutWorkflow, WorkflowParts
-from rlhub.agents.workflows.registry import WORKFLOWS, WorkflowFactory
-from rlhub.agents.workflows.settings import WHERE, fill_knobs
+from rlhub.agents.workflows.registry import WHERE, WORKFLOWS, WorkflowFactory, fill_knobs
 from rlhub.errors import ConfigError, LoadError
 from rlhub.utils.user_code import load_target
 

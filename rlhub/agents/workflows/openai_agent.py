@@ -11,16 +11,16 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
-from rlhub.agents.openai_server.agents import load_agent
-from rlhub.agents.openai_server.knobs import AgentKnobs
 from rlhub.agents.openai_server.server import OpenAIServer, ServerOptions
 from rlhub.agents.openai_server.sessions import Limits, Session
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
-from rlhub.agents.workflows.load import fill_knobs
+from rlhub.agents.workflows.knobs import AgentKnobs
+from rlhub.agents.workflows.openai_agent import load_agent
+from rlhub.agents.workflows.registry import fill_knobs
 from rlhub.errors import ConfigError, WorkflowError
 from rlhub.tools.registry import TOOL_FORMATS
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 
 MAX_ENDPOINTS = 64
 """Ports tried from a given one on: each process of rollout.agent.num_workers has an endpoint, and validation has its own."""

@@ -24,7 +24,7 @@ WORKFLOWS.add_lazy(
     "environment", "rlhub.agents.workflows.environment:EnvironmentEpisodes", knobs="rlhub.agents.workflows.knobs:EnvironmentKnobs"
 )
 WORKFLOWS.add_lazy(
-    "openai_agent", "rlhub.agents.workflows.openai_agent:OpenAIAgent", knobs="rlhub.agents.openai_server.knobs:AgentKnobs"
+    "openai_agent", "rlhub.agents.workflows.openai_agent:OpenAIAgent", knobs="rlhub.agents.workflows.knobs:AgentKnobs"
 )
 
 DEFAULT, DEFAULT_MULTI_TURN = "single_turn", "tool_agent"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlhub.config.aliases.row import (
+from rlhub.config.aliases.keys import (
     ACTOR,
     ANY,
     CORRECTION,

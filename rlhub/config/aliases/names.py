@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from rlhub.config.aliases.row import ACTOR, AS_DEFAULT, CORRECTION, MEGATRON_SECTIONS, MODEL, OVERLONG, ROLLOUT, TRAINED, Spelling
+from rlhub.config.aliases.keys import (
+    ACTOR,
+    AS_DEFAULT,
+    CORRECTION,
+    MEGATRON_SECTIONS,
+    MODEL,
+    OVERLONG,
+    ROLLOUT,
+    TRAINED,
+    Spelling,
+)
 
 _A, _R, _M = ACTOR, ROLLOUT, MODEL
 _RECOMPUTE = ("override_transformer_config.recompute_granularity", "recompute_granularity")

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from rlhub.config.aliases.keys import FOREIGN
-from rlhub.config.aliases.names import ALIASES, REFUSED_VALUES, SPELLINGS
-from rlhub.config.aliases.row import ANY, AS_DEFAULT, Foreign
+from rlhub.config.aliases.keys import ANY, AS_DEFAULT, FOREIGN, Foreign
+from rlhub.config.aliases.translate import ALIASES, REFUSED_VALUES, SPELLINGS
 from rlhub.config.schema import scalar, setting
 
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhub.config.schema import PositiveFloat, PositiveOrInf, UnitFloat
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.preference import PreferenceDataConfig
 from rlhub.config.sections.trainer import TrainerConfig
-from rlhub.config.sections.training import FSDPConfig, MegatronConfig, OptimConfig, Section, Strategy, section_of
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig, Section, Strategy, section_of
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 
 from rlhub.config.sections.actor import ActorConfig, RefConfig
 from rlhub.config.sections.algorithm import AlgorithmConfig
-from rlhub.config.sections.critic import CriticConfig
-from rlhub.config.sections.data import DataConfig
-from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.ppo import CriticConfig, DataConfig
 from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.trainer import TrainerConfig
+from rlhub.config.sections.training import ModelConfig
 
 
 @dataclass(slots=True, kw_only=True)

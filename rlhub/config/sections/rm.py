@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlhub.config.schema import PositiveOrInf
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.preference import PreferenceDataConfig
 from rlhub.config.sections.trainer import TrainerConfig
-from rlhub.config.sections.training import FSDPConfig, MegatronConfig, OptimConfig, Section, Strategy, section_of
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig, Section, Strategy, section_of
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,14 +24,13 @@ from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.engines.rollout.base import Completion
 from rlhub.errors import ConfigError, DeadlineError, WorkflowError
-from rlhub.rollout_service.executor.delivery import Delivery, GroupRequest, StalePolicy
+from rlhub.rollout_service.executor.delivery import Delivery, GroupRequest, Patience, StalePolicy
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
-from rlhub.rollout_service.executor.failure_limit import Patience
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.executor.statistics import RolloutStatistics
+from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
-from rlhub.utils.outcomes import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
 from rlhub.utils.seeding import sample_seed
 
 CALL_DEADLINE_S = 60.0

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from rlhub.utils.outcomes import Outcome
+from rlhub.utils.aio.results import Outcome
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 import psutil
 
 from rlhub.utils.children.access import Access
-from rlhub.utils.children.containment import namespaces_allowed
+from rlhub.utils.children.process import namespaces_allowed
 from rlhub.utils.children.wire import WireError, decode, encode
 
 logger = logging.getLogger(__name__)

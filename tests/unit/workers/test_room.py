@@ -13,7 +13,7 @@ from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.workers import actor, critic, engine_worker, room
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.critic import CriticWorker
-from rlhub.workers.judge import JudgeWorker
+from rlhub.workers.reward_model import JudgeWorker
 from rlhub.workers.runtime import WorkerRuntime
 
 

@@ -15,11 +15,11 @@ from rlhub.agents.remote.episode_hosts import EpisodeHosts, HostOptions, host_st
 from rlhub.agents.remote.workflow import RemoteWorkflow
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
-from rlhub.agents.workflows.load import build_workflow
+from rlhub.agents.workflows.registry import build_workflow
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.errors import DataError, EngineError, WorkerDiedError, WorkerError, WorkflowError
 from rlhub.single_controller.async_actor import AsyncActor
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 
 SAMPLING = SamplingParams(max_new_tokens=4)
 DATA = EpisodeData(prompt_ids=(5, 6), ordinal=3, sample=1, seed=7, row={"ground_truth": "4"})
