@@ -22,7 +22,8 @@ from rlhub.envs.leases import stand_in
 from rlhub.envs.source import EnvironmentSpec
 from rlhub.errors import DeadlineError, WorkerDiedError, WorkerError
 from rlhub.single_controller import AsyncActorOptions, ClassWithInitArgs, astart_async_actor
-from rlhub.single_controller.async_actor import AsyncActor, Backend
+from rlhub.single_controller.async_actor import AsyncActor
+from rlhub.single_controller.resources import Backend
 from rlhub.utils.children.process import LOAD_TIMEOUT_S
 from rlhub.workers.environment_host import EnvironmentHost, EnvironmentHostStatus
 from rlhub.workers.host_set import UNLIMITED, Host, HostSet, StartHost, own_error

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlhub.single_controller import AsyncActorOptions, ClassWithInitArgs, astart_async_actor
-from rlhub.single_controller.async_actor import Backend
+from rlhub.single_controller.resources import Backend
 from rlhub.workers.episode_host import EpisodeHost, HostSettings
 from rlhub.workers.host_set import UNLIMITED, HostSet, StartHost
 from rlhub.workers.replica_places import is_one_machine, node_at

@@ -35,7 +35,7 @@ class JudgeWorker(Worker):
             free_cache_engine=False,  # it never sleeps, and vLLM can let one engine of a process sleep, not two
         )
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Build the engine with the checkpoint's weights (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
@@ -57,7 +57,7 @@ class JudgeWorker(Worker):
         self.engine.initialize()
         self._register_dispatch_collect_info("judge", dp_rank, tp_rank == 0)
 
-    @register(dispatch_mode=JUDGE)
+    @register(dispatch_mode=JUDGE, deadline="generate")
     def generate_judgements(self, prompts: DataProto) -> DataProto:
         """judge.n completions per prompt, neighbours in prompt order: responses (rows * n, max_tokens) and response_length."""
         columns, config = prompts.batch, self.config

@@ -22,7 +22,7 @@ class ReferenceWorker(Worker):
         self.runtime = runtime
         self.device = runtime.torch_device(self.local_rank)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Build the reference's engine (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
@@ -31,7 +31,7 @@ class ReferenceWorker(Worker):
         self.engine.offload()
         self._register_dispatch_collect_info("reference", self.engine.dp_rank, self.engine.is_collect)
 
-    @register(dispatch_mode=REFERENCE)
+    @register(dispatch_mode=REFERENCE, deadline="infer")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """ref_log_prob (rows, response) of the frozen starting policy."""
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs",))

@@ -20,7 +20,7 @@ class RewardModelWorker(EngineWorker):
         self.config, self.runtime = config, runtime
         self.device = runtime.torch_device(self.local_rank)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Build the reward model's engine (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
@@ -29,7 +29,7 @@ class RewardModelWorker(EngineWorker):
         self.engine.offload()
         self._register_dispatch_collect_info("reward_model", self.engine.dp_rank, self.engine.is_collect)
 
-    @register(dispatch_mode=REWARD_MODEL)
+    @register(dispatch_mode=REWARD_MODEL, deadline="infer")
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """rm_scores (rows,), read at the last attended token of input_ids (rows, tokens)."""
         rows = {name: batch.batch[name] for name in ("input_ids", "attention_mask")}

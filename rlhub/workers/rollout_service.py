@@ -25,7 +25,7 @@ from rlhub.config.trainer import TrainerConfig
 from rlhub.engines.rollout.registry import most_replicas
 from rlhub.errors import ResourceError
 from rlhub.single_controller import AsyncActor, AsyncActorOptions, ClassWithInitArgs, astart_async_actor
-from rlhub.single_controller.async_actor import Backend
+from rlhub.single_controller.resources import Backend
 from rlhub.utils.loop_thread import LoopThread
 from rlhub.workers.fleet import FleetLimits
 from rlhub.workers.replica_places import DevicePlace, ReplicaPlaces, is_one_machine

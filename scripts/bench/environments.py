@@ -26,8 +26,8 @@ from rich.table import Table
 
 from rlhub.envs.base import StepEnvironment, StepResult
 from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, OwnEnvironments
-from rlhub.single_controller.async_actor import Backend
 from rlhub.single_controller.ray import connect
+from rlhub.single_controller.resources import Backend
 from rlhub.utils.loop_thread import new_event_loop
 from rlhub.workers.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
 
