@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rlhub.errors import ResourceError
-from rlhub.utils.task_runner import AsyncTaskRunner
+from rlhub.utils.aio.task_runner import AsyncTaskRunner
 
 
 class AsyncActor(Protocol):

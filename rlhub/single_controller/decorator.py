@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
-from rlhub.config.trainer import DeadlineConfig
+from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import DispatchError
 from rlhub.registry import suggest
 

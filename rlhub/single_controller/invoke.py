@@ -19,7 +19,7 @@ from rlhub.errors import RlhubError, WorkerError
 from rlhub.protocol import DataProtoFuture
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext
 from rlhub.utils import faults
-from rlhub.utils.loop_thread import LoopThread
+from rlhub.utils.aio.loop_thread import LoopThread
 
 
 class RemoteError(Exception):

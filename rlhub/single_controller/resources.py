@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhub.config.trainer import DeadlineConfig
+from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import ConfigError
 from rlhub.registry import suggest
 from rlhub.single_controller.calls import CallObserver

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rlhub.config.trainer import DeadlineConfig
+from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import DispatchError
 from rlhub.registry import suggest
 from rlhub.single_controller.calls import (

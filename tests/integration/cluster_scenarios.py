@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from rlhub.config.trainer import DeadlineConfig
+from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import ClusterLostError, ConfigError, ResourceError, WorkerDiedError
 from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, launch
 from tests.integration.controller_workers import Probe

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhub.config.reward import JudgeConfig, JudgeModelConfig, RewardModelConfig, ScoringModelConfig
-from rlhub.config.rollout import RolloutConfig
-from rlhub.config.trainer import DeadlineConfig
+from rlhub.config.sections.reward import JudgeConfig, JudgeModelConfig, RewardModelConfig, ScoringModelConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.rewards.rendering import padded
 from rlhub.single_controller import ClassWithInitArgs, Launched, LaunchOptions, launch
 from rlhub.trainer.ppo.reward import JudgeGenerator

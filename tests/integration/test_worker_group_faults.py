@@ -16,7 +16,7 @@ import pytest
 import ray
 import torch
 
-from rlhub.config.trainer import DeadlineConfig, TrainerConfig
+from rlhub.config.sections.trainer import DeadlineConfig, TrainerConfig
 from rlhub.errors import DataError, DeadlineError, ResourceError, WorkerDiedError, WorkerError
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Launched, LaunchOptions, launch

@@ -16,7 +16,7 @@ from rlhub.errors import DeadlineError, WorkerDiedError
 from rlhub.single_controller.invoke import ActorObject, RemoteError
 from rlhub.single_controller.resources import AsyncActorOptions
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext
-from rlhub.utils.loop_thread import LoopThread
+from rlhub.utils.aio.loop_thread import LoopThread
 
 
 class _Call:

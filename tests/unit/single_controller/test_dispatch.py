@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlhub.config.trainer import DeadlineConfig
+from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import DispatchError
 from rlhub.protocol import DataProto, DataProtoFuture
 from rlhub.single_controller import Dispatch, Execute, Worker, make_nd_compute_dataproto_dispatch_fn, register

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhub.config.trainer import DeadlineConfig
+from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import ConfigError, DataError, WorkerError
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Dispatch, Launched, LaunchOptions, Worker, launch, register

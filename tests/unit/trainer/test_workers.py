@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhub.config.trainer import TrainerConfig
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.single_controller import ClassWithInitArgs, Worker
 from rlhub.trainer import workers
 from rlhub.trainer.workers import in_turn
