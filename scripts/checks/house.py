@@ -75,8 +75,10 @@ class House:
                 self.importers[imported].add(name)
 
     def imports(self, name: str, *, lazy: bool = True) -> Iterator[str]:
-        """The modules that this one imports; a name taken through a package's `__init__` counts as its module too.  lazy: those of
-        its registry's lazy rows as well."""
+        """The modules that this one imports; a name taken through a package's `__init__` counts as its module too.
+
+        lazy: the modules of its registry's lazy rows as well.
+        """
         for node in ast.walk(self.trees[name]):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names if alias.name in self.trees)
