@@ -15,9 +15,8 @@ from typing import Any
 from rlhub.checkpoint.store import Checkpoint
 from rlhub.config.rules.asynchronous import is_async
 from rlhub.config.rules.engines import ONLY_ROLE, Engine, engines
-from rlhub.config.sections.dpo import DPOConfig
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import FSDPConfig, MegatronConfig, Section
 from rlhub.errors import ConfigError

@@ -16,7 +16,7 @@ from rlhub.engines.rollout.elsewhere import WeightsElsewhere
 from rlhub.engines.rollout.weight_stream import abbreviate, apply_buckets
 from rlhub.errors import EngineError, RequestError, RlhubError
 from rlhub.protocol.weights.pieces import Piece
-from rlhub.rollout_service.folder_reader import FolderReader, folder_reader
+from rlhub.rollout_service.weights_folder import FolderReader, folder_reader
 from rlhub.utils.finite import nonfinite_names
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhub.checkpoint.shard_reader import ShardReader
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.sft import SFTConfig
-from rlhub.config.sections.training import FSDPConfig
+from rlhub.config.sections.training import FSDPConfig, ModelConfig
 from rlhub.engines.training.base import Rows, TrainEngine
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import TRAIN_ENGINES

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rlhub.agents.workflows.load import build_workflow
+from rlhub.agents.workflows.base import build_workflow
 from rlhub.envs.base import EnvDiedError, EnvError, ImageObservation
 from rlhub.envs.pool import EnvironmentPool, PoolLimits
 from rlhub.envs.registry import environment_target

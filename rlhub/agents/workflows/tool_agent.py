@@ -15,7 +15,7 @@ from typing import Protocol
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
 from rlhub.agents.workflows.knobs import ToolKnobs
-from rlhub.agents.workflows.load import WHERE, fill_knobs
+from rlhub.agents.workflows.registry import WHERE, fill_knobs
 from rlhub.agents.workflows.turns import Message, Transcript, TurnTemplate
 from rlhub.errors import ConfigError
 from rlhub.tools.formats import ParsedReply

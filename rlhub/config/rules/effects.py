@@ -12,9 +12,8 @@ from rlhub.config.rules import asynchronous
 from rlhub.config.rules.engines import engines
 from rlhub.config.schema import setting, to_dict
 from rlhub.config.sections import rollout_correction
-from rlhub.config.sections.dpo import DPOConfig
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import MegatronConfig
 

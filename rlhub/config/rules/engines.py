@@ -8,13 +8,11 @@ from typing import Any
 
 from rlhub.config.rules import placement
 from rlhub.config.rules.parallel import Ranks, all_ranks, check_adapters, check_section, check_shared_processes
-from rlhub.config.sections.dpo import DPOConfig
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.trainer import TrainerConfig
-from rlhub.config.sections.training import FSDPConfig, MegatronConfig, Section
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, Section
 
 ONLY_ROLE = "model"
 """Of a trainer with one model, which cannot be placed."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from rlhub.config.schema import Bounds, NonNegativeFloat, PositiveFloat, PositiveInt, PositiveUnitFloat, Seed
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.rollout import RolloutConfig, TopK
+from rlhub.config.sections.training import ModelConfig
 
 Port = Annotated[int, Bounds(ge=0)]
 MAX_PORT = 65535
