@@ -23,9 +23,8 @@ from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import CheckpointError, ConfigError
 from rlhub.single_controller import ClassWithInitArgs, launch
 from rlhub.tracking.run_folder import RunFolder
-from rlhub.workers.checkpointing import ADAPTER_FOLDER, HF_FOLDER
-from rlhub.workers.export import ExportJob, ExportWorker
-from rlhub.workers.verify_export import Verification
+from rlhub.workers.base import ADAPTER_FOLDER, HF_FOLDER
+from rlhub.workers.export import ExportJob, ExportWorker, Verification
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from functools import partial
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.data.preference import PreferenceDataset
 from rlhub.trainer.supervised import SupervisedData, builder, read_data
-from rlhub.workers.preference import DPOWorker, RewardTrainingWorker
+from rlhub.workers.supervised import DPOWorker, RewardTrainingWorker
 
 COLUMNS = ("input_ids", "attention_mask", "response_mask")
 

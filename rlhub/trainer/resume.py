@@ -24,7 +24,7 @@ from rlhub.models.shape import ModelShape, read_model_shape
 from rlhub.trainer.ppo.groups import ACTOR_ROLE, CRITIC_ROLE
 from rlhub.trainer.ppo.requirements import requirements
 from rlhub.trainer.ppo.sampling import PROMPTS_IN_WORK, STREAMED
-from rlhub.workers.checkpointing import HF_FOLDER
+from rlhub.workers.base import HF_FOLDER
 
 TrainingConfig = PPOConfig | SFTConfig | DPOConfig | RMConfig
 

@@ -10,7 +10,7 @@ from rlhub.engines.training.updates import ValueUpdater
 from rlhub.models.hf import ModelKind
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from rlhub.workers.engine_worker import EngineWorker
+from rlhub.workers.base import EngineWorker
 from rlhub.workers.room import make_room
 from rlhub.workers.runtime import WorkerRuntime, memory_metrics
 

@@ -25,7 +25,7 @@ from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.errors import NonFiniteError
 from rlhub.models.lora import add_lora
-from rlhub.workers.checkpointing import save_engine
+from rlhub.workers.base import save_engine
 from tests.support.memory import peak, reset_peak
 
 CPU = torch.device("cpu")

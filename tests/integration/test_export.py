@@ -26,7 +26,7 @@ from rlhub.protocol.weights.pieces import Piece
 from rlhub.protocol.weights.regions import flat_regions, take
 from rlhub.trainer import main_export
 from rlhub.workers import export as export_worker
-from rlhub.workers.checkpointing import save_engine
+from rlhub.workers.base import save_engine
 from tests.unit.models.conftest import save_model, save_tokenizer
 
 WRITERS = 3
