@@ -129,7 +129,7 @@ def _folder_here(folder: str | None, config_name: str) -> str | None:
 
 
 def _at_fault(error: RlhubError) -> BaseException:
-    """Of a worker that found a setting, data or weights wrong, what it found: where in the worker is nothing that would help."""
+    """Returns what a worker found wrong in a setting, data or weights: where in the worker it was would not help."""
     cause = error.__cause__
     return cause if isinstance(error, WorkerError) and isinstance(cause, ConfigError | DataError | NonFiniteError) else error
 

@@ -121,7 +121,7 @@ def _choice(choices: tuple[Any, ...], value: Any) -> Any:
 
 
 def _refuse_nan(value: Any, where: str = "") -> None:
-    """Of a mapping whose keys are the user's own: what a number means is not known here, but NaN means nothing anywhere."""
+    """Refuses NaN in a mapping whose keys are the user's own: what a number means there is not known, but NaN means nothing."""
     if isinstance(value, Mapping | list | tuple):
         for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             _refuse_nan(inner, f"{where}.{name}" if where else str(name))

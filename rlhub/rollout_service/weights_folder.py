@@ -81,7 +81,7 @@ def open_weights_folder(
 
 
 def files_bytes(model_path: str | None) -> int:
-    """Of the weights in a model's folder."""
+    """Returns the size of the weights in a model's folder."""
     if model_path is None:
         return 0
     files = (path for kind in ("*.safetensors", "*.bin") for path in Path(model_path).glob(kind))

@@ -164,7 +164,7 @@ def _model(config: ExportConfig, checkpoint: Path, folder: Path) -> ModelConfig:
 
 
 def _sidecars(checkpoint: Path, role: str) -> Manifest:
-    """Of the manifest, the small files beside the Hugging Face weights."""
+    """Returns the manifest of the small files next to the Hugging Face weights."""
     manifest = read_manifest(checkpoint)
     return dataclasses.replace(manifest, files=list(_small_files(manifest, f"{role}/{HF_FOLDER}/")))
 

@@ -26,7 +26,7 @@ VERSION_S = 1.0  # to wait for a version that the trainer says is there
 
 
 class EngineAdministration:
-    """Of one engine; see `Administration`.  Calls that block run in a thread, one after the other."""
+    """The `Administration` of one engine.  Calls that block run in a thread, one after the other."""
 
     def __init__(self, engine: RolloutEngine, *, recompute: bool, bucket_bytes: int) -> None:
         self._engine, self._recompute, self._bucket_bytes = engine, recompute, bucket_bytes

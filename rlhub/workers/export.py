@@ -111,7 +111,7 @@ class ExportWorker(Worker):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class AdapterSettings:
-    """Of the LoRA adapters that a checkpoint holds beside the frozen weights.  targets: names of the adapted layers."""
+    """The LoRA adapters that a checkpoint holds next to the frozen weights.  targets: names of the adapted layers."""
 
     rank: int
     alpha: float

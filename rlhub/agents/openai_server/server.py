@@ -417,7 +417,7 @@ def _start(body: Asked, session: Session | None) -> int:
 
 
 def _seeds(asked: _Request, before: int) -> list[int]:
-    """Of a prompt's answers; before: answers to the request's earlier prompts."""
+    """Returns the seeds of a prompt's answers.  before: number of answers to the request's earlier prompts."""
     body, session = asked.body, asked.session
     named = [None if body.seed is None else body.seed + choice for choice in range(body.n)]
     if session is not None:

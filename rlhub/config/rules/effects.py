@@ -127,7 +127,7 @@ def _supervised(config: SFTConfig | DPOConfig | RMConfig) -> list[Dead]:
 
 
 def _engines(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> Iterator[Dead]:
-    """Of each role the sections that its engine does not read, and what it does not read of the model's and its own."""
+    """Yields the sections that a role's engine does not read, and what it does not read of the model's section and its own."""
     for engine in engines(config):
         chosen = f"{engine.held.strategy_key} is {engine.held.strategy}"
         yield True, tuple(f"{key}." for key in engine.unread), f"{chosen}, which reads {engine.key}"

@@ -15,7 +15,7 @@ from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, Section
 
 ONLY_ROLE = "model"
-"""Of a trainer with one model, which cannot be placed."""
+"""The role of a trainer with one model, which cannot be placed."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -49,7 +49,7 @@ def _engine(held: Held, section: Section, role: str, prefix: str, fsdp_key: str 
 
 @functools.singledispatch
 def engines(config: Any) -> list[Engine]:
-    """Of every role that trains or infers, the one that others follow first.  Call it on a derived configuration."""
+    """Returns the engine of every role that trains or infers, first the one that others follow.  Needs a derived configuration."""
     raise TypeError(f"no training engines in {type(config).__name__}")
 
 

@@ -61,7 +61,7 @@ class ServeConfig:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where the engine computes; auto: cuda if this machine has GPUs."""
     seed: Seed = 1
-    """Of the engine's own noise; requests with a seed do not read it."""
+    """Seed of the engine's own noise; requests with a seed do not read it."""
     plugins: list[str] = field(default_factory=list)
     """Python modules to import first, which register your own parts."""
 

@@ -22,7 +22,7 @@ from rlhub.models.vocabulary import check_tokenizer
 from rlhub.trainer.ppo.requirements import requirements
 
 KINDS: dict[str, ModelKind] = {"critic": "value", "reward_model": "reward"}
-"""Of the roles that are no policy."""
+"""The kinds of model of the roles that are no policy."""
 
 
 def check_models(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> None:
