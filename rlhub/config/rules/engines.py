@@ -49,7 +49,7 @@ def _engine(held: Held, section: Section, role: str, prefix: str, fsdp_key: str 
 
 @functools.singledispatch
 def engines(config: Any) -> list[Engine]:
-    """Returns the engine of every role that trains or infers, first the one that others follow.  Needs a derived configuration."""
+    """Returns the engine of every role that trains or infers, the one that others follow first.  Needs a derived config."""
     raise TypeError(f"no training engines in {type(config).__name__}")
 
 
