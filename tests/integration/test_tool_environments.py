@@ -184,7 +184,7 @@ def test_every_way_to_fail_is_a_typed_error(spec: EnvironmentSpec, tmp_path: Pat
                 await acted(environment, "late")
             assert type(caught.value) is TimeoutError
             with pytest.raises(EnvError, match="takes no|unexpected keyword"):
-                await environment._process.call("ainitialize", {"wrong": 1}, WAIT_S)  # type: ignore[union-attr]
+                await environment._call("ainitialize", {"wrong": 1})  # type: ignore[union-attr]
             assert (await acted(environment, "on")).startswith("on 2 in "), "it lives"
             with pytest.raises(EnvError, match="has no get_state"):
                 await source.pool(spec).get_state()
