@@ -16,8 +16,8 @@ import numpy as np
 from rlhub.envs.base import EnvError, Environment, ImageObservation, Observation, StepEnvironment
 from rlhub.envs.local import observed, optional_method
 from rlhub.errors import RlhubError
+from rlhub.utils.aio.loop_thread import LoopThread
 from rlhub.utils.children.wire import WireError, encode
-from rlhub.utils.loop_thread import LoopThread
 from rlhub.utils.tool_calls import ToolResult, as_result
 from rlhub.utils.user_code import load_target
 
