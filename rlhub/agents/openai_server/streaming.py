@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from os.path import commonprefix
 
 from rlhub.engines.rollout.base import Completion, Progress
-from rlhub.tools.call_streams import CallStream, beginning, call_stream
-from rlhub.tools.call_streams import Part as Written
+from rlhub.tools.call_streams import CallStream, ReplyPart, beginning, call_stream
 from rlhub.tools.formats import ParsedReply
 
 INCOMPLETE = "\ufffd"
@@ -94,7 +93,7 @@ class StableText:
 class Part:
     """A piece of an answer: text and tool calls in their order.  start: number of its first token."""
 
-    written: list[Written]
+    written: list[ReplyPart]
     start: int
     token_ids: list[int]
     log_probs: list[float]

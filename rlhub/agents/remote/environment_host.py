@@ -16,8 +16,7 @@ from typing import Any
 
 from rlhub.envs.base import EnvError
 from rlhub.envs.child import plain
-from rlhub.envs.leases import LeaseTable
-from rlhub.envs.source import EnvironmentSpec, OwnEnvironments
+from rlhub.envs.source import EnvironmentSpec, LeaseTable, LocalEnvironmentSource
 from rlhub.errors import RlhubError
 from rlhub.utils.tool_calls import ToolResult
 
@@ -45,7 +44,7 @@ class EnvironmentHost:
     def __init__(self, folder: str = "") -> None:
         if folder and os.getcwd() != folder and Path(folder).is_dir():
             os.chdir(folder)
-        self._own = OwnEnvironments()
+        self._own = LocalEnvironmentSource()
         self._leases = LeaseTable(self._own)
         self._seconds: dict[int, float] = {}
 
