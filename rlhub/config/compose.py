@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhub.config.paths import config_dir
+from rlhub.config.paths import config_dir, example_names
 from rlhub.utils.redact import redact_override
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ def compose(config_name: str, overrides: Sequence[str], folder: str | None, prob
 
 
 def _no_such_file(config_name: str, folders: Sequence[Path]) -> str:
-    """Where a file was looked for, and which there are."""
-    names = sorted({file.stem for place in folders for file in place.glob("*.yaml")})
+    """Says where a file was looked for, and which there are."""
+    names = [*sorted({file.stem for place in folders for file in place.glob("*.yaml")}), *example_names()]
     places = " and ".join(str(place) for place in folders)
     hint = "" if len(folders) > 1 else "; for a file of your own name its folder with --config-dir"
     return f"--config-name {config_name}: no {config_name}.yaml in {places}; there are {', '.join(names)}{hint}"
