@@ -84,7 +84,6 @@ def response_lengths(batch: DataProto) -> Tensor:
 
 def written_tokens(batch: DataProto) -> Tensor:
     """(B, T), 1 on tokens that the model wrote: response_mask, and without that column the whole response."""
-    assert batch.batch is not None
     return _tensor(batch, "response_mask") if "response_mask" in batch.batch.keys() else _response_attention(batch)
 
 
@@ -94,7 +93,6 @@ def _response_attention(batch: DataProto) -> Tensor:
 
 
 def _tensor(batch: DataProto, name: str) -> Tensor:
-    assert batch.batch is not None
     column: Tensor = batch.batch[name]
     return column
 

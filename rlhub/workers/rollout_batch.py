@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest
+from rlhub.engines.rollout.base import FINISH_CODES, Completion, GenerationRequest
 from rlhub.errors import EngineError
 from rlhub.utils.seeding import sample_seed
-from rlhub.workflows.batches import FINISH_CODES
 
 
 @dataclass(slots=True, kw_only=True)

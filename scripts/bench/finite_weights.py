@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 from two_ranks import PROMPT_TOKENS, RESPONSE_TOKENS, configuration
 
-from rlhub.config.derive import derive
+from rlhub.config.rules.derive import derive
 from rlhub.engines.training.finite import check_finite
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Dispatch, launch, register

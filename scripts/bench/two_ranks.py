@@ -29,8 +29,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rlhub.config.derive import derive
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.rules.derive import derive
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup, launch
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker

@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.reward import JudgeConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.reward import JudgeConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.shape import read_model_values
 from rlhub.registry import Registry

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhub.config.reward import JudgeConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.reward import JudgeConfig
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.models.shape import NUM_EXPERTS
 
 KEY = "actor_rollout_ref.rollout"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhub.config.asynchronous import is_async, is_collected
-from rlhub.config.placement import is_separate
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.rules.asynchronous import is_async, is_collected
+from rlhub.config.rules.placement import is_separate
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptDataset, PromptLoader
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.models.vocabulary import read_vocabulary
@@ -33,10 +33,9 @@ from rlhub.trainer.ppo.trainer import PPOTrainer
 from rlhub.trainer.ppo.validation import ValidationSamples, Validator
 from rlhub.trainer.run import Run
 from rlhub.trainer.workers import launch_workers
-from rlhub.workers.actor import ActorWorker
+from rlhub.workers.actor import ActorWorker, ReferenceWorker
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.critic import CriticWorker
-from rlhub.workers.reference import ReferenceWorker
 from rlhub.workers.rollout import RolloutWorker
 from rlhub.workers.runtime import WorkerRuntime
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError
 from rlhub.models.shape import ModelShape, read_model_shape
 from rlhub.models.tokenizer import load_tokenizer
@@ -21,8 +21,7 @@ from rlhub.rewards.combine import JUDGE, MODEL, CombinedManager, Part, PartScore
 from rlhub.rewards.judge import Judge
 from rlhub.rewards.rendering import Rendering, padded
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
-from rlhub.workers.judge import JudgeWorker
-from rlhub.workers.reward_model import RewardModelWorker
+from rlhub.workers.reward_model import JudgeWorker, RewardModelWorker
 from rlhub.workers.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)

@@ -14,14 +14,13 @@ import pytest
 import yaml
 
 from rlhub.config.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, run
-from rlhub.config.dpo import DPOConfig
-from rlhub.config.export import ExportConfig
-from rlhub.config.paths import example_names
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.rm import RMConfig
+from rlhub.config.compose import example_names
 from rlhub.config.schema import leaves, to_dict
-from rlhub.config.serve import ServeConfig
-from rlhub.config.sft import SFTConfig
+from rlhub.config.sections.export import ExportConfig
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
+from rlhub.config.sections.serve import ServeConfig
+from rlhub.config.sections.sft import SFTConfig
 from rlhub.errors import DataError, EngineError
 from rlhub.utils.redact import redact
 
@@ -115,7 +114,7 @@ def test_help_and_a_wrong_name_list_the_examples(capsys: pytest.CaptureFixture[s
 
 
 def test_help_into_a_pipe_that_closes_is_no_error() -> None:
-    code = "from rlhub.config.cli import run; from rlhub.config.ppo import PPOConfig; import sys\n"
+    code = "from rlhub.config.cli import run; from rlhub.config.sections.ppo import PPOConfig; import sys\n"
     code += "sys.exit(run(PPOConfig, 'ppo', lambda config: None, description='', argv=['--help']))"
     reader, writer = os.pipe()
     os.close(reader)

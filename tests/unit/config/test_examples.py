@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhub.config import derive, devices
+from rlhub.config import devices
 from rlhub.config.cli import prepare
+from rlhub.config.compose import config_dir, example_names
 from rlhub.config.load import flatten, free_keys
-from rlhub.config.paths import config_dir, example_names
-from rlhub.config.placement import pools_of
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.rules import derive
+from rlhub.config.rules.placement import pools_of
 from rlhub.config.schema import to_dict
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError
-from rlhub.trainer import preflight
-from rlhub.trainer.memory_checks import check_memory
+from rlhub.trainer.preflight import checks as preflight
+from rlhub.trainer.preflight.memory import check_memory
 from tests.support.model_shapes import save_shape, shape_named_like
 
 NAMES = example_names()
@@ -72,7 +73,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             for name in facts.keys() & vars(module).keys():
                 monkeypatch.setattr(module, name, lambda value=facts[name]: value)
         spec = importlib.machinery.ModuleSpec("installed", None)
-        for module in ("rlhub.trainer.preflight", "rlhub.engines.rollout.registry"):
+        for module in ("rlhub.trainer.preflight.checks", "rlhub.engines.rollout.registry"):
             monkeypatch.setattr(f"{module}.find_spec", lambda name: spec)
 
     return pretend
