@@ -24,7 +24,7 @@ from rlhub.engines.rollout.vllm.conversion import finish_reason_of, log_probs_of
 from rlhub.engines.rollout.vllm.environment import agree_on_stream, agree_on_threads, job_identity, own_stream
 from rlhub.engines.rollout.vllm.weights import live_weights, load_weights
 from rlhub.errors import EngineError
-from rlhub.utils.pieces import Piece
+from rlhub.protocol.weights.pieces import Piece
 
 
 class InProcessLLM:
