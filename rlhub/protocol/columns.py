@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlhub.errors import ProtocolError
@@ -224,3 +225,20 @@ def join_meta(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             meta.setdefault(key, copy_containers(value))
     metrics = [part["metrics"] for part in parts if "metrics" in part]
     return {**meta, "metrics": merge_metrics(metrics)} if metrics else meta
+
+
+def num_array_rows(arrays: Mapping[str, np.ndarray]) -> int:
+    """Number of rows of array columns, which are all equally long; 0 without any."""
+    return next(map(len, arrays.values()), 0)
+
+
+def all_gather_rows(tensor: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Every rank's rows of `tensor` (rows, ...), in rank order; `counts` are the ranks' numbers of rows.
+
+    Every rank of `group` calls; blocking.  Rows are padded to the longest for the collective.
+    """
+    padded = tensor.new_zeros((max(counts), *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
+    gathered = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(gathered, padded, group=group)
+    return [rows[:count] for rows, count in zip(gathered, counts, strict=True)]

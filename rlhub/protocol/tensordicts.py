@@ -26,13 +26,14 @@ def leading_shape(key: str, column: Tensor, num_dims: int) -> tuple[int, ...]:
 
 def check_columns(batch: Any, arrays: Mapping[str, Any]) -> None:
     """ProtocolError, naming the column, unless all are tensors or arrays of one length."""
-    if batch is not None and (not isinstance(batch, TensorDict) or len(batch.batch_size) != 1):
+    if not isinstance(batch, TensorDict) or len(batch.batch_size) != 1:
         got = f"batch_size {list(batch.batch_size)}" if isinstance(batch, TensorDict) else type(batch).__name__
         raise ProtocolError(f"batch must be a TensorDict with one batch dimension, got {got}; see DataProto.from_dict")
-    for key, column in [] if batch is None else batch.items():
+    columns: list[tuple[str, Any]] = list(batch.items())
+    for key, column in columns:
         if not isinstance(column, Tensor):
             raise ProtocolError(f"column {key!r} of batch must be a tensor, got {type(column).__name__}")
-    rows = None if batch is None else (int(batch.batch_size[0]), "the tensors have")
+    rows = (int(batch.batch_size[0]), "the tensors have") if columns or batch.batch_size[0] else None
     for key, array in arrays.items():
         if not isinstance(array, np.ndarray) or array.ndim == 0:
             raise ProtocolError(f"column {key!r} must be a numpy array with a row axis, got {type(array).__name__}")

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
 from rlhub.envs.base import StepEnvironment, StepResult
-from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, OwnEnvironments
+from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, LocalEnvironmentSource
 from rlhub.single_controller.ray import connect
 from rlhub.single_controller.resources import Backend
 from rlhub.utils.aio.loop_thread import new_event_loop
@@ -93,7 +93,7 @@ async def measure(arguments: argparse.Namespace) -> Table:
     for column in ("environment", "place", "episodes a second", "of in process"):
         table.add_column(column)
     async with AsyncExitStack() as stack:
-        own = OwnEnvironments()
+        own = LocalEnvironmentSource()
         stack.push_async_callback(own.aclose)
         places = [Place("in process", own), Place("local actor", await started("local", 1, stack))]
         if arguments.ray:

@@ -26,9 +26,8 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel, Qwen3MoeConfig
 
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
-from rlhub.config.sections.training import FSDPConfig
+from rlhub.config.sections.training import FSDPConfig, ModelConfig
 from rlhub.engines.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.rollout.vllm.engine import VLLMEngine
@@ -221,11 +220,9 @@ def observe_sharing(
 
 
 def stale_prefix_error(engine: VLLMEngine, manager: ShardingManager, model: PreTrainedModel) -> float:
-    """The long prompt's error when the prefix cache is not reset; the caller has just changed the weights."""
-    reset = engine._reset_prefix_cache
-    engine._reset_prefix_cache = lambda: None  # type: ignore[method-assign]
-    manager.sync(5)
-    engine._reset_prefix_cache = reset  # type: ignore[method-assign]
+    """The long prompt's error when prefixes of the old weights are found; the caller has just changed the weights."""
+    with mock.patch.object(engine._running(), "weights_changed"):
+        manager.sync(5)
     return long_prompt_error(engine, model)
 
 
@@ -237,7 +234,7 @@ def interrupt(engine: VLLMEngine, model: PreTrainedModel) -> dict[str, Any]:
     seen = interruptions.observe(engine, models, positions, num_tokens=length, recompute=True)
     kept = interruptions.observe(engine, models, positions[::6], num_tokens=length, recompute=False)
     late = interruptions.late_error(engine, models, nullcontext())
-    stale = interruptions.late_error(engine, models, mock.patch.object(engine, "_reset_prefix_cache"))
+    stale = interruptions.late_error(engine, models, mock.patch.object(engine._running(), "weights_changed"))
     return {
         "seen": [asdict(one) for one in seen],
         "kept": [asdict(one) for one in kept],

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from os.path import commonprefix
 
 from rlhub.engines.rollout.base import Completion, Progress
-from rlhub.tools.call_streams import CallStream, beginning, call_stream
-from rlhub.tools.call_streams import Part as Written
+from rlhub.tools.call_streams import CallStream, ReplyPart, beginning, call_stream
 from rlhub.tools.formats import ParsedReply
 
 INCOMPLETE = "\ufffd"
@@ -45,7 +44,7 @@ class Rules:
     one_call: bool = False
 
     def stream(self) -> CallStream:
-        """Of one answer's text, which goes on after the opening."""
+        """Returns the parser of one answer's text, which goes on after the opening."""
         made = call_stream(self.find_calls)
         told = made.add(self.opening)
         assert not told, "an opening alone says nothing for sure"
@@ -94,7 +93,7 @@ class StableText:
 class Part:
     """A piece of an answer: text and tool calls in their order.  start: number of its first token."""
 
-    written: list[Written]
+    written: list[ReplyPart]
     start: int
     token_ids: list[int]
     log_probs: list[float]
@@ -158,7 +157,7 @@ class Choice:
         return part
 
     def call_id(self, index: int) -> str:
-        """Of the answer's so many-th call."""
+        """Returns the id of the answer's call number `index`."""
         while len(self._call_ids) <= index:
             self._call_ids.append(f"call_{secrets.token_hex(ID_BYTES)}")
         return self._call_ids[index]

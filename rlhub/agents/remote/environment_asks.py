@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlhub.envs.base import EnvDiedError, Environment, StepEnvironment
-from rlhub.envs.leases import LeaseTable, stand_in
-from rlhub.envs.source import EnvironmentSource, EnvironmentSpec
+from rlhub.envs.remote import remote_environment
+from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, LeaseTable
 
 OPEN, RELEASE = "open", "release"
 
@@ -57,7 +57,7 @@ class AskedEnvironments:
 
         try:
             await episode.ask_environment(lease, OPEN, {"spec": spec, "session": session})
-            yield stand_in(spec, call)
+            yield remote_environment(call, offers_tools=spec.offers_tools)
         finally:
             episode.tell_environment(lease, RELEASE)
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from rlhub.envs.base import EnvError
 from rlhub.envs.child import plain
-from rlhub.envs.leases import LeaseTable
-from rlhub.envs.source import EnvironmentSpec, OwnEnvironments
+from rlhub.envs.source import EnvironmentSpec, LeaseTable, LocalEnvironmentSource
 from rlhub.errors import RlhubError
 from rlhub.utils.tool_calls import ToolResult
 
@@ -45,7 +44,7 @@ class EnvironmentHost:
     def __init__(self, folder: str = "") -> None:
         if folder and os.getcwd() != folder and Path(folder).is_dir():
             os.chdir(folder)
-        self._own = OwnEnvironments()
+        self._own = LocalEnvironmentSource()
         self._leases = LeaseTable(self._own)
         self._seconds: dict[int, float] = {}
 
@@ -78,7 +77,7 @@ class EnvironmentHost:
             logger.warning("an environment could not be closed", exc_info=True)
 
     async def get_state(self, spec: EnvironmentSpec) -> list[Any]:
-        """Of the pool's simulators; None where none runs.  No call may be under way."""
+        """Returns the states of the pool's simulators, None where none runs.  No call may be in progress."""
         return await self._own.pool(spec).get_state()
 
     async def load_state(self, spec: EnvironmentSpec, states: list[Any]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from rlhub.agents.remote.environment_host import EnvironmentHost, EnvironmentHostStatus
 from rlhub.agents.remote.host_set import UNLIMITED, Host, HostSet, StartHost, own_error
 from rlhub.envs.base import EnvDiedError, Environment, StepEnvironment
-from rlhub.envs.leases import stand_in
+from rlhub.envs.remote import remote_environment
 from rlhub.envs.source import EnvironmentSpec
 from rlhub.errors import DeadlineError, WorkerDiedError, WorkerError
 from rlhub.single_controller import AsyncActorOptions, ClassWithInitArgs, astart_async_actor
@@ -59,12 +59,12 @@ class EnvironmentHosts(HostSet):
         lease = _Lease(self, await self._place(spec), spec, session, next(self._numbers))
         try:
             await lease.open()
-            yield stand_in(spec, lease.call)
+            yield remote_environment(lease.call, offers_tools=spec.offers_tools)
         finally:
             lease.release("its episode has given it back")
 
     async def get_state(self, spec: EnvironmentSpec) -> list[list[Any]]:
-        """Of the pools' simulators, host by host.  No call may be under way."""
+        """Returns the states of the pools' simulators, host by host.  No call may be in progress."""
         return [await self.ask(host, "get_state", spec) for host in self._in_order()]
 
     async def load_state(self, spec: EnvironmentSpec, states: list[list[Any]]) -> None:

@@ -187,9 +187,7 @@ class _Shared:
 def approximate_bytes(value: Any) -> int:
     """Returns the size of the arrays and strings in a value, down to containers of containers; other objects count nothing."""
     if isinstance(value, DataProto):
-        return approximate_bytes(value.non_tensor_batch) + (
-            0 if value.batch is None else approximate_bytes(dict(value.batch.items()))
-        )
+        return approximate_bytes(value.non_tensor_batch) + approximate_bytes(value.tensors())
     if isinstance(value, torch.Tensor | np.ndarray):
         return int(value.nbytes)
     if isinstance(value, str | bytes | bytearray):

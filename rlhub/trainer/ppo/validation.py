@@ -19,7 +19,7 @@ from rlhub.config.sections.reward import RewardModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager, RewardOutcome
-from rlhub.rewards.failures import FAILED, FAILED_SHARE, check_failures
+from rlhub.rewards.base import FAILED, FAILED_SHARE, check_failures
 from rlhub.rewards.naive import OUTCOMES, response_lengths, reward_requests
 from rlhub.tracking.tracker import GenerationRow
 from rlhub.utils.timing import PhaseTimer

@@ -14,10 +14,9 @@ from rlhub.agents.remote.episode_host import HostSettings, WorkflowKey
 from rlhub.agents.remote.episode_hosts import EpisodeHosts, HostOptions, host_starter
 from rlhub.agents.remote.workflow import RemoteWorkflow
 from rlhub.agents.trajectory import Trajectory
-from rlhub.agents.workflows.load import build_workflow
+from rlhub.agents.workflows.base import build_workflow
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.envs.base import EnvDiedError, EnvError, ImageObservation, StepEnvironment
-from rlhub.envs.pool import PoolLimits
+from rlhub.envs.base import EnvDiedError, EnvError, EnvironmentLimits, ImageObservation, StepEnvironment
 from rlhub.envs.source import EnvironmentSpec
 from rlhub.errors import DeadlineError, LoadError, WorkerDiedError, WorkflowError
 from tests.support.episode_parts import ScriptedEngine, episode, parts, tokenizer
@@ -226,7 +225,7 @@ def test_a_place_that_is_handed_to_one_who_leaves_goes_to_the_next() -> None:
 # Trouble.
 
 
-def trouble(action: str, limits: PoolLimits) -> Any:
+def trouble(action: str, limits: EnvironmentLimits) -> Any:
     """An episode that ends with an error, and one after it in the same host."""
 
     async def play(hosts: EnvironmentHosts) -> None:
@@ -246,9 +245,9 @@ def trouble(action: str, limits: PoolLimits) -> Any:
 
 def test_what_an_environment_raises_and_a_passed_deadline_are_the_episodes_own() -> None:
     with pytest.raises(EnvError, match="step: ValueError: no such move"):
-        trouble("raise", PoolLimits())
+        trouble("raise", EnvironmentLimits())
     with pytest.raises(DeadlineError, match="environment step"):
-        trouble("hang", PoolLimits(step_timeout_s=0.05))
+        trouble("hang", EnvironmentLimits(step_timeout_s=0.05))
     with pytest.raises(LoadError):
         within(lambda hosts: steps(hosts, 1, spec=replace(WAITING, name="nowhere.py:X")))
 
