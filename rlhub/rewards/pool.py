@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlhub.utils import faults, faulty_call
+from rlhub.utils import faults
 from rlhub.utils.children.access import Access
-from rlhub.utils.children.pool import KillablePool, Outcome
+from rlhub.utils.children.pool import CallResult, KillablePool
 
 RewardFailureKind = Literal["raised", "timeout", "died", "memory", "bad_value", "bad_input", "skipped"]
 LARGEST_SCORE = 3.4e38  # float32, the dtype of the reward columns
@@ -86,7 +86,7 @@ class RewardPool:
     def _in_child(self) -> tuple[str, tuple[str, ...]]:
         """Returns the function that the children load and its parameters; under a fault plan, the function that fails by the
         plan."""
-        return (faulty_call.TARGET, faulty_call.PARAMETERS) if self._may_fail else (self._target, PARAMETERS)
+        return (faults.CALL_TARGET, faults.CALL_PARAMETERS) if self._may_fail else (self._target, PARAMETERS)
 
     def close(self) -> None:
         self._pool.close()
@@ -96,7 +96,7 @@ def _arguments(request: RewardRequest) -> dict[str, Any]:
     return {name: getattr(request, name) for name in PARAMETERS}
 
 
-def read_outcome(outcome: Outcome) -> RewardOutcome:
+def read_outcome(outcome: CallResult) -> RewardOutcome:
     """Reads a number (True and False are 1 and 0), or a dict with one under "score"; anything else is a bad_value."""
     if outcome.failure is not None:
         kinds: dict[str, RewardFailureKind] = {"bad_argument": "bad_input", "bad_result": "bad_value"}

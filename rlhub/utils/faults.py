@@ -7,7 +7,9 @@ folder, also over resumes and in processes that replace others: who strikes firs
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
 import json
 import logging
 import os
@@ -17,9 +19,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rlhub.errors import InjectedFaultError
+from rlhub.utils.children.child import load
 
 logger = logging.getLogger(__name__)
 
@@ -249,3 +252,26 @@ def _damage(path: Path, *, truncate: bool) -> None:
         byte = file.read(1)
         file.seek(half)
         file.write(bytes([byte[0] ^ 1]))
+
+
+CALL_TARGET, CALL_PARAMETERS = "rlhub.utils.faults:faulty_call", ("target", "fault", "arguments")
+"""Loaded by killable children in place of a function for which faults are planned."""
+
+_loaded = functools.cache(load)
+
+
+def faulty_call(target: str, fault: str | None, arguments: dict[str, Any]) -> Any:
+    """Returns what `target` returns for the arguments, unless the fault prevents that.  Runs in a killable child."""
+    function = _loaded(target)
+    match fault:
+        case "raise":
+            raise RuntimeError("by trainer.faults")
+        case "delay":
+            time.sleep(1e6)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segfault":
+            ctypes.string_at(0)
+        case "nonfinite":
+            return float("nan")
+    return function(**arguments)
