@@ -1,4 +1,5 @@
-"""EnvironmentHost: runs environments for episodes elsewhere; hosted by an AsyncActor, on any machine of the cluster.
+"""EnvironmentActor: runs environments for episodes of other processes, as the object of an AsyncActor on any machine of the
+cluster.
 
 Simulators and tool environments stay in killable processes of its own (the pool's), with their deadlines and memory limits, where
 `num_env_workers` is set; others run on its event loop.  One loop serves all leases at the same time.
@@ -24,9 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class EnvironmentHostStatus:
-    """alive: processes that are up.  leased: environments that episodes hold.  replaced: processes that came after one that
-    died.  calls: of environments' methods, since the start."""
+class EnvironmentActorStatus:
+    """The state of an environment actor.
+
+    alive: processes that are up.  leased: environments that episodes hold.  replaced: processes that came after one that died.
+    calls: of environments' methods, since the start.
+    """
 
     alive: int
     leased: int
@@ -34,11 +38,11 @@ class EnvironmentHostStatus:
     calls: int
 
 
-class EnvironmentHost:
-    """folder: the driver's working directory, from which relative paths count; where there is no such folder, as on a machine
-    without a common file system, the process stays where it is.
+class EnvironmentActor:
+    """See the module docstring.  Callers choose the numbers of their leases.
 
-    Callers choose the numbers of their leases.
+    folder: the driver's working directory, from which relative paths count; where there is no such folder, as on a machine
+    without a common file system, the process stays where it is.
     """
 
     def __init__(self, folder: str = "") -> None:
@@ -49,12 +53,13 @@ class EnvironmentHost:
         self._seconds: dict[int, float] = {}
 
     async def lease(self, number: int, spec: EnvironmentSpec, session: str) -> None:
-        """Lend an environment to an episode; waits while all are taken.  LoadError if it cannot be made."""
+        """Lends an environment to an episode; waits while all are taken.  LoadError if it cannot be made."""
         await self._leases.open(number, spec, session)
         self._seconds[number] = spec.limits.longest_s
 
     async def call(self, number: int, method: str, arguments: Mapping[str, Any]) -> Any:
-        """A method of the leased environment, by name: reset, step, get_state, load_state; ainitialize, list_tools, aexecute."""
+        """Calls a method of the leased environment by name: reset, step, get_state, load_state, ainitialize, list_tools or
+        aexecute."""
         try:
             return _portable(method, await self._leases.call(number, method, arguments))
         except (RlhubError, TimeoutError):
@@ -66,7 +71,7 @@ class EnvironmentHost:
             return ToolResult(text=f"Error: {type(error).__name__}: {error}", failed=True)
 
     async def release(self, number: int) -> None:
-        """Take the environment back.  What its own end raises, or does not do in time, is logged here."""
+        """Takes the environment back.  What its own end raises, or does not do in time, is logged here."""
         seconds = self._seconds.pop(number, None)
         try:
             async with asyncio.timeout(seconds):
@@ -81,12 +86,12 @@ class EnvironmentHost:
         return await self._own.pool(spec).get_state()
 
     async def load_state(self, spec: EnvironmentSpec, states: list[Any]) -> None:
-        """Go on from `get_state`."""
+        """Restores the states that `get_state` gave."""
         await self._own.pool(spec).load_state(states)
 
-    async def status(self) -> EnvironmentHostStatus:
-        """What runs here now."""
-        return EnvironmentHostStatus(
+    async def status(self) -> EnvironmentActorStatus:
+        """Returns what runs here now."""
+        return EnvironmentActorStatus(
             alive=sum(pool.num_alive for pool in self._own.pools),
             leased=len(self._leases),
             replaced=sum(pool.num_replaced for pool in self._own.pools),
@@ -94,13 +99,13 @@ class EnvironmentHost:
         )
 
     async def close(self) -> None:
-        """Take everything back and end all processes."""
+        """Takes all environments back and ends all processes."""
         await self._leases.release_all()
         await self._own.aclose()
 
 
 def _portable(method: str, value: Any) -> Any:
-    """A result as it can travel: of an environment's info only what has a plain form."""
+    """Returns a result as it can travel: of an environment's info only what has a plain form."""
     if method not in ("reset", "step"):
         return value
     *found, info = value

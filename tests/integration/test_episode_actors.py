@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rlhub.agents.remote.episode_host import HostSettings, WorkflowKey
-from rlhub.agents.remote.episode_hosts import EpisodeHosts, HostOptions, host_starter
+from rlhub.agents.remote.episode_actor import EpisodeActorSettings, WorkflowKey
+from rlhub.agents.remote.episode_actors import EpisodeActorOptions, EpisodeActors, episode_actor_starter
 from rlhub.agents.remote.workflow import RemoteWorkflow
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, WorkflowParts
@@ -94,22 +94,22 @@ async def length(row: object, text: str) -> tuple[float, dict[str, float]]:
 
 def test_episodes_run_elsewhere_and_none_is_lost_with_its_host(ray_cluster: None, tmp_path: Path) -> None:
     (tmp_path / "where.py").write_text(WORKFLOW)
-    settings = HostSettings(
+    settings = EpisodeActorSettings(
         tokenizer=str,
         samplings={"training": SamplingParams(max_new_tokens=2)},
         max_prompt_length=8,
         max_response_length=2,
         folder=str(tmp_path),
     )
-    starter = host_starter(settings, HostOptions(log_dir=str(tmp_path / "logs")))
+    starter = episode_actor_starter(settings, EpisodeActorOptions(log_dir=str(tmp_path / "logs")))
     pids: set[int] = set()
 
     async def main() -> None:
-        hosts, gate = EpisodeHosts(starter, 2, restarts=0), Gate()
-        await hosts.start()
+        pool, gate = EpisodeActors(starter, 2, restarts=0), Gate()
+        await pool.start()
         try:
             own: WorkflowParts = replace(parts(), score=length)
-            workflow = RemoteWorkflow(own, WorkflowKey("training", "where.py:Where"), hosts)
+            workflow = RemoteWorkflow(own, WorkflowKey("training", "where.py:Where"), pool)
             episodes = [
                 asyncio.create_task(
                     workflow.arun_episode(gate, EpisodeData(prompt_ids=(5, 6), ordinal=seed, sample=0, seed=seed))
@@ -118,20 +118,20 @@ def test_episodes_run_elsewhere_and_none_is_lost_with_its_host(ray_cluster: None
             ]
             while gate.waiting < NUM_EPISODES:
                 await asyncio.sleep(0.01)
-            pids.update(host.actor.worker.pid for host in hosts.hosts)  # type: ignore[attr-defined]
-            victim = hosts.hosts[0].actor.worker.pid  # type: ignore[attr-defined]
-            assert [host.episodes for host in hosts.hosts] == [NUM_EPISODES // 2] * 2
+            pids.update(member.actor.worker.pid for member in pool.members)  # type: ignore[attr-defined]
+            victim = pool.members[0].actor.worker.pid  # type: ignore[attr-defined]
+            assert [member.episodes for member in pool.members] == [NUM_EPISODES // 2] * 2
             os.kill(victim, signal.SIGKILL)
-            while len(hosts.hosts) == 2 or gate.waiting < NUM_EPISODES:
+            while len(pool.members) == 2 or gate.waiting < NUM_EPISODES:
                 await asyncio.sleep(0.01)
             gate.open.set()
             found = await asyncio.gather(*episodes)
             assert {one.metrics.pop("pid") for one in found if one} == pids - {victim}
             assert found == [expected(seed) for seed in range(NUM_EPISODES)]
             assert gate.asked == NUM_EPISODES + NUM_EPISODES // 2
-            assert hosts.counts == {"deaths": 1, "episodes_again": NUM_EPISODES // 2}
+            assert pool.counts == {"deaths": 1, "episodes_again": NUM_EPISODES // 2}
         finally:
-            await hosts.close()
+            await pool.close()
 
     asyncio.run(asyncio.wait_for(main(), WAIT_S))
     assert len(pids) == 2 and os.getpid() not in pids
@@ -157,7 +157,7 @@ class Listened:
 def test_an_agent_in_a_host_reads_its_answer_while_the_driver_samples_it(ray_cluster: None, tmp_path: Path) -> None:
     (tmp_path / "reader.py").write_text(AGENT)
     model = str(save_chat_model(tmp_path / "model"))
-    settings = HostSettings(
+    settings = EpisodeActorSettings(
         tokenizer=partial(load_tokenizer, model, trust_remote_code=False),
         samplings={"training": SamplingParams(max_new_tokens=99)},
         max_prompt_length=99,
@@ -169,13 +169,13 @@ def test_an_agent_in_a_host_reads_its_answer_while_the_driver_samples_it(ray_clu
     data = EpisodeData(prompt_ids=(5, 6), ordinal=0, sample=0, seed=1, row={"heard": str(tmp_path / "heard")})
 
     async def main() -> Trajectory | None:
-        hosts = EpisodeHosts(host_starter(settings, HostOptions(log_dir=str(tmp_path / "logs"))), 1, restarts=0)
-        await hosts.start()
+        pool = EpisodeActors(episode_actor_starter(settings, EpisodeActorOptions(log_dir=str(tmp_path / "logs"))), 1, restarts=0)
+        await pool.start()
         try:
-            workflow = RemoteWorkflow(parts(), WorkflowKey("training", "openai_agent"), hosts)
+            workflow = RemoteWorkflow(parts(), WorkflowKey("training", "openai_agent"), pool)
             return await workflow.arun_episode(Listened(tokens, tmp_path / "heard"), data)
         finally:
-            await hosts.close()
+            await pool.close()
 
     found = asyncio.run(asyncio.wait_for(main(), WAIT_S))
     assert found is not None and found.response_ids == tokens and found.rewards is not None

@@ -1,4 +1,4 @@
-"""Environments in real Ray actors: many at once, killed processes and hosts, and nothing left of them."""
+"""Environments in real Ray actors: many at once, killed processes and actors, and nothing left of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
+from rlhub.agents.remote.environment_actors import EnvironmentActorOptions, EnvironmentActors, environment_actor_starter
 from rlhub.envs.base import EnvDiedError, ImageObservation, StepEnvironment
 from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, LocalEnvironmentSource
 from tests.support.processes import all_end
@@ -66,29 +66,29 @@ class Counts:
 """
 
 
-def within(folder: Path, play: Callable[[EnvironmentHosts], Awaitable[None]]) -> None:
-    """With two hosts, of which and of whose processes nothing is left."""
-    options = EnvironmentHostOptions(folder=str(folder), log_dir=str(folder / "logs"))
+def within(folder: Path, play: Callable[[EnvironmentActors], Awaitable[None]]) -> None:
+    """With two actors, of which and of whose processes nothing is left."""
+    options = EnvironmentActorOptions(folder=str(folder), log_dir=str(folder / "logs"))
     (folder / "simulators.py").write_text(SIMULATORS)
 
     async def main() -> None:
-        hosts = EnvironmentHosts(environment_host_starter(options), 2, idle_s=60.0)
-        await hosts.start()
+        pool = EnvironmentActors(environment_actor_starter(options), 2, idle_s=60.0)
+        await pool.start()
         try:
-            await play(hosts)
-            hosted = pids_of(hosts)
+            await play(pool)
+            hosted = pids_of(pool)
             started.extend([*hosted, *(child.pid for pid in hosted for child in psutil.Process(pid).children(recursive=True))])
         finally:
-            await hosts.close()
+            await pool.close()
 
     started: list[int] = []
     asyncio.run(asyncio.wait_for(main(), WAIT_S))
-    assert len(started) >= 3, "two hosts, and processes of theirs"
+    assert len(started) >= 3, "two actors, and processes of theirs"
     assert all_end(started)
 
 
-def pids_of(hosts: EnvironmentHosts) -> list[int]:
-    return [host.actor.worker.pid for host in hosts.hosts]  # type: ignore[attr-defined]
+def pids_of(pool: EnvironmentActors) -> list[int]:
+    return [member.actor.worker.pid for member in pool.members]  # type: ignore[attr-defined]
 
 
 async def play_one(source: EnvironmentSource, spec: EnvironmentSpec, number: int) -> set[str]:
@@ -116,16 +116,16 @@ async def walked(source: EnvironmentSource, seed: int) -> list[Any]:
 
 
 def test_environments_elsewhere_are_the_same_and_many_at_once(ray_cluster: None, tmp_path: Path) -> None:
-    async def play(hosts: EnvironmentHosts) -> None:
+    async def play(pool: EnvironmentActors) -> None:
         spec, own = EnvironmentSpec(name=f"{tmp_path / 'simulators.py'}:Waiting"), LocalEnvironmentSource()
         try:
             here, _ = await rate(own, spec)
-            there, seen = await rate(hosts, replace(spec, settings={"together": EPISODES // 2}))
+            there, seen = await rate(pool, replace(spec, settings={"together": EPISODES // 2}))
             logger.info("%d at once: %.0f a second in actors, %.0f in process, %.2fx", EPISODES, there, here, there / here)
-            assert {int(text.split()[0]) for text in seen} == set(pids_of(hosts))
-            assert max(int(text.split()[1]) for text in seen) == EPISODES // 2, "all of a host's step at the same time"
+            assert {int(text.split()[0]) for text in seen} == set(pids_of(pool))
+            assert max(int(text.split()[1]) for text in seen) == EPISODES // 2, "all of a actor's step at the same time"
             first = await walked(own, 3)
-            assert await walked(hosts, 3) == first != await walked(hosts, 4)
+            assert await walked(pool, 3) == first != await walked(pool, 4)
         finally:
             await own.aclose()
 
@@ -142,36 +142,36 @@ def test_a_killed_process_and_a_killed_host_cost_their_own_episodes(ray_cluster:
             return error
         raise AssertionError("it lives")
 
-    async def play(hosts: EnvironmentHosts) -> None:
-        leases = [hosts.lease(spec, str(number)) for number in range(4)]
+    async def play(pool: EnvironmentActors) -> None:
+        leases = [pool.lease(spec, str(number)) for number in range(4)]
         found = [await lease.__aenter__() for lease in leases]
         one, two, three, four = (environment for environment in found if isinstance(environment, StepEnvironment))
         begun = [await environment.reset(seed=10) for environment in (one, two, three, four)]
         simulators = [int(str(pid)) for pid, _ in begun]
         above = [{parent.pid for parent in psutil.Process(pid).parents()} for pid in simulators]
-        parents = [pid for pids in above for pid in pids_of(hosts) if pid in pids]
-        assert parents == [*pids_of(hosts)] * 2
+        parents = [pid for pids in above for pid in pids_of(pool) if pid in pids]
+        assert parents == [*pids_of(pool)] * 2
         assert "exit code 3" in str(await failed(one.step("die")))
         assert [(await environment.step("go"))[0] for environment in (two, three)] == ["11", "11"]
         os.kill(parents[1], signal.SIGKILL)
         assert "environments-" in str(await failed(two.step("go"))) and "has died" in str(await failed(four.step("go")))
-        assert (await three.step("go"))[0] == "12", "the other host goes on"
+        assert (await three.step("go"))[0] == "12", "the other actor goes on"
         for lease in leases:
             await lease.__aexit__(None, None, None)
-        while len(hosts.hosts) < 2:
+        while len(pool.members) < 2:
             await asyncio.sleep(0.02)
-        assert hosts.counts == {"deaths": 1, "restarts": 1}
+        assert pool.counts == {"deaths": 1, "restarts": 1}
         assert all_end([parents[1], simulators[0], simulators[1], simulators[3]])
-        await asyncio.gather(*(play_one(hosts, spec, number) for number in range(8)))
-        await check_states(hosts)
+        await asyncio.gather(*(play_one(pool, spec, number) for number in range(8)))
+        await check_states(pool)
 
-    async def check_states(hosts: EnvironmentHosts) -> None:
-        states = await hosts.get_state(spec)
-        assert sorted(map(len, states)) == [2, 2] and any(state is not None for host in states for state in host)
-        changed = [[100 + place if state is not None else None for place, state in enumerate(host)] for host in states]
-        await hosts.load_state(spec, changed)
-        assert await hosts.get_state(spec) == changed
-        status = (await hosts.status()).values()
+    async def check_states(pool: EnvironmentActors) -> None:
+        states = await pool.get_state(spec)
+        assert sorted(map(len, states)) == [2, 2] and any(state is not None for member in states for state in member)
+        changed = [[100 + place if state is not None else None for place, state in enumerate(member)] for member in states]
+        await pool.load_state(spec, changed)
+        assert await pool.get_state(spec) == changed
+        status = (await pool.status()).values()
         assert sum(one.leased for one in status) == 0 and sum(one.replaced for one in status) == 1
 
     within(tmp_path, play)

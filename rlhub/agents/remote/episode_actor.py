@@ -1,4 +1,4 @@
-"""EpisodeHost: runs the episodes' own code (tools, tokenizing, environments) in a process of its own; hosted by an AsyncActor.
+"""EpisodeActor, the object of an AsyncActor: runs the episodes' own code (tools, tokenizing, environments) in its process.
 
 Generation, scoring and environment actors stay with the driver: what an episode asks of them waits here until the driver, which
 fetches the questions with `next`, sends the answer.  An episode may have several questions open at once.
@@ -23,15 +23,15 @@ from rlhub.utils.aio.results import Reject
 
 
 class WorkflowKey(NamedTuple):
-    """Which workflow runs an episode.  purpose: which of the host's samplings; name: as `build_workflow` takes it."""
+    """The workflow of an episode.  purpose: which of the actor's samplings; name: as `build_workflow` takes it."""
 
     purpose: str
     name: str
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class HostSettings:
-    """What workflows are built from there; it travels to the host.
+class EpisodeActorSettings:
+    """The parts of which an episode actor builds its workflows; they travel to it.
 
     tokenizer: makes it.  samplings: by purpose.  kwargs: the workflows' own settings.  folder: the driver's working directory,
     from which relative paths in the settings and names count; "" stays where the process is.  lends_environments: the driver
@@ -49,7 +49,7 @@ class HostSettings:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Ask:
-    """The episode wants a completion; the answer is a Completion.  followed: and is to be told of its tokens as they come."""
+    """The episode wants a completion; the answer is a Completion.  followed: and it wants the tokens as they come."""
 
     number: int
     request: GenerationRequest
@@ -87,10 +87,10 @@ _CURRENT: ContextVar[_Episode] = ContextVar("rlhub_episode")
 """The episode that a piece of code belongs to: all episodes of a workflow share its parts, and so their `score`."""
 
 
-class EpisodeHost:
+class EpisodeActor:
     """See the module docstring.  All methods run on one event loop; a session is one run of one episode."""
 
-    def __init__(self, settings: HostSettings) -> None:
+    def __init__(self, settings: EpisodeActorSettings) -> None:
         if settings.folder and os.getcwd() != settings.folder:
             os.chdir(settings.folder)
         self._settings = settings
@@ -100,14 +100,14 @@ class EpisodeHost:
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def begin(self, session: str, workflow: WorkflowKey, data: EpisodeData) -> None:
-        """Start an episode."""
+        """Starts an episode."""
         if session in self._episodes:
             raise WorkflowError(f"session {session} runs already: give every run of an episode a name of its own")
         episode = self._episodes[session] = _Episode()
         episode.task = asyncio.create_task(self._run(episode, workflow, data))
 
     async def next(self, session: str) -> Message:
-        """What the episode asks next, in order; waits for it.  Raises the episode's error, and forgets it at its end."""
+        """Returns what the episode asks next, in order; waits for it.  Raises the episode's error, and drops it at its end."""
         episode = self._episodes.get(session)
         if episode is None:
             raise WorkflowError(f"no session {session} runs here: it has ended or was cancelled")
@@ -119,22 +119,22 @@ class EpisodeHost:
         return message
 
     async def answer(self, session: str, number: int, value: Any) -> None:
-        """The answer to question `number`.  One that nobody waits for any more is passed over."""
+        """Takes the answer to question `number`.  One that nobody waits for any more is ignored."""
         if session in self._episodes:
             self._episodes[session].settle(number, value, None)
 
-    async def tell(self, session: str, number: int, progress: Progress) -> None:
-        """More tokens of the completion that question `number` asks for.  In order: one call after the other."""
+    async def report_progress(self, session: str, number: int, progress: Progress) -> None:
+        """Takes more tokens of the completion that question `number` asks for.  In order: one call after the other."""
         if session in self._episodes:
-            self._episodes[session].tell(number, progress)
+            self._episodes[session].report_progress(number, progress)
 
     async def refuse(self, session: str, number: int, error: RlhubError) -> None:
-        """There is no answer to question `number`: the episode gets this error."""
+        """Raises this error in the episode: there is no answer to question `number`."""
         if session in self._episodes:
             self._episodes[session].settle(number, None, error)
 
     async def cancel(self, session: str) -> None:
-        """End an episode; its code cleans up after this has returned.  An unknown session is passed over."""
+        """Ends an episode; its code cleans up after this has returned.  An unknown session is ignored."""
         episode = self._episodes.pop(session, None)
         if episode is not None and episode.task is not None:
             episode.unwanted = True
@@ -143,7 +143,7 @@ class EpisodeHost:
             episode.task.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
-        """End all episodes and release what their workflows hold."""
+        """Ends all episodes and releases what their workflows hold."""
         for session in list(self._episodes):
             await self.cancel(session)
         await asyncio.gather(*self._leaving, return_exceptions=True)
@@ -182,7 +182,7 @@ class EpisodeHost:
 
 
 class _Episode:
-    """One running episode, and the engine that it sees."""
+    """One running episode, and the engine that its code calls."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[Message | Exception] = asyncio.Queue()
@@ -193,7 +193,7 @@ class _Episode:
         self._numbers = itertools.count()
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """By the driver's engine."""
+        """Generates with the driver's engine."""
         ask = Ask(number=next(self._numbers), request=request, params=params, followed=follow is not None)
         if follow is not None:
             self._following[ask.number] = follow
@@ -203,8 +203,8 @@ class _Episode:
             self._following.pop(ask.number, None)
         return completion
 
-    def tell(self, number: int, progress: Progress) -> None:
-        """To whoever follows the completion of this question, if it is not there yet."""
+    def report_progress(self, number: int, progress: Progress) -> None:
+        """Passes tokens to the follower of this question's completion, if that has not come yet."""
         waiting = self._open.get(number)
         if waiting is None or waiting.done():
             return
@@ -215,21 +215,21 @@ class _Episode:
             self.messages.put_nowait(Withdrawn(number=number))
 
     async def score(self, row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-        """By the driver's reward function."""
+        """Scores with the driver's reward function."""
         number = next(self._numbers)
         found: tuple[float, dict[str, float]] = await self._asked(ScoreAsk(number=number, row=row, text=text))
         return found
 
     async def ask_environment(self, lease: int, method: str, arguments: Mapping[str, Any]) -> Any:
-        """By the driver's environments."""
+        """Calls one of the driver's environments."""
         return await self._asked(EnvironmentAsk(number=next(self._numbers), lease=lease, method=method, arguments=arguments))
 
-    def tell_environment(self, lease: int, method: str) -> None:
-        """Without an answer: the driver may have left already."""
+    def notify_environment(self, lease: int, method: str) -> None:
+        """Sends a message without an answer: the driver may have left already."""
         self.messages.put_nowait(EnvironmentAsk(number=next(self._numbers), lease=lease, method=method))
 
     def settle(self, number: int, value: Any, error: RlhubError | None) -> None:
-        """Hand an answer to whoever waits for it."""
+        """Gives an answer, or an error, to the code that waits for it."""
         waiting = self._open.get(number)
         if waiting is None or waiting.done():
             return
@@ -251,12 +251,12 @@ class _Episode:
 
 
 async def _score(row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-    """`WorkflowParts.score` there."""
+    """Scores for the episode that the running code belongs to: `WorkflowParts.score` in the actor."""
     return await _current().score(row, text)
 
 
 def _current() -> _Episode:
-    """The episode that the running code belongs to."""
+    """Returns the episode that the running code belongs to."""
     episode = _CURRENT.get(None)
     if episode is None:
         raise WorkflowError(

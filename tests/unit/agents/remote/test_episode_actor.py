@@ -1,4 +1,4 @@
-"""Episodes in hosts of the local backend: what they leave, and how they end, is as it is on the driver's own loop."""
+"""Episodes in actors of the local backend: what they leave, and how they end, is as it is on the driver's own loop."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlhub.agents.remote.episode_host import EpisodeHost, HostSettings, WorkflowKey
-from rlhub.agents.remote.episode_hosts import EpisodeHosts, HostOptions, host_starter
+from rlhub.agents.remote.episode_actor import EpisodeActor, EpisodeActorSettings, WorkflowKey
+from rlhub.agents.remote.episode_actors import EpisodeActorOptions, EpisodeActors, episode_actor_starter
 from rlhub.agents.remote.workflow import RemoteWorkflow
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts, build_workflow
@@ -137,35 +137,39 @@ def make_tokenizer() -> Callable[[list[int]], str]:
     return str
 
 
-SETTINGS = HostSettings(
+SETTINGS = EpisodeActorSettings(
     tokenizer=make_tokenizer, samplings={"training": SAMPLING}, max_prompt_length=8, max_response_length=4, kwargs={}
 )
 PARTS = WorkflowParts(tokenizer=str, sampling=SAMPLING, max_prompt_length=8, max_response_length=4, score=score)
 
 
 def within(
-    play: Callable[[EpisodeHosts], Awaitable[Any]], *, num_hosts: int = 1, restarts: int = 1, settings: HostSettings = SETTINGS
+    play: Callable[[EpisodeActors], Awaitable[Any]],
+    *,
+    num_actors: int = 1,
+    restarts: int = 1,
+    settings: EpisodeActorSettings = SETTINGS,
 ) -> Any:
     async def main() -> Any:
-        hosts = EpisodeHosts(host_starter(settings, HostOptions(backend="local")), num_hosts, restarts=restarts)
-        await hosts.start()
+        pool = EpisodeActors(episode_actor_starter(settings, EpisodeActorOptions(backend="local")), num_actors, restarts=restarts)
+        await pool.start()
         try:
-            return await play(hosts)
+            return await play(pool)
         finally:
-            await hosts.close()
+            await pool.close()
 
     return asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def remotely(name: str, engine: EpisodeEngine, data: EpisodeData = DATA, settings: HostSettings = SETTINGS) -> Any:
-    async def play(hosts: EpisodeHosts) -> Any:
-        return await remote(name, hosts).arun_episode(engine, data)
+def remotely(name: str, engine: EpisodeEngine, data: EpisodeData = DATA, settings: EpisodeActorSettings = SETTINGS) -> Any:
+    async def play(pool: EpisodeActors) -> Any:
+        return await remote(name, pool).arun_episode(engine, data)
 
     return within(play, settings=settings)
 
 
-def remote(name: str, hosts: EpisodeHosts) -> RemoteWorkflow:
-    return RemoteWorkflow(PARTS, WorkflowKey("training", name), hosts)
+def remote(name: str, pool: EpisodeActors) -> RemoteWorkflow:
+    return RemoteWorkflow(PARTS, WorkflowKey("training", name), pool)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -181,7 +185,7 @@ def test_a_trajectory_is_that_of_an_episode_on_the_driver(name: str, at_once: in
     assert found == asyncio.run(build_workflow(name, PARTS).arun_episode(here, DATA))
     assert there.sessions == here.sessions and there.most == here.most == at_once
     other = remotely(name, Policy(), settings=replace(SETTINGS, samplings={"training": SamplingParams(max_new_tokens=3)}))
-    assert other != found  # the host's own sampling counts
+    assert other != found  # the actor's own sampling counts
 
 
 def test_an_error_keeps_its_type_and_says_where_it_was_raised() -> None:
@@ -195,7 +199,7 @@ def test_an_error_keeps_its_type_and_says_where_it_was_raised() -> None:
         remotely(f"{HERE}Ends", Policy(), replace(DATA, row={"end": TimeoutError("the tool")}))
     with pytest.raises(WorkflowError, match="cancelled by its own code"):
         remotely(f"{HERE}Ends", Policy(), replace(DATA, row={"end": "cancelled"}))
-    with pytest.raises(WorkerDiedError):  # of something else, while its host lives
+    with pytest.raises(WorkerDiedError):  # of something else, while its actor lives
         died = WorkerDiedError("a tool's process", role="tool", rank=0)
         remotely(f"{HERE}Ends", Policy(), replace(DATA, row={"end": died}))
 
@@ -218,16 +222,16 @@ def test_cancelling_ends_the_episode_there_and_what_it_asked_for() -> None:
     cleaned.clear()
     engine = Policy(7)
 
-    async def play(hosts: EpisodeHosts) -> None:
-        workflow = remote(f"{HERE}Patient", hosts)
+    async def play(pool: EpisodeActors) -> None:
+        workflow = remote(f"{HERE}Patient", pool)
         waiting = asyncio.create_task(workflow.arun_episode(engine, DATA))
         await until(lambda: engine.running == 1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         await until(lambda: cleaned == [DATA.session])
-        assert (engine.running, engine.cancelled, hosts.hosts[0].episodes) == (0, 1, 0)
-        assert await workflow.arun_episode(engine, replace(DATA, seed=8)) is not None  # the host goes on
+        assert (engine.running, engine.cancelled, pool.members[0].episodes) == (0, 1, 0)
+        assert await workflow.arun_episode(engine, replace(DATA, seed=8)) is not None  # the actor goes on
 
     within(play)
     assert cleaned == [DATA.session, "closed"]
@@ -250,34 +254,34 @@ def test_a_withdrawn_question_is_not_answered() -> None:
 def test_the_host_with_the_fewest_episodes_gets_the_next() -> None:
     engine = Policy(7)
 
-    async def play(hosts: EpisodeHosts) -> None:
-        workflow = remote("single_turn", hosts)
+    async def play(pool: EpisodeActors) -> None:
+        workflow = remote("single_turn", pool)
         tasks = []
         for _ in range(6):
             tasks.append(asyncio.create_task(workflow.arun_episode(engine, DATA)))
             await asyncio.sleep(0)
-        assert [host.episodes for host in hosts.hosts] == [3, 3]
+        assert [member.episodes for member in pool.members] == [3, 3]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    within(play, num_hosts=2)
+    within(play, num_actors=2)
 
 
 def test_an_episode_begins_anew_when_its_host_dies_as_often_as_is_allowed() -> None:
     engine = Policy(7)
 
-    async def play(hosts: EpisodeHosts) -> None:
-        workflow = remote("single_turn", hosts)
+    async def play(pool: EpisodeActors) -> None:
+        workflow = remote("single_turn", pool)
         waiting = asyncio.create_task(workflow.arun_episode(engine, DATA))
         await until(lambda: engine.running == 1)
         engine.hold = ()
-        hosts.hosts[0].actor.kill()
+        pool.members[0].actor.kill()
         trajectory = await waiting
         assert trajectory == await build_workflow("single_turn", PARTS).arun_episode(Policy(), DATA)
-        assert hosts.counts == {"deaths": 1, "restarts": 1, "episodes_again": 1}
+        assert pool.counts == {"deaths": 1, "restarts": 1, "episodes_again": 1}
         await until(lambda: engine.cancelled == 1)  # what the first attempt had asked for
-        hosts.hosts[0].actor.kill()
+        pool.members[0].actor.kill()
         with pytest.raises(WorkflowError, match="replica_restarts=1"):
             await workflow.arun_episode(engine, DATA)
 
@@ -290,17 +294,17 @@ def test_a_host_that_starts_while_all_are_ended_is_ended_too() -> None:
     async def slowly(name: str) -> AsyncActor:
         if started:
             await go_on.wait()
-        started.append(await host_starter(SETTINGS, HostOptions(backend="local"))(name))
+        started.append(await episode_actor_starter(SETTINGS, EpisodeActorOptions(backend="local"))(name))
         return started[-1]
 
     go_on = asyncio.Event()
 
     async def play() -> None:
-        hosts = EpisodeHosts(slowly, 1)
-        await hosts.start()
+        pool = EpisodeActors(slowly, 1)
+        await pool.start()
         started[0].kill()
-        await until(lambda: hosts.counts["restarts"] == 1)
-        closing = asyncio.create_task(hosts.close())
+        await until(lambda: pool.counts["restarts"] == 1)
+        closing = asyncio.create_task(pool.close())
         await asyncio.sleep(0.01)
         assert len(started) == 1 and not closing.done()
         go_on.set()
@@ -316,24 +320,24 @@ def test_one_that_cannot_start_ends_the_others() -> None:
     async def once(name: str) -> AsyncActor:
         if name == "episodes-0":
             raise WorkerError("no module", role=name, rank=0)
-        started.append(await host_starter(SETTINGS, HostOptions(backend="local"))(name))
+        started.append(await episode_actor_starter(SETTINGS, EpisodeActorOptions(backend="local"))(name))
         return started[-1]
 
     with pytest.raises(WorkerError, match="no module"):
-        asyncio.run(EpisodeHosts(once, 2).start())
+        asyncio.run(EpisodeActors(once, 2).start())
     assert [actor.ended for actor in started] == [True]
 
 
 def test_a_session_has_one_episode() -> None:
     async def play() -> None:
-        host, key = EpisodeHost(SETTINGS), WorkflowKey("training", "single_turn")
-        await host.begin("1", key, DATA)
+        actor, key = EpisodeActor(SETTINGS), WorkflowKey("training", "single_turn")
+        await actor.begin("1", key, DATA)
         with pytest.raises(WorkflowError, match="session 1"):
-            await host.begin("1", key, DATA)
-        await host.answer("gone", 0, None)
-        await host.cancel("gone")
+            await actor.begin("1", key, DATA)
+        await actor.answer("gone", 0, None)
+        await actor.cancel("gone")
         with pytest.raises(WorkflowError, match="no session gone"):
-            await host.next("gone")
-        await host.close()
+            await actor.next("gone")
+        await actor.close()
 
     asyncio.run(play())
