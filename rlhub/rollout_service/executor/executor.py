@@ -26,7 +26,7 @@ from rlhub.engines.rollout.base import Completion
 from rlhub.errors import ConfigError, DeadlineError, WorkflowError
 from rlhub.rollout_service.executor.delivery import Delivery, GroupRequest, StalePolicy
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
-from rlhub.rollout_service.executor.failure_limit import Patience
+from rlhub.rollout_service.executor.failure_limit import FailureLimit
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.executor.statistics import RolloutStatistics
@@ -114,7 +114,7 @@ class WorkflowExecutor:
         self._work: dict[int, _Work] = {}
         self._episodes: dict[str, tuple[_Work, int]] = {}
         self._scoring: set[asyncio.Task[None]] = set()
-        self._patience = Patience(options.max_failed_batches * staleness.batch)
+        self._failure_limit = FailureLimit(options.max_failed_batches * staleness.batch)
         runner.on_outcome = self._on_outcome
 
     # What training calls, from its own thread or on the event loop; `next_groups` and `state` wait, so not on the loop.
@@ -240,7 +240,7 @@ class WorkflowExecutor:
                 self._admit()
                 if self._exhausted:  # perhaps just now
                     self._serve()
-                if too_old := self._patience.dropped(self.delivery.dropped_in_a_row, self.staleness):
+                if too_old := self._failure_limit.dropped(self.delivery.dropped_in_a_row, self.staleness):
                     self._fail(too_old)
             except Exception as error:  # noqa: BLE001  the loop's boundary: training gets the error
                 self._fail(error)
@@ -355,19 +355,19 @@ class WorkflowExecutor:
             self._fail(error)
 
     def _filter(self, work: _Work, group: Group) -> None:
-        self._patience.complete()
+        self._failure_limit.complete()
         if self.keep is not None and not self.keep(group):
             return self._reject(work, "filtered_groups", "filtered out")
         del self._work[group.ordinal]
         self.ledger.finish(group.ordinal)
         self.staleness.on_accept()
         self.statistics.counts["accepted_groups"] += 1
-        self._patience.accepted()
+        self._failure_limit.accepted()
         self.delivery.add(group)
         self._react()
 
     def _failed(self, work: _Work, error: BaseException) -> None:
-        if stop := self._patience.failed(work.item.ordinal, error):
+        if stop := self._failure_limit.failed(work.item.ordinal, error):
             self._fail(stop)
         else:
             self._reject(work, "failed_groups", f"failed: {type(error).__name__}: {error}")
@@ -380,7 +380,7 @@ class WorkflowExecutor:
             self.runner.cancel(f"{ordinal}-{sample}")
         self.statistics.wasted_tokens += sum(sum(t.response_mask) for t in work.trajectories if t is not None)
         self.statistics.counts[count] += 1
-        self._patience.rejected(reason)
+        self._failure_limit.rejected(reason)
         self.ledger.reject(ordinal, reason)
         self.staleness.on_reject()
         self._react()

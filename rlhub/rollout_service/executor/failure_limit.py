@@ -14,7 +14,7 @@ from rlhub.rollout_service.executor.staleness import StalenessManager
 logger = logging.getLogger(__name__)
 
 
-class Patience:
+class FailureLimit:
     """limit: so many groups in a row may fail, or be too old when they come.  Rejected ones are told of, and never too many."""
 
     def __init__(self, limit: int) -> None:
