@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhub.config.sections.data import DataConfig
+from rlhub.config.sections.ppo import DataConfig
 from rlhub.data.files import AGENT_NAME, DataRow, load_rows
 from rlhub.data.order import ResumableLoader
 from rlhub.data.tokenizing import Tokenizer, check_policy, check_vocabulary, encode_prompts, left_padded, pad_id, truncate

@@ -26,7 +26,7 @@ from rlhub.errors import ConfigError
 from rlhub.models.experts import DOWN, GATE_UP, unfused_tensors
 from rlhub.models.kinds import CLASSIFIER, SCALAR_HEAD, ModelKind
 from rlhub.models.weight_files import StoredTensor, stored_tensors
-from rlhub.utils.finite import nonfinite_names
+from rlhub.protocol.weights.fingerprint import nonfinite_names
 
 HEADS = ("lm_head.", f"{SCALAR_HEAD}.", "v_head.")
 """Beginnings of the names of heads, of which a model of one kind leaves aside those of another."""

@@ -182,7 +182,7 @@ class Fleet:
             raise EngineError(CLOSED)
 
     async def _start_process(self, name: str) -> AsyncActor:
-        """Of a replica.  A start cannot be stopped half way, so when the wait for it is cancelled `close` ends what comes."""
+        """Starts a replica's process.  A start cannot be stopped half way: if the wait for it is cancelled, `close` ends it."""
         starting = asyncio.ensure_future(self._start_replica(name))
         self._starts.add(starting)
         try:

@@ -21,7 +21,7 @@ from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams
 from rlhub.errors import EngineError, RequestError
 from rlhub.models.vocabulary import Vocabulary
-from rlhub.rollout_service.folder_reader import FolderReader, folder_reader
+from rlhub.rollout_service.weights_folder import FolderReader, folder_reader
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Worker
 from rlhub.utils import faults

@@ -62,7 +62,7 @@ class Folder:
         return bytes(self._fs.cat_file(f"{self._root}/{name}"))
 
     def names(self) -> list[str]:
-        """Of all files, as they are now."""
+        """Returns the names of all files, as they are now."""
         self._fs.invalidate_cache(self._root)
         return [str(path).rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
 

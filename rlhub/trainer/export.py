@@ -19,13 +19,12 @@ from rlhub.checkpoint.files import FileEntry, storage_errors
 from rlhub.checkpoint.manifest import MANIFEST, Manifest, problems_in, read_manifest
 from rlhub.checkpoint.store import CheckpointStore
 from rlhub.config.sections.export import ExportConfig
-from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import CheckpointError, ConfigError
 from rlhub.single_controller import ClassWithInitArgs, launch
 from rlhub.tracking.run_folder import RunFolder
-from rlhub.workers.checkpointing import ADAPTER_FOLDER, HF_FOLDER
-from rlhub.workers.export import ExportJob, ExportWorker
-from rlhub.workers.verify_export import Verification
+from rlhub.workers.base import ADAPTER_FOLDER, HF_FOLDER
+from rlhub.workers.export import ExportJob, ExportWorker, Verification
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +164,7 @@ def _model(config: ExportConfig, checkpoint: Path, folder: Path) -> ModelConfig:
 
 
 def _sidecars(checkpoint: Path, role: str) -> Manifest:
-    """Of the manifest, the small files beside the Hugging Face weights."""
+    """Returns the manifest of the small files next to the Hugging Face weights."""
     manifest = read_manifest(checkpoint)
     return dataclasses.replace(manifest, files=list(_small_files(manifest, f"{role}/{HF_FOLDER}/")))
 

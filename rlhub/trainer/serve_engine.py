@@ -170,7 +170,8 @@ class ServedEngine:
 
 
 def _files(folder: str | Path) -> tuple[tuple[str, int, int], ...]:
-    """Of a Hugging Face folder's weights; none of a trainer's own folder, whose versions know themselves."""
+    """Returns name, size and time of a Hugging Face folder's weight files; nothing for a trainer's own folder, whose versions are
+    numbered."""
     try:
         found = [(file.name, file.stat()) for file in sorted(Path(folder).glob("*.safetensors"))]
     except (OSError, ValueError) as error:

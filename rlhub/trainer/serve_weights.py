@@ -15,9 +15,9 @@ from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.rollout.elsewhere import WeightsElsewhere
 from rlhub.engines.rollout.weight_stream import abbreviate, apply_buckets
 from rlhub.errors import EngineError, RequestError, RlhubError
+from rlhub.protocol.weights.fingerprint import nonfinite_names
 from rlhub.protocol.weights.pieces import Piece
-from rlhub.rollout_service.folder_reader import FolderReader, folder_reader
-from rlhub.utils.finite import nonfinite_names
+from rlhub.rollout_service.weights_folder import FolderReader, folder_reader
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ VERSION_S = 1.0  # to wait for a version that the trainer says is there
 
 
 class EngineAdministration:
-    """Of one engine; see `Administration`.  Calls that block run in a thread, one after the other."""
+    """The `Administration` of one engine.  Calls that block run in a thread, one after the other."""
 
     def __init__(self, engine: RolloutEngine, *, recompute: bool, bucket_bytes: int) -> None:
         self._engine, self._recompute, self._bucket_bytes = engine, recompute, bucket_bytes

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhub.checkpoint.files import FileEntry
-from rlhub.config.sections.dpo import DPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.data.order import IndexedData, ResumableLoader

@@ -1,10 +1,11 @@
-"""The policy that is trained, and beside it the frozen reference where that has no pool of its own.
+"""The policy that is trained, and the frozen reference: in the same processes, or in a pool of its own.
 
 Thin shells: each method hands its rows to an engine and wraps what comes back.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -20,9 +21,9 @@ from rlhub.protocol import DataProto
 from rlhub.sharding_manager.files import WeightWriter
 from rlhub.sharding_manager.pools import WeightSender
 from rlhub.sharding_manager.report import SyncReport
-from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.single_controller.placement import DevicePlace, device_place
-from rlhub.workers.engine_worker import EngineWorker
+from rlhub.workers.base import EngineWorker
 from rlhub.workers.room import make_room
 from rlhub.workers.runtime import WorkerRuntime, memory_metrics
 from rlhub.workers.transfer import Meeting, open_meeting
@@ -150,3 +151,31 @@ class ActorWorker(ActorPart):
         """Send the policy's weights as `version` (collective over both groups)."""
         check_finite(self.engine, "before the sync")
         return self.sender.send(version)
+
+
+REFERENCE = make_nd_compute_dataproto_dispatch_fn(mesh_name="reference")
+
+
+class ReferenceWorker(Worker):
+    """All methods run on every rank.  Of a policy with adapters it is the model under them."""
+
+    def __init__(self, config: ActorRolloutRefConfig, runtime: WorkerRuntime) -> None:
+        self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora_rank=0))
+        self.runtime = runtime
+        self.device = runtime.torch_device(self.local_rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the reference's engine (collective)."""
+        ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
+        self.engine = build_reference_engine(self.config, device=self.device, seed=self.runtime.seed)
+        self.engine.initialize()
+        self.engine.offload()
+        self._register_dispatch_collect_info("reference", self.engine.dp_rank, self.engine.is_collect)
+
+    @register(dispatch_mode=REFERENCE)
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """ref_log_prob (rows, response) of the frozen starting policy."""
+        outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs",))
+        self.engine.offload()
+        return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})

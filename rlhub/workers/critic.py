@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhub.config.sections.critic import CriticConfig
+from rlhub.config.sections.ppo import CriticConfig
 from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_value_engine
@@ -10,7 +10,7 @@ from rlhub.engines.training.updates import ValueUpdater
 from rlhub.models.hf import ModelKind
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from rlhub.workers.engine_worker import EngineWorker
+from rlhub.workers.base import EngineWorker
 from rlhub.workers.room import make_room
 from rlhub.workers.runtime import WorkerRuntime, memory_metrics
 

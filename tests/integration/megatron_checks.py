@@ -20,8 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from rlhub.config.sections.model import ModelConfig
-from rlhub.config.sections.training import FSDPConfig, MegatronConfig, OptimConfig
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
 from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.fsdp.engine import FSDPEngine

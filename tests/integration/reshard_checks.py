@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
-from rlhub.config.sections.training import FSDPConfig
+from rlhub.config.sections.training import FSDPConfig, ModelConfig
 from rlhub.engines.rollout.base import RolloutEngine, SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.training.fsdp.engine import FSDPEngine

@@ -20,8 +20,8 @@ from rlhub.envs.pool import EnvironmentPool
 from rlhub.errors import ConfigError, LoadError
 from rlhub.rewards import RewardPool, RewardRequest, build_reward_manager
 from rlhub.rewards.pool import RewardOutcome
-from rlhub.utils.children import containment, process
-from rlhub.utils.children.containment import namespaces_allowed
+from rlhub.utils.children import process
+from rlhub.utils.children.process import namespaces_allowed
 from tests.integration.test_tool_processes import programs
 from tests.unit.rewards.test_managers import Letters
 
@@ -210,7 +210,7 @@ def test_a_program_ends_with_its_call() -> None:
 
 def test_the_start_says_where_forks_are_not_contained(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Once, and why."""
-    monkeypatch.setattr(containment, "PROBE", "raise PermissionError('unshare')")
+    monkeypatch.setattr(process, "PROBE", "raise PermissionError('unshare')")
     namespaces_allowed.cache_clear()
     try:
         assert not namespaces_allowed() and not namespaces_allowed()

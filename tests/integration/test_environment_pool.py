@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rlhub.agents.workflows.load import build_workflow
+from rlhub.agents.workflows.base import build_workflow
 from rlhub.envs.base import EnvDiedError, EnvError, EnvironmentLimits, ImageObservation
 from rlhub.envs.pool import EnvironmentPool
 from rlhub.envs.registry import environment_target

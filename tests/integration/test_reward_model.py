@@ -16,8 +16,7 @@ from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.rewards.rendering import padded
 from rlhub.single_controller import ClassWithInitArgs, Launched, launch
 from rlhub.trainer.ppo.reward import JudgeGenerator
-from rlhub.workers.judge import JudgeWorker
-from rlhub.workers.reward_model import RewardModelWorker
+from rlhub.workers.reward_model import JudgeWorker, RewardModelWorker
 from rlhub.workers.runtime import WorkerRuntime
 from tests.support.chat_model import save_chat_model
 from tests.support.reward_models import plain_scores, save_reward_model

@@ -14,7 +14,7 @@ import pytest
 
 from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
 from rlhub.agents.trajectory import Trajectory
-from rlhub.agents.workflows.load import build_workflow
+from rlhub.agents.workflows.base import build_workflow
 from rlhub.envs.base import EnvDiedError, EnvError, Environment, EnvironmentLimits, StepEnvironment
 from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, LocalEnvironmentSource
 from rlhub.errors import DeadlineError, LoadError

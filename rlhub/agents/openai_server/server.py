@@ -24,10 +24,8 @@ from aiohttp import web
 from rlhub.agents.openai_server.admin import Administration, admin_routes
 from rlhub.agents.openai_server.answers import Answer, Writer
 from rlhub.agents.openai_server.bodies import Asked, ChatBody, CompletionBody, read_chat, read_completion
-from rlhub.agents.openai_server.errors import ApiError, as_api_error, bad_field, errors, unavailable, unsupported
-from rlhub.agents.openai_server.json_body import read_json
-from rlhub.agents.openai_server.rendering import Renderer
-from rlhub.agents.openai_server.sampling import as_answer, ending_token, gathered, in_time, sample
+from rlhub.agents.openai_server.errors import ApiError, as_api_error, bad_field, errors, read_json, unavailable, unsupported
+from rlhub.agents.openai_server.rendering import Renderer, as_answer, ending_token, gathered, in_time, sample
 from rlhub.agents.openai_server.sessions import Limits, Session, Turn, carries, has_answers, history_of, tools_key
 from rlhub.agents.openai_server.streaming import Choice, FindCalls, Rules, UnderWay
 from rlhub.agents.openai_server.tool_choice import ToolUse
@@ -419,7 +417,7 @@ def _start(body: Asked, session: Session | None) -> int:
 
 
 def _seeds(asked: _Request, before: int) -> list[int]:
-    """Of a prompt's answers; before: answers to the request's earlier prompts."""
+    """Returns the seeds of a prompt's answers.  before: number of answers to the request's earlier prompts."""
     body, session = asked.body, asked.session
     named = [None if body.seed is None else body.seed + choice for choice in range(body.n)]
     if session is not None:

@@ -89,7 +89,7 @@ class Session:
         return self.num_requests - 1
 
     def answer_seed(self, request: int, answer: int, wanted: int | None) -> int:
-        """Of the so many-th answer to a request: by the order of requests, so that an agent's run can be repeated.
+        """Returns the seed of an answer by the order of requests, so that an agent's run can be repeated.
 
         wanted: the seed that the client names.  Equal ones give equal answers in this session only: samples of one prompt whose
         agent always names the same would be copies of each other.

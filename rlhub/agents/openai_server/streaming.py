@@ -44,7 +44,7 @@ class Rules:
     one_call: bool = False
 
     def stream(self) -> CallStream:
-        """Of one answer's text, which goes on after the opening."""
+        """Returns the parser of one answer's text, which goes on after the opening."""
         made = call_stream(self.find_calls)
         told = made.add(self.opening)
         assert not told, "an opening alone says nothing for sure"
@@ -157,7 +157,7 @@ class Choice:
         return part
 
     def call_id(self, index: int) -> str:
-        """Of the answer's so many-th call."""
+        """Returns the id of the answer's call number `index`."""
         while len(self._call_ids) <= index:
             self._call_ids.append(f"call_{secrets.token_hex(ID_BYTES)}")
         return self._call_ids[index]

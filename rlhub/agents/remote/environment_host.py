@@ -77,7 +77,7 @@ class EnvironmentHost:
             logger.warning("an environment could not be closed", exc_info=True)
 
     async def get_state(self, spec: EnvironmentSpec) -> list[Any]:
-        """Of the pool's simulators; None where none runs.  No call may be under way."""
+        """Returns the states of the pool's simulators, None where none runs.  No call may be in progress."""
         return await self._own.pool(spec).get_state()
 
     async def load_state(self, spec: EnvironmentSpec, states: list[Any]) -> None:

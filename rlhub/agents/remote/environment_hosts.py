@@ -63,7 +63,7 @@ class EnvironmentHosts(HostSet):
             lease.release("its episode has given it back")
 
     async def get_state(self, spec: EnvironmentSpec) -> list[list[Any]]:
-        """Of the pools' simulators, host by host.  No call may be under way."""
+        """Returns the states of the pools' simulators, host by host.  No call may be in progress."""
         return [await self.ask(host, "get_state", spec) for host in self._in_order()]
 
     async def load_state(self, spec: EnvironmentSpec, states: list[list[Any]]) -> None:

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from rlhub.agents.remote.environment_asks import AskedEnvironments, EnvironmentAsk
 from rlhub.agents.trajectory import Trajectory
-from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts
-from rlhub.agents.workflows.load import build_workflow
+from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import RlhubError, WorkflowError
 from rlhub.utils.outcomes import Reject

@@ -25,7 +25,7 @@ from typing import Any
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
 from rlhub.agents.workflows.knobs import EnvironmentKnobs
-from rlhub.agents.workflows.load import WHERE, fill_knobs
+from rlhub.agents.workflows.registry import WHERE, fill_knobs
 from rlhub.agents.workflows.tool_agent import ToolLoop
 from rlhub.agents.workflows.turns import Message, Transcript, TurnTemplate
 from rlhub.envs.base import EnvDiedError, EnvError, Environment, EnvironmentLimits, Observation, StepEnvironment

@@ -8,16 +8,14 @@ from typing import Any
 
 from rlhub.config.rules import placement
 from rlhub.config.rules.parallel import Ranks, all_ranks, check_adapters, check_section, check_shared_processes
-from rlhub.config.sections.dpo import DPOConfig
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.trainer import TrainerConfig
-from rlhub.config.sections.training import FSDPConfig, MegatronConfig, Section
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, Section
 
 ONLY_ROLE = "model"
-"""Of a trainer with one model, which cannot be placed."""
+"""The role of a trainer with one model, which cannot be placed."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -51,7 +49,7 @@ def _engine(held: Held, section: Section, role: str, prefix: str, fsdp_key: str 
 
 @functools.singledispatch
 def engines(config: Any) -> list[Engine]:
-    """Of every role that trains or infers, the one that others follow first.  Call it on a derived configuration."""
+    """Returns the engine of every role that trains or infers, the one that others follow first.  Needs a derived config."""
     raise TypeError(f"no training engines in {type(config).__name__}")
 
 

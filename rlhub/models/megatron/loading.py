@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import SCALAR_HEAD
 from rlhub.models.megatron.names import ParamParts, parts

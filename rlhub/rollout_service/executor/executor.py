@@ -265,11 +265,11 @@ class WorkflowExecutor:
 
     @property
     def _num_episodes(self) -> int:
-        """Of a group: its samples, and the baseline after them."""
+        """The episodes of a group: its samples, and the baseline after them."""
         return self.options.group_size + (self.baseline_for is not None)
 
     def _workflows(self, row: Mapping[str, Any]) -> list[RolloutWorkflow]:
-        """Of a group's episodes."""
+        """Returns the workflow of each of a group's episodes."""
         samples = [self.workflow_for(row)] * self.options.group_size
         return samples if self.baseline_for is None else [*samples, self.baseline_for(row)]
 

@@ -33,10 +33,9 @@ from rlhub.trainer.ppo.trainer import PPOTrainer
 from rlhub.trainer.ppo.validation import ValidationSamples, Validator
 from rlhub.trainer.run import Run
 from rlhub.trainer.workers import launch_workers
-from rlhub.workers.actor import ActorWorker
+from rlhub.workers.actor import ActorWorker, ReferenceWorker
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.critic import CriticWorker
-from rlhub.workers.reference import ReferenceWorker
 from rlhub.workers.rollout import RolloutWorker
 from rlhub.workers.runtime import WorkerRuntime
 

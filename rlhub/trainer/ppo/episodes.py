@@ -15,9 +15,8 @@ from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, Enviro
 from rlhub.agents.remote.episode_host import HostSettings, WorkflowKey
 from rlhub.agents.remote.episode_hosts import EpisodeHosts, HostOptions, host_starter
 from rlhub.agents.remote.workflow import RemoteWorkflow
-from rlhub.agents.workflows.base import RolloutWorkflow, Score, WorkflowParts
-from rlhub.agents.workflows.load import build_workflow, workflow_class
-from rlhub.agents.workflows.settings import default_workflow, workflow_kwargs
+from rlhub.agents.workflows.base import RolloutWorkflow, Score, WorkflowParts, build_workflow
+from rlhub.agents.workflows.registry import default_workflow, workflow_class, workflow_kwargs
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import ValSamplingConfig
 from rlhub.data import AGENT_NAME

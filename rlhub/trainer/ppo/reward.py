@@ -21,8 +21,7 @@ from rlhub.rewards.combine import JUDGE, MODEL, CombinedManager, PartScores, Rew
 from rlhub.rewards.judge import Judge
 from rlhub.rewards.rendering import Rendering, padded
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
-from rlhub.workers.judge import JudgeWorker
-from rlhub.workers.reward_model import RewardModelWorker
+from rlhub.workers.reward_model import JudgeWorker, RewardModelWorker
 from rlhub.workers.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)

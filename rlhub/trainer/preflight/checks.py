@@ -25,15 +25,12 @@ from rlhub.config.rules import checks, effects, placement
 from rlhub.config.rules.engines import Engine, engines, role_ranks
 from rlhub.config.rules.parallel import check_section
 from rlhub.config.sections import rollout_correction
-from rlhub.config.sections.data import DataConfig
-from rlhub.config.sections.dpo import DPOConfig
-from rlhub.config.sections.model import ModelConfig
-from rlhub.config.sections.ppo import PPOConfig
-from rlhub.config.sections.preference import PreferenceDataConfig
+from rlhub.config.sections.ppo import DataConfig, PPOConfig
+from rlhub.config.sections.preference import DPOConfig, PreferenceDataConfig, RMConfig
 from rlhub.config.sections.reward import CustomRewardConfig, ScoringModelConfig
-from rlhub.config.sections.rm import RMConfig
 from rlhub.config.sections.sft import SFTConfig, SFTDataConfig
 from rlhub.config.sections.trainer import TrainerConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.data import check_columns, check_files
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
 from rlhub.engines.training.registry import TRAIN_ENGINES

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from rlhub.config.rules import asynchronous, placement
 from rlhub.config.rules.engines import Engine, engines, role_ranks
-from rlhub.config.sections.dpo import DPOConfig
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import FSDPConfig, MegatronConfig, Section
 from rlhub.engines.rollout.registry import memory_share

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhub.config.rules.engines import Engine, engines
-from rlhub.config.sections.dpo import DPOConfig
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import check_weights
 from rlhub.models.kinds import ModelKind
@@ -23,7 +22,7 @@ from rlhub.models.vocabulary import check_tokenizer
 from rlhub.trainer.ppo.requirements import requirements
 
 KINDS: dict[str, ModelKind] = {"critic": "value", "reward_model": "reward"}
-"""Of the roles that are no policy."""
+"""The kinds of model of the roles that are no policy."""
 
 
 def check_models(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> None:

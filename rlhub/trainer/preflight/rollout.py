@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhub.agents.openai_server.knobs import AgentKnobs
-from rlhub.agents.workflows.knobs import EnvironmentKnobs, ToolKnobs
-from rlhub.agents.workflows.registry import WORKFLOWS
-from rlhub.agents.workflows.settings import WHERE, default_workflow, fill_knobs, workflow_kwargs
+from rlhub.agents.workflows.knobs import AgentKnobs, EnvironmentKnobs, ToolKnobs
+from rlhub.agents.workflows.registry import WHERE, WORKFLOWS, default_workflow, fill_knobs, workflow_kwargs
 from rlhub.config.rules import asynchronous
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import MultiTurnConfig
@@ -80,7 +78,7 @@ def _rows_choose(config: PPOConfig) -> bool:
 
 def _check_own_workflow(config: PPOConfig, key: str, name: str) -> list[str]:
     """A class of the user's own is loaded, and torch with it, as the run would."""
-    from rlhub.agents.workflows.load import workflow_class
+    from rlhub.agents.workflows.registry import workflow_class
     from rlhub.trainer.ppo.own_workflows import class_problems, knobs_of
 
     try:

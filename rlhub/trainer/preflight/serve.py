@@ -18,7 +18,7 @@ from rlhub.trainer.named import unknown
 from rlhub.trainer.preflight.checks import check_length, import_plugins, read_shape
 
 TRAINING_PREFIX = "actor_rollout_ref."
-"""Of the keys that engines name: here the section stands at the root."""
+"""Prefix of the keys that engines name; the server's configuration has the section at its root."""
 
 
 def check(config: ServeConfig, set_keys: AbstractSet[str]) -> list[str]:

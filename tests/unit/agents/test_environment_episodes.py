@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhub.agents.workflows.load import build_workflow
+from rlhub.agents.workflows.base import build_workflow
 from rlhub.envs.base import EnvError
 from rlhub.errors import ConfigError, DataError, DeadlineError
 from tests.support.episode_parts import ScriptedEngine, episode, parts, run, tokenizer, written

@@ -15,10 +15,9 @@ import yaml
 
 from rlhub.config.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, run
 from rlhub.config.schema import leaves, to_dict
-from rlhub.config.sections.dpo import DPOConfig
 from rlhub.config.sections.export import ExportConfig
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.serve import ServeConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.errors import DataError, EngineError

@@ -7,14 +7,13 @@ from typing import Any, Literal
 
 import pytest
 
+from rlhub.config.load import build, convert
 from rlhub.config.schema import Bounds, Leaf, PositiveInt, PositiveOrInf, Seed, UnitFloat, describe, leaves
-from rlhub.config.sections.dpo import DPOConfig
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.rollout import TopK
 from rlhub.config.sections.serve import ServeConfig
 from rlhub.config.sections.sft import SFTConfig
-from rlhub.config.walk import build, convert
 
 
 @pytest.mark.parametrize(

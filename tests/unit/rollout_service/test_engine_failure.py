@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
 from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import RolloutSetup

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import RolloutEngine, SamplingParams, WeightBucket
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.errors import EngineError, WeightMismatchError

@@ -13,15 +13,12 @@ from rlhub.single_controller import ClassWithInitArgs, Worker
 from rlhub.single_controller.decorator import registered_methods
 from rlhub.trainer import workers
 from rlhub.trainer.workers import DEADLINES, in_turn
-from rlhub.workers.actor import ActorWorker
+from rlhub.workers.actor import ActorWorker, ReferenceWorker
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.critic import CriticWorker
-from rlhub.workers.judge import JudgeWorker
-from rlhub.workers.preference import DPOWorker, RewardTrainingWorker
-from rlhub.workers.reference import ReferenceWorker
-from rlhub.workers.reward_model import RewardModelWorker
+from rlhub.workers.reward_model import JudgeWorker, RewardModelWorker
 from rlhub.workers.rollout import RolloutWorker
-from rlhub.workers.sft import SFTWorker
+from rlhub.workers.supervised import DPOWorker, RewardTrainingWorker, SFTWorker
 
 WORKERS: list[type[Worker]] = [
     ActorWorker, ActorRolloutRefWorker, RolloutWorker, ReferenceWorker, CriticWorker, RewardModelWorker, JudgeWorker,

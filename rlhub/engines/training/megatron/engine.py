@@ -18,8 +18,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor, nn
 
-from rlhub.config.sections.model import ModelConfig
-from rlhub.config.sections.training import MegatronConfig, OptimConfig
+from rlhub.config.sections.training import MegatronConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.kinds import check_outputs, columns_read
 from rlhub.engines.training.megatron.heads import own_outputs, policy_outputs, scalar_output

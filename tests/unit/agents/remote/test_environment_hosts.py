@@ -14,7 +14,7 @@ from rlhub.agents.remote.episode_host import HostSettings, WorkflowKey
 from rlhub.agents.remote.episode_hosts import EpisodeHosts, HostOptions, host_starter
 from rlhub.agents.remote.workflow import RemoteWorkflow
 from rlhub.agents.trajectory import Trajectory
-from rlhub.agents.workflows.load import build_workflow
+from rlhub.agents.workflows.base import build_workflow
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.envs.base import EnvDiedError, EnvError, EnvironmentLimits, ImageObservation, StepEnvironment
 from rlhub.envs.source import EnvironmentSpec

@@ -14,8 +14,7 @@ from rlhub.agents.remote.episode_host import EpisodeHost, HostSettings, Workflow
 from rlhub.agents.remote.episode_hosts import EpisodeHosts, HostOptions, host_starter
 from rlhub.agents.remote.workflow import RemoteWorkflow
 from rlhub.agents.trajectory import Trajectory
-from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
-from rlhub.agents.workflows.load import build_workflow
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.errors import DataError, EngineError, WorkerDiedError, WorkerError, WorkflowError
 from rlhub.single_controller.async_actor import AsyncActor

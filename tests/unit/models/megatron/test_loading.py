@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, Qwen3Config
 
-from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import build_model
 from rlhub.models.megatron import loading

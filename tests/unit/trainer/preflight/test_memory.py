@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rlhub.config.rules import derive
-from rlhub.config.sections.dpo import DPOConfig
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.preference import DPOConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.models.shape import count_params
 from rlhub.trainer.preflight import checks as preflight

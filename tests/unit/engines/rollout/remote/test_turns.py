@@ -12,10 +12,10 @@ import pytest
 import torch
 from aiohttp import web
 
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.config.sections.rollout import RemoteConfig, RolloutConfig
 from rlhub.config.sections.trainer import TrainerConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.rollout.remote import turns
 from rlhub.engines.rollout.remote.engine import RemoteEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhub.utils.finite import nonfinite_names
+from rlhub.protocol.weights.fingerprint import nonfinite_names
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -1,5 +1,8 @@
-"""A training engine's state to and from a checkpoint folder: shards per rank, scalars, the HF-loadable weights, and the
-adapter of a LoRA run as peft loads it."""
+"""What every worker with a training engine can do: save it and load it.
+
+A checkpoint has the engine's shards per rank, its scalars, the HF-loadable weights, and the adapter of a LoRA run as peft loads
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,13 @@ from rlhub.checkpoint.files import FileEntry, write_file, write_safetensors
 from rlhub.checkpoint.hf import write_hf_weights
 from rlhub.checkpoint.shard_reader import ShardReader
 from rlhub.checkpoint.shards import raw_tensor, write_shards
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.training.base import Adapter, TrainEngine
 from rlhub.engines.training.finite import check_finite
 from rlhub.errors import CheckpointError
+from rlhub.models.hf import ModelKind
+from rlhub.models.sidecars import save_sidecars
+from rlhub.single_controller import Dispatch, Worker, register
 
 SCALARS = "scalars.json"
 HF_FOLDER = "huggingface"
@@ -57,3 +64,27 @@ def load_engine(engine: TrainEngine, folder: Path) -> None:
         engine.load_state(reader.read)
     engine.load_scalar_state(json.loads(scalars.read_text()))
     check_finite(engine, f"in the checkpoint {folder} (trainer.resume_mode=resume_path takes an earlier one)")
+
+
+class EngineWorker(Worker):
+    """engine: built by the subclass.  hf_model: the model whose tokenizer and configuration are saved beside the weights;
+    None saves weights alone.  hf_kind: what the engine trains."""
+
+    engine: TrainEngine
+    hf_model: ModelConfig | None = None
+    hf_kind: ModelKind = "policy"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> list[FileEntry]:
+        """This rank's shards below `folder`, and from rank 0 the weights under their Hugging Face names."""
+        entries = save_engine(self.engine, Path(folder), self.rank, self.world_size)
+        self.engine.offload()
+        if self.rank == 0 and self.hf_model is not None:
+            save_sidecars(self.hf_model, Path(folder) / HF_FOLDER, self.hf_kind)
+        return entries
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        """Weights, optimizer and schedule as they were saved, whatever the number of ranks then."""
+        load_engine(self.engine, Path(folder))
+        self.engine.offload()
