@@ -1,5 +1,5 @@
-"""Column arithmetic of batches, below the protocol: cutting, joining, comparing and copying columns and meta dictionaries; and one
-TensorDict that holds a batch's arrays and meta entries too.
+"""Column arithmetic of batches, below the protocol: cutting, joining, comparing and copying columns and meta dictionaries;
+and one TensorDict that holds a batch's arrays and meta entries too.
 
 Pure functions on tensors, arrays and mappings of them; errors name the column.
 """
