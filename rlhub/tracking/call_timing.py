@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rlhub.single_controller.observer import Call
+from rlhub.single_controller.calls import Call
 from rlhub.tracking.spans import RecordSpan, ignore_span
 from rlhub.utils.timing import PhaseTimer
 

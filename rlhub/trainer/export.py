@@ -21,7 +21,7 @@ from rlhub.checkpoint.store import CheckpointStore
 from rlhub.config.sections.export import ExportConfig
 from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import CheckpointError, ConfigError
-from rlhub.single_controller import ClassWithInitArgs, launch
+from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, launch
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.workers.base import ADAPTER_FOLDER, HF_FOLDER
 from rlhub.workers.export import ExportJob, ExportWorker, Verification
@@ -60,7 +60,7 @@ def export(config: ExportConfig) -> int:
         max_shard_bytes=int(config.max_shard_gb * GIB),
     )
     logger.info("exporting %s", folder)
-    with launch({"export": ClassWithInitArgs(ExportWorker, job)}, backend="local") as launched:
+    with launch({"export": ClassWithInitArgs(ExportWorker, job)}, LaunchOptions(backend="local")) as launched:
         worker = launched.groups["export"]
         (written,) = worker.write()
         if config.verify and not _passed(worker.verify()[0]):

@@ -27,7 +27,7 @@ class CriticWorker(EngineWorker):
         self.device = runtime.torch_device(self.local_rank)
         self.hf_model = config.model
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Build the value model's engine (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
@@ -39,14 +39,14 @@ class CriticWorker(EngineWorker):
         )
         self._register_dispatch_collect_info("critic", self.engine.dp_rank, self.engine.is_collect)
 
-    @register(dispatch_mode=CRITIC)
+    @register(dispatch_mode=CRITIC, deadline="infer")
     def compute_values(self, batch: DataProto) -> DataProto:
         """values (rows, response), of the state before each response token."""
         make_room()
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("values",))
         return DataProto.from_dict(tensors={"values": outputs["values"]})
 
-    @register(dispatch_mode=CRITIC)
+    @register(dispatch_mode=CRITIC, deadline="update")
     def update_critic(self, batch: DataProto) -> DataProto:
         """All optimizer steps of the batch; meta_info["metrics"] are global."""
         make_room()

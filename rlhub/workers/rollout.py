@@ -46,7 +46,7 @@ class RolloutPart(Worker):
     def _wake_rollout(self) -> None:
         """Called before generation: make sure that the engine has its weights and its memory."""
 
-    @register(dispatch_mode=ROLLOUT)
+    @register(dispatch_mode=ROLLOUT, deadline="generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """meta_info["n"] samples per prompt, neighbours in prompt order, as training columns."""
         self._wake_rollout()
@@ -92,7 +92,7 @@ class RolloutWorker(RolloutPart):
         self.config, self.runtime = config, runtime
         self.device = runtime.torch_device(self.local_rank)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Build the engine without weights (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
@@ -100,13 +100,13 @@ class RolloutWorker(RolloutPart):
         self.receiver = WeightReceiver(self.rollout, self.device, bucket_bytes=self.bucket_bytes)
         self.closing.callback(self.receiver.close)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def join_transfer(self, meeting: Meeting) -> None:
         """Meet the actor's ranks (collective over both groups)."""
         rank = meeting.num_senders + self.rank
         self.receiver.connect(meeting.address, meeting.port, rank, meeting.size, self.runtime.deadline_s)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def sync_weights(self, version: int) -> SyncReport:
         """Receive the policy's weights as `version`, checked weight by weight (collective over both groups)."""
         report = self.receiver.receive(version)

@@ -1,5 +1,4 @@
-"""The in-process backend: world size 1, no Ray, a breakpoint in a worker is a breakpoint in the terminal."""
+"""The in-process backend: world size 1, no Ray, a breakpoint in a worker is a breakpoint in the terminal.
 
-from rlhub.single_controller.local.group import LocalWorkerGroup, launch_local
-
-__all__ = ["LocalWorkerGroup", "launch_local"]
+group.py: worker groups whose one rank lives in the driver's process.  async_actor.py: actors on the event loop of a thread.
+"""

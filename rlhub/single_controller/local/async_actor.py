@@ -13,9 +13,8 @@ from contextlib import suppress
 from typing import Any
 
 from rlhub.errors import DeadlineError, WorkerDiedError
-from rlhub.single_controller.async_actor import AsyncActorOptions
-from rlhub.single_controller.hosted import HostedObject
-from rlhub.single_controller.invoke import RemoteError
+from rlhub.single_controller.invoke import ActorObject, RemoteError
+from rlhub.single_controller.resources import AsyncActorOptions
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext
 from rlhub.utils.aio.loop_thread import LoopThread
 
@@ -37,7 +36,7 @@ class _Call:
         self.expired = False
 
     def send(self) -> bool:
-        """False if the actor's loop was closed a moment ago."""
+        """Sends the call; returns False if the actor's loop was closed a moment ago."""
         try:
             self.loop.call_soon_threadsafe(self._start)
         except RuntimeError:
@@ -46,12 +45,12 @@ class _Call:
         return True
 
     def cancel(self) -> None:
-        """Whoever called waits no longer."""
+        """Cancels the method: the caller waits no longer."""
         with suppress(RuntimeError):  # the loop is closed: nothing runs there
             self.loop.call_soon_threadsafe(self._cancel)
 
     def expire(self) -> None:
-        """The time is over."""
+        """Ends the wait at the deadline, and cancels the method."""
         if not self.ended.done():
             self.expired = True
             self.ended.set_result(None)
@@ -62,7 +61,7 @@ class _Call:
         self.task.add_done_callback(self._answer)
 
     def _cancel(self) -> None:
-        if self.task is not None:  # it was sent before this was
+        if self.task is not None:  # the loop runs what it is sent in order, so the call has started
             self.task.cancel()
 
     def _answer(self, task: asyncio.Task[Any]) -> None:
@@ -83,7 +82,7 @@ class LocalAsyncActor:
         self.name = options.name
         self._thread = LoopThread(options.name)
         self._killed = False
-        self._object = HostedObject(options.max_concurrency)
+        self._object = ActorObject(options.max_concurrency)
         context = WorkerContext(role=options.name, device=options.device, master_port=int(os.environ.get("MASTER_PORT", 0)))
         try:
             for module in options.plugins:

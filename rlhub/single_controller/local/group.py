@@ -16,9 +16,9 @@ from typing import Any
 
 from rlhub.errors import ConfigError
 from rlhub.protocol import DataProto, DataProtoFuture
-from rlhub.single_controller.calls import PendingCall, Request, Watch
-from rlhub.single_controller.invoke import RemoteError, RoleHost
-from rlhub.single_controller.observer import CallObserver, WorkerInfo
+from rlhub.single_controller.calls import CallObserver, PendingCall, Request, Watch, WorkerInfo
+from rlhub.single_controller.invoke import RankWorkers, RemoteError
+from rlhub.single_controller.resources import LaunchOptions
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext, applied_env
 from rlhub.single_controller.worker_group import WorkerGroup
 from rlhub.utils.ports import free_port
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Finished(PendingCall):
-    """A call that is over: its outputs, or the failure to raise whenever it is asked for."""
+    """A call that has ended: its outputs, or the failure to raise whenever they are asked for."""
 
     def __init__(self, outputs: dict[int, Any], failure: RemoteError | None) -> None:
         self._outputs = outputs
@@ -52,11 +52,11 @@ class _Finished(PendingCall):
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """A role in this process.  Groups made by one `launch_local` share their host, as colocated roles share a process."""
+    """A role in this process.  Groups of one `launch_local` share the rank's workers, as colocated roles share a process."""
 
-    def __init__(self, role: str, spec: ClassWithInitArgs, host: RoleHost, observers: Sequence[CallObserver] = ()) -> None:
+    def __init__(self, role: str, spec: ClassWithInitArgs, rank: RankWorkers, observers: Sequence[CallObserver] = ()) -> None:
         super().__init__(role, spec.cls, observers)
-        self._host = host
+        self._rank = rank
         self._workers = (WorkerInfo(rank=0, node="127.0.0.1", pid=os.getpid()),)
 
     @property
@@ -64,27 +64,24 @@ class LocalWorkerGroup(WorkerGroup):
         return self._workers
 
     def _send(self, request: Request) -> PendingCall:
-        rank = request.ranks[0]
+        share = request.ranks[0]
+        args = [_own_columns(value) for value in share.args]
+        kwargs = {name: _own_columns(value) for name, value in share.kwargs.items()}
         start = time.monotonic()
         try:
-            output = self._host.call(
-                request.role,
-                request.method,
-                [_own_columns(value) for value in rank.args],
-                {name: _own_columns(value) for name, value in rank.kwargs.items()},
-                materialize=request.materialize,
-            )
+            output = self._rank.run(request.role, request.method, args, kwargs, materialize=request.materialize)
         except RemoteError as failure:
             return _Finished({}, failure)
         seconds = time.monotonic() - start
-        if request.deadline_s is not None and seconds > request.deadline_s:
-            logger.warning("%s took %.1f s, its deadline is %g s", request.name, seconds, request.deadline_s)
+        deadline = request.deadline
+        if seconds > deadline.seconds:
+            logger.warning("%s took %.1f s, its deadline is %g s (%s)", request.name, seconds, deadline.seconds, deadline.setting)
         return _Finished({0: _own_columns(output)}, None)
 
     def close(self, deadline_s: float = 60.0) -> None:
         if not self._closed:
             self._closed = True
-            self._host.close()
+            self._rank.close()
 
 
 def _own_columns(value: Any) -> Any:
@@ -94,20 +91,18 @@ def _own_columns(value: Any) -> Any:
 class LocalRun:
     """All roles of a run in this process; `close` restores the environment."""
 
-    def __init__(
-        self, roles: Mapping[str, ClassWithInitArgs], *, device: str, plugins: Sequence[str], observers: Sequence[CallObserver]
-    ) -> None:
-        self._host = RoleHost()
-        self._env = applied_env(WorkerContext(device=device, master_port=free_port("127.0.0.1")).env())
+    def __init__(self, roles: Mapping[str, ClassWithInitArgs], options: LaunchOptions) -> None:
+        self._rank = RankWorkers()
+        self._env = applied_env(WorkerContext(device=options.device, master_port=free_port("127.0.0.1")).env())
         self._env.__enter__()
         self.groups: dict[str, WorkerGroup] = {}
         try:
-            for module in plugins:
+            for module in options.plugins:
                 importlib.import_module(module)
             for role, spec in roles.items():
-                context = WorkerContext(role=role, device=device, master_port=int(os.environ["MASTER_PORT"]))
-                self._host.add(spec, context)
-                self.groups[role] = LocalWorkerGroup(role, spec, self._host, observers)
+                context = WorkerContext(role=role, device=options.device, master_port=int(os.environ["MASTER_PORT"]))
+                self._rank.add(spec, context)
+                self.groups[role] = LocalWorkerGroup(role, spec, self._rank, options.observers)
         except RemoteError as failure:
             self.close()
             raise failure.error from failure.__cause__
@@ -116,28 +111,23 @@ class LocalRun:
             raise
 
     def close(self, deadline_s: float = 60.0) -> None:
-        """Let the workers release what they hold.  Failures of theirs are logged."""
+        """Lets the workers release what they hold.  Failures of theirs are logged."""
         try:
-            self._host.close()
+            self._rank.close()
         except RemoteError as failure:
             logger.warning("while closing: %s", failure.error)
         finally:
             self._env.__exit__(None, None, None)
 
 
-def launch_local(
-    roles: Mapping[str, ClassWithInitArgs],
-    *,
-    nnodes: int = 1,
-    ranks_per_node: int = 1,
-    device: str = "cpu",
-    plugins: Sequence[str] = (),
-    observers: Sequence[CallObserver] = (),
-) -> LocalRun:
-    """Build all roles in this process.  Raises ConfigError for more than one rank, WorkerError when a role cannot start."""
-    if nnodes * ranks_per_node != 1:
+def launch_local(roles: Mapping[str, ClassWithInitArgs], options: LaunchOptions) -> LocalRun:
+    """Builds all roles in this process.  Raises ConfigError for more than one rank, WorkerError when a role cannot start."""
+    if options.placement:
+        raise ConfigError(f"backend=local has no second pool for {', '.join(options.placement)}; use backend=ray")
+    ranks = options.nnodes * options.ranks_per_node
+    if ranks != 1:
         raise ConfigError(
-            f"trainer.backend=local runs one rank in this process, but trainer.nnodes={nnodes} x "
-            f"trainer.n_gpus_per_node={ranks_per_node} = {nnodes * ranks_per_node}; set both to 1 or use trainer.backend=ray"
+            f"trainer.backend=local runs one rank in this process, but trainer.nnodes={options.nnodes} x "
+            f"trainer.n_gpus_per_node={options.ranks_per_node} = {ranks}; set both to 1 or use trainer.backend=ray"
         )
-    return LocalRun(roles, device=device, plugins=plugins, observers=observers)
+    return LocalRun(roles, options)

@@ -6,7 +6,6 @@ values travel inside the call.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -18,14 +17,12 @@ import torch
 
 from rlhub.errors import DispatchError, ResourceError
 from rlhub.protocol import DataProto
-from rlhub.single_controller.calls import PendingCall, RankRequest, Request
-from rlhub.single_controller.colocate import ColocatedClass
-from rlhub.single_controller.observer import CallObserver, WorkerInfo
-from rlhub.single_controller.ray.host import CallHeader
-from rlhub.single_controller.ray.hosts import HostOptions, RayHosts
-from rlhub.single_controller.ray.pending import Gather, Part, RayPending
+from rlhub.single_controller.calls import CallObserver, PendingCall, RankRequest, Request, WorkerInfo
+from rlhub.single_controller.ray.pending import Gather, Part
 from rlhub.single_controller.ray.pool import RayResourcePool
-from rlhub.single_controller.worker import ClassWithInitArgs
+from rlhub.single_controller.ray.process import CallHeader
+from rlhub.single_controller.ray.processes import ProcessOptions, RayProcesses
+from rlhub.single_controller.worker import ClassWithInitArgs, ColocatedClass
 from rlhub.single_controller.worker_group import WorkerGroup
 from rlhub.utils import faults
 
@@ -52,34 +49,36 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: ClassWithInitArgs | ColocatedClass,
         *,
         name_prefix: str = "",
-        options: HostOptions | None = None,
-        hosts: RayHosts | None = None,
+        options: ProcessOptions | None = None,
+        processes: RayProcesses | None = None,
         observers: Sequence[CallObserver] = (),
     ) -> None:
-        """hosts: processes on the pool that were asked for and not started yet; None asks for them here."""
+        """processes: those on the pool that were asked for and not started yet; None asks for them here."""
         roles = _roles_of(ray_cls_with_init, name_prefix)
         single = isinstance(ray_cls_with_init, ClassWithInitArgs)
         super().__init__("+".join(roles), next(iter(roles.values())).cls if single else None, observers)
-        settings = options or HostOptions()
+        settings = options or ProcessOptions()
         if name_prefix or settings.name == "worker":
             settings = replace(settings, name=name_prefix or self.role)
         self._roles = roles
-        self._hosts = hosts or RayHosts(resource_pool, settings)
-        self._hosts.start()
+        self._processes = processes or RayProcesses(resource_pool, settings)
+        self._processes.start()
         try:
             for role, spec in roles.items():
-                self._hosts.add_role(role, spec)
+                self._processes.add_role(role, spec)
         except BaseException:
-            self._hosts.close()
+            self._processes.close()
             raise
 
     @classmethod
-    def _over(cls, hosts: RayHosts, roles: Mapping[str, ClassWithInitArgs], observers: Sequence[CallObserver]) -> RayWorkerGroup:
-        """A group over processes that exist."""
+    def _over(
+        cls, processes: RayProcesses, roles: Mapping[str, ClassWithInitArgs], observers: Sequence[CallObserver]
+    ) -> RayWorkerGroup:
+        """Returns a group over processes that exist."""
         group = cls.__new__(cls)
         single = next(iter(roles.values())).cls if len(roles) == 1 else None
         WorkerGroup.__init__(group, "+".join(roles), single, observers)
-        group._roles, group._hosts = dict(roles), hosts
+        group._roles, group._processes = dict(roles), processes
         return group
 
     @classmethod
@@ -92,64 +91,63 @@ class RayWorkerGroup(WorkerGroup):
         namespace: str | None = None,
         observers: Sequence[CallObserver] = (),
     ) -> RayWorkerGroup:
-        """Attach to the processes that another driver started with `HostOptions(name=name_prefix, detached=True)`."""
+        """Attaches to the processes that another driver started with `ProcessOptions(name=name_prefix, detached=True)`."""
         try:
             actors = [ray.get_actor(f"{name_prefix}-{rank}", namespace=namespace) for rank in range(world_size)]
         except ValueError as error:
             raise ResourceError(f"no detached worker group {name_prefix!r} of {world_size} ranks: {error}") from error
-        hosts = RayHosts.attach(actors, RayResourcePool([world_size]), HostOptions(name=name_prefix, detached=True))
-        return cls._over(hosts, _roles_of(ray_cls_with_init, name_prefix), observers)
+        processes = RayProcesses.attach(actors, RayResourcePool([world_size]), ProcessOptions(name=name_prefix, detached=True))
+        return cls._over(processes, _roles_of(ray_cls_with_init, name_prefix), observers)
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
-        return self._hosts.workers
+        return self._processes.workers
 
     def spawn(self, prefix_set: Collection[str]) -> dict[str, RayWorkerGroup]:
-        """One group per role, all over the same processes; closing one ends them all."""
+        """Returns one group per role, all over the same processes; closing one ends them all."""
         unknown = sorted(set(prefix_set) - set(self._roles))
         if unknown:
             raise DispatchError(f"no role {unknown[0]!r} in this group; roles: {', '.join(self._roles)}")
-        return {
-            role: self._over(self._hosts, {role: spec}, self.observers)
+        groups = {
+            role: self._over(self._processes, {role: spec}, self.observers)
             for role, spec in self._roles.items()
             if role in prefix_set
         }
+        for group in groups.values():
+            group.deadline_s = self.deadline_s
+        return groups
 
     def fuse(self, prefix_set: Collection[str]) -> None:
-        """Offer the roles as attributes of this group: `group.actor.update_actor(batch)`."""
+        """Offers the roles as attributes of this group: `group.actor.update_actor(batch)`."""
         for role, group in self.spawn(prefix_set).items():
             self.__dict__[role] = group
 
     @property
     def failed(self) -> bool:
         """Whether a rank is known to be dead or hanging."""
-        return self._hosts.failed
+        return self._processes.failed
 
     def close(self, deadline_s: float = 60.0) -> None:
         if not self._closed:
             self._closed = True
-            self._hosts.close(deadline_s)
+            self._processes.close(deadline_s)
 
     def _send(self, request: Request) -> PendingCall:
-        deadline = None if request.deadline_s is None else time.time() + request.deadline_s
         shared = _Shared(request.ranks)
         references: dict[int, Any] = {}
         parts: dict[int, Part] = {}
-        for rank in request.ranks:
-            header, values = _header(request, rank), shared.values(rank)
-            actor = self._hosts.actors[rank.rank]
+        for share in request.ranks:
+            rank, call = share.rank, self._processes.actors[share.rank].call
+            header, values = _header(request, share), shared.values(share)
             if not request.as_data:
-                references[rank.rank] = actor.call.remote(header, *values)
+                references[rank] = call.remote(header, *values)
                 continue
-            data, rows = actor.call_data.options(num_returns=2).remote(header, *values)
-            references[rank.rank] = rows
-            parts[rank.rank] = Part(
-                role=request.role, method=request.method, worker=self.workers[rank.rank], data=data, rows=rows
-            )
-        gather = Gather(
-            request.role, request.method, references, dict(enumerate(self.workers)), request.deadline_s, self._hosts.note_failure
-        )
-        return RayPending(gather, parts, deadline)
+            data, references[rank] = call.options(num_returns=2).remote(header, *values)
+            worker = self.workers[rank]
+            parts[rank] = Part(role=request.role, method=request.method, worker=worker, data=data, rows=references[rank])
+        workers = dict(enumerate(self.workers))
+        note_failure = self._processes.note_failure
+        return Gather(request.role, request.method, references, workers, request.deadline, note_failure, parts)
 
 
 def _roles_of(spec: ClassWithInitArgs | ColocatedClass, name: str) -> dict[str, ClassWithInitArgs]:
@@ -162,6 +160,7 @@ def _header(request: Request, rank: RankRequest) -> CallHeader:
         method=request.method,
         keywords=tuple(rank.kwargs),
         materialize=request.materialize,
+        as_data=request.as_data,
         reply=rank.reply,
         step=faults.current_step(),
     )
@@ -175,7 +174,7 @@ class _Shared:
         self._stored: dict[int, Any] = {}
 
     def values(self, rank: RankRequest) -> list[Any]:
-        """The rank's positional values, then those of its keywords."""
+        """Returns the rank's positional values, then those of its keywords."""
         return [self._shared(value) for value in (*rank.args, *rank.kwargs.values())]
 
     def _shared(self, value: Any) -> Any:
@@ -186,7 +185,7 @@ class _Shared:
 
 
 def approximate_bytes(value: Any) -> int:
-    """Size of the arrays and strings in a value, down to containers of containers; other objects count nothing."""
+    """Returns the size of the arrays and strings in a value, down to containers of containers; other objects count nothing."""
     if isinstance(value, DataProto):
         return approximate_bytes(value.non_tensor_batch) + approximate_bytes(value.tensors())
     if isinstance(value, torch.Tensor | np.ndarray):

@@ -1,44 +1,24 @@
-"""Start a run on Ray: cluster, pools, one process per rank of each pool with the pool's roles in it."""
+"""Starts a run on Ray: cluster, pools, one process per rank of each pool with the pool's roles in it."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
-from rlhub.single_controller.colocate import create_colocated_worker_cls
-from rlhub.single_controller.observer import CallObserver
 from rlhub.single_controller.ray.cluster import Connection, connect
 from rlhub.single_controller.ray.group import RayWorkerGroup
-from rlhub.single_controller.ray.hosts import HostOptions, RayHosts
 from rlhub.single_controller.ray.pool import ResourcePoolManager
-from rlhub.single_controller.worker import ClassWithInitArgs, check_worker_env
+from rlhub.single_controller.ray.processes import ProcessOptions, RayProcesses
+from rlhub.single_controller.resources import MAIN_POOL, LaunchOptions
+from rlhub.single_controller.worker import ClassWithInitArgs, check_worker_env, create_colocated_worker_cls
 from rlhub.single_controller.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 SHORTEST_CLOSE_S = 5.0
 """A pool gets at least so long to end, however long the others took."""
-
-
-@dataclass(slots=True, kw_only=True)
-class RayRunOptions:
-    """See `rlhub.single_controller.launch.launch`.  pools: every pool's ranks per node, the first takes the roles that
-    `placement` does not name."""
-
-    pools: dict[str, list[int]]
-    placement: dict[str, str] = field(default_factory=dict)
-    device: str = "cpu"
-    ray_init: dict[str, Any] = field(default_factory=dict)
-    start_deadline_s: float = 1800.0
-    resource_deadline_s: float = 120.0
-    cluster_deadline_s: float = 30.0
-    log_dir: str | None = None
-    plugins: tuple[str, ...] = ()
-    worker_env: dict[str, str] = field(default_factory=dict)
-    observers: tuple[CallObserver, ...] = ()
 
 
 class RayRun:
@@ -52,7 +32,7 @@ class RayRun:
         self.groups: dict[str, WorkerGroup] = {role: spawned[pool][role] for role, pool in pools.mapping.items()}
 
     def close(self, deadline_s: float) -> None:
-        """End the processes, give the places back, and stop the cluster if this run started it.
+        """Ends the processes, gives the places back, and stops the cluster if this run started it.
 
         A pool with a dead or hanging rank is ended first: what waits for it in other pools then fails and can close.
         """
@@ -64,18 +44,19 @@ class RayRun:
             _give_back(self._connection, self._pools)
 
 
-def launch_ray(roles: Mapping[str, ClassWithInitArgs], options: RayRunOptions) -> RayRun:
+def launch_ray(roles: Mapping[str, ClassWithInitArgs], options: LaunchOptions) -> RayRun:
     """See `rlhub.single_controller.launch.launch`."""
     check_worker_env(options.worker_env)
-    main = next(iter(options.pools))
-    mapping = {role: options.placement.get(role, main) for role in roles}
-    used = {name: counts for name, counts in options.pools.items() if name in mapping.values()}
+    mapping = {role: options.placement.get(role, MAIN_POOL) for role in roles}
+    asked = {MAIN_POOL: [options.ranks_per_node] * options.nnodes, **options.pools}
+    used = {name: list(counts) for name, counts in asked.items() if name in mapping.values()}
+    seconds = options.deadline_s
     connection = connect(
         options.ray_init,
         device=options.device,
         num_ranks=sum(map(sum, used.values())),
-        deadline_s=options.resource_deadline_s,
-        lost_after_s=options.cluster_deadline_s,
+        deadline_s=seconds.resources,
+        lost_after_s=seconds.cluster,
     )
     pools: ResourcePoolManager | None = None
     try:
@@ -83,7 +64,7 @@ def launch_ray(roles: Mapping[str, ClassWithInitArgs], options: RayRunOptions) -
             used,
             mapping,
             use_gpu=options.device == "cuda",
-            deadline_s=options.resource_deadline_s,
+            deadline_s=seconds.resources,
             wait_for_nodes=not connection.owned,
         )
         pools.create_resource_pool()
@@ -94,33 +75,33 @@ def launch_ray(roles: Mapping[str, ClassWithInitArgs], options: RayRunOptions) -
 
 
 def _start(
-    roles: Mapping[str, ClassWithInitArgs], pools: ResourcePoolManager, options: RayRunOptions
+    roles: Mapping[str, ClassWithInitArgs], pools: ResourcePoolManager, options: LaunchOptions
 ) -> dict[str, RayWorkerGroup]:
-    """One group per pool.  The processes of all pools start at the same time; on any error all are ended."""
-    hosts: dict[str, RayHosts] = {}
+    """Returns one group per pool.  The processes of all pools start at the same time; on any error all are ended."""
+    processes: dict[str, RayProcesses] = {}
     try:
         for name, pool in pools.resource_pools.items():
-            hosts[name] = RayHosts(pool, _host_options(pools.roles_of(name), options))
+            processes[name] = RayProcesses(pool, _process_options(pools.roles_of(name), options))
         groups = {}
         for name, pool in pools.resource_pools.items():
             colocated = create_colocated_worker_cls({role: roles[role] for role in pools.roles_of(name)})
-            groups[name] = RayWorkerGroup(pool, colocated, hosts=hosts[name], observers=options.observers)
+            groups[name] = RayWorkerGroup(pool, colocated, processes=processes[name], observers=options.observers)
     except BaseException:
-        for started in hosts.values():
+        for started in processes.values():
             started.note_failure()
             started.close()
         raise
     return groups
 
 
-def _host_options(roles: list[str], options: RayRunOptions) -> HostOptions:
-    return HostOptions(
+def _process_options(roles: list[str], options: LaunchOptions) -> ProcessOptions:
+    return ProcessOptions(
         name="+".join(roles),
         device=options.device,
-        worker_env=options.worker_env,
-        log_dir=options.log_dir,
-        plugins=options.plugins,
-        start_deadline_s=options.start_deadline_s,
+        worker_env=dict(options.worker_env),
+        log_dir=None if options.log_dir is None else str(Path(options.log_dir).absolute()),
+        plugins=tuple(options.plugins),
+        start_deadline_s=options.deadline_s.start,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhub.errors import ConfigError, RlhubError
-from rlhub.single_controller.observer import Call
+from rlhub.single_controller.calls import Call
 from rlhub.tracking import call_timing
 from rlhub.tracking import recorder as recorder_module
 from rlhub.tracking.call_timing import CallTiming

@@ -1,4 +1,4 @@
-"""`RayHosts`: the processes of a pool, one per rank, from creation to their end."""
+"""`RayProcesses`: the processes of a pool, one per rank, from creation to their end."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlhub.single_controller.observer import WorkerInfo
-from rlhub.single_controller.ray.host import WorkerHost
+from rlhub.single_controller.calls import Deadline, WorkerInfo
 from rlhub.single_controller.ray.pending import Gather
 from rlhub.single_controller.ray.pool import RayResourcePool
-from rlhub.single_controller.ray.process import HostIdentity, HostSetup, host_environment, start_environment, visible_devices
+from rlhub.single_controller.ray.process import (
+    ProcessIdentity,
+    ProcessSetup,
+    WorkerProcess,
+    rank_environment,
+    start_environment,
+    visible_devices,
+)
 from rlhub.single_controller.ray.reaper import end_on_nodes
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext, check_worker_env
 from rlhub.utils import faults
@@ -34,7 +40,7 @@ _STARTING = "workers"
 
 
 @dataclass(slots=True, kw_only=True)
-class HostOptions:
+class ProcessOptions:
     """How processes are started.
 
     name: names the processes' logs (`<name>-rank<r>.log` in log_dir) and, when detached, the actors (`<name>-<rank>`).
@@ -52,11 +58,11 @@ class HostOptions:
     detached: bool = False
 
 
-class RayHosts:
-    """See the module docstring.  Constructing it asks for the processes and returns at once; `start` waits until they stand and
+class RayProcesses:
+    """See the module docstring.  Constructing it asks for the processes and returns at once; `start` waits until they run and
     makes them ranks.  On any error those that were started are ended."""
 
-    def __init__(self, pool: RayResourcePool, options: HostOptions) -> None:
+    def __init__(self, pool: RayResourcePool, options: ProcessOptions) -> None:
         check_worker_env(options.worker_env)
         self.pool = pool
         self.options = options
@@ -69,7 +75,7 @@ class RayHosts:
         self.actors = [self._create(rank) for rank in range(len(slots))]
 
     def start(self) -> None:
-        """Wait for the processes and give each its rank."""
+        """Waits for the processes and gives each its rank."""
         try:
             identities = self._on_all("start", lambda rank: self.actors[rank].identity.remote())
             self._contexts = self._place(identities)
@@ -80,33 +86,33 @@ class RayHosts:
             raise
 
     @classmethod
-    def attach(cls, actors: Sequence[Any], pool: RayResourcePool, options: HostOptions) -> RayHosts:
+    def attach(cls, actors: Sequence[Any], pool: RayResourcePool, options: ProcessOptions) -> RayProcesses:
         """Take over processes that run already (detached ones of another driver)."""
-        hosts = cls.__new__(cls)
-        hosts.pool, hosts.options, hosts.failed, hosts._marker = pool, options, False, ""
-        hosts._deadline = time.monotonic() + options.start_deadline_s
-        hosts.actors = list(actors)
-        hosts._workers = tuple(WorkerInfo(rank=rank, node="", pid=0) for rank in range(len(actors)))
-        identities = hosts._on_all("identity", lambda rank: hosts.actors[rank].identity.remote())
-        hosts._workers = tuple(WorkerInfo(rank=r, node=i.node_ip, pid=i.pid) for r, i in sorted(identities.items()))
-        return hosts
+        processes = cls.__new__(cls)
+        processes.pool, processes.options, processes.failed, processes._marker = pool, options, False, ""
+        processes._deadline = time.monotonic() + options.start_deadline_s
+        processes.actors = list(actors)
+        processes._workers = tuple(WorkerInfo(rank=rank, node="", pid=0) for rank in range(len(actors)))
+        identities = processes._on_all("identity", lambda rank: processes.actors[rank].identity.remote())
+        processes._workers = tuple(WorkerInfo(rank=r, node=i.node_ip, pid=i.pid) for r, i in sorted(identities.items()))
+        return processes
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
         return self._workers
 
     def note_failure(self) -> None:
-        """A rank died or hangs: its peers may hang too, so closing will not wait for them."""
+        """Records that a rank died or hangs: its peers may hang too, so closing will not wait for them."""
         self.failed = True
 
     def add_role(self, role: str, spec: ClassWithInitArgs) -> None:
-        """Build a role's worker on every rank.  Raises WorkerError when a constructor fails."""
+        """Builds a role's worker on every rank.  Raises WorkerError when a constructor fails."""
         reference = ray.put(spec)
         contexts = {rank: _with_role(context, role) for rank, context in self._contexts.items()}
-        self._on_all("__init__", lambda rank: self.actors[rank].add_role.remote(reference, contexts[rank]), role)
+        self._on_all("__init__", lambda rank: self.actors[rank].add.remote(reference, contexts[rank]), role)
 
     def close(self, deadline_s: float = 60.0) -> None:
-        """End all processes and what they started, first in an orderly way when nothing has failed."""
+        """Ends all processes and what they started, first in an orderly way when nothing has failed."""
         if not ray.is_initialized() or not self.actors:
             return
         deadline = time.monotonic() + deadline_s
@@ -125,7 +131,7 @@ class RayHosts:
         naming = {"name": f"{self.options.name}-{rank}", "lifetime": "detached"} if self.options.detached else {}
         environment = start_environment(self.options.device, self.options.worker_env, self._marker)
         return (
-            ray.remote(WorkerHost)
+            ray.remote(WorkerProcess)
             .options(
                 max_restarts=0,
                 max_concurrency=1,
@@ -141,8 +147,8 @@ class RayHosts:
             .remote()
         )
 
-    def _place(self, identities: Mapping[int, HostIdentity]) -> dict[int, WorkerContext]:
-        """Contexts by rank; from here on the workers' pids and logs are known."""
+    def _place(self, identities: Mapping[int, ProcessIdentity]) -> dict[int, WorkerContext]:
+        """Returns the contexts by rank; from here on the workers' pids and logs are known."""
         self._workers = tuple(
             WorkerInfo(rank=rank, node=identity.node_ip, pid=identity.pid, log=self._log_file(rank))
             for rank, identity in sorted(identities.items())
@@ -166,13 +172,13 @@ class RayHosts:
     def _log_file(self, rank: int) -> str:
         return os.path.join(self.options.log_dir, f"{self.options.name}-rank{rank}.log") if self.options.log_dir else ""
 
-    def _setup(self, rank: int, identities: Mapping[int, HostIdentity]) -> HostSetup:
+    def _setup(self, rank: int, identities: Mapping[int, ProcessIdentity]) -> ProcessSetup:
         context = self._contexts[rank]
         first = rank - context.local_rank
         devices = visible_devices(identities, list(range(first, first + context.local_world_size)))
-        return HostSetup(
+        return ProcessSetup(
             context=context,
-            env=host_environment(context, devices),
+            env=rank_environment(context, devices),
             python_path=self.options.python_path or tuple(entry or os.getcwd() for entry in sys.path),
             log_file=self._log_file(rank),
             log_level=logging.getLogger().getEffectiveLevel(),
@@ -181,11 +187,10 @@ class RayHosts:
         )
 
     def _on_all(self, what: str, start: Callable[[int], Any], role: str = _STARTING) -> dict[int, Any]:
-        """Run something on every rank within what is left of the start deadline."""
+        """Runs something on every rank within what is left of the start deadline."""
         references = {rank: start(rank) for rank in range(len(self.actors))}
-        left = max(0.1, self._deadline - time.monotonic())
-        gather = Gather(role, what, references, dict(enumerate(self._workers)), left, self.note_failure)
-        return gather.wait()
+        left = Deadline(seconds=max(0.1, self._deadline - time.monotonic()), setting="trainer.deadline_s.start")
+        return Gather(role, what, references, dict(enumerate(self._workers)), left, self.note_failure).wait()
 
     # -- ending ------------------------------------------------------------------------------------------------------------
 
