@@ -17,10 +17,10 @@ from rlhub.data.prompts import PromptLoader
 from rlhub.protocol import DataProto
 from rlhub.tracking.tracker import Metrics
 from rlhub.trainer.ppo.batch_source import BatchSource
-from rlhub.trainer.ppo.beside import ValidationSchedule
 from rlhub.trainer.ppo.groups import Groups
 from rlhub.trainer.ppo.learner import Learner
 from rlhub.trainer.ppo.validation import ValidationReport
+from rlhub.trainer.ppo.validation_schedule import ValidationSchedule
 from rlhub.trainer.run import Run
 
 
