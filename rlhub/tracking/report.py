@@ -55,6 +55,7 @@ class Panel:
 PANELS = (
     Panel(title="Validation", pattern=r"val/(pass@\d+|accuracy)", zero=True, smooth=False),
     Panel(title="Validation by data source", pattern=r"val/(.+/pass@1|pass@1/.+)", zero=True, smooth=False, at_least=2),
+    Panel(title="Validation: mean, best and majority", pattern=r"val-core/.+/(mean|best|maj)@\d+(/mean)?", smooth=False),
     Panel(title="Reward", pattern=r"reward/mean"),
     Panel(title="Loss", pattern=r"((train|sft|val)/)?loss"),
     Panel(title="Response length (tokens)", pattern=r"response_length/mean", zero=True),

@@ -14,7 +14,7 @@ from rlhub.protocol import DataProto
 from rlhub.registry import suggest
 from rlhub.rewards import RewardManager, RewardResult
 from rlhub.trainer.ppo.requirements import NAMES_OF_THE_REWARD, requirements
-from rlhub.trainer.ppo.validation import correctness
+from rlhub.trainer.ppo.validation_metrics import correctness
 from rlhub.utils.timing import PhaseTimer
 from rlhub.workflows.batches import add_rewards
 
