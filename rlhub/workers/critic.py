@@ -41,6 +41,7 @@ class CriticWorker(EngineWorker):
             self.engine, self.config, loss_agg_mode=self.loss_agg_mode, scale=self.runtime.max_response_length
         )
         ranks_per_copy = self.world_size // self.engine.dp_size
+        assert self.config.model is not None, "derived before the start"
         self.throughput = ThroughputMeter(self.config.model, self.device, ranks_per_copy, head=False)
         self._register_dispatch_collect_info("critic", self.engine.dp_rank, self.engine.is_collect)
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhub.agents.partials import Interrupt, TrackedEngine, completion_of, sample_state
 from rlhub.agents.trajectory import Trajectory
@@ -33,6 +33,7 @@ from rlhub.utils.aio.task_runner import AsyncTaskRunner
 from rlhub.utils.outcomes import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
 from rlhub.utils.seeding import sample_seed
 
+R = TypeVar("R")
 CALL_DEADLINE_S = 60.0
 """For the event loop to answer; it only ever runs short pieces of work."""
 COLLECT_S = 10.0
@@ -202,9 +203,10 @@ class WorkflowExecutor:
 
     # On the event loop.
 
-    def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """What `fn` returns on the event loop."""
-        return self.runner.ask(fn, *args).result(CALL_DEADLINE_S)
+    def _call(self, fn: Callable[..., R], *args: Any) -> R:
+        """Calls `fn` on the event loop, and returns what it returns."""
+        result: R = self.runner.ask(fn, *args).result(CALL_DEADLINE_S)
+        return result
 
     def _start(self, source: Iterator[PromptItem]) -> None:
         self._source, self._exhausted = iter(source), False  # a version may have been announced before there were prompts

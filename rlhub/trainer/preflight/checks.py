@@ -363,9 +363,9 @@ def check_scoring_models(config: PPOConfig) -> list[str]:
         problems += _check_reward_model(scoring.model)
     if not judge.model.path:
         return problems
-    for read, value in ((read_prompt, judge.prompt_template), (read_pattern, judge.score_pattern)):
+    for read in (lambda: read_prompt(judge.prompt_template), lambda: read_pattern(judge.score_pattern)):
         try:
-            read(value)
+            read()
         except ConfigError as error:
             problems += error.problems
     problems += unknown("reward_model.judge.name", ROLLOUT_ENGINES, resolve_engine_name(judge.name or ""))
