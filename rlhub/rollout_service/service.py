@@ -128,7 +128,7 @@ class RolloutService:
         self._places = ReplicaPlaces(
             device=options.device,
             counts=options.counts,
-            beside=options.beside,
+            actor_ranks=options.beside,
             deadline_s=options.resources_s,
             devices_each=config.rollout.tensor_model_parallel_size,
         )

@@ -2,21 +2,22 @@
 
 After the single-controller idea of HybridFlow (Sheng et al., arXiv:2409.19256).  A call goes
 
-    group.update_actor(batch)             worker_group.py: cut the batch by the method's dispatch mode, send each rank its share
-      -> ray/group.py | local/group.py    the backend: to the Ray actor of each rank, or into this process
-      -> invoke.py                        in the worker's process: run the method, turn its error into a typed one
-      -> the worker's method              worker.py: its rank, rendezvous and meshes
+    group.update_actor(batch)        worker_group.py: cut the batch by the method's dispatch mode, send each rank its share
+      -> ray/group.py | local.py       the backend: to the Ray actor of each rank, or into this process
+      -> invoke.py                     in the worker's process: run the method, turn its error into a typed one
+      -> the worker's method           worker.py: its rank, rendezvous and meshes
 
 and comes back through calls.py as a result, a future or an error that names role, rank and node.
 
 decorator.py, dispatch.py   `@register` (where arguments go, who runs, how long it may take) and the built-in dispatch modes
 resources.py, launch.py     what a run asks for, and `launch`, which starts its workers
 async_actor.py              objects with `async def` methods in processes of their own, and the task runner over a pool of them
-local/, ray/                the backends; only `ray/` imports Ray
+placement.py                which nodes and GPUs the replicas of the rollout service get
+local.py, ray/              the backends; only `ray/` imports Ray
 """
 
 from rlhub.single_controller.async_actor import ActorTaskRunner, AsyncActor
-from rlhub.single_controller.calls import Call, CallFuture, CallObserver, WorkerInfo, wait_all
+from rlhub.single_controller.calls import CallFuture, CallObserver, ObservedCall, WorkerInfo, wait_all
 from rlhub.single_controller.decorator import (
     Dispatch,
     DispatchMode,
@@ -38,7 +39,7 @@ __all__ = [
     "AsyncActor",
     "AsyncActorOptions",
     "Backend",
-    "Call",
+    "ObservedCall",
     "CallFuture",
     "CallObserver",
     "ClassWithInitArgs",

@@ -51,7 +51,7 @@ class AsyncActor(Protocol):
         ...
 
 
-class _Place:
+class _LoadedActor:
     """An actor of the pool and the number of its tasks."""
 
     __slots__ = ("actor", "load")
@@ -70,7 +70,7 @@ class ActorTaskRunner(AsyncTaskRunner):
 
     def __init__(self, actors: Sequence[AsyncActor], **limits: Any) -> None:
         super().__init__(**limits)
-        self._places = tuple(_Place(actor) for actor in actors)
+        self._places = tuple(_LoadedActor(actor) for actor in actors)
 
     @property
     def loads(self) -> Mapping[str, int]:
@@ -79,7 +79,7 @@ class ActorTaskRunner(AsyncTaskRunner):
 
     def add_actor(self, actor: AsyncActor) -> None:
         """Gives it tasks from now on."""
-        self._places = (*self._places, _Place(actor))
+        self._places = (*self._places, _LoadedActor(actor))
 
     def remove_actor(self, name: str) -> None:
         """Gives it no more tasks; those that it has go on."""
@@ -119,7 +119,7 @@ class ActorTaskRunner(AsyncTaskRunner):
         finally:
             place.load -= 1
 
-    def _least_loaded(self, method: str) -> _Place:
+    def _least_loaded(self, method: str) -> _LoadedActor:
         if any(place.actor.ended for place in self._places):
             self._places = tuple(place for place in self._places if not place.actor.ended)
         if not self._places:
@@ -127,5 +127,5 @@ class ActorTaskRunner(AsyncTaskRunner):
         return min(self._places, key=_load)
 
 
-def _load(place: _Place) -> int:
+def _load(place: _LoadedActor) -> int:
     return place.load

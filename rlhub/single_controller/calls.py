@@ -37,7 +37,7 @@ class WorkerInfo:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Call:
+class ObservedCall:
     """One call of a worker-group method, as observers see it.  workers: the ranks that run it."""
 
     role: str
@@ -49,11 +49,11 @@ class Call:
 class CallObserver(Protocol):
     """Learns of every call, in the driver's thread.  An exception raised in `on_start` makes the call fail with it."""
 
-    def on_start(self, call: Call) -> None:
+    def on_start(self, call: ObservedCall) -> None:
         """Runs just before the call is sent."""
         ...
 
-    def on_end(self, call: Call, seconds: float, error: BaseException | None) -> None:
+    def on_end(self, call: ObservedCall, seconds: float, error: BaseException | None) -> None:
         """Runs when the results (or the error) have reached the driver; for a non-blocking call, when its future is read."""
         ...
 
@@ -64,7 +64,7 @@ class Watch:
     As a context manager around the sending it ends the call only where that fails.
     """
 
-    def __init__(self, call: Call, observers: Sequence[CallObserver]) -> None:
+    def __init__(self, call: ObservedCall, observers: Sequence[CallObserver]) -> None:
         self._call = call
         self._observers = tuple(observers)
         self._start = time.perf_counter()

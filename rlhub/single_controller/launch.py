@@ -8,12 +8,15 @@ from typing import Protocol, Self
 
 from rlhub.errors import ConfigError
 from rlhub.single_controller.async_actor import AsyncActor
+from rlhub.single_controller.local import LocalAsyncActor, launch_local
 from rlhub.single_controller.resources import AsyncActorOptions, Backend, LaunchOptions
 from rlhub.single_controller.worker import ClassWithInitArgs
 from rlhub.single_controller.worker_group import WorkerGroup
 
 
-class _Run(Protocol):
+class StartedRun(Protocol):
+    """What a backend's launch returns."""
+
     groups: dict[str, WorkerGroup]
 
     def close(self, deadline_s: float) -> None: ...
@@ -22,8 +25,8 @@ class _Run(Protocol):
 class Launched:
     """The worker groups of a run by role.  A context manager; `close` ends all processes and may be called twice."""
 
-    def __init__(self, run: _Run, shutdown_deadline_s: float) -> None:
-        self._run: _Run | None = run
+    def __init__(self, run: StartedRun, shutdown_deadline_s: float) -> None:
+        self._run: StartedRun | None = run
         self._shutdown_deadline_s = shutdown_deadline_s
         self.groups = run.groups
 
@@ -47,14 +50,11 @@ def launch(roles: Mapping[str, ClassWithInitArgs], options: LaunchOptions | None
     was started is left behind.
     """
     options = options or LaunchOptions()
-    run: _Run
-    # The backends are imported where one is chosen: the local one must not need Ray.
+    run: StartedRun
     if options.backend == "local":
-        from rlhub.single_controller.local.group import launch_local
-
         run = launch_local(roles, options)
     elif options.backend == "ray":
-        from rlhub.single_controller.ray.launch import launch_ray
+        from rlhub.single_controller.ray.group import launch_ray  # here, for the local backend must not need Ray
 
         run = launch_ray(roles, options)
     else:
@@ -71,8 +71,6 @@ def start_async_actor(spec: ClassWithInitArgs, options: AsyncActorOptions, *, ba
     On any error nothing that was started is left behind.
     """
     if backend == "local":
-        from rlhub.single_controller.local.async_actor import LocalAsyncActor
-
         return LocalAsyncActor(spec, options)
     if backend == "ray":
         from rlhub.single_controller.ray.async_actor import start_ray_actor

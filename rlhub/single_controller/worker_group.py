@@ -14,10 +14,10 @@ from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import DispatchError
 from rlhub.registry import suggest
 from rlhub.single_controller.calls import (
-    Call,
     CallFuture,
     CallObserver,
     Deadline,
+    ObservedCall,
     PendingCall,
     RankRequest,
     Request,
@@ -163,7 +163,7 @@ class WorkerGroup(ABC):
 
     def _watch(self, request: Request, *, blocking: bool) -> Watch:
         workers = tuple(self.workers[rank.rank] for rank in request.ranks)
-        return Watch(Call(role=self.role, method=request.method, blocking=blocking, workers=workers), self.observers)
+        return Watch(ObservedCall(role=self.role, method=request.method, blocking=blocking, workers=workers), self.observers)
 
     def _execute(self, method: str, ranks: list[RankRequest], finish: Callable[[dict[int, Any]], Any]) -> CallFuture:
         request = self._request(method, ranks)

@@ -14,7 +14,7 @@ import torch
 
 from rlhub.errors import ConfigError, DispatchError
 from rlhub.protocol import DataProto, DataProtoFuture
-from rlhub.single_controller import Call, ClassWithInitArgs, LaunchOptions, launch
+from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, ObservedCall, launch
 from rlhub.single_controller.ray import (
     ProcessOptions,
     RayClassWithInitArgs,
@@ -167,9 +167,9 @@ def test_observers_and_deadlines(fused: RayWorkerGroup) -> None:
     seen: list[tuple[str, float]] = []
 
     class Recorder:
-        def on_start(self, call: Call) -> None: ...
+        def on_start(self, call: ObservedCall) -> None: ...
 
-        def on_end(self, call: Call, seconds: float, error: BaseException | None) -> None:
+        def on_end(self, call: ObservedCall, seconds: float, error: BaseException | None) -> None:
             seen.append((f"{call.role}.{call.method}", seconds))
 
     actor = fused.spawn({"actor"})["actor"]

@@ -4,8 +4,8 @@ cluster.py      starts or joins a cluster          nodes.py      where its head 
 pool.py         which bundle of which node each rank of a resource pool runs in
 process.py      the Ray actor of one rank, and how a process becomes a rank
 processes.py    the processes of a pool from creation to their end
-group.py        worker groups over them            pending.py    their pending calls: deadlines, typed errors, futures
-launch.py       a run: cluster, pools, processes, groups
+group.py        worker groups over them, and a run: cluster, pools, processes, groups
+pending.py      their pending calls: deadlines, typed errors, futures
 async_actor.py  asynchronous actors                exchange.py   many small calls carried by few Ray calls
 watch.py        is the cluster lost?               reaper.py, orphans.py    end what a run, or a killed driver, left behind
 """

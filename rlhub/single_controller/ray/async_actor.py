@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rlhub.errors import ClusterLostError, ResourceError, WorkerDiedError
 from rlhub.single_controller.calls import Deadline, WorkerInfo
 from rlhub.single_controller.invoke import ActorObject, RemoteError, describe_failure
-from rlhub.single_controller.ray.exchange import CANCEL, Channel, Message, Reply, pack_reply
+from rlhub.single_controller.ray.exchange import CANCEL, CallChannel, Message, Reply, pack_reply
 from rlhub.single_controller.ray.pending import Gather, typed_error
 from rlhub.single_controller.ray.process import (
     ProcessIdentity,
@@ -60,7 +60,7 @@ class RayAsyncActor:
         self._ended = False
         self._worker = WorkerInfo(rank=0, node="", pid=0)
         self._node_id = ""
-        self._channels: dict[asyncio.AbstractEventLoop, Channel] = {}
+        self._channels: dict[asyncio.AbstractEventLoop, CallChannel] = {}
         self._actor = _create(options, self._marker)
 
     @property
@@ -128,13 +128,13 @@ class RayAsyncActor:
             faults=faults.installed(),
         )
 
-    def _channel(self) -> Channel:
+    def _channel(self) -> CallChannel:
         """Returns the channel of this event loop; those of loops that are closed are dropped."""
         loop = asyncio.get_running_loop()
         if loop not in self._channels:
             for old in [other for other in self._channels if other.is_closed()]:
                 self._channels.pop(old, None)
-            self._channels[loop] = Channel(self._actor, self.name, uuid.uuid4().hex, self._explain)
+            self._channels[loop] = CallChannel(self._actor, self.name, uuid.uuid4().hex, self._explain)
         return self._channels[loop]
 
     def _explain(self, error: BaseException, method: str) -> BaseException:

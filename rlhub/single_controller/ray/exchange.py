@@ -43,7 +43,7 @@ Reply = tuple[int, bool, bytes]
 
 
 @dataclass(slots=True)
-class _Call:
+class _PendingCall:
     method: str
     future: asyncio.Future[Any]
 
@@ -57,7 +57,7 @@ def pack(value: Any) -> bytes:
     return bytes(cloudpickle.dumps(value)) if _MAIN in payload else payload  # type: ignore[no-untyped-call]
 
 
-class Channel(Listener):
+class CallChannel(Listener):
     """The pending calls of one event loop in one actor; to be used on that loop only.  A lost cluster ends them.
 
     explain: the error to raise for what Ray raised, by method name.
@@ -70,7 +70,7 @@ class Channel(Listener):
         self._explain = explain
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _PendingCall] = {}
         self._outbox: list[Message] = []
         self._collector: asyncio.Task[None] | None = None
         self._parked = False  # whether a `collect` waits in the actor
@@ -85,7 +85,7 @@ class Channel(Listener):
         check_cluster()
         payload = pack((method, args, kwargs, faults.current_step()))
         number = next(self._numbers)
-        call = self._calls[number] = _Call(method, self._loop.create_future())
+        call = self._calls[number] = _PendingCall(method, self._loop.create_future())
         self._send((number, payload))
         timer = self._loop.call_later(deadline_s, self._expire, number, deadline_s) if deadline_s is not None else None
         try:

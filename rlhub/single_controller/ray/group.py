@@ -1,14 +1,16 @@
-"""`RayWorkerGroup`: the ranks of one role as Ray actors, and how arguments get to them.
+"""`RayWorkerGroup`: the ranks of one role as Ray actors, and how arguments get to them; `launch_ray`: all roles of a run.
 
 A value that several ranks get (the chunk of a tensor-parallel group, a replicated batch) is stored once and shared; small
-values travel inside the call.
+values travel inside the call.  A run has one process per rank of each pool, with the pool's roles in it.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,16 +20,20 @@ import torch
 from rlhub.errors import DispatchError, ResourceError
 from rlhub.protocol import DataProto
 from rlhub.single_controller.calls import CallObserver, PendingCall, RankRequest, Request, WorkerInfo
-from rlhub.single_controller.ray.pending import Gather, Part
-from rlhub.single_controller.ray.pool import RayResourcePool
+from rlhub.single_controller.ray.cluster import Connection, connect
+from rlhub.single_controller.ray.pending import Gather, RankOutput
+from rlhub.single_controller.ray.pool import RayResourcePool, ResourcePoolManager
 from rlhub.single_controller.ray.process import CallHeader
 from rlhub.single_controller.ray.processes import ProcessOptions, RayProcesses
-from rlhub.single_controller.worker import ClassWithInitArgs, ColocatedClass
+from rlhub.single_controller.resources import MAIN_POOL, LaunchOptions
+from rlhub.single_controller.worker import ClassWithInitArgs, ColocatedClass, check_worker_env, create_colocated_worker_cls
 from rlhub.single_controller.worker_group import WorkerGroup
 from rlhub.utils import faults
 
 SHARE_BYTES = 32 * 1024
 """Values at least this large are stored once when several ranks get them; smaller ones cost less inside the call."""
+SHORTEST_CLOSE_S = 5.0
+"""A pool gets at least so long to end, however long the others took."""
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -135,7 +141,7 @@ class RayWorkerGroup(WorkerGroup):
     def _send(self, request: Request) -> PendingCall:
         shared = _Shared(request.ranks)
         references: dict[int, Any] = {}
-        parts: dict[int, Part] = {}
+        parts: dict[int, RankOutput] = {}
         for share in request.ranks:
             rank, call = share.rank, self._processes.actors[share.rank].call
             header, values = _header(request, share), shared.values(share)
@@ -144,7 +150,7 @@ class RayWorkerGroup(WorkerGroup):
                 continue
             data, references[rank] = call.options(num_returns=2).remote(header, *values)
             worker = self.workers[rank]
-            parts[rank] = Part(role=request.role, method=request.method, worker=worker, data=data, rows=references[rank])
+            parts[rank] = RankOutput(role=request.role, method=request.method, worker=worker, data=data, rows=references[rank])
         workers = dict(enumerate(self.workers))
         note_failure = self._processes.note_failure
         return Gather(request.role, request.method, references, workers, request.deadline, note_failure, parts)
@@ -197,3 +203,95 @@ def approximate_bytes(value: Any) -> int:
     if isinstance(value, list | tuple):
         return sum(map(approximate_bytes, value))
     return 0
+
+
+class RayRun:
+    """A running set of worker groups by role.  fused: by pool, all roles of its processes."""
+
+    def __init__(self, connection: Connection, pools: ResourcePoolManager, fused: Mapping[str, RayWorkerGroup]) -> None:
+        self._connection = connection
+        self._pools = pools
+        self._fused = dict(fused)
+        spawned = {pool: group.spawn(pools.roles_of(pool)) for pool, group in self._fused.items()}
+        self.groups: dict[str, WorkerGroup] = {role: spawned[pool][role] for role, pool in pools.mapping.items()}
+
+    def close(self, deadline_s: float) -> None:
+        """Ends the processes, gives the places back, and stops the cluster if this run started it.
+
+        A pool with a dead or hanging rank is ended first: what waits for it in other pools then fails and can close.
+        """
+        deadline = time.monotonic() + deadline_s
+        try:
+            for group in sorted(self._fused.values(), key=lambda group: not group.failed):
+                group.close(max(SHORTEST_CLOSE_S, deadline - time.monotonic()))
+        finally:
+            _give_back(self._connection, self._pools)
+
+
+def launch_ray(roles: Mapping[str, ClassWithInitArgs], options: LaunchOptions) -> RayRun:
+    """See `rlhub.single_controller.launch.launch`."""
+    check_worker_env(options.worker_env)
+    mapping = {role: options.placement.get(role, MAIN_POOL) for role in roles}
+    asked = {MAIN_POOL: [options.ranks_per_node] * options.nnodes, **options.pools}
+    used = {name: list(counts) for name, counts in asked.items() if name in mapping.values()}
+    seconds = options.deadline_s
+    connection = connect(
+        options.ray_init,
+        device=options.device,
+        num_ranks=sum(map(sum, used.values())),
+        deadline_s=seconds.resources,
+        lost_after_s=seconds.cluster,
+    )
+    pools: ResourcePoolManager | None = None
+    try:
+        pools = ResourcePoolManager(
+            used,
+            mapping,
+            use_gpu=options.device == "cuda",
+            deadline_s=seconds.resources,
+            wait_for_nodes=not connection.owned,
+        )
+        pools.create_resource_pool()
+        return RayRun(connection, pools, _start_groups(roles, pools, options))
+    except BaseException:
+        _give_back(connection, pools)
+        raise
+
+
+def _start_groups(
+    roles: Mapping[str, ClassWithInitArgs], pools: ResourcePoolManager, options: LaunchOptions
+) -> dict[str, RayWorkerGroup]:
+    """Returns one group per pool.  The processes of all pools start at the same time; on any error all are ended."""
+    processes: dict[str, RayProcesses] = {}
+    try:
+        for name, pool in pools.resource_pools.items():
+            processes[name] = RayProcesses(pool, _process_options(pools.roles_of(name), options))
+        groups = {}
+        for name, pool in pools.resource_pools.items():
+            colocated = create_colocated_worker_cls({role: roles[role] for role in pools.roles_of(name)})
+            groups[name] = RayWorkerGroup(pool, colocated, processes=processes[name], observers=options.observers)
+    except BaseException:
+        for started in processes.values():
+            started.note_failure()
+            started.close()
+        raise
+    return groups
+
+
+def _process_options(roles: list[str], options: LaunchOptions) -> ProcessOptions:
+    return ProcessOptions(
+        name="+".join(roles),
+        device=options.device,
+        worker_env=dict(options.worker_env),
+        log_dir=None if options.log_dir is None else str(Path(options.log_dir).absolute()),
+        plugins=tuple(options.plugins),
+        start_deadline_s=options.deadline_s.start,
+    )
+
+
+def _give_back(connection: Connection, pools: ResourcePoolManager | None) -> None:
+    try:
+        if pools is not None and not connection.owned:  # the places of a cluster of our own end with it
+            pools.release()
+    finally:
+        connection.close()

@@ -65,7 +65,7 @@ def log_tail(worker: WorkerInfo) -> str:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Part:
+class RankOutput:
     """One rank's output batch in the object store, and apart from it its number of rows."""
 
     role: str
@@ -91,7 +91,7 @@ class Gather(PendingCall):
         workers: Mapping[int, WorkerInfo],
         deadline: Deadline,
         on_failure: Callable[[], None],
-        parts: Mapping[int, Part] | None = None,
+        parts: Mapping[int, RankOutput] | None = None,
     ) -> None:
         self.name = f"{role}.{method}"
         self._role, self._method = role, method
@@ -217,15 +217,15 @@ class PartReader:
     def __reduce__(self) -> tuple[Any, ...]:
         return PartReader, (self._deadline, self._ends)
 
-    def resolve(self, parts: list[Part]) -> list[DataProto]:
+    def resolve(self, parts: list[RankOutput]) -> list[DataProto]:
         """Returns the batches, in order."""
         return self._read(parts, [part.data for part in parts])
 
-    def measure(self, parts: list[Part]) -> list[int]:
+    def measure(self, parts: list[RankOutput]) -> list[int]:
         """Returns the rows of each, without fetching the batches."""
         return self._read(parts, [part.rows for part in parts])
 
-    def _read(self, parts: Sequence[Part], references: list[Any]) -> list[Any]:
+    def _read(self, parts: Sequence[RankOutput], references: list[Any]) -> list[Any]:
         try:
             if self._gather is not None:
                 self._gather.wait()
@@ -238,7 +238,7 @@ class PartReader:
             self._watch.end()
         return values
 
-    def _get(self, part: Part, reference: Any) -> Any:
+    def _get(self, part: RankOutput, reference: Any) -> Any:
         timeout = max(1.0, self._ends - time.time())
         ends = time.monotonic() + timeout
         try:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Slot:
+class RankSlot:
     """The place of one rank."""
 
     group: PlacementGroup
@@ -60,9 +60,9 @@ class RayResourcePool(ResourcePool):
         self.wait_for_nodes = wait_for_nodes
         self.detached = detached
         self.gpus_per_rank = gpus_per_rank
-        self._slots: list[Slot] | None = None
+        self._slots: list[RankSlot] | None = None
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[RankSlot]:
         """Returns where each rank goes, in rank order.  Raises ResourceError when the cluster cannot give that in time."""
         if self._slots is None:
             self._slots = self._reserve()
@@ -83,7 +83,7 @@ class RayResourcePool(ResourcePool):
         """Returns what one process of a rank takes of its bundle, as options of a Ray actor."""
         return {"num_cpus": 1.0, "num_gpus": 1.0 / self.max_colocate_count if self.use_gpu else 0.0}
 
-    def _reserve(self) -> list[Slot]:
+    def _reserve(self) -> list[RankSlot]:
         deadline = time.monotonic() + self.deadline_s
         if not self.wait_for_nodes and not could_fit([self]):
             raise _refusal([self], "the cluster is too small for it")
@@ -106,18 +106,18 @@ class RayResourcePool(ResourcePool):
             logger.info("waiting for %s; %s", self.describe(), describe_nodes())
         return False
 
-    def _ordered(self, groups: Sequence[PlacementGroup]) -> list[Slot]:
+    def _ordered(self, groups: Sequence[PlacementGroup]) -> list[RankSlot]:
         """Returns the slots, node entries of equal size sorted by address; the sizes stay in the order asked for."""
         addresses = {node.node_id: node.address for node in live_nodes()}
         placed = [placement_group_table(group)["bundles_to_node_id"] for group in groups]
         order = sorted(range(len(groups)), key=lambda i: (_address_key(addresses[placed[i][0]]), placed[i][0]))
-        slots: list[Slot] = []
+        slots: list[RankSlot] = []
         for count in self.process_on_nodes:
             chosen = next(i for i in order if len(placed[i]) == count)
             order.remove(chosen)
             nodes = placed[chosen]
             slots += [
-                Slot(group=groups[chosen], bundle=bundle, node_id=nodes[bundle], node_ip=addresses[nodes[bundle]])
+                RankSlot(group=groups[chosen], bundle=bundle, node_id=nodes[bundle], node_ip=addresses[nodes[bundle]])
                 for bundle in range(count)
             ]
         return slots
@@ -181,7 +181,7 @@ def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> RayR
     return _over(first, first.slots() + second.slots())
 
 
-def _over(pool: RayResourcePool, slots: list[Slot]) -> RayResourcePool:
+def _over(pool: RayResourcePool, slots: list[RankSlot]) -> RayResourcePool:
     counts: list[int] = []
     for i, slot in enumerate(slots):
         if i and slots[i - 1].group.id == slot.group.id:

@@ -13,7 +13,7 @@ from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import DispatchError
 from rlhub.protocol import DataProto, DataProtoFuture
 from rlhub.single_controller import Dispatch, Execute, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from rlhub.single_controller.calls import Call, Deadline, PendingCall, RankRequest, Request, Watch, WorkerInfo
+from rlhub.single_controller.calls import Deadline, ObservedCall, PendingCall, RankRequest, Request, Watch, WorkerInfo
 from rlhub.single_controller.worker import MeshInfo
 from rlhub.single_controller.worker_group import WorkerGroup, build_mesh
 
@@ -289,10 +289,10 @@ def test_observers_see_start_and_end_of_every_call() -> None:
         def __init__(self) -> None:
             self.events: list[tuple[str, str, object]] = []
 
-        def on_start(self, call: Call) -> None:
+        def on_start(self, call: ObservedCall) -> None:
             self.events.append(("start", f"{call.role}.{call.method}", len(call.workers)))
 
-        def on_end(self, call: Call, seconds: float, error: BaseException | None) -> None:
+        def on_end(self, call: ObservedCall, seconds: float, error: BaseException | None) -> None:
             assert seconds >= 0
             self.events.append(("end", f"{call.role}.{call.method}", type(error)))
 

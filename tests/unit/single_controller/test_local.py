@@ -17,7 +17,7 @@ from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import ConfigError, DataError, WorkerError
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Dispatch, Launched, LaunchOptions, Worker, launch, register
-from rlhub.single_controller.calls import Call
+from rlhub.single_controller.calls import ObservedCall
 
 
 class Role(Worker):
@@ -189,10 +189,10 @@ def test_a_passed_deadline_is_reported(caplog: pytest.LogCaptureFixture) -> None
 
 def test_an_observer_can_stop_a_call() -> None:
     class Stopper:
-        def on_start(self, call: Call) -> None:
+        def on_start(self, call: ObservedCall) -> None:
             raise RuntimeError("not now")
 
-        def on_end(self, call: Call, seconds: float, error: BaseException | None) -> None: ...
+        def on_end(self, call: ObservedCall, seconds: float, error: BaseException | None) -> None: ...
 
     with run(observers=[Stopper()]) as launched, pytest.raises(RuntimeError, match="not now"):
         launched.groups["actor"].add(1)
