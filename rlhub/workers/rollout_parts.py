@@ -9,8 +9,7 @@ import torch
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, RolloutEngine
 from rlhub.engines.rollout.registry import RolloutSetup, engine_factory
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import Vocabulary, read_vocabulary
+from rlhub.models.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
 from rlhub.utils import faults
 from rlhub.workers.runtime import WorkerRuntime
 
