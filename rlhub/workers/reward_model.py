@@ -12,8 +12,7 @@ from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_reward_engine
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import read_vocabulary
+from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.base import EngineWorker

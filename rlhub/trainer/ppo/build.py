@@ -12,8 +12,7 @@ from rlhub.config.rules.asynchronous import is_async, is_collected
 from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptDataset, PromptLoader
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import read_vocabulary
+from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Launched
 from rlhub.trainer.ppo.batch_source import BatchSource

@@ -35,8 +35,7 @@ from rlhub.data import check_columns, check_files
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, resolve_engine_name
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import ConfigError
-from rlhub.models.kinds import LANGUAGE_MODEL, read_labels, reward_problem
-from rlhub.models.shape import ModelShape, read_model_shape, read_model_values
+from rlhub.models.shape import LANGUAGE_MODEL, ModelShape, read_labels, read_model_shape, read_model_values, reward_problem
 from rlhub.models.weight_files import file_problems
 from rlhub.registry import Registry
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt

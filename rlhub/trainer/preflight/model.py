@@ -17,8 +17,8 @@ from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import check_weights
-from rlhub.models.kinds import ModelKind
-from rlhub.models.vocabulary import check_tokenizer
+from rlhub.models.shape import ModelKind
+from rlhub.models.tokenizer import check_tokenizer
 from rlhub.trainer.ppo.requirements import requirements
 
 KINDS: dict[str, ModelKind] = {"critic": "value", "reward_model": "reward"}
