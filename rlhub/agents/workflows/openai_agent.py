@@ -36,7 +36,7 @@ from rlhub.agents.workflows.knobs import AgentKnobs
 from rlhub.agents.workflows.registry import fill_knobs
 from rlhub.errors import ConfigError, LoadError, WorkflowError
 from rlhub.tools.registry import TOOL_FORMATS
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 from rlhub.utils.user_code import load_target
 
 SHOWN = 2000  # characters of a failed program's error output in the message

@@ -29,8 +29,8 @@ from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.executor.statistics import RolloutStatistics
+from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
-from rlhub.utils.outcomes import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
 from rlhub.utils.seeding import sample_seed
 
 R = TypeVar("R")

@@ -1,6 +1,7 @@
-"""Finished work on its way from an event loop to those who wait for it, in threads and on other event loops.
+"""How asynchronous tasks ended, one type for each way, and their way to those who wait, in threads and on other event loops.
 
-A waiter asks for a number of outcomes and gets all of them or none, so a time limit that passes loses nothing.
+Nothing ends as None or gets lost.  A waiter asks for a number of results and gets all of them or none, so a time limit that
+passes loses nothing.
 """
 
 from __future__ import annotations
@@ -10,10 +11,56 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
-
-from rlhub.utils.outcomes import Outcome
+from dataclasses import dataclass
+from typing import Any
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Accepted:
+    """The task returned `value`."""
+
+    task_id: str
+    value: Any
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Rejected:
+    """The task decided that its result must not be used: it returned None or raised `Reject`."""
+
+    task_id: str
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Failed:
+    """The task raised `error`."""
+
+    task_id: str
+    error: BaseException
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Cancelled:
+    """The task was cancelled before its end."""
+
+    task_id: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TimedOut:
+    """The task was cancelled because its deadline, `deadline_s` seconds after its start, had passed."""
+
+    task_id: str
+    deadline_s: float
+
+
+Outcome = Accepted | Rejected | Failed | Cancelled | TimedOut
+
+
+class Reject(Exception):  # noqa: N818  a signal, not an error
+    """Raised in a task to end it as Rejected with this reason."""
 
 
 class Waiter:
