@@ -86,7 +86,7 @@ class RewardPool:
     def _in_child(self) -> tuple[str, tuple[str, ...]]:
         """Returns the function that the children load and its parameters; under a fault plan, the function that fails by the
         plan."""
-        return (faults.CALL_TARGET, faults.CALL_PARAMETERS) if self._may_fail else (self._target, PARAMETERS)
+        return (faults.FAULTY_CALL, faults.FAULTY_CALL_PARAMETERS) if self._may_fail else (self._target, PARAMETERS)
 
     def close(self) -> None:
         self._pool.close()

@@ -107,8 +107,10 @@ def find_checkpoint(config: ExportConfig, path: Path) -> Path:
 
 def _best(config: ExportConfig, store: CheckpointStore, steps: list[int]) -> int:
     metric = config.best_metric or (_run_config(store.root).get("trainer") or {}).get("keep_best")
-    known = sorted({name for step in steps for name in read_manifest(store.folder(step)).metrics if name.startswith("val/")})
-    has = f"its checkpoints have {', '.join(known) or 'no val/ metrics'}"
+    known = sorted(
+        {name for step in steps for name in read_manifest(store.folder(step)).metrics if name.startswith(("val/", "val-core/"))}
+    )
+    has = f"its checkpoints have {', '.join(known) or 'no validation metrics'}"
     if metric is None:
         raise ConfigError(f"best_metric: {store.root} names no trainer.keep_best, so say which metric; {has}")
     step = store.best(metric)

@@ -26,6 +26,7 @@ from rlhub.utils.children.child import load
 
 logger = logging.getLogger(__name__)
 
+
 FaultKind = Literal[
     "kill", "stop", "segfault", "raise", "delay", "lost", "duplicate", "refused", "reset", "full", "readonly", "truncate", "flip",
     "nonfinite", "wrong",
@@ -254,15 +255,15 @@ def _damage(path: Path, *, truncate: bool) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-CALL_TARGET, CALL_PARAMETERS = "rlhub.utils.faults:faulty_call", ("target", "fault", "arguments")
-"""Loaded by killable children in place of a function for which faults are planned."""
+FAULTY_CALL = "rlhub.utils.faults:call_with_fault"
+FAULTY_CALL_PARAMETERS = ("target", "fault", "arguments")
+_load = functools.cache(load)
 
-_loaded = functools.cache(load)
 
-
-def faulty_call(target: str, fault: str | None, arguments: dict[str, Any]) -> Any:
-    """Returns what `target` returns for the arguments, unless the fault prevents that.  Runs in a killable child."""
-    function = _loaded(target)
+def call_with_fault(target: str, fault: str | None, arguments: dict[str, Any]) -> Any:
+    """Returns what `target` returns for the arguments, or fails as a fault plan says: runs in a child of a pool where faults are
+    planned for its function."""
+    function = _load(target)
     match fault:
         case "raise":
             raise RuntimeError("by trainer.faults")

@@ -80,12 +80,16 @@ class ActorPart(EngineWorker):
 
     @register(dispatch_mode=ACTOR, deadline="infer")
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """old_log_probs (rows, response) of the current policy, and sum_pi_squared where meta_info asks for it."""
+        """old_log_probs (rows, response) of the current policy, and sum_pi_squared where meta_info asks for it;
+        meta_info["metrics"] are the throughput's."""
         make_room()
+        started = time.perf_counter()
         extra = ("sum_pi_squared",) if batch.meta_info.get("sum_pi_squared") else ()
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs", *extra))
         columns = {"old_log_probs": outputs["log_probs"]} | {name: outputs[name] for name in extra}
-        return DataProto.from_dict(tensors=columns)
+        seconds = time.perf_counter() - started
+        metrics = self.throughput.metrics("actor_infer", batch.batch["attention_mask"], 1, seconds)
+        return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=ACTOR, deadline="infer")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
@@ -106,7 +110,7 @@ class ActorPart(EngineWorker):
         metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
         check_finite(self.engine, "after the update")
         seconds = time.perf_counter() - started
-        metrics |= self.throughput.metrics(batch.batch["attention_mask"], self.config.actor.ppo_epochs, seconds)
+        metrics |= self.throughput.training("actor", batch.batch["attention_mask"], self.config.actor.ppo_epochs, seconds)
         return DataProto(meta_info={"metrics": metrics | memory_metrics("actor", self.device)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")

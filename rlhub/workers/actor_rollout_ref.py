@@ -7,8 +7,8 @@ from rlhub.sharding_manager.manager import ShardingManager
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.single_controller import Dispatch, register
 from rlhub.workers.actor import ActorPart
+from rlhub.workers.generation import spoil_weights
 from rlhub.workers.rollout import RolloutPart
-from rlhub.workers.rollout_parts import spoil_weights
 from rlhub.workers.room import GivesRoom, holds_memory
 
 

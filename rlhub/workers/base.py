@@ -17,8 +17,7 @@ from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.training.base import Adapter, TrainEngine
 from rlhub.engines.training.finite import check_finite
 from rlhub.errors import CheckpointError
-from rlhub.models.hf import ModelKind
-from rlhub.models.sidecars import save_sidecars
+from rlhub.models.hf import ModelKind, save_sidecars
 from rlhub.single_controller import Dispatch, Worker, register
 
 SCALARS = "scalars.json"

@@ -29,9 +29,8 @@ from rlhub.engines.training.base import Rows, TrainEngine
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import CheckpointError
-from rlhub.models.hf import SCALAR_HEAD, ModelKind, load_config
+from rlhub.models.hf import SCALAR_HEAD, ModelKind, load_config, save_sidecars
 from rlhub.models.lora import ADAPTER
-from rlhub.models.sidecars import save_sidecars
 from rlhub.protocol.weights.fingerprint import nonfinite_names
 from rlhub.protocol.weights.pieces import Piece
 from rlhub.single_controller import Dispatch, Worker, register

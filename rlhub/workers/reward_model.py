@@ -9,15 +9,14 @@ import dataclasses
 from rlhub.config.sections.reward import JudgeConfig, RewardModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_reward_engine
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import read_vocabulary
+from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.base import EngineWorker
-from rlhub.workers.rollout_batch import check_completions, generation_requests, pad_completions
+from rlhub.workers.generation import check_completions, generation_requests, pad_completions
 from rlhub.workers.runtime import WorkerRuntime
 
 REWARD_MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model")
@@ -75,15 +74,17 @@ class JudgeWorker(Worker):
         self.vocabulary = read_vocabulary(model, load_tokenizer(model.path, trust_remote_code=model.trust_remote_code))
         dp_rank, tp_rank = divmod(self.rank, self.config.tensor_model_parallel_size)
         self.engine = build_rollout_engine(
-            self.rollout_config,
-            model,
-            device=self.device,
-            seed=self.runtime.seed,
-            max_prompt_length=self.config.max_prompt_length,
-            max_response_length=self.config.max_tokens,
-            dp_rank=dp_rank,
-            tp_rank=tp_rank,
-            load_checkpoint=True,
+            RolloutSetup(
+                config=self.rollout_config,
+                model=model,
+                device=self.device,
+                seed=self.runtime.seed,
+                max_prompt_length=self.config.max_prompt_length,
+                max_response_length=self.config.max_tokens,
+                dp_rank=dp_rank,
+                tp_rank=tp_rank,
+                load_checkpoint=True,
+            )
         )
         self.closing.callback(self.engine.shutdown)
         self.engine.initialize()

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.training import FSDPConfig, ModelConfig
 from rlhub.engines.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.rollout.vllm.engine import VLLMEngine
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.fsdp.engine import FSDPEngine
@@ -81,14 +81,16 @@ CASES = {  # by number of ranks
 
 def build(folder: Path, name: str, tp: int, rank: int, **options: Any) -> RolloutEngine:
     return build_rollout_engine(
-        RolloutConfig(name=name, tensor_model_parallel_size=tp, max_num_seqs=16, **options),
-        ModelConfig(path=str(folder)),
-        device=torch.device("cpu"),
-        seed=0,
-        max_prompt_length=MAX_MODEL_LEN // 2,
-        max_response_length=MAX_MODEL_LEN // 2,
-        dp_rank=rank // tp,
-        tp_rank=rank % tp,
+        RolloutSetup(
+            config=RolloutConfig(name=name, tensor_model_parallel_size=tp, max_num_seqs=16, **options),
+            model=ModelConfig(path=str(folder)),
+            device=torch.device("cpu"),
+            seed=0,
+            max_prompt_length=MAX_MODEL_LEN // 2,
+            max_response_length=MAX_MODEL_LEN // 2,
+            dp_rank=rank // tp,
+            tp_rank=rank % tp,
+        )
     )
 
 

@@ -134,29 +134,6 @@ def model_problems(name: str, model: ModelConfig, *, where: str) -> list[str]:
     return found
 
 
-def build_rollout_engine(
-    config: RolloutConfig,
-    model: ModelConfig,
-    *,
-    device: torch.device,
-    seed: int,
-    max_prompt_length: int,
-    max_response_length: int,
-    dp_rank: int = 0,
-    tp_rank: int = 0,
-    load_checkpoint: bool = False,
-) -> RolloutEngine:
-    """The configured engine, not yet initialized.  Raises RegistryError for an unknown `config.name`."""
-    return engine_factory(config)(
-        RolloutSetup(
-            config=config,
-            model=model,
-            device=device,
-            seed=seed,
-            max_prompt_length=max_prompt_length,
-            max_response_length=max_response_length,
-            dp_rank=dp_rank,
-            tp_rank=tp_rank,
-            load_checkpoint=load_checkpoint,
-        )
-    )
+def build_rollout_engine(setup: RolloutSetup) -> RolloutEngine:
+    """Returns the configured engine, not yet initialized.  Raises RegistryError for an unknown `config.name`."""
+    return engine_factory(setup.config)(setup)

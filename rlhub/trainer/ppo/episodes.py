@@ -21,8 +21,7 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import ValSamplingConfig
 from rlhub.data import AGENT_NAME
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import Vocabulary
+from rlhub.models.tokenizer import Vocabulary, load_tokenizer
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards.naive import OUTCOMES

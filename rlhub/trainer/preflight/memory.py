@@ -140,7 +140,7 @@ def _num_params(model: ModelConfig, *, language_model: bool = True) -> int | Non
 
 def _tenant(engine: Engine, trained: bool, num_ranks: int, *, language_model: bool) -> Tenant | None:
     """None for a model whose sizes are not known."""
-    model = engine.held.model
+    model = engine.role_model.model
     num_params = _num_params(model, language_model=language_model)
     if num_params is None:
         return None

@@ -18,7 +18,7 @@ from rlhub.rollout_service.service import RolloutService, ServiceOptions, servic
 from rlhub.single_controller import AsyncActorOptions, WorkerContext
 from rlhub.single_controller.placement import DevicePlace, ReplicaPlaces, device_place
 from rlhub.single_controller.ray.pool import RayResourcePool
-from rlhub.workers.rollout_parts import rollout_setup
+from rlhub.workers.generation import rollout_setup
 from tests.support.rollout_service import PACE, RUNTIME, Weights, fake_config, request, sampling
 
 LIMIT_S = 60.0

@@ -1,6 +1,6 @@
-"""When validation runs: in turns with training, or beside it on a pinned version of the policy.
+"""When validation runs: while training waits, or concurrently with it on a pinned version of the policy.
 
-Beside training it runs in a thread; its metrics are logged with the step they belong to, whose line waits for them.
+Concurrent validation runs in a thread; its metrics are logged with the step they belong to, whose line waits for them.
 """
 
 from __future__ import annotations
@@ -23,38 +23,44 @@ class ValidationSchedule(Protocol):
         ...
 
 
-class ValidationInTurn:
-    """Training waits."""
+class BlockingValidation:
+    """Training waits for each validation."""
 
     def __init__(self, validator: Validator) -> None:
         self.validator = validator
 
     def begin(self, version: int) -> Future[ValidationReport]:
-        """Returns when it is done."""
+        """Returns when the validation is done."""
         done: Future[ValidationReport] = Future()
         done.set_result(self.validator())
         return done
 
 
-class ValidationBeside:
-    """One validation at a time: the next waits for the one before.  arrived: waits until the version is on the replicas.
-    record: told of each validation's stretch."""
+class ConcurrentValidation:
+    """Training goes on, one validation at a time: the next waits for the one before.
+
+    wait_for_weights: returns when the newest version is on the replicas.  record: receives each validation's span.
+    """
 
     def __init__(
-        self, validator: Validator, samples: EpisodeSamples, arrived: Callable[[], None], record: RecordSpan = ignore_span
+        self,
+        validator: Validator,
+        samples: EpisodeSamples,
+        wait_for_weights: Callable[[], None],
+        record: RecordSpan = ignore_span,
     ) -> None:
-        self.validator, self.samples, self.arrived, self.record = validator, samples, arrived, record
+        self.validator, self.samples, self.wait_for_weights, self.record = validator, samples, wait_for_weights, record
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="validation")
-        self._under_way: Future[ValidationReport] | None = None
+        self._running: Future[ValidationReport] | None = None
 
     def begin(self, version: int) -> Future[ValidationReport]:
         """Returns as soon as a replica is pinned to the version."""
-        if self._under_way is not None:
-            self._under_way.exception()  # waits; whoever logs it raises
-        self.arrived()
+        if self._running is not None:
+            self._running.exception()  # waits; whoever logs it raises
+        self.wait_for_weights()
         self.samples.pin(version)
-        self._under_way = self._thread.submit(self._run, version)
-        return self._under_way
+        self._running = self._thread.submit(self._run, version)
+        return self._running
 
     def _run(self, version: int) -> ValidationReport:
         started = time.perf_counter()
@@ -65,5 +71,5 @@ class ValidationBeside:
             self.record("validation", f"version {version}", started, time.perf_counter())
 
     def close(self) -> None:
-        """Wait for what runs: its replica is about to go."""
+        """Waits for the validation that runs: its replica is about to end."""
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -8,7 +8,7 @@ import torch
 from rlhub.engines.rollout.base import Completion
 from rlhub.errors import EngineError
 from rlhub.utils.seeding import sample_seed
-from rlhub.workers.rollout_batch import check_completions, generation_requests, pad_completions, training_columns
+from rlhub.workers.generation import check_completions, generation_requests, pad_completions, training_columns
 
 PROMPTS = torch.tensor([[0, 5, 6], [7, 8, 9]])
 MASK = torch.tensor([[0, 1, 1], [1, 1, 1]])
