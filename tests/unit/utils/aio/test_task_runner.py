@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from rlhub.errors import DeadlineError
+from rlhub.sharding_manager.execution import Outcome
 from rlhub.utils.aio import loop_thread
-from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
+from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Reject, Rejected, TimedOut
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 
 LONG_S = 60.0
