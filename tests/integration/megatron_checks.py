@@ -29,7 +29,7 @@ from rlhub.engines.training.megatron.engine import MegatronEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.errors import ConfigError, NonFiniteError
 from rlhub.models.experts import unfused_tensors
-from rlhub.models.megatron.modules import PackedAttention, PackedRows
+from rlhub.models.megatron.model import PackedAttention, PackedRows
 from rlhub.models.packed_attention import attend_packed, plan_attention
 from rlhub.protocol.weights.pieces import Piece
 from rlhub.protocol.weights.regions import take

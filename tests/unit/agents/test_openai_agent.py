@@ -8,8 +8,7 @@ import pytest
 
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows import openai_agent
-from rlhub.agents.workflows.base import EpisodeData, WorkflowParts
-from rlhub.agents.workflows.registry import build_workflow
+from rlhub.agents.workflows.base import EpisodeData, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.errors import ConfigError, WorkflowError
 from rlhub.utils.aio.results import Reject

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from rlhub.agents.trajectory import NOT_SAMPLED
-from rlhub.agents.workflows.base import EpisodeData
-from rlhub.agents.workflows.registry import build_workflow
+from rlhub.agents.workflows.base import EpisodeData, build_workflow
 from rlhub.agents.workflows.tool_agent import ELLIPSIS, ToolAgent, shortened
 from rlhub.agents.workflows.turns import TurnTemplate
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams

@@ -32,7 +32,8 @@ from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_units, even
 from rlhub.engines.training.packing import model_inputs, row_inputs
 from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
-from rlhub.models.megatron.build import MegatronLM, MegatronPlan, build_megatron
+from rlhub.models.megatron.build import MegatronPlan, build_megatron
+from rlhub.models.megatron.model import MegatronLM
 from rlhub.models.megatron.names import ParamParts, parts
 from rlhub.protocol.weights.pieces import Piece
 from rlhub.protocol.weights.regions import take
