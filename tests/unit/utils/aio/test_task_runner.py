@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from rlhub.errors import DeadlineError
-from rlhub.sharding_manager.execution import Outcome
 from rlhub.utils.aio import loop_thread
-from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Reject, Rejected, TimedOut
+from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Reject, Rejected, TaskResult, TimedOut
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 
 LONG_S = 60.0
@@ -44,7 +43,7 @@ async def fail(error: BaseException) -> None:
     raise error
 
 
-def values(outcomes: list[Outcome]) -> list[Any]:
+def values(outcomes: list[TaskResult]) -> list[Any]:
     assert all(isinstance(outcome, Accepted) for outcome in outcomes), outcomes
     return [outcome.value for outcome in outcomes if isinstance(outcome, Accepted)]
 
@@ -164,7 +163,7 @@ def test_asubmit_waits_without_holding_up_its_loop_and_leaves_no_trace_when_canc
     runner = AsyncTaskRunner(max_queued=1)
     runner.pause()
 
-    async def main() -> list[Outcome]:
+    async def main() -> list[TaskResult]:
         await runner.asubmit(give, 1)
         second = asyncio.create_task(runner.asubmit(give, 2))
         third = asyncio.create_task(runner.asubmit(give, 3))
@@ -237,7 +236,7 @@ def test_ids_are_unique_among_tasks_that_live(runner: AsyncTaskRunner) -> None:
 
 
 def test_waiters_are_served_in_turn_and_one_that_goes_away_gives_back(runner: AsyncTaskRunner) -> None:
-    async def main() -> list[list[Outcome]]:
+    async def main() -> list[list[TaskResult]]:
         gone = asyncio.create_task(runner.await_results(2))
         first = asyncio.create_task(runner.await_results(2, timeout=LONG_S))
         second = asyncio.create_task(runner.await_results(1, timeout=LONG_S))
@@ -270,7 +269,7 @@ def test_on_result_runs_on_the_loop_may_submit_and_may_fail(caplog: pytest.LogCa
     seen: list[Any] = []
     done = threading.Event()
 
-    def take(outcome: Outcome) -> None:
+    def take(outcome: TaskResult) -> None:
         assert asyncio.get_running_loop() is runner.loop
         seen.extend(values([outcome]))
         if seen[-1] == 1:
