@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.masked import kept
+from rlhub.algorithms.masked import masked
 
 
 def time_first(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -23,10 +23,10 @@ def rewards_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: flo
     read.  Without discount it is a cumulative sum.
     """
     if gamma == 1.0:
-        return kept(kept(token_level_rewards, response_mask).flip(1).cumsum(1).flip(1), response_mask)
+        return masked(masked(token_level_rewards, response_mask).flip(1).cumsum(1).flip(1), response_mask)
     mask = time_first(response_mask, token_level_rewards.dtype)
-    sums = scan(kept(token_level_rewards.t(), mask), mask, gamma)
-    return kept(sums.t().contiguous(), response_mask)
+    sums = scan(masked(token_level_rewards.t(), mask), mask, gamma)
+    return masked(sums.t(), response_mask)
 
 
 def scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
