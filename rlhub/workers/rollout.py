@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.protocol import DataProto
 from rlhub.sharding_manager.pools import WeightReceiver
 from rlhub.sharding_manager.report import SyncReport
