@@ -51,14 +51,15 @@ class ModelShape:
         mlp = 3 * self.hidden_size * self.mlp_columns
         return self.num_layers * attention + mlp + self.vocab_size * self.hidden_size
 
-    def training_flops(self, num_tokens: int, mean_length: float) -> float:
-        """Returns the floating-point operations of forward and backward over `num_tokens` tokens in sequences of `mean_length`.
+    def forward_flops(self, num_tokens: int, mean_length: float, *, head: bool = True) -> float:
+        """Returns the floating-point operations of a forward pass over `num_tokens` tokens in sequences of `mean_length`.
 
-        6 per weight and token, plus 6 * layers * heads * head_dim * length for causal attention (half of the square),
-        as counted in PaLM (arXiv 2204.02311, appendix B).
+        2 per weight and token, plus 2 * layers * heads * head_dim * length for causal attention (half of the square), as
+        counted in PaLM (arXiv 2204.02311, appendix B); a backward pass takes twice as many.  head: with the language-model head.
         """
-        attention = 6.0 * self.num_layers * self.num_heads * self.head_dim * mean_length
-        return num_tokens * (6.0 * self.num_matmul_params + attention)
+        attention = 2.0 * self.num_layers * self.num_heads * self.head_dim * mean_length
+        weights = self.num_matmul_params - (0 if head else self.vocab_size * self.hidden_size)
+        return num_tokens * (2.0 * weights + attention)
 
 
 def read_model_values(path: str | Path, override_config: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlhub.utils import faults, faulty_call
+from rlhub.utils import faults
 from rlhub.utils.children.access import Access
 from rlhub.utils.children.pool import KillablePool, Outcome
 
@@ -86,7 +86,7 @@ class RewardPool:
     def _in_child(self) -> tuple[str, tuple[str, ...]]:
         """Returns the function that the children load and its parameters; under a fault plan, the function that fails by the
         plan."""
-        return (faulty_call.TARGET, faulty_call.PARAMETERS) if self._may_fail else (self._target, PARAMETERS)
+        return (faults.FAULTY_CALL, faults.FAULTY_CALL_PARAMETERS) if self._may_fail else (self._target, PARAMETERS)
 
     def close(self) -> None:
         self._pool.close()

@@ -73,7 +73,7 @@ class ExportWorker(Worker):
         self.job = job
         self.dtype = None if job.dtype is None else DTYPES[job.dtype]
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="checkpoint")
     def write(self) -> Written:
         """Weights, configuration, tokenizer; holds one file's worth of weights at a time."""
         with ShardReader(self.job.folder) as reader:
@@ -96,7 +96,7 @@ class ExportWorker(Worker):
                 raise CheckpointError(f"{self.job.folder}: {found[0]} is not finite{written}; {remedy}")
             yield bucket
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="checkpoint")
     def verify(self) -> Verification:
         """What plain transformers makes of the output, beside an engine that loads the checkpoint's own shards."""
         adapter = read_adapter(self.job.folder)

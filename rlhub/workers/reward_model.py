@@ -9,14 +9,14 @@ import dataclasses
 from rlhub.config.sections.reward import JudgeConfig, RewardModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.registry import build_reward_engine
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.base import EngineWorker
-from rlhub.workers.rollout_batch import check_completions, generation_requests, pad_completions
+from rlhub.workers.generation import check_completions, generation_requests, pad_completions
 from rlhub.workers.runtime import WorkerRuntime
 
 REWARD_MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model")
@@ -29,7 +29,7 @@ class RewardModelWorker(EngineWorker):
         self.config, self.runtime = config, runtime
         self.device = runtime.torch_device(self.local_rank)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Build the reward model's engine (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
@@ -38,7 +38,7 @@ class RewardModelWorker(EngineWorker):
         self.engine.offload()
         self._register_dispatch_collect_info("reward_model", self.engine.dp_rank, self.engine.is_collect)
 
-    @register(dispatch_mode=REWARD_MODEL)
+    @register(dispatch_mode=REWARD_MODEL, deadline="infer")
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """rm_scores (rows,), read at the last attended token of input_ids (rows, tokens)."""
         rows = {name: batch.batch[name] for name in ("input_ids", "attention_mask")}
@@ -66,7 +66,7 @@ class JudgeWorker(Worker):
             free_cache_engine=False,  # it never sleeps, and vLLM can let one engine of a process sleep, not two
         )
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Build the engine with the checkpoint's weights (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
@@ -74,21 +74,23 @@ class JudgeWorker(Worker):
         self.vocabulary = read_vocabulary(model, load_tokenizer(model.path, trust_remote_code=model.trust_remote_code))
         dp_rank, tp_rank = divmod(self.rank, self.config.tensor_model_parallel_size)
         self.engine = build_rollout_engine(
-            self.rollout_config,
-            model,
-            device=self.device,
-            seed=self.runtime.seed,
-            max_prompt_length=self.config.max_prompt_length,
-            max_response_length=self.config.max_tokens,
-            dp_rank=dp_rank,
-            tp_rank=tp_rank,
-            load_checkpoint=True,
+            RolloutSetup(
+                config=self.rollout_config,
+                model=model,
+                device=self.device,
+                seed=self.runtime.seed,
+                max_prompt_length=self.config.max_prompt_length,
+                max_response_length=self.config.max_tokens,
+                dp_rank=dp_rank,
+                tp_rank=tp_rank,
+                load_checkpoint=True,
+            )
         )
         self.closing.callback(self.engine.shutdown)
         self.engine.initialize()
         self._register_dispatch_collect_info("judge", dp_rank, tp_rank == 0)
 
-    @register(dispatch_mode=JUDGE)
+    @register(dispatch_mode=JUDGE, deadline="generate")
     def generate_judgements(self, prompts: DataProto) -> DataProto:
         """judge.n completions per prompt, neighbours in prompt order: responses (rows * n, max_tokens) and response_length."""
         columns, config = prompts.batch, self.config

@@ -27,8 +27,8 @@ from rich.table import Table
 from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
 from rlhub.envs.base import StepEnvironment, StepResult
 from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, LocalEnvironmentSource
-from rlhub.single_controller.async_actor import Backend
 from rlhub.single_controller.ray import connect
+from rlhub.single_controller.resources import Backend
 from rlhub.utils.aio.loop_thread import new_event_loop
 
 STEPS = 16

@@ -90,7 +90,7 @@ class StableText:
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
+class StreamPart:
     """A piece of an answer: text and tool calls in their order.  start: number of its first token."""
 
     written: list[ReplyPart]
@@ -146,11 +146,11 @@ class Choice:
         if any(item in recent for item in self.rules.stop):
             self.stopped.set()
 
-    def take(self) -> Part:
+    def take(self) -> StreamPart:
         """What may be told and was not yet."""
         return self._part(self._text.stable[: self._sayable()], self.written)
 
-    def rest(self, text: str, completion: Completion) -> Part:
+    def rest(self, text: str, completion: Completion) -> StreamPart:
         """The answer is complete: all that was not told yet.  text: all of it, calls included."""
         part = self._part(text, completion)
         part.written += self._stream.end()
@@ -166,10 +166,10 @@ class Choice:
         text, first = self._text.stable, self._told_text
         return first + min((beginning(text[first:], item) for item in self.rules.stop), default=len(text) - first)
 
-    def _part(self, text: str, completion: Completion) -> Part:
+    def _part(self, text: str, completion: Completion) -> StreamPart:
         start, offset = self._told_tokens, self._told_text
         self._told_tokens, self._told_text = len(completion.token_ids), max(offset, len(text))
-        return Part(
+        return StreamPart(
             written=self._stream.add(text[offset:]),
             start=start,
             token_ids=completion.token_ids[start:],
@@ -178,7 +178,7 @@ class Choice:
         )
 
 
-class UnderWay:
+class RunningAnswer:
     """The answers of one request, in the order of their choices, and news of them."""
 
     def __init__(self) -> None:

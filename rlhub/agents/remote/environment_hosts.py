@@ -24,7 +24,8 @@ from rlhub.envs.remote import remote_environment
 from rlhub.envs.source import EnvironmentSpec
 from rlhub.errors import DeadlineError, WorkerDiedError, WorkerError
 from rlhub.single_controller import AsyncActorOptions, ClassWithInitArgs, astart_async_actor
-from rlhub.single_controller.async_actor import AsyncActor, Backend
+from rlhub.single_controller.async_actor import AsyncActor
+from rlhub.single_controller.resources import Backend
 from rlhub.utils.children.process import LOAD_TIMEOUT_S
 
 logger = logging.getLogger(__name__)

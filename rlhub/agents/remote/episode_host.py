@@ -19,7 +19,7 @@ from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import RlhubError, WorkflowError
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 
 
 class WorkflowKey(NamedTuple):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rlhub.agents.remote.episode_host import EpisodeHost, HostSettings
 from rlhub.agents.remote.host_set import UNLIMITED, HostSet, StartHost
 from rlhub.single_controller import AsyncActorOptions, ClassWithInitArgs, astart_async_actor
-from rlhub.single_controller.async_actor import Backend
 from rlhub.single_controller.placement import is_one_machine, node_at
+from rlhub.single_controller.resources import Backend
 
 if TYPE_CHECKING:
     from rlhub.single_controller.async_actor import AsyncActor

@@ -21,7 +21,7 @@ from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
 from rlhub.engines.rollout.base import Completion, Progress
 from rlhub.errors import DeadlineError, EngineError, RlhubError, WorkerDiedError, WorkerError
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 
 RETRIES = 3
 """How often an episode begins anew after its host died: one that kills every host must not use them all up."""

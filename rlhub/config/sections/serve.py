@@ -6,11 +6,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from rlhub.config.schema import Bounds, NonNegativeFloat, PositiveFloat, PositiveInt, PositiveUnitFloat, Seed
+from rlhub.config.schema import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveUnitFloat, Range, Seed
 from rlhub.config.sections.rollout import RolloutConfig, TopK
 from rlhub.config.sections.training import ModelConfig
 
-Port = Annotated[int, Bounds(ge=0)]
+Port = Annotated[int, Range(ge=0)]
 MAX_PORT = 65535
 
 

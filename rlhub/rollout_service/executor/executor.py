@@ -17,23 +17,23 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhub.agents.partials import Interrupt, TrackedEngine, completion_of, sample_state
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.engines.rollout.base import Completion
 from rlhub.errors import ConfigError, DeadlineError, WorkflowError
-from rlhub.rollout_service.executor.delivery import Delivery, GroupRequest, StalePolicy
+from rlhub.rollout_service.executor.delivery import Delivery, FailureLimit, GroupRequest, StalePolicy
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
-from rlhub.rollout_service.executor.failure_limit import Patience
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.executor.statistics import RolloutStatistics
+from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
-from rlhub.utils.outcomes import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
 from rlhub.utils.seeding import sample_seed
 
+R = TypeVar("R")
 CALL_DEADLINE_S = 60.0
 """For the event loop to answer; it only ever runs short pieces of work."""
 COLLECT_S = 10.0
@@ -114,7 +114,7 @@ class WorkflowExecutor:
         self._work: dict[int, _Work] = {}
         self._episodes: dict[str, tuple[_Work, int]] = {}
         self._scoring: set[asyncio.Task[None]] = set()
-        self._patience = Patience(options.max_failed_batches * staleness.batch)
+        self._failure_limit = FailureLimit(options.max_failed_batches * staleness.batch)
         runner.on_outcome = self._on_outcome
 
     # What training calls, from its own thread or on the event loop; `next_groups` and `state` wait, so not on the loop.
@@ -203,9 +203,10 @@ class WorkflowExecutor:
 
     # On the event loop.
 
-    def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """What `fn` returns on the event loop."""
-        return self.runner.ask(fn, *args).result(CALL_DEADLINE_S)
+    def _call(self, fn: Callable[..., R], *args: Any) -> R:
+        """Calls `fn` on the event loop, and returns what it returns."""
+        result: R = self.runner.ask(fn, *args).result(CALL_DEADLINE_S)
+        return result
 
     def _start(self, source: Iterator[PromptItem]) -> None:
         self._source, self._exhausted = iter(source), False  # a version may have been announced before there were prompts
@@ -240,7 +241,7 @@ class WorkflowExecutor:
                 self._admit()
                 if self._exhausted:  # perhaps just now
                     self._serve()
-                if too_old := self._patience.dropped(self.delivery.dropped_in_a_row, self.staleness):
+                if too_old := self._failure_limit.dropped(self.delivery.dropped_in_a_row, self.staleness):
                     self._fail(too_old)
             except Exception as error:  # noqa: BLE001  the loop's boundary: training gets the error
                 self._fail(error)
@@ -355,19 +356,19 @@ class WorkflowExecutor:
             self._fail(error)
 
     def _filter(self, work: _Work, group: Group) -> None:
-        self._patience.complete()
+        self._failure_limit.complete()
         if self.keep is not None and not self.keep(group):
             return self._reject(work, "filtered_groups", "filtered out")
         del self._work[group.ordinal]
         self.ledger.finish(group.ordinal)
         self.staleness.on_accept()
         self.statistics.counts["accepted_groups"] += 1
-        self._patience.accepted()
+        self._failure_limit.accepted()
         self.delivery.add(group)
         self._react()
 
     def _failed(self, work: _Work, error: BaseException) -> None:
-        if stop := self._patience.failed(work.item.ordinal, error):
+        if stop := self._failure_limit.failed(work.item.ordinal, error):
             self._fail(stop)
         else:
             self._reject(work, "failed_groups", f"failed: {type(error).__name__}: {error}")
@@ -380,7 +381,7 @@ class WorkflowExecutor:
             self.runner.cancel(f"{ordinal}-{sample}")
         self.statistics.wasted_tokens += sum(sum(t.response_mask) for t in work.trajectories if t is not None)
         self.statistics.counts[count] += 1
-        self._patience.rejected(reason)
+        self._failure_limit.rejected(reason)
         self.ledger.reject(ordinal, reason)
         self.staleness.on_reject()
         self._react()

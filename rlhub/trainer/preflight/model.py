@@ -70,4 +70,4 @@ def _(config: RMConfig) -> Iterator[tuple[str, ModelConfig, ModelKind]]:
 
 
 def _entry(engine: Engine) -> tuple[str, ModelConfig, ModelKind]:
-    return engine.held.model_key, engine.held.model, KINDS.get(engine.role, "policy")
+    return engine.role_model.model_key, engine.role_model.model, KINDS.get(engine.role, "policy")

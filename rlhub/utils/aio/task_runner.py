@@ -23,8 +23,19 @@ from typing import Any
 
 from rlhub.errors import DeadlineError
 from rlhub.utils.aio.loop_thread import LoopThread
-from rlhub.utils.aio.outcome_queue import OutcomeQueue, Waiter, async_waiter, thread_waiter
-from rlhub.utils.outcomes import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
+from rlhub.utils.aio.results import (
+    Accepted,
+    Cancelled,
+    Failed,
+    Outcome,
+    OutcomeQueue,
+    Reject,
+    Rejected,
+    TimedOut,
+    Waiter,
+    async_waiter,
+    thread_waiter,
+)
 
 logger = logging.getLogger(__name__)
 

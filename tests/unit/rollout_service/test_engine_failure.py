@@ -121,7 +121,7 @@ def test_an_idle_replica_whose_engine_has_failed_is_replaced(tmp_path: Path, mon
         engines.append(Mortal(setup))
         return engines[-1]
 
-    monkeypatch.setattr(rollout_server, "make_engine", make)
+    monkeypatch.setattr(rollout_server, "build_rollout_engine", make)
 
     async def scenario() -> None:
         weights, replicas = Weights(tmp_path), Replicas()

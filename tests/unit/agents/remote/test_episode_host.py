@@ -18,7 +18,7 @@ from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkf
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.errors import DataError, EngineError, WorkerDiedError, WorkerError, WorkflowError
 from rlhub.single_controller.async_actor import AsyncActor
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 
 SAMPLING = SamplingParams(max_new_tokens=4)
 DATA = EpisodeData(prompt_ids=(5, 6), ordinal=3, sample=1, seed=7, row={"ground_truth": "4"})

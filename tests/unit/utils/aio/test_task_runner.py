@@ -15,8 +15,8 @@ import pytest
 
 from rlhub.errors import DeadlineError
 from rlhub.utils.aio import loop_thread
+from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
-from rlhub.utils.outcomes import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
 
 LONG_S = 60.0
 """Nothing here takes so long, unless it hangs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,10 +32,10 @@ def test_weights_are_written_between_two_waits_for_the_device(
     calls: list[Any] = []
     engine = engine_on(device)
     monkeypatch.setattr(torch.cuda, "synchronize", calls.append)
-    monkeypatch.setattr(engine, "_reset_prefix_cache", lambda: calls.append("reset"))
+    monkeypatch.setattr(engine, "_llm", SimpleNamespace(weights_changed=lambda: calls.append("forget")))
     with engine.overwriting(3):
         calls.append("write")
-    assert calls == [device] * waits + ["write"] + [device] * waits + ["reset"] and engine.version == 3
+    assert calls == [device] * waits + ["write"] + [device] * waits + ["forget"] and engine.version == 3
 
 
 def test_a_stepping_thread_takes_the_stream_of_the_building_one(monkeypatch: pytest.MonkeyPatch) -> None:
