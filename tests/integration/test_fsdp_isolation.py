@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
 from rlhub.engines.training import packing
+from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
 from rlhub.engines.training.fsdp.engine import FSDPEngine
-from rlhub.engines.training.packing import OUTPUTS, ForwardOutputs, LossOutput, Rows
+from rlhub.engines.training.packing import OUTPUTS
 from rlhub.models import packed_attention as attention
 from tests.unit.models.conftest import save_model
 
