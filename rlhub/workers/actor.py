@@ -12,8 +12,7 @@ from pathlib import Path
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import TrainEngine
-from rlhub.engines.training.finite import check_finite
-from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.engines.training.collectives import check_finite, ensure_process_group
 from rlhub.engines.training.registry import build_policy_engine, build_reference_engine
 from rlhub.engines.training.updates import PolicyUpdater
 from rlhub.models.throughput import ThroughputMeter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhub.engines.training.finite import check_finite
+from rlhub.engines.training.collectives import check_finite
 from rlhub.sharding_manager.manager import ShardingManager
 from rlhub.sharding_manager.route import SyncReport
 from rlhub.single_controller import Dispatch, register

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 
 from rlhub.config.sections.ppo import CriticConfig
-from rlhub.engines.training.finite import check_finite
-from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.engines.training.collectives import check_finite, ensure_process_group
 from rlhub.engines.training.registry import build_value_engine
 from rlhub.engines.training.updates import ValueUpdater
 from rlhub.models.hf import ModelKind

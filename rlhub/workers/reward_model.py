@@ -10,7 +10,7 @@ from rlhub.config.sections.reward import JudgeConfig, RewardModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
-from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.registry import build_reward_engine
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto

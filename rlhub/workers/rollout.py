@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
-from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.protocol import DataProto
 from rlhub.sharding_manager.route import SyncReport
 from rlhub.sharding_manager.separate import WeightReceiver

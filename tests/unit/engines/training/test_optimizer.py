@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rlhub.config.sections.training import OptimConfig
-from rlhub.engines.training.learning_rate import learning_rate
+from rlhub.engines.training.optimizer import learning_rate
 
 
 def rates(steps: int, **config: object) -> list[float]:
