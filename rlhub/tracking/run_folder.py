@@ -32,6 +32,7 @@ import yaml
 
 from rlhub.errors import RunFolderError
 from rlhub.tracking.metrics_log import decode
+from rlhub.tracking.tracker import TRACKERS_FOLDER
 from rlhub.utils.atomic import write_json, write_text
 from rlhub.utils.redact import redact
 
@@ -45,7 +46,7 @@ FILES = (
     "latest_checkpointed_iteration.txt",
 )  # fmt: skip
 FOLDERS = (
-    "logs", "generations", "batches", "tensorboard", "wandb", "rlhub-weights-*",
+    "logs", "generations", "batches", "tensorboard", "wandb", TRACKERS_FOLDER, "rlhub-weights-*",
     *(f"{prefix}global_step_*" for prefix in ("", ".saving_", ".replaced_", ".deleting_")),
 )  # fmt: skip
 WRITTEN = (*FILES, *(f"{name}.part" for name in FILES), *FOLDERS)
@@ -229,10 +230,10 @@ class RunFolder:
         """`key: before -> now` of the settings in which config.yaml differs from these, leaving out derived lengths and what of
         the section `trainer` says how long, where and how often, and not what is trained; [] without a readable file."""
         try:
-            before = dict(_leaves(redact(yaml.safe_load(self.config.read_text(encoding="utf-8")))))
+            before = dict(leaves(redact(yaml.safe_load(self.config.read_text(encoding="utf-8")))))
         except (OSError, ValueError, yaml.YAMLError):
             return []
-        now = dict(_leaves(yaml.safe_load(yaml.safe_dump(redact(config)))))
+        now = dict(leaves(yaml.safe_load(yaml.safe_dump(redact(config)))))
         names = [name for name in now if name in before and _says_what_is_trained(name)]
         return [f"{name}: {before[name]} -> {now[name]}" for name in names if before[name] != now[name]]
 
@@ -332,10 +333,10 @@ def _may_be_alive(holder: Mapping[str, Any]) -> bool:
         return False
 
 
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(full name, value) of nested mappings."""
     if not isinstance(tree, Mapping):
         yield prefix, tree
         return
     for name, value in tree.items():
-        yield from _leaves(value, f"{prefix}.{name}" if prefix else str(name))
+        yield from leaves(value, f"{prefix}.{name}" if prefix else str(name))
