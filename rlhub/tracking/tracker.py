@@ -1,4 +1,4 @@
-"""Tracker: what follows a run while it goes on, and the vocabulary that all trackers share.
+"""Tracker: the interface of everything that follows a run, and the vocabulary that all trackers share.
 
 A tracker of your own is one class in one file, registered with `TRACKERS.register("name")` in a module named in
 trainer.plugins, and chosen with trainer.logger='["console","name"]'.
@@ -95,7 +95,7 @@ def one_line(error: Exception) -> str:
 
 
 class Tracker(ABC):
-    """Lives in the driver process; its methods are called in order and block the training loop, so they must be quick.
+    """Follows a run from the driver process; its methods are called in order and block the training loop, so they must be quick.
 
     `start` comes first and once; it raises ConfigError when the tracker cannot work (package or login missing), so a run
     does not begin without what its user asked for.  `finish` comes last and once.  Between them a failure is raised as
@@ -114,7 +114,7 @@ class Tracker(ABC):
         """Receives sample completions of a step; split is "val" or "train"."""
 
     def phase(self, name: str) -> None:  # noqa: B027 - optional
-        """The run is now doing `name` (generate, update_actor, ...)."""
+        """Hears that the run is now doing `name` (generate, update_actor, ...)."""
 
     @abstractmethod
     def finish(self, status: Status, message: str = "") -> None:
