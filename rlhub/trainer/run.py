@@ -22,12 +22,11 @@ from rlhub.config.rules.faults import planned_faults
 from rlhub.config.rules.placement import pools_of
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.errors import CheckpointError, RunFolderError
-from rlhub.tracking.call_timing import CallTiming
 from rlhub.tracking.metrics_log import MetricsLog
 from rlhub.tracking.recorder import Recorder
 from rlhub.tracking.report import write_report
 from rlhub.tracking.run_folder import RunFolder
-from rlhub.tracking.spans import STEPS, SpanLog
+from rlhub.tracking.spans import STEPS, CallTiming, SpanLog
 from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status
 from rlhub.trainer.skipped_steps import SkippedSteps
 from rlhub.utils import faults

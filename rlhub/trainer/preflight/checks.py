@@ -40,7 +40,7 @@ from rlhub.models.weight_files import file_problems
 from rlhub.registry import Registry
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
-from rlhub.tracking.registry import TRACKERS, login_problems
+from rlhub.tracking.registry import TRACKERS, login_problems, package_problems
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.trainer.named import read_source, unknown
 from rlhub.trainer.ppo.requirements import check_group_metric
@@ -244,13 +244,7 @@ def check_names(config: PPOConfig) -> list[str]:
 
 def check_trackers(names: Sequence[str]) -> list[str]:
     """Trackers exist and the packages they need are installed."""
-    problems = [problem for name in names for problem in unknown("trainer.logger", TRACKERS, name)]
-    for name in names:
-        needed = TRACKERS.row(name).requires if name in TRACKERS else frozenset()
-        missing = [package for package in sorted(needed) if find_spec(package) is None]
-        if missing:
-            problems.append(f"trainer.logger: {name} needs the package {', '.join(missing)}, which is not installed")
-    return problems
+    return [problem for name in names for problem in unknown("trainer.logger", TRACKERS, name)] + package_problems(names)
 
 
 def check_login(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:

@@ -77,22 +77,8 @@ class MegatronEngine(TrainEngine):
         self._host = HostCopies()
 
     def initialize(self) -> None:
-<<<<<<< HEAD
-        where = ensure_model_parallel(self.megatron_config)
-        self._parallel = where
-        self.dp_rank, self.dp_size, self.is_collect = where.data_rank, where.data_size, where.collects
-||||||| d536f72
-        if self.device.type == "cpu":
-            keep_freed_memory()
-        where = ensure_model_parallel(self.megatron_config)
-        self._parallel = where
-        self.dp_rank, self.dp_size, self.is_collect = where.data_rank, where.data_size, where.collects
-=======
-        if self.device.type == "cpu":
-            keep_freed_memory()
         parallel = self._parallel = ensure_model_parallel(self.megatron_config)
         self.dp_rank, self.dp_size, self.is_collect = parallel.data_rank, parallel.data_size, parallel.collects
->>>>>>> leaves
         plan = MegatronPlan(
             model=self.model_config,
             kind=self.kind,
