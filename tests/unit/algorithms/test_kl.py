@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhub.algorithms.registry import KL_ESTIMATORS
@@ -33,7 +33,7 @@ def check(named, case) -> None:
 @pytest.mark.parametrize("suffix", ["", "+"])
 @pytest.mark.parametrize("name", NAMES)
 def test_values(name: str, suffix: str) -> None:
-    @settings(few, max_examples=15)  # hundreds are drawn in tests/integration/test_losses_random.py
+    @few
     @given(cases)
     def run(case) -> None:
         check((name, KL_ESTIMATORS.get(name + suffix)), case)
@@ -68,6 +68,11 @@ def test_gradients(d: float) -> None:
     for name, derivative in own.items():
         assert gradient(name, d) == pytest.approx(derivative)
         assert gradient(f"{name}+", d) == pytest.approx(d)
+
+
+@pytest.mark.parametrize("d", [-30.0, 30.0])
+def test_beyond_its_bounds_k3_has_no_gradient_of_its_own(d: float) -> None:
+    assert gradient("k3", d) == 0.0 and gradient("k3+", d) == d
 
 
 def categorical(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

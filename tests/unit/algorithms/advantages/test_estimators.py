@@ -30,7 +30,7 @@ from tests.unit.algorithms.advantages.estimators import (
 )
 from tests.unit.algorithms.cases import catches, few
 
-quick = settings(few, max_examples=8)
+quick = settings(few, max_examples=15)
 every_run = pytest.mark.parametrize(("name", "knobs"), RUNS, ids=run_id)
 every_name = pytest.mark.parametrize("name", sorted(REFERENCES))
 
