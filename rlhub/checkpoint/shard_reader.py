@@ -15,9 +15,9 @@ from torch import Tensor
 from rlhub.checkpoint.files import storage_errors
 from rlhub.checkpoint.shards import DTYPE_CODES, FORMAT_VERSION, as_region, index_name
 from rlhub.errors import CheckpointError
+from rlhub.protocol.weights.pieces import Piece
+from rlhub.protocol.weights.regions import Region, intersection, num_elements, relative, remainder, sizes, take, whole
 from rlhub.registry import suggest
-from rlhub.utils.pieces import Piece
-from rlhub.utils.regions import Region, intersection, num_elements, relative, remainder, sizes, take, whole
 
 ROWS_VERSION = 1
 """The format before regions: each rank had at most one run of rows of a tensor, and did not know of the other ranks."""

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from rlhub.config import checks, effects, load, show
-from rlhub.config.derive import derive
+from rlhub.config import load, show
 from rlhub.config.paths import is_ours
+from rlhub.config.rules import checks, effects
+from rlhub.config.rules.derive import derive
 from rlhub.config.schema import sections
 from rlhub.errors import ConfigError, DataError, NonFiniteError, ResourceError, RlhubError, WorkerError
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rlhub.config import compose, foreign
+from rlhub.config import compose
+from rlhub.config.aliases import translate as foreign
 from rlhub.config.schema import is_free, leaves, sections, to_dict
 from rlhub.config.walk import build
 from rlhub.errors import ConfigError

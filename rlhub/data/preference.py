@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhub.config.preference import PreferenceDataConfig
+from rlhub.config.sections.preference import PreferenceDataConfig
 from rlhub.data.files import Row, load_rows
 from rlhub.data.prompts import fingerprint_of
 from rlhub.data.tokenizing import (

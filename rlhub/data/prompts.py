@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhub.config.data import DataConfig
+from rlhub.config.sections.data import DataConfig
 from rlhub.data.files import AGENT_NAME, Row, load_rows
 from rlhub.data.order import ResumableLoader
 from rlhub.data.tokenizing import Tokenizer, check_policy, check_vocabulary, encode_prompts, left_padded, pad_id, truncate
 from rlhub.errors import DataError
 from rlhub.protocol import DataProto
-from rlhub.utils.columns import object_array
+from rlhub.protocol.columns import object_array
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhub.config.sft import SFTDataConfig
+from rlhub.config.sections.sft import SFTDataConfig
 from rlhub.data.files import Row, load_rows
 from rlhub.data.order import ResumableLoader
 from rlhub.data.prompts import fingerprint_of

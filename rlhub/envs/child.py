@@ -11,8 +11,8 @@ import numpy as np
 
 from rlhub.envs.base import EnvError, ImageObservation, Observation, StepEnvironment
 from rlhub.envs.local import observed, optional_method
+from rlhub.utils.aio.loop_thread import LoopThread
 from rlhub.utils.children.wire import WireError, encode
-from rlhub.utils.loop_thread import LoopThread
 from rlhub.utils.user_code import load_target
 
 _held: list[Any] = []  # the process's simulator, once made

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhub.envs.base import EnvError, Environment
 from rlhub.errors import RlhubError
-from rlhub.utils.loop_thread import LoopThread
+from rlhub.utils.aio.loop_thread import LoopThread
 from rlhub.utils.tool_calls import ToolResult, as_result
 from rlhub.utils.user_code import load_target
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from rlhub.utils.pieces import Piece, whole_piece
-from rlhub.utils.regions import Region, intersection, relative, take
+from rlhub.protocol.weights.pieces import Piece, whole_piece
+from rlhub.protocol.weights.regions import Region, intersection, relative, take
 
 GATE_UP = ".mlp.experts.gate_up_proj"
 DOWN = ".mlp.experts.down_proj"

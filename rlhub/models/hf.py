@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.model import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.kinds import SCALAR_HEAD, ModelKind, reward_problem
 from rlhub.models.required_weights import check_files, load_checked

@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.model import ModelConfig
 from rlhub.models.hf import ModelKind
 from rlhub.models.tokenizer import load_tokenizer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers.utils.hub import cached_file
 
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.model import ModelConfig
 from rlhub.models.shape import read_model_shape
 
 TERA = 1e12

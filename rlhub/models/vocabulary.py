@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.model import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.tokenizer import load_tokenizer
 

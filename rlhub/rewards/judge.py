@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from re import Pattern
 from typing import Protocol
 
-from rlhub.config.reward import JudgeConfig
+from rlhub.config.sections.reward import JudgeConfig
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import Decoder
 from rlhub.rewards.combine import PartScores

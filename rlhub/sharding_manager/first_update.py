@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.errors import WeightMismatchError
+from rlhub.protocol.weights.fingerprint import combine, fingerprint
+from rlhub.protocol.weights.pieces import Piece
+from rlhub.protocol.weights.regions import take
 from rlhub.sharding_manager.route import Agree, SyncReport, raise_first
-from rlhub.utils.fingerprint import combine, fingerprint
-from rlhub.utils.pieces import Piece
-from rlhub.utils.regions import take
 
 
 def update_by_stream(

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhub.errors import ResourceError
 from rlhub.single_controller.async_actor import AsyncActor
-from rlhub.utils.task_runner import AsyncTaskRunner
+from rlhub.utils.aio.task_runner import AsyncTaskRunner
 
 
 class _Place:

@@ -18,8 +18,8 @@ import yaml
 from rlhub.checkpoint.files import FileEntry, storage_errors
 from rlhub.checkpoint.manifest import MANIFEST, Manifest, problems_in, read_manifest
 from rlhub.checkpoint.store import CheckpointStore
-from rlhub.config.export import ExportConfig
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.export import ExportConfig
+from rlhub.config.sections.model import ModelConfig
 from rlhub.errors import CheckpointError, ConfigError
 from rlhub.single_controller import ClassWithInitArgs, launch
 from rlhub.tracking.run_folder import RunFolder

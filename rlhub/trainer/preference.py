@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from rlhub.config.dpo import DPOConfig
-from rlhub.config.rm import RMConfig
+from rlhub.config.sections.dpo import DPOConfig
+from rlhub.config.sections.rm import RMConfig
 from rlhub.data.preference import PreferenceDataset
 from rlhub.trainer.supervised import SupervisedData, builder, read_data
 from rlhub.workers.preference import DPOWorker, RewardTrainingWorker

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhub.checkpoint.store import Checkpoint
-from rlhub.config.asynchronous import is_async
-from rlhub.config.dpo import DPOConfig
-from rlhub.config.engines import ONLY_ROLE, Engine, engines
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.rm import RMConfig
-from rlhub.config.sft import SFTConfig
-from rlhub.config.training import FSDPConfig, MegatronConfig, Section
+from rlhub.config.rules.asynchronous import is_async
+from rlhub.config.rules.engines import ONLY_ROLE, Engine, engines
+from rlhub.config.sections.dpo import DPOConfig
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.sft import SFTConfig
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, Section
 from rlhub.errors import ConfigError
 from rlhub.models.shape import ModelShape, read_model_shape
 from rlhub.trainer.ppo.groups import ACTOR_ROLE, CRITIC_ROLE

@@ -18,10 +18,9 @@ from typing import Any, Protocol
 
 from rlhub.checkpoint.files import FileEntry
 from rlhub.checkpoint.store import Checkpoint, CheckpointStore
-from rlhub.config.faults import planned_faults
-from rlhub.config.trainer import TrainerConfig
+from rlhub.config.rules.faults import planned_faults
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.errors import CheckpointError, RunFolderError
-from rlhub.resilience.signals import StopSignals
 from rlhub.tracking.call_timing import CallTiming
 from rlhub.tracking.metrics_log import MetricsLog
 from rlhub.tracking.recorder import Recorder
@@ -32,6 +31,7 @@ from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status
 from rlhub.trainer.skipped_steps import SkippedSteps
 from rlhub.utils import faults
 from rlhub.utils.faults import FaultPlan
+from rlhub.utils.signals import StopSignals
 from rlhub.utils.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)

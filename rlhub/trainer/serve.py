@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from rlhub.agents.openai_server.server import OpenAIServer, ServerOptions
 from rlhub.config.devices import count_gpus, torch_has_cuda
-from rlhub.config.serve import ServeConfig
+from rlhub.config.sections.serve import ServeConfig
 from rlhub.engines.rollout.base import RolloutEngine, SamplingParams
 from rlhub.engines.rollout.elsewhere import WeightsElsewhere
 from rlhub.engines.rollout.registry import build_rollout_engine
@@ -24,7 +25,6 @@ from rlhub.models.vocabulary import check_tokenizer, read_vocabulary
 from rlhub.tools.registry import TOOL_FORMATS
 from rlhub.trainer.serve_engine import ServedEngine, ServeLimits
 from rlhub.utils.atomic import write_text
-from rlhub.workflows.openai_server.server import OpenAIServer, ServerOptions
 
 logger = logging.getLogger(__name__)
 

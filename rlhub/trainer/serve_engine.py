@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlhub.agents.openai_server.errors import unavailable
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, RolloutEngine, SamplingParams
 from rlhub.errors import EngineError, RequestError, VersionError
 from rlhub.trainer.serve_weights import EngineAdministration
-from rlhub.workflows.openai_server.errors import unavailable
 
 logger = logging.getLogger(__name__)
 

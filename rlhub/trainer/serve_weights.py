@@ -15,9 +15,9 @@ from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.rollout.elsewhere import WeightsElsewhere
 from rlhub.engines.rollout.weight_stream import abbreviate, apply_buckets
 from rlhub.errors import EngineError, RequestError, RlhubError
+from rlhub.protocol.weights.pieces import Piece
+from rlhub.rollout_service.folder_reader import FolderReader, folder_reader
 from rlhub.utils.finite import nonfinite_names
-from rlhub.utils.pieces import Piece
-from rlhub.workers.folder_reader import FolderReader, folder_reader
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from rlhub.config.sft import SFTConfig
+from rlhub.config.sections.sft import SFTConfig
 from rlhub.data.sft import SFTDataset
 from rlhub.trainer.supervised import SupervisedData, builder, read_data
 from rlhub.workers.sft import SFTWorker

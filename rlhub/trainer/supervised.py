@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhub.checkpoint.files import FileEntry
-from rlhub.config.dpo import DPOConfig
-from rlhub.config.rm import RMConfig
-from rlhub.config.sft import SFTConfig
-from rlhub.config.trainer import TrainerConfig
+from rlhub.config.sections.dpo import DPOConfig
+from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.sft import SFTConfig
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.data.order import IndexedData, ResumableLoader
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.models.vocabulary import read_vocabulary

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 
-from rlhub.config.placement import MAIN, pool_name, pools_of
-from rlhub.config.trainer import TrainerConfig
+from rlhub.config.rules.placement import MAIN, pool_name, pools_of
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.single_controller import ClassWithInitArgs, Launched, WorkerGroup, launch, wait_all
 from rlhub.trainer.run import Run
 

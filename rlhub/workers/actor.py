@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from rlhub.config.ppo import ActorRolloutRefConfig
-from rlhub.config.rollout_correction import RolloutCorrectionConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig
+from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.process_group import ensure_process_group
@@ -21,8 +21,8 @@ from rlhub.sharding_manager.files import WeightWriter
 from rlhub.sharding_manager.route import SyncReport
 from rlhub.sharding_manager.separate import WeightSender
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlhub.single_controller.placement import DevicePlace, device_place
 from rlhub.workers.engine_worker import EngineWorker
-from rlhub.workers.replica_places import DevicePlace, device_place
 from rlhub.workers.room import make_room
 from rlhub.workers.runtime import WorkerRuntime, memory_metrics
 from rlhub.workers.transfer import Meeting, open_meeting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhub.config.critic import CriticConfig
+from rlhub.config.sections.critic import CriticConfig
 from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_value_engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhub.checkpoint.files import FileEntry
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.model import ModelConfig
 from rlhub.engines.training.base import TrainEngine
 from rlhub.models.hf import ModelKind
 from rlhub.models.sidecars import save_sidecars

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhub.checkpoint.hf import Bucket, write_hf_weights
 from rlhub.checkpoint.shard_reader import ShardReader
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.model import ModelConfig
 from rlhub.errors import CheckpointError
 from rlhub.models.hf import SCALAR_HEAD, ModelKind
 from rlhub.models.lora import ADAPTER

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlhub.config.reward import JudgeConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.reward import JudgeConfig
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.training.process_group import ensure_process_group

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhub.config.dpo import DPOConfig
-from rlhub.config.rm import RMConfig
+from rlhub.config.sections.dpo import DPOConfig
+from rlhub.config.sections.rm import RMConfig
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.preference import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_reference_engine
 from rlhub.protocol import DataProto

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhub.config.reward import RewardModelConfig
+from rlhub.config.sections.reward import RewardModelConfig
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_reward_engine
 from rlhub.protocol import DataProto

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.protocol import DataProto

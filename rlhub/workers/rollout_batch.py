@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest
 from rlhub.errors import EngineError
+from rlhub.rollout_service.executor.batches import FINISH_CODES
 from rlhub.utils.seeding import sample_seed
-from rlhub.workflows.batches import FINISH_CODES
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, RolloutEngine
 from rlhub.engines.rollout.registry import RolloutSetup, engine_factory
 from rlhub.models.tokenizer import load_tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlhub.algorithms.masked import masked_sum
-from rlhub.config.sft import SFTConfig
+from rlhub.config.sections.sft import SFTConfig
 from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_sft_engine

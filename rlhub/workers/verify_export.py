@@ -19,14 +19,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhub.checkpoint.shard_reader import ShardReader
-from rlhub.config.model import ModelConfig
-from rlhub.config.sft import SFTConfig
-from rlhub.config.training import FSDPConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.sft import SFTConfig
+from rlhub.config.sections.training import FSDPConfig
 from rlhub.engines.training.base import Rows, TrainEngine
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.models.hf import ModelKind, load_config
-from rlhub.utils.pieces import Piece
+from rlhub.protocol.weights.pieces import Piece
 
 CPU = torch.device("cpu")
 NUM_ROWS, NUM_TOKENS = 4, 33

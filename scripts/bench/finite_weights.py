@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from rlhub.config.derive import derive
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.rules.derive import derive
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.engines.training.finite import check_finite
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Dispatch, launch, register

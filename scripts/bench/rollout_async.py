@@ -20,8 +20,8 @@ from collections.abc import Callable
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 

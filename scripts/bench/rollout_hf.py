@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhub.protocol.weights.fingerprint import digests
 from rlhub.sharding_manager import route as routes
 from rlhub.sharding_manager.local_pieces import LocalPieces
 from rlhub.sharding_manager.peers import Peers, PendingMessage
 from rlhub.sharding_manager.route import Route
 from rlhub.sharding_manager.schedule import COPY_ELEMENTS
-from rlhub.utils.fingerprint import digests
 
 COPY = "copies inside the process"
 PACK = "packing messages"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
-from rlhub.config.training import FSDPConfig, OptimConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import FSDPConfig, OptimConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhub.checkpoint.shard_reader import ShardReader
 from rlhub.checkpoint.shards import write_shards
-from rlhub.config.model import ModelConfig
-from rlhub.config.training import FSDPConfig, OptimConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.training import FSDPConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
 from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.fsdp import building, engine, sharding

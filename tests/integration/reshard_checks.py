@@ -16,20 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
-from rlhub.config.training import FSDPConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import FSDPConfig
 from rlhub.engines.rollout.base import RolloutEngine, SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.errors import RlhubError, WeightMismatchError
+from rlhub.protocol.weights.regions import take
 from rlhub.sharding_manager.files import WeightReader, WeightWriter
 from rlhub.sharding_manager.manager import ShardingManager
 from rlhub.sharding_manager.route import Route
 from rlhub.sharding_manager.schedule import Message
 from rlhub.sharding_manager.separate import WeightReceiver, WeightSender
-from rlhub.utils.regions import take
 from tests.support import rollout_contract as contract
 
 CPU = torch.device("cpu")

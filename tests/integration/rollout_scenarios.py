@@ -26,9 +26,9 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel, Qwen3MoeConfig
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
-from rlhub.config.training import FSDPConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import FSDPConfig
 from rlhub.engines.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.rollout.vllm.engine import VLLMEngine

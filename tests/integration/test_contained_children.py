@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhub.config.reward import CustomRewardConfig, RewardModelConfig
+from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
 from rlhub.envs.pool import EnvironmentPool, PoolLimits
 from rlhub.errors import ConfigError, LoadError
 from rlhub.rewards import RewardPool, RewardRequest, build_reward_manager

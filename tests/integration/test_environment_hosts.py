@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import psutil
 
+from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
 from rlhub.envs.base import EnvDiedError, ImageObservation, StepEnvironment
 from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, OwnEnvironments
-from rlhub.workers.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
 from tests.support.processes import all_end
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,12 @@ import numpy as np
 import psutil
 import pytest
 
+from rlhub.agents.workflows.load import build_workflow
 from rlhub.envs.base import EnvDiedError, EnvError, ImageObservation
 from rlhub.envs.pool import EnvironmentPool, PoolLimits
 from rlhub.envs.registry import environment_target
 from rlhub.errors import DeadlineError, LoadError
-from rlhub.workflows.load import build_workflow
-from tests.unit.workflows.episodes import ScriptedEngine, episode, parts
+from tests.support.episode_parts import ScriptedEngine, episode, parts
 
 SIMULATOR = """
 import glob, os, time

@@ -127,7 +127,7 @@ def test_saved_reward_model_is_a_sequence_classifier(ranks: Ranks, classifier: s
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from rlhub.config.model import ModelConfig
+    from rlhub.config.sections.model import ModelConfig
     from rlhub.models.sidecars import save_sidecars
     from tests.unit.models.conftest import save_tokenizer
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.hf import cache, decode
 from rlhub.engines.rollout.registry import build_rollout_engine

@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file
 
 from rlhub.config.cli import prepare
-from rlhub.config.ppo import PPOConfig
 from rlhub.config.schema import to_dict
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import WorkerDiedError
 from rlhub.trainer.ppo.build import build_data, build_evaluation, build_trainer
 from rlhub.trainer.ppo.trainer import PPOTrainer
-from rlhub.trainer.preflight import check
+from rlhub.trainer.preflight.checks import check
 from rlhub.trainer.run import Run
 from tests.support.chat_model import save_chat_model
 from tests.support.metrics import rows_of

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhub.config.reward import CustomRewardConfig, RewardModelConfig
+from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
 from rlhub.errors import RewardError
 from rlhub.rewards import RewardManager, RewardPool, RewardRequest, build_reward_manager
 from tests.support.hanging import SAYS_SO, mark, only_hanging_calls_are_late

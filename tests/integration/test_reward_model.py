@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhub.config.reward import JudgeConfig, JudgeModelConfig, RewardModelConfig, ScoringModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.reward import JudgeConfig, JudgeModelConfig, RewardModelConfig, ScoringModelConfig
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.rewards.rendering import padded
 from rlhub.single_controller import ClassWithInitArgs, Launched, launch
 from rlhub.trainer.ppo.reward import JudgeGenerator

@@ -18,19 +18,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams
 from rlhub.engines.rollout.stepped import SteppedEngine
 from rlhub.errors import EngineError, WeightMismatchError, WorkerDiedError
+from rlhub.rollout_service.fleet import FleetLimits
+from rlhub.rollout_service.server import ReplicaStatus, RolloutServer, UpdateReport
+from rlhub.rollout_service.service import RolloutService, ServiceOptions
+from rlhub.rollout_service.weights_folder import SHARED_MEMORY
 from rlhub.sharding_manager.files import WeightWriter
 from rlhub.single_controller import ClassWithInitArgs, launch
 from rlhub.trainer.workers import DEADLINES
 from rlhub.workers.actor import ActorWorker
-from rlhub.workers.fleet import FleetLimits
-from rlhub.workers.rollout_server import ReplicaStatus, RolloutServer, UpdateReport
-from rlhub.workers.rollout_service import RolloutService, ServiceOptions
 from rlhub.workers.runtime import WorkerRuntime
-from rlhub.workers.weights_folder import SHARED_MEMORY
 from tests.support.chat_model import save_chat_model
 from tests.support.plain_train_engine import PlainTrainEngine
 from tests.support.rollout_service import PACE, HeldSteps

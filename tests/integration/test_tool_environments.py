@@ -12,16 +12,16 @@ from typing import Any
 import psutil
 import pytest
 
+from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
+from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.workflows.load import build_workflow
 from rlhub.envs.base import EnvDiedError, EnvError, Environment, StepEnvironment
 from rlhub.envs.pool import PoolLimits
 from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, OwnEnvironments
 from rlhub.errors import DeadlineError, LoadError
 from rlhub.utils.tool_calls import ToolResult
-from rlhub.workers.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
-from rlhub.workflows.load import build_workflow
-from rlhub.workflows.trajectory import Trajectory
-from tests.unit.workers.environments import HERE
-from tests.unit.workflows.episodes import ScriptedEngine, episode, parts, tokenizer
+from tests.support.episode_parts import ScriptedEngine, episode, parts, tokenizer
+from tests.unit.agents.remote.environments import HERE
 
 WAIT_S = 120.0
 """Nothing here takes so long, unless it hangs."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RemoteConfig, RolloutConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.rollout import RemoteConfig, RolloutConfig
 from rlhub.engines.rollout.base import Completion, RolloutEngine
 from rlhub.engines.rollout.registry import build_rollout_engine
 from tests.support.chat_model import save_chat_model

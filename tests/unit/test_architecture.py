@@ -277,10 +277,10 @@ LIGHT = (
     "rlhub.errors",
     "rlhub.registry",
     "rlhub.config.cli",
-    "rlhub.config.ppo",
-    "rlhub.config.sft",
-    "rlhub.config.dpo",
-    "rlhub.config.rm",
+    "rlhub.config.sections.ppo",
+    "rlhub.config.sections.sft",
+    "rlhub.config.sections.dpo",
+    "rlhub.config.sections.rm",
     "rlhub.algorithms.registry",
     "rlhub.engines.rollout.registry",
     "rlhub.rewards.registry",
@@ -295,7 +295,7 @@ def test_importing_loads_nothing_heavy() -> None:
 
 
 def test_preflight_loads_only_what_reads_files() -> None:
-    statement = "import rlhub.trainer.preflight"
+    statement = "import rlhub.trainer.preflight.checks"
     assert loaded_by(statement).get(statement, set()) <= {"pyarrow"}
 
 

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlhub.utils.pieces import Piece
+from rlhub.protocol.weights.pieces import Piece
 
 FinishReason = Literal["stop", "length", "abort"]
 WeightBucket = list[tuple[str, Tensor]]

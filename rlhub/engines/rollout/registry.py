@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.reward import JudgeConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.reward import JudgeConfig
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.registry import Registry
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlhub.config.reward import JudgeConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.reward import JudgeConfig
+from rlhub.config.sections.rollout import RolloutConfig
 
 KEY = "actor_rollout_ref.rollout"
 

@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.training import MegatronConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.training import MegatronConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import ModelKind, check_weights, load_config
 from rlhub.models.kinds import reward_problem

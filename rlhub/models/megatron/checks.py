@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhub.config.training import MegatronConfig
+from rlhub.config.sections.training import MegatronConfig
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 MOE_TYPES = ("qwen3_moe",)

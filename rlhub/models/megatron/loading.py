@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.model import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import SCALAR_HEAD
 from rlhub.models.megatron.names import ParamParts, parts
 from rlhub.models.required_weights import refuse_nonfinite
 from rlhub.models.weight_files import INDEX, SINGLE
-from rlhub.utils.regions import Region, take
+from rlhub.protocol.weights.regions import Region, take
 
 if TYPE_CHECKING:
     from rlhub.models.megatron.build import BuiltMegatron

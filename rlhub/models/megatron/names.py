@@ -18,7 +18,7 @@ import rlhub.models.megatron.compat  # noqa: F401 - before megatron, which it im
 from megatron.core import parallel_state
 from torch import nn
 
-from rlhub.utils.regions import Region, whole
+from rlhub.protocol.weights.regions import Region, whole
 
 if TYPE_CHECKING:
     from rlhub.models.megatron.build import BuiltMegatron

@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rlhub.config.training import MegatronConfig
+from rlhub.config.sections.training import MegatronConfig
 from rlhub.errors import ConfigError
 from rlhub.models.megatron.checks import num_experts, num_virtual_stages, sparse_layers, uses_sequence_parallel
 from rlhub.registry import suggest

@@ -17,7 +17,7 @@ from rlhub.single_controller.async_actor import AsyncActorOptions
 from rlhub.single_controller.hosted import HostedObject
 from rlhub.single_controller.invoke import RemoteError
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext
-from rlhub.utils.loop_thread import LoopThread
+from rlhub.utils.aio.loop_thread import LoopThread
 
 
 class _Call:

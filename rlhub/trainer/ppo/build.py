@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhub.config.asynchronous import is_async, is_collected
-from rlhub.config.placement import is_separate
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.rules.asynchronous import is_async, is_collected
+from rlhub.config.rules.placement import is_separate
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptDataset, PromptLoader
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.models.vocabulary import read_vocabulary

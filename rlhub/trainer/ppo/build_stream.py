@@ -8,11 +8,19 @@ import logging
 from contextlib import ExitStack
 from typing import Any
 
-from rlhub.config.placement import is_separate
-from rlhub.config.ppo import PPOConfig
+from rlhub.agents.remote.environment_hosts import EnvironmentHosts
+from rlhub.agents.remote.episode_hosts import EpisodeHosts
+from rlhub.agents.workflows.base import Score
+from rlhub.config.rules.placement import is_separate
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.models.vocabulary import Vocabulary, read_vocabulary
 from rlhub.rewards import RewardManager
+from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
+from rlhub.rollout_service.executor.ledger import PromptLedger
+from rlhub.rollout_service.executor.staleness import StalenessManager
+from rlhub.rollout_service.router import Router
+from rlhub.rollout_service.service import RolloutService, service_options
 from rlhub.trainer.ppo.episode_samples import EpisodeSamples
 from rlhub.trainer.ppo.episodes import (
     BASELINE,
@@ -36,17 +44,9 @@ from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes, function_
 from rlhub.trainer.ppo.seen import SeenPublication
 from rlhub.trainer.ppo.streaming import StreamSampler
 from rlhub.trainer.run import Run
+from rlhub.utils.aio.task_runner import AsyncTaskRunner
 from rlhub.utils.collector import heap_set_aside
-from rlhub.utils.task_runner import AsyncTaskRunner
-from rlhub.workers.environment_hosts import EnvironmentHosts
-from rlhub.workers.episode_hosts import EpisodeHosts
-from rlhub.workers.rollout_service import RolloutService, service_options
-from rlhub.workers.router import Router
 from rlhub.workers.runtime import WorkerRuntime
-from rlhub.workflows.base import Score
-from rlhub.workflows.executor import ExecutorOptions, WorkflowExecutor
-from rlhub.workflows.ledger import PromptLedger
-from rlhub.workflows.staleness import StalenessManager
 
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from rlhub.checkpoint.files import FileEntry
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.errors import WorkflowError
 from rlhub.models.vocabulary import Vocabulary, read_vocabulary
 from rlhub.protocol import DataProto
+from rlhub.rollout_service.executor.batches import episode_metrics, to_batch
+from rlhub.rollout_service.trajectory_files import TrajectoryReader
 from rlhub.trainer.ppo.scoring import Scorer
 from rlhub.utils.timing import PhaseTimer
-from rlhub.workflows.batches import episode_metrics, to_batch
-from rlhub.workflows.trajectory_files import TrajectoryReader
 
 
 @dataclass(slots=True, kw_only=True)

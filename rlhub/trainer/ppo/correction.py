@@ -18,7 +18,7 @@ from rlhub.algorithms.mismatch import (
     staleness_sums,
     weight_extremes,
 )
-from rlhub.config.rollout_correction import RolloutCorrectionConfig
+from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.protocol import DataProto
 
 

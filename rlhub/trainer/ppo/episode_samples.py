@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhub.config.rollout import RolloutConfig
+from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
+from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardFailure, RewardOutcome
 from rlhub.rewards.naive import OUTCOMES
+from rlhub.rollout_service.executor.batches import to_batch
+from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
+from rlhub.rollout_service.router import Pin, Router
 from rlhub.trainer.ppo.episodes import Workflows
 from rlhub.trainer.ppo.positions import prompt_items
-from rlhub.utils.columns import object_array
 from rlhub.utils.outcomes import Reject
 from rlhub.utils.seeding import sample_seed
-from rlhub.workers.router import Pin, Router
-from rlhub.workflows.base import EpisodeData, EpisodeEngine
-from rlhub.workflows.batches import to_batch
-from rlhub.workflows.groups import Group, PromptItem
-from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
 
 
 @dataclass(frozen=True, slots=True)

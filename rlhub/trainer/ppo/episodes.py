@@ -11,27 +11,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.rollout import ValSamplingConfig
+from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
+from rlhub.agents.remote.episode_host import HostSettings, WorkflowKey
+from rlhub.agents.remote.episode_hosts import EpisodeHosts, HostOptions, host_starter
+from rlhub.agents.remote.workflow import RemoteWorkflow
+from rlhub.agents.workflows.base import RolloutWorkflow, Score, WorkflowParts
+from rlhub.agents.workflows.load import build_workflow, workflow_class
+from rlhub.agents.workflows.settings import default_workflow, workflow_kwargs
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rollout import ValSamplingConfig
 from rlhub.data import AGENT_NAME
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.models.vocabulary import Vocabulary
 from rlhub.protocol import DataProto
+from rlhub.protocol.columns import object_array
 from rlhub.rewards.naive import OUTCOMES
+from rlhub.rollout_service.executor.batches import to_batch
+from rlhub.rollout_service.executor.episode_groups import Group
 from rlhub.trainer.ppo.sampling import groups_with_signal
 from rlhub.trainer.ppo.scoring import Scorer
 from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes
-from rlhub.utils.columns import object_array
-from rlhub.workers.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
-from rlhub.workers.episode_host import HostSettings, WorkflowKey
-from rlhub.workers.episode_hosts import EpisodeHosts, HostOptions, host_starter
-from rlhub.workers.remote_workflow import RemoteWorkflow
-from rlhub.workflows.base import RolloutWorkflow, Score, WorkflowParts
-from rlhub.workflows.batches import to_batch
-from rlhub.workflows.groups import Group
-from rlhub.workflows.load import build_workflow, workflow_class
-from rlhub.workflows.settings import default_workflow, workflow_kwargs
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhub.config.asynchronous import is_collected
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.rollout_correction import KEY
+from rlhub.config.rules.asynchronous import is_collected
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rollout_correction import KEY
 from rlhub.errors import PolicyMismatchError
 
 logger = logging.getLogger(__name__)

@@ -10,15 +10,15 @@ from abc import ABC
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
-from rlhub.workflows.base import RolloutWorkflow
-from rlhub.workflows.settings import fill_knobs
+from rlhub.agents.workflows.base import RolloutWorkflow
+from rlhub.agents.workflows.settings import fill_knobs
 
 
 def class_problems(found: Callable[..., Any]) -> list[str]:
     """What keeps it from being made from its parts; of a function that makes one only its parameters can be told."""
     if isinstance(found, type):
         if not issubclass(found, RolloutWorkflow):
-            return ["no subclass of RolloutWorkflow (rlhub.workflows.base)"]
+            return ["no subclass of RolloutWorkflow (rlhub.agents.workflows.base)"]
         if found.__abstractmethods__:
             return [f"lacks {', '.join(sorted(found.__abstractmethods__))}"]
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhub.data.prompts import PromptLoader
 from rlhub.protocol import DataProto
-from rlhub.workflows.groups import PromptItem
+from rlhub.rollout_service.executor.episode_groups import PromptItem
 
 
 class Positions:

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhub.rollout_service.executor.ledger import Phase
 from rlhub.utils.atomic import write_bytes
-from rlhub.workflows.ledger import Phase
 
 FILE = "prompts.jsonl"
 

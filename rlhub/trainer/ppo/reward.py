@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError
 from rlhub.models.shape import ModelShape, read_model_shape
 from rlhub.models.tokenizer import load_tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlhub.config.rollout import RolloutConfig, ValSamplingConfig
+from rlhub.config.sections.rollout import RolloutConfig, ValSamplingConfig
 from rlhub.protocol import DataProto
 from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.groups import WeightSync

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhub.checkpoint.files import FileEntry
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.errors import CheckpointError
 from rlhub.protocol import DataProto

@@ -15,7 +15,7 @@ from rlhub.errors import RewardError
 from rlhub.rewards import RewardManager, RewardOutcome, RewardRequest
 from rlhub.rewards.combine import CombinedManager
 from rlhub.rewards.naive import NUMBERS, NaiveManager
-from rlhub.workflows.groups import Group
+from rlhub.rollout_service.executor.episode_groups import Group
 
 
 def function_manager(reward: RewardManager | None) -> NaiveManager | None:
@@ -26,7 +26,7 @@ def function_manager(reward: RewardManager | None) -> NaiveManager | None:
 
 
 async def no_turn_scores(row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-    """`workflows.base.Score` where no function judges a row alone."""
+    """`agents.workflows.base.Score` where no function judges a row alone."""
     raise RewardError("a workflow asks for the reward of a turn, but no reward function is on: set reward_model.function_weight")
 
 
@@ -56,7 +56,7 @@ class AheadScorer:
         ]
 
     async def score_text(self, row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-        """`workflows.base.Score`: for workflows that want the reward of a turn."""
+        """`agents.workflows.base.Score`: for workflows that want the reward of a turn."""
         (outcome,) = await self.score([request_of(row, text)])
         if outcome.error is not None:
             raise RewardError(f"scoring a turn failed: {outcome.error.kind}: {outcome.error.message}")

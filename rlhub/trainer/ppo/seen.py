@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from rlhub.rollout_service.server import UpdateReport
 from rlhub.tracking.spans import RecordSpan
-from rlhub.workers.rollout_server import UpdateReport
 
 PUBLICATION = "publication"
 

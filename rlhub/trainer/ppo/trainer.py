@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhub.checkpoint.files import FileEntry
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.protocol import DataProto
 from rlhub.tracking.tracker import Metrics

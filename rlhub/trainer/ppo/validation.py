@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlhub.config.reward import RewardModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.reward import RewardModelConfig
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager, RewardOutcome
 from rlhub.rewards.failures import FAILED, FAILED_SHARE, check_failures

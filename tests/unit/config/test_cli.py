@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from rlhub.config.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, run
-from rlhub.config.dpo import DPOConfig
-from rlhub.config.export import ExportConfig
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.rm import RMConfig
 from rlhub.config.schema import leaves, to_dict
-from rlhub.config.serve import ServeConfig
-from rlhub.config.sft import SFTConfig
+from rlhub.config.sections.dpo import DPOConfig
+from rlhub.config.sections.export import ExportConfig
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.serve import ServeConfig
+from rlhub.config.sections.sft import SFTConfig
 from rlhub.errors import DataError, EngineError
 from rlhub.utils.redact import redact
 
@@ -103,7 +103,7 @@ def test_the_example_of_help_has_settings_of_its_main(capsys: pytest.CaptureFixt
 
 
 def test_help_into_a_pipe_that_closes_is_no_error() -> None:
-    code = "from rlhub.config.cli import run; from rlhub.config.ppo import PPOConfig; import sys\n"
+    code = "from rlhub.config.cli import run; from rlhub.config.sections.ppo import PPOConfig; import sys\n"
     code += "sys.exit(run(PPOConfig, 'ppo', lambda config: None, description='', argv=['--help']))"
     reader, writer = os.pipe()
     os.close(reader)

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import pytest
 
-from rlhub.config.dpo import DPOConfig
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.rm import RMConfig
-from rlhub.config.rollout import TopK
 from rlhub.config.schema import Bounds, Leaf, PositiveInt, PositiveOrInf, Seed, UnitFloat, describe, leaves
-from rlhub.config.serve import ServeConfig
-from rlhub.config.sft import SFTConfig
+from rlhub.config.sections.dpo import DPOConfig
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.rollout import TopK
+from rlhub.config.sections.serve import ServeConfig
+from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.walk import build, convert
 
 

@@ -16,7 +16,7 @@ from transformers import (
     BertForSequenceClassification,
 )
 
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.model import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import build_model, transformer_layers
 from rlhub.models.sidecars import save_sidecars

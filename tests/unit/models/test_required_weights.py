@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3MoeConfig
 
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.model import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import build_model, check_weights
 from rlhub.models.kinds import ModelKind

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.model import ModelConfig
 from rlhub.models.throughput import ThroughputMeter
 
 SIZES = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhub.config.reward import CustomRewardConfig, RewardModelConfig
+from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
 from rlhub.errors import ConfigError, RegistryError
 from rlhub.rewards import build_reward_manager
 from rlhub.rewards.build import reward_target

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.errors import DeadlineError, EngineError, WeightMismatchError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhub.checkpoint.store import Checkpoint
-from rlhub.config.trainer import TrainerConfig
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.errors import CheckpointError, ConfigError, NonFiniteError, RewardError, RunFolderError
 from rlhub.tracking.metrics_log import read_metrics
 from rlhub.tracking.tracker import Metrics

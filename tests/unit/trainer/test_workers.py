@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhub.config.trainer import DeadlineConfig, TrainerConfig
+from rlhub.config.sections.trainer import DeadlineConfig, TrainerConfig
 from rlhub.single_controller import ClassWithInitArgs, Worker
 from rlhub.single_controller.decorator import registered_methods
 from rlhub.trainer import workers

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhub.config.reward import JudgeConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.reward import JudgeConfig
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.workers import actor, critic, engine_worker, room
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.critic import CriticWorker

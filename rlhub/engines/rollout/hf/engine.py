@@ -25,7 +25,7 @@ from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.models.experts import unfused_tensors
 from rlhub.models.required_weights import load_checked
-from rlhub.utils.pieces import Piece, whole_piece
+from rlhub.protocol.weights.pieces import Piece, whole_piece
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.models.hf import check_weights
 from rlhub.models.required_weights import refuse_nonfinite
-from rlhub.utils.pieces import Piece
+from rlhub.protocol.weights.pieces import Piece
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from rlhub.errors import EngineError
-from rlhub.utils.pieces import Piece, whole_piece
+from rlhub.protocol.weights.pieces import Piece, whole_piece
 
 QKV_PARTS = ("q_proj", "k_proj", "v_proj")
 GATE_UP_PARTS = ("gate_proj", "up_proj")

@@ -22,7 +22,7 @@ from rlhub.engines.rollout.vllm.weights import live_weights
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import RlhubError
 from rlhub.models.required_weights import refuse_nonfinite
-from rlhub.utils.pieces import Piece
+from rlhub.protocol.weights.pieces import Piece
 
 
 class WorkerWeights:

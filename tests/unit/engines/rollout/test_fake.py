@@ -1,7 +1,7 @@
 import torch
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine

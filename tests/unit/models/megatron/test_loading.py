@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, Qwen3Config
 
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.model import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import build_model
 from rlhub.models.megatron import loading
 from rlhub.models.megatron.loading import Checkpoint, load_weights
 from rlhub.models.megatron.names import ParamParts, Part
-from rlhub.utils.regions import Region, whole
+from rlhub.protocol.weights.regions import Region, whole
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 CONFIG = Qwen3Config(

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from rlhub.algorithms.registry import POLICY_LOSSES
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.rollout_correction import RolloutCorrectionConfig
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.protocol import DataProto
 from rlhub.registry import Row
-from rlhub.trainer import preflight
 from rlhub.trainer.ppo.columns import policy_inputs
 from rlhub.trainer.ppo.correction import add_staleness, bypass, correct_batch, measure_mismatch, mismatch_by_staleness
 from rlhub.trainer.ppo.requirements import requirements
+from rlhub.trainer.preflight import checks as preflight
 from tests.unit.trainer.ppo.test_learner import LENGTHS, learn
 from tests.unit.trainer.ppo.test_learner import config_of as learner_config
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rlhub.algorithms.kl_control import AdaptiveKLController, FixedKLController
 from rlhub.algorithms.masked import masked
-from rlhub.config.algorithm import KLControlConfig
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.algorithm import KLControlConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError, RegistryError, RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import RewardResult

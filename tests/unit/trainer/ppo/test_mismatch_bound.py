@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from rlhub.config.derive import derive
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.rollout import RemoteConfig
+from rlhub.config.rules.derive import derive
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rollout import RemoteConfig
 from rlhub.errors import PolicyMismatchError
 from rlhub.trainer.ppo.mismatch_bound import MismatchBound, mismatch_bound
 

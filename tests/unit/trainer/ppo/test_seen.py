@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from rlhub.rollout_service.server import UpdateReport
 from rlhub.tracking.spans import SpanLog
 from rlhub.trainer.ppo import seen as seen_module
 from rlhub.trainer.ppo.seen import SeenPublication
-from rlhub.workers.rollout_server import UpdateReport
 
 
 class Clock:

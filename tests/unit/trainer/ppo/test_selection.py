@@ -10,7 +10,7 @@ from rlhub.algorithms.aggregation import Denominators, aggregate
 from rlhub.algorithms.inputs import PolicyLossInputs
 from rlhub.algorithms.masked import masked
 from rlhub.algorithms.registry import POLICY_LOSSES
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import DataProto
 from rlhub.trainer.ppo.layout import arrange
 from rlhub.trainer.ppo.selection import number_samples, select_tokens, token_keys

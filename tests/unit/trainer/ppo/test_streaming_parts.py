@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 import torch
 
+from rlhub.agents.trajectory import Trajectory
 from rlhub.data.order import ResumableLoader
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
+from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardFailure, RewardOutcome, RewardRequest
 from rlhub.rewards.base import ManagerParts
 from rlhub.rewards.naive import OUTCOMES, NaiveManager
+from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
+from rlhub.rollout_service.executor.ledger import Phase
 from rlhub.trainer.ppo.positions import Positions
 from rlhub.trainer.ppo.prompt_log import PromptLog
 from rlhub.trainer.ppo.publishing import Publisher
 from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes
 from rlhub.trainer.ppo.streaming import complete_rewards
-from rlhub.utils.columns import object_array
-from rlhub.utils.loop_thread import LoopThread
+from rlhub.utils.aio.loop_thread import LoopThread
 from rlhub.utils.timing import PhaseTimer
-from rlhub.workflows.groups import Group, PromptItem
-from rlhub.workflows.ledger import Phase
-from rlhub.workflows.trajectory import Trajectory
 
 
 class Service:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlhub.config.reward import RewardModelConfig
-from rlhub.config.rollout import ValSamplingConfig
+from rlhub.config.sections.reward import RewardModelConfig
+from rlhub.config.sections.rollout import ValSamplingConfig
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
+from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardFailure, RewardOutcome
 from rlhub.rewards.naive import OUTCOMES, NaiveManager
 from rlhub.trainer.ppo.validation import (
@@ -25,7 +26,6 @@ from rlhub.trainer.ppo.validation import (
     powers_up_to,
     validation_metrics,
 )
-from rlhub.utils.columns import object_array
 from rlhub.utils.timing import PhaseTimer
 from tests.unit.rewards.test_managers import Letters, make_batch, parts
 

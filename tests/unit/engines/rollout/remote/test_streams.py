@@ -14,8 +14,8 @@ import pytest
 import torch
 from aiohttp import web
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RemoteConfig, RolloutConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.rollout import RemoteConfig, RolloutConfig
 from rlhub.engines.rollout.base import GenerationRequest, Progress, SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.rollout.remote.engine import RemoteEngine

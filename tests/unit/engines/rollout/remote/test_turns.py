@@ -12,16 +12,16 @@ import pytest
 import torch
 from aiohttp import web
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.ppo import ActorRolloutRefConfig
-from rlhub.config.rollout import RemoteConfig, RolloutConfig
-from rlhub.config.trainer import TrainerConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig
+from rlhub.config.sections.rollout import RemoteConfig, RolloutConfig
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.rollout.remote import turns
 from rlhub.engines.rollout.remote.engine import RemoteEngine
 from rlhub.engines.rollout.remote.turns import Turns
 from rlhub.errors import DeadlineError, EngineError, ResourceError
-from rlhub.workers.rollout_service import RolloutService, service_options
+from rlhub.rollout_service.service import RolloutService, service_options
 from rlhub.workers.runtime import WorkerRuntime
 
 RELOADS = "/update_weights_from_disk"

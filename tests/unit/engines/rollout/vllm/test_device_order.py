@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.model import ModelConfig
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.vllm.engine import VLLMEngine
 from rlhub.engines.rollout.vllm.environment import agree_on_stream, own_stream
