@@ -1,6 +1,6 @@
 """Who sends which part of which weight to whom: computed once from two layouts, before any byte moves.
 
-Both sides describe what they hold as pieces of named tensors (`rlhub.protocol.weights.pieces`), so one planner serves every pair of
+Both sides describe what they hold as pieces of named tensors (`protocol.weights.pieces`), so one planner serves every pair of
 backends.  The plan is optimal in bytes: a destination copies what its own process holds and receives every other element
 exactly once.  It is deterministic, so every process makes the same one from the same descriptions.
 """

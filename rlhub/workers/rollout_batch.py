@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest
+from rlhub.engines.rollout.base import FINISH_CODES, Completion, GenerationRequest
 from rlhub.errors import EngineError
 from rlhub.rollout_service.executor.batches import FINISH_CODES
 from rlhub.utils.seeding import sample_seed

@@ -23,6 +23,8 @@ from torch import Tensor
 from rlhub.protocol.weights.pieces import Piece
 
 FinishReason = Literal["stop", "length", "abort"]
+FINISH_CODES: dict[FinishReason, int] = {"stop": 0, "length": 1, "abort": 2}
+"""The numbers of the finish reasons in the column `finish_reason` of a batch."""
 WeightBucket = list[tuple[str, Tensor]]
 
 

@@ -16,12 +16,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.engines.rollout.base import FINISH_CODES
 from rlhub.errors import WorkflowError
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rollout_service.executor.episode_groups import Group
 
-FINISH_CODES = {"stop": 0, "length": 1, "abort": 2}
 ADDED = "added_rewards"
 COMPONENT = "reward/"
 """Prefix of the columns that hold the scorer's own numbers."""

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
-from rlhub.engines.rollout.base import Completion
+from rlhub.engines.rollout.base import FINISH_CODES, Completion
 from rlhub.errors import WorkflowError
-from rlhub.rollout_service.executor.batches import ADDED, FINISH_CODES, add_rewards, episode_metrics, to_batch
+from rlhub.rollout_service.executor.batches import ADDED, add_rewards, episode_metrics, to_batch
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, mask_older
 from rlhub.workers import rollout_batch
 

@@ -15,8 +15,8 @@ from rlhub.config.sections.dpo import DPOConfig
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rm import RMConfig
 from rlhub.config.sections.sft import SFTConfig
-from rlhub.trainer.preflight import checks as preflight
 from rlhub.trainer.preflight.checks import check_engines
+from rlhub.trainer.preflight import checks as preflight
 
 MODEL = {
     "model_type": "qwen2",
