@@ -24,21 +24,26 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlhub.errors import ProtocolError
-from rlhub.protocol.collectives import all_gather_rows
 from rlhub.protocol.columns import (
     Index,
+    all_gather_rows,
+    check_columns,
     check_rectangular,
     chunk_bounds,
     column_of_values,
     copy_containers,
     join_columns,
     join_meta,
+    leading_shape,
+    merge_tensordict,
+    num_array_rows,
     object_array,
     pick,
     row_numbers,
     same_array,
     same_tensor,
     same_value,
+    split_tensordict,
     stack_rows,
     take_rows,
     without,
@@ -47,7 +52,6 @@ from rlhub.protocol.disk import read_columns, write_columns
 from rlhub.protocol.future import RowsFuture
 from rlhub.protocol.pickling import Packed, pack_tensor, unpack_tensor
 from rlhub.protocol.readonly_tensor import own
-from rlhub.protocol.tensordicts import check_columns, leading_shape, merge_tensordict, split_tensordict
 
 logger = logging.getLogger(__name__)
 
@@ -59,24 +63,35 @@ AUTO_PADDING_KEY = "_auto_padding"
 class DataProtoItem:
     """One row: tensors without the batch dimension, array elements, and the batch's meta dictionary."""
 
-    batch: TensorDict | None = None
+    batch: TensorDict = field(default_factory=lambda: TensorDict({}, batch_size=[]))
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
 class DataProto:
     """`batch`: tensor columns (rows, ...); `non_tensor_batch`: array columns (rows, ...); `meta_info`: about the whole.
 
+    `batch` is a TensorDict also where there is no tensor column: then it is empty, of as many rows as the array columns have.
     Raises ProtocolError naming the column when lengths differ or a column has the wrong type.
     """
 
-    batch: TensorDict | None = None
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
+    batch: TensorDict
+    non_tensor_batch: dict[str, np.ndarray]
+    meta_info: dict[str, Any]
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        batch: TensorDict | None = None,
+        non_tensor_batch: dict[str, np.ndarray] | None = None,
+        meta_info: dict[str, Any] | None = None,
+    ) -> None:
+        self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
+        self.meta_info = {} if meta_info is None else meta_info
+        self.batch = TensorDict({}, batch_size=[num_array_rows(self.non_tensor_batch)]) if batch is None else batch
         self.check_consistency()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.batch!r}, {self.non_tensor_batch!r}, {self.meta_info!r})"
 
     def check_consistency(self) -> None:
         """Raise ProtocolError unless all columns are equally long."""
@@ -129,27 +144,24 @@ class DataProto:
     def from_tensordict(cls, td: TensorDict, meta_info: dict[str, Any] | None = None) -> DataProto:
         """Tensors to `batch`, stacks of objects to array columns, single objects to `meta_info`."""
         tensors, arrays, meta = split_tensordict(td, meta_info or {})
-        batch = TensorDict(tensors, batch_size=td.batch_size[:1]) if tensors or not arrays else None
-        return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta)
+        return cls(batch=TensorDict(tensors, batch_size=td.batch_size[:1]), non_tensor_batch=arrays, meta_info=meta)
 
     def to_tensordict(self) -> TensorDict:
         """Everything in one TensorDict; `from_tensordict` gives it back exactly."""
         return merge_tensordict(self.tensors(), self.non_tensor_batch, self.meta_info, len(self))
 
-    def _with(self, batch: TensorDict | None, arrays: dict[str, np.ndarray]) -> DataProto:
+    def _with(self, batch: TensorDict, arrays: dict[str, np.ndarray]) -> DataProto:
         """Other columns, and a meta dictionary of its own."""
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=copy_containers(self.meta_info))
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor columns as a new dictionary."""
-        return {} if self.batch is None else cast(dict[str, Tensor], dict(self.batch.items()))
+        return cast(dict[str, Tensor], dict(self.batch.items()))
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        if self.batch is not None:
-            return int(self.batch.batch_size[0])
-        return next((len(array) for array in self.non_tensor_batch.values()), 0)
+        return int(self.batch.batch_size[0]) or num_array_rows(self.non_tensor_batch)
 
     def __getitem__(self, item: Any) -> Any:
         """int: DataProtoItem; slice: view; list, array or tensor of indices or booleans: copy of those rows."""
@@ -165,14 +177,12 @@ class DataProto:
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of a DataProto with {len(self)} rows")
         arrays = {key: array[index] for key, array in self.non_tensor_batch.items()}
-        return DataProtoItem(None if self.batch is None else self.batch[index], arrays, self.meta_info)
+        return DataProtoItem(self.batch[index], arrays, self.meta_info)
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """Rows [start, end) as views of the same storage."""
         cut = slice(start, end, step)
-        return self._with(
-            None if self.batch is None else self.batch[cut], {key: array[cut] for key, array in self.non_tensor_batch.items()}
-        )
+        return self._with(self.batch[cut], {key: array[cut] for key, array in self.non_tensor_batch.items()})
 
     def select_idxs(self, idxs: Index) -> DataProto:
         """Copy of the rows named by indices or by a boolean mask (rows,)."""
@@ -180,8 +190,6 @@ class DataProto:
 
     def _take(self, index: np.ndarray) -> DataProto:
         arrays = {key: array[index] for key, array in self.non_tensor_batch.items()}
-        if self.batch is None:
-            return self._with(None, arrays)
         rows = torch.from_numpy(index)
         tensors = {key: take_rows(value, rows) for key, value in self.tensors().items()}
         return self._with(TensorDict(tensors, batch_size=[len(index)]), arrays)
@@ -198,7 +206,7 @@ class DataProto:
         kept = pick(tensors, batch_keys, "tensor column")
         arrays = pick(self.non_tensor_batch, non_tensor_batch_keys, "array column")
         meta = pick(self.meta_info, meta_info_keys, "meta_info key")
-        batch = None if self.batch is None else TensorDict(kept, batch_size=self.batch.batch_size)
+        batch = TensorDict(kept, batch_size=self.batch.batch_size)
         picked = type(self)(batch=batch, non_tensor_batch=arrays, meta_info=copy_containers(meta))
         return copy.deepcopy(picked) if deepcopy else picked
 
@@ -213,7 +221,7 @@ class DataProto:
         """Remove those columns and meta entries (None: none) and return them as a batch."""
         taken = self.select(list(batch_keys or ()), list(non_tensor_batch_keys or ()), list(meta_info_keys or ()))
         for key in batch_keys or ():
-            del self.batch[key]  # type: ignore[union-attr]  # select has found the key
+            del self.batch[key]
         for key in non_tensor_batch_keys or ():
             del self.non_tensor_batch[key]
         for key in meta_info_keys or ():
@@ -232,8 +240,7 @@ class DataProto:
         renamed = [names.get(key, key) for key in tensors]
         if len(set(renamed)) != len(renamed):
             raise ProtocolError(f"rename {names}: two columns would have one name: {renamed}")
-        if self.batch is not None:
-            self.batch = TensorDict(dict(zip(renamed, tensors.values(), strict=True)), batch_size=self.batch.batch_size)
+        self.batch = TensorDict(dict(zip(renamed, tensors.values(), strict=True)), batch_size=self.batch.batch_size)
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -251,15 +258,15 @@ class DataProto:
             for key in left.keys() & right.keys():
                 if left[key] is not right[key] and not same(left[key], right[key]):
                     raise ProtocolError(f"union: {kind} {key!r} differs between the two batches")
-        if theirs:
-            self.batch = TensorDict({}, batch_size=[len(other)]) if self.batch is None else self.batch
-            self.batch.update(without(theirs, mine))
+        if not self.tensors():
+            self.batch = TensorDict({}, batch_size=[max(len(self), len(other))])
+        self.batch.update(without(theirs, mine))
         self.non_tensor_batch.update(without(other.non_tensor_batch, self.non_tensor_batch))
         self.meta_info.update(copy_containers(without(other.meta_info, self.meta_info)))
         return self
 
     def _has_columns(self) -> bool:
-        return bool(self.non_tensor_batch) or self.batch is not None
+        return bool(len(self) or self.non_tensor_batch or self.tensors())
 
     def reorder(self, indices: Index) -> None:
         """Replace the rows by the rows at `indices`, in place."""
@@ -274,13 +281,12 @@ class DataProto:
 
     def to(self, device: str | torch.device) -> DataProto:
         """Move the tensors in place; returns self."""
-        self.batch = None if self.batch is None else self.batch.to(device)
+        self.batch = self.batch.to(device)
         return self
 
     def materialize(self) -> DataProto:
         """Replace read-only columns (a received batch) by private, writable copies in place; returns self."""
-        if self.batch is not None:
-            self.batch = TensorDict({key: own(value) for key, value in self.tensors().items()}, batch_size=[len(self)])
+        self.batch = TensorDict({key: own(value) for key, value in self.tensors().items()}, batch_size=[len(self)])
         for key, array in self.non_tensor_batch.items():
             self.non_tensor_batch[key] = array if array.flags.writeable else array.copy()
         return self
@@ -310,8 +316,7 @@ class DataProto:
             raise ProtocolError("concat of an empty list: there is no batch to take the columns from")
         tensors = join_columns("tensor column", [part.tensors() for part in data])
         arrays = join_columns("array column", [part.non_tensor_batch for part in data])
-        has_batch = any(part.batch is not None for part in data)
-        batch = TensorDict(tensors, batch_size=[sum(map(len, data))]) if has_batch else None
+        batch = TensorDict(tensors, batch_size=[sum(map(len, data))])
         return type(data[0])(batch=batch, non_tensor_batch=arrays, meta_info=join_meta([part.meta_info for part in data]))
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
@@ -335,7 +340,7 @@ class DataProto:
             if column.ndim < 2 or column.shape[1] % n_split:
                 raise ProtocolError(f"column {key!r} of shape {tuple(column.shape)} cannot be cut into {n_split} along axis 1")
             cut = column.reshape(len(self) * n_split, column.shape[1] // n_split, *column.shape[2:])
-            (repeated.non_tensor_batch if key in self.non_tensor_batch else repeated.batch)[key] = cut  # type: ignore[index]
+            (repeated.non_tensor_batch if key in self.non_tensor_batch else repeated.batch)[key] = cut
         return repeated
 
     def make_iterator(
@@ -381,7 +386,7 @@ class DataProto:
         tensors = self.tensors()
         check_rectangular(tensors, "save_to_disk")
         try:
-            write_columns(Path(filepath), tensors, self.non_tensor_batch, self.meta_info, has_tensors=self.batch is not None)
+            write_columns(Path(filepath), tensors, self.non_tensor_batch, self.meta_info, len(self))
         except TypeError as error:
             raise ProtocolError(f"cannot save to {filepath}: {error}") from error
 
@@ -389,24 +394,21 @@ class DataProto:
     def load_from_disk(cls, filepath: str | Path) -> DataProto:
         """The batch of `save_to_disk`; nothing in the file is executed."""
         stored = read_columns(Path(filepath))
-        batch = TensorDict(stored.tensors, batch_size=[stored.num_rows]) if stored.has_tensors else None
-        return cls(batch=batch, non_tensor_batch=stored.arrays, meta_info=stored.meta)
+        return cls(TensorDict(stored.tensors, batch_size=[stored.num_rows]), stored.arrays, stored.meta)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """From protocol 5 on, the tensors' bytes travel out of band."""
-        columns = None if self.batch is None else {key: pack_tensor(column, protocol) for key, column in self.tensors().items()}
+        columns = {key: pack_tensor(column, protocol) for key, column in self.tensors().items()}
         return _rebuild, (type(self), len(self), columns, self.non_tensor_batch, self.meta_info)
 
 
 def _rebuild(
     cls: type[DataProto],
     rows: int,
-    columns: dict[str, Packed] | None,
+    columns: dict[str, Packed],
     arrays: dict[str, np.ndarray],
     meta: dict[str, Any],
 ) -> DataProto:
-    if columns is None:
-        return cls(None, arrays, meta)
     return cls(TensorDict({key: unpack_tensor(value) for key, value in columns.items()}, batch_size=[rows]), arrays, meta)
 
 
@@ -444,8 +446,6 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
 def _reshape_rows(data: DataProto, num_old: int, new: tuple[int, ...]) -> DataProto:
     arrays = {key: array.reshape(*new, *array.shape[num_old:]) for key, array in data.non_tensor_batch.items()}
-    if data.batch is None:
-        return data._with(None, arrays)
     tensors = {key: tensor.reshape(*new, *tensor.shape[num_old:]) for key, tensor in data.tensors().items()}
     return data._with(TensorDict(tensors, batch_size=new[:1]), arrays)
 
@@ -455,10 +455,9 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     if not items:
         raise ProtocolError("collate_fn of no rows")
     arrays = {key: column_of_values([item.non_tensor_batch[key] for item in items]) for key in items[0].non_tensor_batch}
-    rows = [item.batch for item in items if item.batch is not None]
-    columns = {key: stack_rows(key, [row[key] for row in rows]) for key in list(rows[0].keys())} if rows else {}
-    batch = TensorDict(columns, [len(rows)]) if rows else None
-    return DataProto(batch=batch, non_tensor_batch=arrays, meta_info=copy_containers(items[0].meta_info))
+    rows = [item.batch for item in items]
+    columns = {key: stack_rows(key, [row[key] for row in rows]) for key in list(rows[0].keys())}
+    return DataProto(TensorDict(columns, [len(rows)]), arrays, copy_containers(items[0].meta_info))
 
 
 def all_gather_data_proto(data: DataProto, group: dist.ProcessGroup | None = None) -> DataProto:
@@ -476,7 +475,7 @@ def all_gather_data_proto(data: DataProto, group: dist.ProcessGroup | None = Non
     counts = [rows for rows, _, _, _ in shared]
     gathered = {key: all_gather_rows(columns[key], counts, group) for key in sorted(columns)}
     parts = [
-        DataProto(TensorDict({key: gathered[key][rank] for key in columns}, [counts[rank]]) if columns else None, arrays, meta)
+        DataProto(TensorDict({key: gathered[key][rank] for key in columns}, [counts[rank]]), arrays, meta)
         for rank, (_, _, arrays, meta) in enumerate(shared)
     ]
     joined = DataProto.concat(parts)

@@ -28,17 +28,16 @@ _TORCH_KINDS = "biuf"
 
 @dataclass(slots=True, kw_only=True)
 class StoredColumns:
-    """Contents of a file.  has_tensors: the batch had a tensor part, if only an empty one."""
+    """Contents of a file."""
 
     tensors: dict[str, Tensor]
     arrays: dict[str, np.ndarray]
     meta: dict[str, Any]
     num_rows: int
-    has_tensors: bool
 
 
 def write_columns(
-    path: Path, tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], *, has_tensors: bool
+    path: Path, tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], num_rows: int
 ) -> None:
     """Write the file.  Raises TypeError naming a column or key whose value JSON cannot hold."""
     entries = {_TENSOR + key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
@@ -49,15 +48,12 @@ def write_columns(
         else:
             values = array.ravel().tolist() if array.dtype == object else array.ravel().astype(str).tolist()
             objects[key] = {"dtype": array.dtype.str, "shape": array.shape, "values": _encode(values, f"column {key!r}")}
-    some = next(iter(tensors.values()), None)
-    rows = len(some) if some is not None else next(map(len, arrays.values()), 0)
     document = {
         "tensors": list(tensors),
         "arrays": list(arrays),
         "objects": objects,
         "meta": _encode(dict(meta), "meta_info"),
-        "rows": rows,
-        "has_tensors": has_tensors,
+        "rows": num_rows,
     }
     entries[_JSON] = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
     save_file(entries, str(path), metadata={"format": "rlhub-columns-1"})
@@ -75,7 +71,6 @@ def read_columns(path: Path) -> StoredColumns:
         arrays=arrays,
         meta=_decode(document["meta"]),
         num_rows=document["rows"],
-        has_tensors=document["has_tensors"],
     )
 
 

@@ -55,7 +55,7 @@ class ReadOnlyTensor(Tensor):
     def tolist(self) -> Any:
         return self.plain.tolist()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves its own unannotated
         return f"read-only {self.plain!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

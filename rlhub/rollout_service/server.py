@@ -19,14 +19,14 @@ import psutil
 from rlhub.agents.remote.streaming import Trails
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams
+from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.errors import EngineError, RequestError
-from rlhub.models.vocabulary import Vocabulary
-from rlhub.rollout_service.folder_reader import FolderReader, folder_reader
+from rlhub.models.tokenizer import Vocabulary
+from rlhub.rollout_service.weights_folder import FolderReader, folder_reader
 from rlhub.sharding_manager.route import SyncReport
 from rlhub.single_controller import Worker
 from rlhub.utils import faults
-from rlhub.workers.rollout_batch import check_completions
-from rlhub.workers.rollout_parts import load_vocabulary, make_engine, rollout_setup, spoil_log_probs, spoil_weights
+from rlhub.workers.generation import check_completions, load_vocabulary, rollout_setup, spoil_log_probs, spoil_weights
 from rlhub.workers.runtime import GIB, WorkerRuntime
 
 
@@ -91,7 +91,7 @@ class RolloutServer(Worker):
         faults.at("replica.start", rank=self._replica)
         if self.config.model.path is not None:  # an engine without a model samples from no vocabulary
             self._vocabulary = load_vocabulary(self.config)
-        engine = make_engine(self._setup)
+        engine = build_rollout_engine(self._setup)
         engine.initialize()
         self._engine = engine
 

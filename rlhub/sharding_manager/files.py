@@ -34,7 +34,7 @@ from torch import Tensor
 from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.training.base import TrainEngine
 from rlhub.errors import DeadlineError, EngineError, ReshardError, WeightMismatchError
-from rlhub.protocol.weights.fingerprint import combine, digests
+from rlhub.protocol.weights.fingerprint import combine, digests, nonfinite_names
 from rlhub.protocol.weights.pieces import Piece, PieceInfo, whole_piece
 from rlhub.protocol.weights.regions import Region, intersection, num_elements, relative, split, take, whole
 from rlhub.sharding_manager.first_update import update_by_stream
@@ -44,7 +44,6 @@ from rlhub.sharding_manager.peers import Peers
 from rlhub.sharding_manager.plan import make_plan
 from rlhub.sharding_manager.route import SyncReport, alone, check_range, raise_first
 from rlhub.utils.atomic import TEMPORARY_SUFFIX
-from rlhub.utils.finite import nonfinite_names
 
 BLOCK_ELEMENTS = 1 << 20
 """A block has one checksum, so a reader that needs a part of it reads all of it: small against what a rank needs."""

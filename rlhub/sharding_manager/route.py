@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.errors import WeightMismatchError
-from rlhub.protocol.weights.fingerprint import combine, digests
+from rlhub.protocol.weights.fingerprint import combine, digests, nonfinite_names
 from rlhub.protocol.weights.pieces import Piece
 from rlhub.protocol.weights.regions import num_elements, sizes, whole
 from rlhub.sharding_manager.layout_exchange import Member, check_devices, nodes_of
@@ -24,7 +24,6 @@ from rlhub.sharding_manager.peers import Peers
 from rlhub.sharding_manager.plan import Transfer, make_plan
 from rlhub.sharding_manager.schedule import Message, RankPlan, rank_plan, schedule
 from rlhub.sharding_manager.transport import Transport
-from rlhub.utils.finite import nonfinite_names
 
 BUFFER_BUCKETS = 2  # the memory of a process's message buffers while a planned update runs, in buckets
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from rlhub.config.cli import run as run_cli
-from rlhub.config.sections.dpo import DPOConfig
+from rlhub.config.sections.preference import DPOConfig
 from rlhub.trainer.preflight.checks import check, check_login
 
 DESCRIPTION = (

@@ -30,9 +30,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
-from rlhub.config.sections.training import FSDPConfig, MegatronConfig
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig
 from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, RolloutSetup
 from rlhub.engines.training.process_group import ensure_process_group

@@ -14,7 +14,7 @@ EXIT_USAGE = 2
 AGENT = "actor_rollout_ref.rollout.agent"
 WORKFLOW = """
 from dataclasses import dataclass
-from rlhub.agents.workflows.load import fill_knobs
+from rlhub.agents.workflows.registry import fill_knobs
 from rlhub.agents.workflows.single_turn import SingleTurn
 
 @dataclass

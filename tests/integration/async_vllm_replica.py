@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
 from rlhub.engines.rollout.vllm.async_engine import AsyncVLLMEngine
-from rlhub.rollout_service.folder_reader import FolderReader
 from rlhub.rollout_service.server import RolloutServer, UpdateReport
+from rlhub.rollout_service.weights_folder import FolderReader
 from rlhub.sharding_manager import files
 from rlhub.sharding_manager.route import SyncReport
 from tests.support.held import ENGINES, LIMIT_S, VARIABLE, Hold

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhub.config import cli
-from rlhub.config.sections.dpo import DPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.errors import ConfigError
 from rlhub.trainer import main_dpo, main_rm
 from rlhub.trainer.preflight.checks import check

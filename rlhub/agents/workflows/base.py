@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.workflows.registry import workflow_class
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams
 from rlhub.envs.source import EnvironmentSource
+from rlhub.errors import ConfigError
 
 
 class EpisodeEngine(Protocol):
@@ -87,3 +89,11 @@ class RolloutWorkflow(ABC):
     def request(self, data: EpisodeData) -> GenerationRequest:
         """The episode's first generation."""
         return GenerationRequest(prompt_ids=data.prompt_ids, seed=data.seed, session=data.session)
+
+
+def build_workflow(name: str, parts: WorkflowParts) -> RolloutWorkflow:
+    """The workflow of this name.  ConfigError for a name or setting that does not fit."""
+    workflow = workflow_class(name)(parts)
+    if not isinstance(workflow, RolloutWorkflow):
+        raise ConfigError(f"workflow {name}: made a {type(workflow).__name__}, which is no RolloutWorkflow")
+    return workflow

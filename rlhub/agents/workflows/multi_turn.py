@@ -9,7 +9,7 @@ from __future__ import annotations
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
 from rlhub.agents.workflows.knobs import MultiTurnKnobs
-from rlhub.agents.workflows.load import fill_knobs
+from rlhub.agents.workflows.registry import fill_knobs
 from rlhub.agents.workflows.turns import Transcript, TurnTemplate
 
 

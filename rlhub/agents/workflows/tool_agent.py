@@ -15,7 +15,7 @@ from typing import Protocol
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
 from rlhub.agents.workflows.knobs import ToolKnobs
-from rlhub.agents.workflows.load import WHERE, fill_knobs
+from rlhub.agents.workflows.registry import WHERE, fill_knobs
 from rlhub.agents.workflows.turns import Message, Transcript, TurnTemplate
 from rlhub.errors import ConfigError
 from rlhub.tools.formats import ParsedReply
@@ -113,7 +113,7 @@ class ToolLoop:
         return transcript.add_context(self.template.between(messages, turn_ended=ended))
 
     async def _answers(self, executor: ToolExecutor, reply: ParsedReply, counts: CallCounts) -> list[ToolResult]:
-        """Of the calls, done side by side, and after them of what could not be read."""
+        """Returns the results of the calls, which run concurrently, and then those of what could not be read as a call."""
         calls, most = reply.calls, self.knobs.max_parallel_calls
         started = time.monotonic()
         results = list(await asyncio.gather(*(executor.execute(call) for call in calls[:most])))

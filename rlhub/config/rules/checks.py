@@ -13,10 +13,8 @@ from rlhub.config.rules import asynchronous, engines, faults, placement
 from rlhub.config.rules.parallel import all_ranks, data_parallel
 from rlhub.config.sections import rollout_correction
 from rlhub.config.sections.actor import ActorConfig
-from rlhub.config.sections.critic import CriticConfig
-from rlhub.config.sections.dpo import DPOConfig
-from rlhub.config.sections.ppo import PPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.ppo import CriticConfig, PPOConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.config.sections.training import OptimConfig

@@ -14,10 +14,8 @@ from typing import Any
 
 from rlhub.config.devices import count_gpus, torch_has_cuda
 from rlhub.config.sections.actor import ActorConfig, RefConfig
-from rlhub.config.sections.critic import CriticConfig
-from rlhub.config.sections.dpo import DPOConfig
-from rlhub.config.sections.ppo import PPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.ppo import CriticConfig, PPOConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.trainer import TrainerConfig

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlhub.config.load import build
 from rlhub.config.rules.parallel import all_ranks
 from rlhub.config.schema import NonNegativeInt, PositiveFloat
 from rlhub.config.sections.trainer import TrainerConfig
-from rlhub.config.walk import build
 from rlhub.registry import suggest
 from rlhub.utils.faults import PLACES, Fault, FaultKind
 

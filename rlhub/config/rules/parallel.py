@@ -10,9 +10,8 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.trainer import TrainerConfig
-from rlhub.config.sections.training import FSDPConfig, MegatronConfig, Section
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, Section
 
 SIZES = (
     "tensor_model_parallel_size",

@@ -12,11 +12,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
+from rlhub.config.load import build
 from rlhub.config.rules.parallel import ranks_per_copy
 from rlhub.config.schema import PositiveInt
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.trainer import TrainerConfig
-from rlhub.config.walk import build
 from rlhub.registry import suggest
 
 MAIN = "main"

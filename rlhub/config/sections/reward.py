@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlhub.config.schema import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveUnitFloat, UnitFloat
-from rlhub.config.sections.model import ModelConfig
-from rlhub.config.sections.training import FSDPConfig, MegatronConfig, Section, Strategy, section_of
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, Section, Strategy, section_of
 
 
 @dataclass(slots=True, kw_only=True)

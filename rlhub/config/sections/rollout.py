@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from rlhub.config.schema import Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveUnitFloat
+from rlhub.config.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveUnitFloat, Range
 
-TopK = Annotated[int, Bounds(ge=1, off=-1)]
+TopK = Annotated[int, Range(ge=1, off=-1)]
 
 
 @dataclass(slots=True, kw_only=True)

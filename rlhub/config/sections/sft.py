@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rlhub.config.schema import PositiveInt, PositiveOrInf, Seed
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.trainer import TrainerConfig
-from rlhub.config.sections.training import FSDPConfig, MegatronConfig, OptimConfig, Section, Strategy, section_of
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig, Section, Strategy, section_of
 
 
 @dataclass(slots=True, kw_only=True)

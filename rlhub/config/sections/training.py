@@ -1,12 +1,34 @@
-"""What every training engine is configured with: optimizer, and how the engine cuts the model; shared by actor, reference,
-critic and the supervised trainers."""
+"""What every training engine is configured with: the model (section `model`, with LoRA on it), the optimizer, and how the engine
+cuts the model; shared by actor, reference, critic and the supervised trainers.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlhub.config.schema import IntOrOff, NonNegativeFloat, PositiveFloat, PositiveInt, UnitFloat
+from rlhub.config.schema import IntOrOff, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitFloat
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelConfig:
+    path: str | None = None
+    """Model folder or Hugging Face hub name. Required for the actor."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory for about a third more compute. Off for tiny models."""
+    use_remove_padding: bool = True
+    """Compute on packed rows without padding. Off only if the model's attention cannot be packed."""
+    lora_rank: NonNegativeInt = 0
+    """Rank of LoRA adapters; 0: train all weights."""
+    lora_alpha: PositiveFloat = 16
+    """LoRA scale: updates are multiplied by lora_alpha / lora_rank."""
+    target_modules: str | list[str] = "all-linear"
+    """Which modules get adapters: all-linear, or a list of module names."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Entries of the model's config.json to replace, for example {attention_dropout: 0.0}."""
+
 
 Strategy = Literal["fsdp", "fsdp2", "megatron"]
 """Training engines; fsdp is another name of fsdp2."""
@@ -91,6 +113,6 @@ SECTIONS: dict[str, type[FSDPConfig] | type[MegatronConfig]] = {
 
 
 def section_of(strategy: str | None, *sections: Section | None) -> Section:
-    """Of a role's sections the one that its engine reads.  Call it on a derived configuration, where none is open."""
+    """Returns the section that a role's engine reads.  Needs a derived configuration, in which none is open."""
     assert strategy is not None, "derive first"
     return next(section for section in sections if isinstance(section, SECTIONS[strategy]))

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlhub.config.sections.critic import CriticConfig
-from rlhub.config.sections.dpo import DPOConfig
-from rlhub.config.sections.ppo import ActorRolloutRefConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig, CriticConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.reward import RewardModelConfig
-from rlhub.config.sections.rm import RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.registry import Registry
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from rlhub.agents.workflows.base import RolloutWorkflow
-from rlhub.agents.workflows.settings import fill_knobs
+from rlhub.agents.workflows.registry import fill_knobs
 
 
 def class_problems(found: Callable[..., Any]) -> list[str]:

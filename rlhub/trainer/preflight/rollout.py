@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhub.agents.openai_server.knobs import AgentKnobs
-from rlhub.agents.workflows.knobs import EnvironmentKnobs, ToolKnobs
-from rlhub.agents.workflows.registry import WORKFLOWS
-from rlhub.agents.workflows.settings import WHERE, default_workflow, fill_knobs, workflow_kwargs
+from rlhub.agents.workflows.knobs import AgentKnobs, EnvironmentKnobs, ToolKnobs
+from rlhub.agents.workflows.registry import WHERE, WORKFLOWS, default_workflow, fill_knobs, workflow_kwargs
 from rlhub.config.rules import asynchronous
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import MultiTurnConfig
 from rlhub.data import AGENT_NAME, has_column
-from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
+from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, resolve_engine_name
 from rlhub.envs.registry import ENVIRONMENTS
 from rlhub.errors import ConfigError
 from rlhub.registry import suggest
@@ -41,7 +39,7 @@ def check_episodes(config: PPOConfig) -> list[str]:
 
 
 def check_rollout_engine(config: PPOConfig) -> list[str]:
-    """What the engine's own part of the configuration lacks."""
+    """Returns what the engine's own part of the configuration lacks, and why it cannot run the model."""
     return _engine_problems(config, trains=False)
 
 
@@ -57,7 +55,7 @@ def _engine_problems(config: PPOConfig, *, trains: bool) -> list[str]:
         return []  # nothing generates here, or the name is a problem of its own
     judge = ROLLOUT_ENGINES.companion(name, "problems")
     found: list[str] = judge(rollout, trains=trains) if judge is not None else []
-    return found
+    return [*found, *model_problems(name, config.actor_rollout_ref.model, where=f"{_ROLLOUT}.name")]
 
 
 def _check_workflow(config: PPOConfig) -> list[str]:
@@ -80,7 +78,7 @@ def _rows_choose(config: PPOConfig) -> bool:
 
 def _check_own_workflow(config: PPOConfig, key: str, name: str) -> list[str]:
     """A class of the user's own is loaded, and torch with it, as the run would."""
-    from rlhub.agents.workflows.load import workflow_class
+    from rlhub.agents.workflows.registry import workflow_class
     from rlhub.trainer.ppo.own_workflows import class_problems, knobs_of
 
     try:

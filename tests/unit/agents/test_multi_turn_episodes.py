@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhub.agents.workflows.load import build_workflow
+from rlhub.agents.workflows.base import build_workflow
 from rlhub.errors import ConfigError
 from tests.support.chatml import chatml_tokenizer
 from tests.support.episode_parts import ScriptedEngine, parts, run, written

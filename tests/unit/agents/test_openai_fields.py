@@ -12,7 +12,7 @@ import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
-from rlhub.agents.openai_server.refusals import CHAT, COMPLETION, IGNORED, REFUSED
+from rlhub.agents.openai_server.bodies import CHAT, COMPLETION, IGNORED, REFUSED
 from rlhub.tools.formats import parse_hermes, parse_json
 from tests.unit.agents.openai_endpoint import END, LIMITS, endpoint
 

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from rlhub.agents.trajectory import NOT_SAMPLED
-from rlhub.agents.workflows.base import EpisodeData
-from rlhub.agents.workflows.load import build_workflow
+from rlhub.agents.workflows.base import EpisodeData, build_workflow
 from rlhub.agents.workflows.tool_agent import ELLIPSIS, ToolAgent, shortened
 from rlhub.agents.workflows.turns import TurnTemplate
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.errors import ConfigError, DataError
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 from tests.support.episode_parts import LOG_PROB, ScriptedEngine, episode, parts, run, tokenizer, tokens_of, written
 
 

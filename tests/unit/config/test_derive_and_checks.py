@@ -8,9 +8,8 @@ import pytest
 
 from rlhub.config.rules import checks, derive, effects
 from rlhub.config.schema import leaves
-from rlhub.config.sections.dpo import DPOConfig
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 
 Change = Callable[[PPOConfig], None]

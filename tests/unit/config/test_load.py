@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhub.config.aliases.keys import FOREIGN
-from rlhub.config.aliases.names import ALIASES
+from rlhub.config.aliases.translate import ALIASES
 from rlhub.config.load import collect, interpret, load, nearest, validate
 from rlhub.config.schema import is_free, leaves, sections
 from rlhub.config.sections.ppo import PPOConfig

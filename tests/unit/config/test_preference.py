@@ -9,8 +9,7 @@ import pytest
 from rlhub.config.load import collect, load
 from rlhub.config.rules import checks, derive, effects
 from rlhub.config.schema import leaves
-from rlhub.config.sections.dpo import DPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 
 BOTH = pytest.mark.parametrize(("cls", "name"), [(DPOConfig, "dpo"), (RMConfig, "rm")])
 

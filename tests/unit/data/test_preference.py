@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlhub.config.sections.data import DataConfig
+from rlhub.config.sections.ppo import DataConfig
 from rlhub.config.sections.preference import PreferenceDataConfig
 from rlhub.data.order import ResumableLoader
 from rlhub.data.preference import PreferenceDataset

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhub.config.sections.data import DataConfig
+from rlhub.config.sections.ppo import DataConfig
 from rlhub.config.sections.sft import SFTDataConfig
 from rlhub.data.prompts import PromptDataset
 from rlhub.data.sft import SFTDataset, SFTLoader

@@ -48,7 +48,7 @@ def ids_of(data: DataProto) -> list[int]:
 
 def same(left: DataProto, right: DataProto) -> bool:
     """Exactly equal: columns, dtypes, order of names, meta."""
-    if (left.batch is None) != (right.batch is None) or list(left.tensors()) != list(right.tensors()):
+    if left.batch.batch_size != right.batch.batch_size or list(left.tensors()) != list(right.tensors()):
         return False
     if list(left.non_tensor_batch) != list(right.non_tensor_batch) or left.meta_info != right.meta_info:
         return False
@@ -399,3 +399,19 @@ def test_print_size_logs(caplog) -> None:
     with caplog.at_level("INFO"):
         make(2).print_size("step 1")
     assert "step 1: tensors" in caplog.text
+
+
+@pytest.mark.parametrize("arrays", [{}, {"text": np.array(["a", "b", "c"], dtype=object)}])
+def test_batch_without_tensors_is_an_empty_tensordict_of_as_many_rows(arrays: dict[str, np.ndarray]) -> None:
+    rows = 3 if arrays else 0
+    data = DataProto(non_tensor_batch=dict(arrays), meta_info={"a": 1})
+    for same_rows in (data, data[:], data.select_idxs(list(range(rows))), DataProto.from_tensordict(data.to_tensordict())):
+        assert list(same_rows.batch.batch_size) == [rows] and not same_rows.tensors() and len(same_rows) == rows
+    data.batch["x"] = torch.zeros(rows, 2)
+    assert data.batch["x"].shape == (rows, 2) and data[: rows - 1 if rows else 0].batch["x"].shape[0] == max(rows - 1, 0)
+
+
+def test_rows_of_arrays_that_were_added_later_count() -> None:
+    data = DataProto()
+    data.non_tensor_batch["text"] = np.array(["a", "b"], dtype=object)
+    assert len(data) == 2 and len(data.union(DataProto.from_dict({"x": torch.zeros(2)}))) == 2

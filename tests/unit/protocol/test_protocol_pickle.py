@@ -62,7 +62,7 @@ def test_round_trip(name: str, way: object) -> None:
 def test_scalar_rows_empty_batches_gradients_and_jagged() -> None:
     empty = received(DataProto.from_dict({"x": torch.zeros(0, 3)}))[0]
     assert len(empty) == 0 and empty.batch["x"].shape == (0, 3)
-    assert received(DataProto(meta_info={"a": 1}))[0].batch is None
+    assert received(DataProto(meta_info={"a": 1}))[0].meta_info == {"a": 1}
     leaf = received(DataProto.from_dict({"x": torch.ones(2, requires_grad=True)}))[0].batch["x"]
     assert not leaf.requires_grad
     jagged = torch.nested.nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
 from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import RolloutSetup
@@ -121,7 +121,7 @@ def test_an_idle_replica_whose_engine_has_failed_is_replaced(tmp_path: Path, mon
         engines.append(Mortal(setup))
         return engines[-1]
 
-    monkeypatch.setattr(rollout_server, "make_engine", make)
+    monkeypatch.setattr(rollout_server, "build_rollout_engine", make)
 
     async def scenario() -> None:
         weights, replicas = Weights(tmp_path), Replicas()

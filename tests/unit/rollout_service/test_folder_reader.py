@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.elsewhere import WeightsElsewhere
 from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import DeadlineError, EngineError, WeightMismatchError
-from rlhub.rollout_service.folder_reader import WorkerReader, WorkersReader
+from rlhub.rollout_service.weights_folder import WorkerReader, WorkersReader
 from tests.support.rollout_service import Weights
 
 

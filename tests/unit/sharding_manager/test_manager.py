@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import RolloutEngine, SamplingParams, WeightBucket
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.errors import EngineError, WeightMismatchError
 from rlhub.protocol.weights.pieces import Piece
 from rlhub.protocol.weights.regions import take
@@ -37,12 +37,14 @@ def model(folder: Path) -> PreTrainedModel:
 
 def build(folder: Path, name: str = "hf", dtype: str = "auto") -> RolloutEngine:
     engine = build_rollout_engine(
-        RolloutConfig(name=name, dtype=dtype),  # type: ignore[arg-type]
-        ModelConfig(path=str(folder)),
-        device=torch.device("cpu"),
-        seed=0,
-        max_prompt_length=32,
-        max_response_length=32,
+        RolloutSetup(
+            config=RolloutConfig(name=name, dtype=dtype),  # type: ignore[arg-type]
+            model=ModelConfig(path=str(folder)),
+            device=torch.device("cpu"),
+            seed=0,
+            max_prompt_length=32,
+            max_response_length=32,
+        )
     )
     engine.initialize()
     return engine

@@ -10,8 +10,8 @@ import pytest
 
 from rlhub.checkpoint.store import Checkpoint
 from rlhub.config.rules.derive import derive
-from rlhub.config.sections.dpo import DPOConfig
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.preference import DPOConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import FSDPConfig, MegatronConfig
 from rlhub.errors import ConfigError

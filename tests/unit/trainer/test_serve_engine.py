@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rlhub.agents.openai_server.errors import ApiError
-from rlhub.config.sections.model import ModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.engines.rollout.fake import FakeEngine, hashed_script
 from rlhub.engines.rollout.registry import RolloutSetup

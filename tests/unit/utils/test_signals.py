@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from rlhub.resilience import StopSignals
+from rlhub.utils.signals import StopSignals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

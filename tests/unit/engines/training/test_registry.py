@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from rlhub.config.rules.derive import derive
-from rlhub.config.sections.dpo import DPOConfig
 from rlhub.config.sections.ppo import ActorRolloutRefConfig, PPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig

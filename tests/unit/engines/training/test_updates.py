@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhub.config.sections.actor import ActorConfig, PolicyLossConfig
-from rlhub.config.sections.critic import CriticConfig
+from rlhub.config.sections.ppo import CriticConfig
 from rlhub.engines.training import updates
 from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.updates import PolicyUpdater, ValueUpdater, sft_loss, take_steps

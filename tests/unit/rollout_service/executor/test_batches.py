@@ -9,7 +9,7 @@ from rlhub.engines.rollout.base import FINISH_CODES, Completion
 from rlhub.errors import WorkflowError
 from rlhub.rollout_service.executor.batches import ADDED, add_rewards, episode_metrics, to_batch
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, mask_older
-from rlhub.workers import rollout_batch
+from rlhub.workers import generation
 
 PAD, VOCABULARY = 0, 50
 
@@ -50,16 +50,16 @@ def test_columns_are_those_of_batch_generation() -> None:
     groups = [group(ordinal, prompt, *completions) for ordinal, (prompt, completions) in GIVEN.items()]
     batch = to_batch(groups, pad_id=PAD, vocab_size=VOCABULARY)
     flat = [c for _, completions in GIVEN.values() for c in completions]
-    padded = rollout_batch.pad_completions(flat, pad_id=PAD, with_log_probs=True, widest=lambda width: width)
+    padded = generation.pad_completions(flat, pad_id=PAD, with_log_probs=True, widest=lambda width: width)
     prompts, mask = torch.tensor([[7, 8, 9], [PAD, PAD, 7]]), torch.tensor([[1, 1, 1], [0, 0, 1]])
-    expected = rollout_batch.training_columns(prompts, mask, padded, 2)
+    expected = generation.training_columns(prompts, mask, padded, 2)
     for name, column in expected.items():
         assert torch.equal(batch.batch[name], column) and batch.batch[name].dtype == column.dtype, name
     assert batch.batch["ordinal"].tolist() == [4, 4, 9, 9] and batch.batch["uid"].tolist() == [0, 0, 1, 1]
     assert batch.non_tensor_batch["data_source"].tolist() == ["d4", "d4", "d9", "d9"]
     assert set(batch.batch.keys()) - set(expected) == {"ordinal", "uid", "policy_version"}
     assert batch.batch["policy_version"][0].tolist() == [0] + [NOT_SAMPLED] * 3
-    assert FINISH_CODES == rollout_batch.FINISH_CODES
+    assert FINISH_CODES == generation.FINISH_CODES
 
 
 def test_rewards_become_the_columns_of_scoring() -> None:

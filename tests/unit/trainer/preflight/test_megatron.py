@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from rlhub.config.rules import derive
-from rlhub.config.sections.dpo import DPOConfig
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
-from rlhub.trainer.preflight.checks import check_engines
 from rlhub.trainer.preflight import checks as preflight
+from rlhub.trainer.preflight.checks import check_engines
 
 MODEL = {
     "model_type": "qwen2",

@@ -13,7 +13,7 @@ from tests.unit.trainer.preflight.test_rollout import episodes
 WORKFLOWS = """
 from dataclasses import dataclass
 from rlhub.agents.workflows.base import RolloutWorkflow
-from rlhub.agents.workflows.load import fill_knobs
+from rlhub.agents.workflows.registry import fill_knobs
 from rlhub.agents.workflows.multi_turn import MultiTurn
 
 @dataclass(slots=True, kw_only=True)

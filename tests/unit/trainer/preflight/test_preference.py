@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from rlhub.config.rules import derive
-from rlhub.config.sections.dpo import DPOConfig
-from rlhub.config.sections.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.trainer.preflight import checks as preflight
 from tests.unit.trainer.preflight.test_checks import MODEL
 
