@@ -1,40 +1,40 @@
-"""Which workflow runs a prompt's episodes, and what happens to a finished group: scoring, and the filter of dynamic sampling."""
+"""Episodes as the trainer asks for them: which workflow runs a prompt's episodes, with what sampling, and validation by episodes.
+
+Validation runs the same workflows on one version of the policy, while training goes on: a replica is pinned to the version, and
+what runs there counts in no bound on staleness.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import logging
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rlhub.config.ppo import PPOConfig
-from rlhub.config.rollout import ValSamplingConfig
+from rlhub.config.rollout import RolloutConfig, ValSamplingConfig
 from rlhub.data import AGENT_NAME
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.models.tokenizer import load_tokenizer
+from rlhub.errors import RewardError
 from rlhub.models.vocabulary import Vocabulary
 from rlhub.protocol import DataProto
+from rlhub.rewards import RewardFailure, RewardOutcome
 from rlhub.rewards.naive import OUTCOMES
-from rlhub.trainer.ppo.sampling import groups_with_signal
-from rlhub.trainer.ppo.scoring import Scorer
-from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes
+from rlhub.trainer.ppo.prompt_progress import prompt_items
 from rlhub.utils.columns import object_array
-from rlhub.workers.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
-from rlhub.workers.episode_host import HostSettings, WorkflowKey
-from rlhub.workers.episode_hosts import EpisodeHosts, HostOptions, host_starter
+from rlhub.utils.outcomes import Reject
+from rlhub.utils.seeding import sample_seed
+from rlhub.workers.environment_hosts import EnvironmentHosts
+from rlhub.workers.episode_host import WorkflowKey
+from rlhub.workers.episode_hosts import EpisodeHosts
 from rlhub.workers.remote_workflow import RemoteWorkflow
-from rlhub.workflows.base import RolloutWorkflow, Score, WorkflowParts
+from rlhub.workers.router import Pin, Router
+from rlhub.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, Score, WorkflowParts
 from rlhub.workflows.batches import to_batch
-from rlhub.workflows.groups import Group
+from rlhub.workflows.groups import Group, PromptItem
 from rlhub.workflows.load import build_workflow, workflow_class
 from rlhub.workflows.settings import default_workflow, workflow_kwargs
-
-logger = logging.getLogger(__name__)
-
+from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
 
 TRAINING, VALIDATION, BASELINE = "training", "validation", "baseline"
 """What episodes are for: their sampling follows from it."""
@@ -116,100 +116,98 @@ class Workflows:
         self._built.clear()
 
 
-def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, *, log_dir: Path) -> EpisodeHosts | None:
-    """The processes that run the episodes' own code, where the configuration wants any; not yet started."""
-    model, rollout, trainer = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.trainer
-    if rollout.agent.num_workers == 0:
-        return None
-    settings = HostSettings(
-        tokenizer=functools.partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code),
-        samplings={
-            TRAINING: training_sampling(config, vocabulary),
-            VALIDATION: validation_sampling(config, vocabulary),
-            BASELINE: baseline_sampling(config, vocabulary),
-        },
-        max_prompt_length=config.data.max_prompt_length,
-        max_response_length=config.data.max_response_length,
-        kwargs=workflow_kwargs(rollout),
-        folder=os.getcwd(),
-        lends_environments=rollout.agent.num_env_hosts > 0,
-    )
-    seconds = trainer.deadline_s
-    options = HostOptions(
-        backend=trainer.backend, start_s=seconds.start, log_dir=str(log_dir.absolute()), plugins=tuple(trainer.plugins)
-    )
-    return EpisodeHosts(
-        host_starter(settings, options),
-        rollout.agent.num_workers,
-        restarts=rollout.replica_restarts,
-        shutdown_s=seconds.shutdown,
-    )
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """failed: why the episode has no reward; None: it has one, or the run's reward scores it."""
+
+    trajectory: Trajectory
+    failed: RewardOutcome | None = None
 
 
-def environment_hosts(config: PPOConfig, *, log_dir: Path) -> EnvironmentHosts | None:
-    """The actors that run the episodes' environments, where the configuration wants any; not yet started."""
-    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    agent, seconds = rollout.agent, trainer.deadline_s
-    if agent.num_env_hosts == 0:
-        return None
-    assert agent.episode_timeout_s is not None, "derive first"
-    options = EnvironmentHostOptions(
-        backend=trainer.backend,
-        num_cpus=agent.env_host_cpus,
-        num_gpus=agent.env_host_gpus,
-        folder=os.getcwd(),
-        start_s=seconds.start,
-        log_dir=str(log_dir.absolute()),
-        plugins=tuple(trainer.plugins),
-    )
-    return EnvironmentHosts(
-        environment_host_starter(options),
-        agent.num_env_hosts,
-        idle_s=max(agent.episode_timeout_s, seconds.generate),  # no turn of the policy takes longer
-        restarts=rollout.replica_restarts,
-        shutdown_s=seconds.shutdown,
-    )
+def settle_rewards(samples: Sequence[_Sample]) -> list[RewardOutcome | None]:
+    """What is known of each sample's score besides the rewards in its trajectory.
 
-
-@dataclass(slots=True)
-class GroupScoring:
-    """The executor's hook: scores a group's samples as soon as all of them are there.  None scores nothing ahead."""
-
-    ahead: AheadScorer | None
-    outcomes: KeptOutcomes
-
-    async def __call__(self, group: Group) -> None:
-        if self.ahead is not None and any(trajectory.rewards is None for trajectory in group.scored):
-            self.outcomes.put(group.ordinal, await self.ahead.outcomes(group))
-
-
-@dataclass(slots=True)
-class SignalFilter:
-    """The executor's filter for dynamic sampling (see sampling.py): whether a group's samples differ.
-
-    scorer: of one group, from what its samples were scored ahead; failures pass as samples without a score.
-    most: groups without signal in a row that are turned down; the next ones train, as whole batches are filled up.
+    Where workflows set rewards of their own, an episode that gave nothing has a reward of 0.  Where only some do (rows name
+    their workflows), their sums go with the outcomes, and the run's reward scores the others, as in training.
     """
+    made = [sample.trajectory for sample in samples]
+    outcomes = [sample.failed for sample in samples]
+    if all(trajectory.rewards is None for trajectory in made):
+        return outcomes
+    mixed = any(trajectory.rewards is None and any(trajectory.response_mask) for trajectory in made)
+    for index, trajectory in enumerate(made):
+        if trajectory.rewards is None and not any(trajectory.response_mask):
+            trajectory.set_reward(0.0)
+        if mixed and trajectory.rewards is not None:
+            outcomes[index] = outcomes[index] or RewardOutcome(score=float(sum(trajectory.rewards)))
+            trajectory.rewards = None
+    return outcomes
 
-    scorer: Scorer
-    outcomes: KeptOutcomes
-    pad_id: int
-    most: int
-    _without: int = 0
 
-    def __call__(self, group: Group) -> bool:
-        batch: DataProto = to_batch([group], pad_id=self.pad_id)
-        batch.non_tensor_batch[OUTCOMES] = object_array(list(self.outcomes.take(group)))
-        self.scorer(batch)
-        if bool(groups_with_signal(batch, len(group.trajectories))[0]):
-            self._without = 0
-            return True
-        self._without += 1
-        if self._without == self.most + 1:
-            logger.warning(
-                "dynamic sampling: %d groups in a row had no signal (algorithm.filter_groups.max_num_gen_batches); those that "
-                "follow fill the batch. The problems may be too easy or too hard for the policy: raise the bound or "
-                "actor_rollout_ref.rollout.n, or change the data",
-                self.most,
-            )
-        return self._without > self.most
+class EpisodeSamples:
+    """See validation.ValidationSamples.  Between `pin` and `release` the version is that of the pin, else the newest."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        router: Router,
+        workflows: Workflows,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        seed: int,
+        pad_id: int,
+    ) -> None:
+        self.config, self.router, self.workflows, self.loop = config, router, workflows, loop
+        self.seed, self.pad_id = seed, pad_id
+        self._pin: Pin | None = None
+
+    def pin(self, version: int) -> None:
+        """Keep a replica at this version, which must be the newest."""
+        self._pin = self._on_loop(self.router.pin(version))
+
+    def release(self) -> None:
+        """Let the replica go on."""
+        pin, self._pin = self._pin, None
+        if pin is not None:
+            self.loop.call_soon_threadsafe(pin.release)
+
+    def validation(self, prompts: DataProto) -> DataProto:
+        """val_kwargs' samples per prompt, neighbours in prompt order."""
+        made = self._on_loop(self._episodes(self._pin or self.router, list(prompt_items(prompts))))
+        outcomes = settle_rewards([sample for _, samples in made for sample in samples])
+        groups = [Group(item=item, trajectories=[sample.trajectory for sample in samples]) for item, samples in made]
+        batch = to_batch(groups, pad_id=self.pad_id)
+        batch.non_tensor_batch[OUTCOMES] = object_array(outcomes)
+        return batch
+
+    def _on_loop(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    async def _episodes(self, engine: EpisodeEngine, items: list[PromptItem]) -> list[tuple[PromptItem, list[_Sample]]]:
+        samples = range(self.config.val_kwargs.n)
+        made = await asyncio.gather(*(self._episode(engine, item, sample) for item in items for sample in samples))
+        return [(item, made[len(samples) * row : len(samples) * (row + 1)]) for row, item in enumerate(items)]
+
+    async def _episode(self, engine: EpisodeEngine, item: PromptItem, sample: int) -> _Sample:
+        """An episode that gives nothing counts as an empty answer: leaving it out would flatter the policy.  One in which a
+        reward failed is a sample whose scoring failed, as any other."""
+        seed = sample_seed(self.seed, item.ordinal, sample)
+        data = EpisodeData(prompt_ids=item.prompt_ids, ordinal=item.ordinal, sample=sample, seed=seed, row=item.row)
+        running = self.workflows.of(item.row).arun_episode(engine, data)
+        try:
+            found = await asyncio.wait_for(running, self.config.agent.episode_timeout_s)
+        except (Reject, TimeoutError):
+            found = None
+        except RewardError as error:
+            return _Sample(self._empty(item), RewardOutcome(error=RewardFailure(kind="raised", message=str(error))))
+        return _Sample(found or self._empty(item))
+
+    def _empty(self, item: PromptItem) -> Trajectory:
+        return Trajectory(
+            prompt_ids=list(item.prompt_ids),
+            response_ids=[self.pad_id],
+            response_mask=[0],
+            rollout_log_probs=[0.0],
+            versions=[NOT_SAMPLED],
+            finish_reason="abort",
+        )

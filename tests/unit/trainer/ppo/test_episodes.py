@@ -12,7 +12,7 @@ from rlhub.config.rollout import RolloutConfig
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.naive import OUTCOMES
-from rlhub.trainer.ppo.episode_samples import EpisodeSamples
+from rlhub.trainer.ppo.episodes import EpisodeSamples
 from rlhub.utils.outcomes import Reject
 from rlhub.utils.task_runner import AsyncTaskRunner
 from rlhub.workflows.base import EpisodeData
