@@ -41,24 +41,24 @@ TRAINING, VALIDATION, BASELINE = "training", "validation", "baseline"
 
 
 def training_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingParams:
-    """Of the episodes that are trained on."""
+    """Returns the sampling of the episodes that are trained on."""
     rollout = config.actor_rollout_ref.rollout
     own = ValSamplingConfig(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, do_sample=True)
     return sampling_params(config, vocabulary, own, log_probs=True)
 
 
 def validation_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingParams:
-    """Of the episodes that measure."""
+    """Returns the sampling of validation's episodes."""
     return sampling_params(config, vocabulary, config.actor_rollout_ref.rollout.val_kwargs, log_probs=True)
 
 
 def baseline_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingParams:
-    """Of the episode to which the others of a prompt are compared: greedy."""
+    """Returns the sampling of the episode to which the others of a prompt are compared: greedy."""
     return sampling_params(config, vocabulary, ValSamplingConfig(do_sample=False), log_probs=True)
 
 
 def sampling_params(config: PPOConfig, vocabulary: Vocabulary, sampling: ValSamplingConfig, *, log_probs: bool) -> SamplingParams:
-    """As whole-batch generation passes them to the engine."""
+    """Returns what whole-batch generation passes to the engine."""
     return SamplingParams(
         temperature=sampling.temperature if sampling.do_sample else 0.0,
         top_p=sampling.top_p,
@@ -87,7 +87,7 @@ class Workflows:
     _built: dict[str, RolloutWorkflow] = field(init=False, default_factory=dict)
 
     def of(self, row: Mapping[str, Any]) -> RolloutWorkflow:
-        """The workflow of this prompt."""
+        """Returns the workflow of this prompt."""
         name = row.get(AGENT_NAME) or default_workflow(self.config.actor_rollout_ref.rollout)
         if name not in self._built:
             self._built[name] = self._build(name)
@@ -111,31 +111,31 @@ class Workflows:
         )
 
     async def aclose(self) -> None:
-        """Release what they hold, when no episode runs any more."""
+        """Closes the workflows, when no episode runs any more."""
         await asyncio.gather(*(workflow.aclose() for workflow in self._built.values()))
         self._built.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """failed: why the episode has no reward; None: it has one, or the run's reward scores it."""
+    """One episode's result.  failed: why it has no reward; None where it has one, or the run's reward scores it."""
 
     trajectory: Trajectory
     failed: RewardOutcome | None = None
 
 
 def settle_rewards(samples: Sequence[_Sample]) -> list[RewardOutcome | None]:
-    """What is known of each sample's score besides the rewards in its trajectory.
+    """Returns what is known of each sample's score besides the rewards in its trajectory.
 
     Where workflows set rewards of their own, an episode that gave nothing has a reward of 0.  Where only some do (rows name
     their workflows), their sums go with the outcomes, and the run's reward scores the others, as in training.
     """
-    made = [sample.trajectory for sample in samples]
+    trajectories = [sample.trajectory for sample in samples]
     outcomes = [sample.failed for sample in samples]
-    if all(trajectory.rewards is None for trajectory in made):
+    if all(trajectory.rewards is None for trajectory in trajectories):
         return outcomes
-    mixed = any(trajectory.rewards is None and any(trajectory.response_mask) for trajectory in made)
-    for index, trajectory in enumerate(made):
+    mixed = any(trajectory.rewards is None and any(trajectory.response_mask) for trajectory in trajectories)
+    for index, trajectory in enumerate(trajectories):
         if trajectory.rewards is None and not any(trajectory.response_mask):
             trajectory.set_reward(0.0)
         if mixed and trajectory.rewards is not None:
@@ -145,7 +145,7 @@ def settle_rewards(samples: Sequence[_Sample]) -> list[RewardOutcome | None]:
 
 
 class EpisodeSamples:
-    """See validation.ValidationSamples.  Between `pin` and `release` the version is that of the pin, else the newest."""
+    """The ValidationSamples of an asynchronous run.  Between `pin` and `release` the version is the pinned one, else the newest."""
 
     def __init__(
         self,
@@ -162,20 +162,20 @@ class EpisodeSamples:
         self._pin: Pin | None = None
 
     def pin(self, version: int) -> None:
-        """Keep a replica at this version, which must be the newest."""
+        """Keeps a replica at this version, which must be the newest."""
         self._pin = self._on_loop(self.router.pin(version))
 
     def release(self) -> None:
-        """Let the replica go on."""
+        """Lets the replica take newer versions again."""
         pin, self._pin = self._pin, None
         if pin is not None:
             self.loop.call_soon_threadsafe(pin.release)
 
     def validation(self, prompts: DataProto) -> DataProto:
-        """val_kwargs' samples per prompt, neighbours in prompt order."""
-        made = self._on_loop(self._episodes(self._pin or self.router, list(prompt_items(prompts))))
-        outcomes = settle_rewards([sample for _, samples in made for sample in samples])
-        groups = [Group(item=item, trajectories=[sample.trajectory for sample in samples]) for item, samples in made]
+        """Returns val_kwargs' samples per prompt, neighbours in prompt order."""
+        episodes = self._on_loop(self._episodes(self._pin or self.router, list(prompt_items(prompts))))
+        outcomes = settle_rewards([sample for _, samples in episodes for sample in samples])
+        groups = [Group(item=item, trajectories=[sample.trajectory for sample in samples]) for item, samples in episodes]
         batch = to_batch(groups, pad_id=self.pad_id)
         batch.non_tensor_batch[OUTCOMES] = object_array(outcomes)
         return batch
@@ -185,12 +185,12 @@ class EpisodeSamples:
 
     async def _episodes(self, engine: EpisodeEngine, items: list[PromptItem]) -> list[tuple[PromptItem, list[_Sample]]]:
         samples = range(self.config.val_kwargs.n)
-        made = await asyncio.gather(*(self._episode(engine, item, sample) for item in items for sample in samples))
-        return [(item, made[len(samples) * row : len(samples) * (row + 1)]) for row, item in enumerate(items)]
+        results = await asyncio.gather(*(self._episode(engine, item, sample) for item in items for sample in samples))
+        return [(item, results[len(samples) * row : len(samples) * (row + 1)]) for row, item in enumerate(items)]
 
     async def _episode(self, engine: EpisodeEngine, item: PromptItem, sample: int) -> _Sample:
-        """An episode that gives nothing counts as an empty answer: leaving it out would flatter the policy.  One in which a
-        reward failed is a sample whose scoring failed, as any other."""
+        """Runs one episode.  One that gives nothing counts as an empty answer, since leaving it out would flatter the policy; one
+        in which a reward failed is a sample whose scoring failed, as any other."""
         seed = sample_seed(self.seed, item.ordinal, sample)
         data = EpisodeData(prompt_ids=item.prompt_ids, ordinal=item.ordinal, sample=sample, seed=seed, row=item.row)
         running = self.workflows.of(item.row).arun_episode(engine, data)

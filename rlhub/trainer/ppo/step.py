@@ -91,13 +91,13 @@ class TrainingStep:
         self.compute_advantages = AdvantageEstimation(self.config, self.needs, self.timers)
 
     def __call__(self, step: int, prompts: Iterator[DataProto]) -> dict[str, float]:
-        """Takes training step `step` (from 1) and returns its metrics.  The policy that samples is version `step - 1`."""
+        """Takes training step `step` (from 1): version `step - 1` of the policy becomes version `step`.  Returns its metrics."""
         needs, source = self.needs, self.source
 
-        # The trainer's weights go to whatever generates, checked weight by weight; version 0 before the first step.
+        # The trainer's weights go to whatever generates, and are checked there; before the first step they are version 0.
         source.publish()
 
-        # Responses to the next prompts, each scored once.  Dynamic sampling goes round again until enough groups differ.
+        # Responses to further prompts, each scored once.  Dynamic sampling asks again until enough groups differ in reward.
         batch, scorings = None, []
         while batch is None:
             samples = source.sample(prompts, step)
@@ -106,7 +106,8 @@ class TrainingStep:
         metrics = source.metrics | merge_scorings(scorings)
         self.arrange(batch, step)
 
-        # None of the forward passes waits for another: on pools of their own they run at the same time.
+        # Log-probs of the policy before the update and of the reference, and values: submitted together, so that they run at
+        # the same time on pools of their own.  In bypass the rollout's log-probs stand in for the policy's.
         passes = []
         if needs.old_log_probs:
             passes.append(self.actor.compute_log_prob.submit(log_prob_inputs(batch, needs)))
@@ -124,6 +125,8 @@ class TrainingStep:
 
         metrics |= self.compute_advantages(batch)
 
+        # Both updates are submitted before one is waited for.  The critic learns from all tokens; the policy from those that
+        # the rollout correction keeps, as soon as the critic has warmed up.
         updates = []
         if self.critic is not None:
             updates.append(self.critic.update_critic.submit(value_inputs(batch)))
@@ -134,7 +137,7 @@ class TrainingStep:
             updates.append(self.actor.update_actor.submit(policy_inputs(batch, needs)))
         for update in updates:
             metrics |= mean_metrics(update.get().meta_info["metrics"])
-        if not needs.old_log_probs:  # then the update has measured the mismatch, in its own forward pass
+        if not needs.old_log_probs:  # without a pass of its own the update has measured the mismatch
             self.mismatch.check(metrics)
         return metrics
 
