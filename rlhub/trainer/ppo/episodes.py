@@ -145,7 +145,7 @@ def settle_rewards(samples: Sequence[_Sample]) -> list[RewardOutcome | None]:
 
 
 class EpisodeSamples:
-    """The ValidationSamples of an asynchronous run.  Between `pin` and `release` the version is the pinned one, else the newest."""
+    """The ValidationSamples of an asynchronous run, of the version pinned between `pin` and `release`, else of the newest."""
 
     def __init__(
         self,
