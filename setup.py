@@ -1,6 +1,6 @@
 """Packaging of rlhub: a light core, and extras for the backends.
 
-`trainer_configs/` lies beside the package in the source tree and inside it in a wheel; `rlhub.config.paths.config_dir`
+`trainer_configs/` lies beside the package in the source tree and inside it in a wheel; `rlhub.config.compose.config_dir`
 finds it in both.  torch is pinned to one exact version because a looser requirement lets resolvers pick a CUDA build of
 several gigabytes on CPU machines.
 """

@@ -28,7 +28,7 @@ from rlhub.algorithms.masked import masked, whiten
 from rlhub.algorithms.preference import PreferenceInputs, bradley_terry
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
 from rlhub.algorithms.value_loss import value_loss
-from rlhub.config.rollout_correction import DIVERGENCE_RULES, RATIO_RULES, RolloutCorrectionConfig
+from rlhub.config.sections.rollout_correction import DIVERGENCE_RULES, RATIO_RULES, RolloutCorrectionConfig
 from rlhub.registry import Registry
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "golden"

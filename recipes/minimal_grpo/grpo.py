@@ -12,7 +12,7 @@ import torch
 from rlhub.algorithms.advantages.grpo import GRPOKnobs, grpo
 from rlhub.algorithms.inputs import AdvantageInputs
 from rlhub.config.cli import run
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.trainer.ppo.build import build_data, worker_roles
 from rlhub.trainer.ppo.metrics import mean_metrics
 from rlhub.trainer.ppo.reward import prepare_reward

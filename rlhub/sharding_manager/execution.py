@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rlhub.protocol.weights.fingerprint import digests
+from rlhub.protocol.weights.regions import num_elements, sizes, split
 from rlhub.sharding_manager.held import Held
 from rlhub.sharding_manager.links import Links
 from rlhub.sharding_manager.plan import Plan, Transfer
 from rlhub.sharding_manager.schedule import Message, Round
 from rlhub.sharding_manager.transports.base import RankRound, Transport
-from rlhub.utils.fingerprint import digests
-from rlhub.utils.regions import num_elements, sizes, split
 
 COPY_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 """Copies inside a process go in blocks of about this size: on CPU the fingerprint finds the block in the cache, on a GPU a block

@@ -34,6 +34,9 @@ from torch import Tensor
 from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.training.base import TrainEngine
 from rlhub.errors import DeadlineError, EngineError, ReshardError, WeightMismatchError
+from rlhub.protocol.weights.fingerprint import combine, digests, nonfinite_names
+from rlhub.protocol.weights.pieces import Piece, PieceInfo, whole_piece
+from rlhub.protocol.weights.regions import Region, intersection, num_elements, relative, split, take, whole
 from rlhub.sharding_manager.held import Held
 from rlhub.sharding_manager.layout_exchange import Member, decode_info, encode_info, exchange_members, this_node
 from rlhub.sharding_manager.links import Links
@@ -41,10 +44,6 @@ from rlhub.sharding_manager.plan import make_plan
 from rlhub.sharding_manager.report import SyncReport
 from rlhub.sharding_manager.stream import CheckedStream, check_range, raise_first
 from rlhub.utils.atomic import TEMPORARY_SUFFIX
-from rlhub.utils.fingerprint import combine, digests
-from rlhub.utils.finite import nonfinite_names
-from rlhub.utils.pieces import Piece, PieceInfo, whole_piece
-from rlhub.utils.regions import Region, intersection, num_elements, relative, split, take, whole
 
 BLOCK_ELEMENTS = 1 << 20
 """A block has one checksum, so a reader that needs a part of it reads all of it: small against what a rank needs."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rlhub.errors import EngineError
-from rlhub.utils.pieces import Piece, PieceInfo
-from rlhub.utils.regions import Region, intersection, num_elements, relative, sizes, take
+from rlhub.protocol.weights.pieces import Piece, PieceInfo
+from rlhub.protocol.weights.regions import Region, intersection, num_elements, relative, sizes, take
 
 
 class Held:

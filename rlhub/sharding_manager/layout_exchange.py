@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 
 from rlhub.errors import EngineError
+from rlhub.protocol.weights.pieces import PieceInfo
 from rlhub.sharding_manager.links import Links
-from rlhub.utils.pieces import PieceInfo
 
 Side = Literal["sender", "receiver", "both"]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

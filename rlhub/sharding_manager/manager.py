@@ -16,6 +16,8 @@ import torch
 
 from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.engines.training.base import TrainEngine
+from rlhub.protocol.weights.fingerprint import combine
+from rlhub.protocol.weights.pieces import Piece
 from rlhub.sharding_manager.held import Held
 from rlhub.sharding_manager.layout_exchange import Member, exchange_members, this_node
 from rlhub.sharding_manager.links import Links
@@ -23,8 +25,6 @@ from rlhub.sharding_manager.report import SyncReport
 from rlhub.sharding_manager.route import BUFFER_BUCKETS, Route, make_route
 from rlhub.sharding_manager.shared_weights import SharedWeights
 from rlhub.sharding_manager.stream import CheckedStream, check_range, raise_first
-from rlhub.utils.fingerprint import combine
-from rlhub.utils.pieces import Piece
 
 __all__ = ["ShardingManager", "SyncReport"]
 

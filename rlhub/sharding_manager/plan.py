@@ -1,6 +1,6 @@
 """Who sends which part of which weight to whom: computed once from two layouts, before any byte moves.
 
-Both sides describe what they hold as pieces of named tensors (`rlhub.utils.pieces`), so one planner serves every pair of
+Both sides describe what they hold as pieces of named tensors (`protocol.weights.pieces`), so one planner serves every pair of
 backends.  The plan is optimal in bytes: a destination copies what its own process holds and receives every other element
 exactly once.  It is deterministic, so every process can make it from the same descriptions and none has to be told.
 """
@@ -14,9 +14,9 @@ from functools import lru_cache
 import torch
 
 from rlhub.errors import ReshardError
+from rlhub.protocol.weights.pieces import PieceInfo
+from rlhub.protocol.weights.regions import Region, difference, intersection, merged, num_elements, overlapping, remainder
 from rlhub.utils.collector import without_collector
-from rlhub.utils.pieces import PieceInfo
-from rlhub.utils.regions import Region, difference, intersection, merged, num_elements, overlapping, remainder
 
 
 @dataclass(slots=True, kw_only=True)

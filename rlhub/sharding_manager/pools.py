@@ -31,6 +31,9 @@ from torch import Tensor
 from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.training.base import TrainEngine
 from rlhub.errors import EngineError
+from rlhub.protocol.weights.fingerprint import combine
+from rlhub.protocol.weights.pieces import PieceInfo
+from rlhub.protocol.weights.regions import num_elements, whole
 from rlhub.sharding_manager.held import Held
 from rlhub.sharding_manager.layout_exchange import DTYPES, Member, Side, exchange_members, this_node
 from rlhub.sharding_manager.links import Links
@@ -38,9 +41,6 @@ from rlhub.sharding_manager.report import SyncReport
 from rlhub.sharding_manager.route import BUFFER_BUCKETS, Route, make_route
 from rlhub.sharding_manager.stream import CheckedStream, StreamedDescription, check_range, raise_first
 from rlhub.sharding_manager.transports.base import ALIGNMENT
-from rlhub.utils.fingerprint import combine
-from rlhub.utils.pieces import PieceInfo
-from rlhub.utils.regions import num_elements, whole
 
 DEFAULT_TIMEOUT_S = 600.0
 END_OF_STREAM = 0  # in place of the length of a bucket's header

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlhub.errors import ReshardError
+from rlhub.protocol.weights.regions import num_elements, split
 from rlhub.sharding_manager.plan import Plan, Transfer
 from rlhub.utils.collector import without_collector
-from rlhub.utils.regions import num_elements, split
 
 PARTS_OF_BUCKET = 4  # a transfer is cut to at most this part of a bucket: a round is then filled to three quarters or more
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.errors import WeightMismatchError
+from rlhub.protocol.weights.pieces import Piece
 from rlhub.sharding_manager.layout_exchange import encode_info, this_node
 from rlhub.sharding_manager.links import Links
-from rlhub.utils.pieces import Piece
 from rlhub.utils.shared_segments import new_segment_path, open_segment
 
 logger = logging.getLogger(__name__)

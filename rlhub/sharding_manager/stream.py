@@ -13,10 +13,9 @@ from torch import Tensor
 
 from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.errors import WeightMismatchError
-from rlhub.utils.fingerprint import fingerprint
-from rlhub.utils.finite import nonfinite_names
-from rlhub.utils.pieces import Piece
-from rlhub.utils.regions import take
+from rlhub.protocol.weights.fingerprint import fingerprint, nonfinite_names
+from rlhub.protocol.weights.pieces import Piece
+from rlhub.protocol.weights.regions import take
 
 Agree = Callable[[int], int]
 """The smallest of all ranks' numbers; every rank calls it."""

@@ -20,26 +20,26 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rlhub.config import derive
-from rlhub.config.ppo import PPOConfig
-from rlhub.models.vocabulary import Vocabulary
+from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
+from rlhub.config.rules import derive
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import DataProto
+from rlhub.protocol.columns import object_array
 from rlhub.rewards import build_reward_manager
+from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
+from rlhub.rollout_service.executor.ledger import PromptLedger
+from rlhub.rollout_service.executor.staleness import StalenessManager
+from rlhub.rollout_service.service import RolloutService, ServiceOptions
 from rlhub.trainer.ppo.build_stream import build_scoring
 from rlhub.trainer.ppo.prompt_progress import PromptLog
 from rlhub.trainer.ppo.publication import Publisher
 from rlhub.trainer.ppo.scoring import build_scorer
 from rlhub.trainer.ppo.stream_source import StreamSource
+from rlhub.utils.aio.task_runner import AsyncTaskRunner
 from rlhub.utils.collector import heap_set_aside
-from rlhub.utils.columns import object_array
-from rlhub.utils.task_runner import AsyncTaskRunner
 from rlhub.utils.timing import PhaseTimer
-from rlhub.workers.rollout_service import RolloutService, ServiceOptions
-from rlhub.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
-from rlhub.workflows.executor import ExecutorOptions, WorkflowExecutor
-from rlhub.workflows.ledger import PromptLedger
-from rlhub.workflows.staleness import StalenessManager
-from rlhub.workflows.trajectory import Trajectory
 from tests.support.rollout_service import RUNTIME, Weights, fake_config, sampling
 
 BATCH, SAMPLES, STEPS, WARM_UP = 16, 2, 60, 10

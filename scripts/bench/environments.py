@@ -24,12 +24,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from rich.console import Console
 from rich.table import Table
 
+from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
 from rlhub.envs.base import StepEnvironment, StepResult
-from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, OwnEnvironments
-from rlhub.single_controller.async_actor import Backend
+from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, LocalEnvironmentSource
 from rlhub.single_controller.ray import connect
-from rlhub.utils.loop_thread import new_event_loop
-from rlhub.workers.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
+from rlhub.single_controller.resources import Backend
+from rlhub.utils.aio.loop_thread import new_event_loop
 
 STEPS = 16
 WAIT_S = 0.01
@@ -93,7 +93,7 @@ async def measure(arguments: argparse.Namespace) -> Table:
     for column in ("environment", "place", "episodes a second", "of in process"):
         table.add_column(column)
     async with AsyncExitStack() as stack:
-        own = OwnEnvironments()
+        own = LocalEnvironmentSource()
         stack.push_async_callback(own.aclose)
         places = [Place("in process", own), Place("local actor", await started("local", 1, stack))]
         if arguments.ray:

@@ -25,10 +25,10 @@ from rich.progress import track
 from rich.table import Table
 from two_ranks import PROMPT_TOKENS, RESPONSE_TOKENS, configuration
 
-from rlhub.config.derive import derive
+from rlhub.config.rules.derive import derive
 from rlhub.engines.training.finite import check_finite
 from rlhub.protocol import DataProto
-from rlhub.single_controller import ClassWithInitArgs, Dispatch, launch, register
+from rlhub.single_controller import ClassWithInitArgs, Dispatch, LaunchOptions, launch, register
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.runtime import WorkerRuntime
 
@@ -77,7 +77,7 @@ def main() -> None:
         derive(config)
         runtime = WorkerRuntime(device="cpu", seed=1, max_prompt_length=PROMPT_TOKENS, max_response_length=RESPONSE_TOKENS)
         role = ClassWithInitArgs(TimedWorker, config.actor_rollout_ref, runtime)
-        with launch({"actor": role}, backend="local") as launched:
+        with launch({"actor": role}, LaunchOptions(backend="local")) as launched:
             group = launched.groups["actor"]
             group.init_model()
             group.sync_weights(0)

@@ -150,8 +150,8 @@ def rlhub(folder: str, response_tokens: int, backend: str) -> tuple[StepFunction
     import pyarrow.parquet as pq
 
     from rlhub.config.cli import prepare
-    from rlhub.config.ppo import PPOConfig
     from rlhub.config.schema import to_dict
+    from rlhub.config.sections.ppo import PPOConfig
     from rlhub.trainer.ppo.build import build_data, build_trainer
     from rlhub.trainer.run import Run
 

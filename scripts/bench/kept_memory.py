@@ -28,7 +28,7 @@ from two_ranks import PROMPT_TOKENS, RESPONSE_TOKENS, ROWS, Seconds, configurati
 
 from rlhub.engines.training.fsdp import engine
 from rlhub.protocol import DataProto
-from rlhub.single_controller import ClassWithInitArgs, Dispatch, WorkerGroup, launch, register
+from rlhub.single_controller import ClassWithInitArgs, Dispatch, LaunchOptions, WorkerGroup, launch, register
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.runtime import WorkerRuntime
 
@@ -98,8 +98,8 @@ def main() -> None:
     }
     draw = random.Random(0)
     with (
-        launch({"kept": roles["kept"]}, ranks_per_node=arguments.ranks, device="cpu", ray_init={"num_cpus": 4}) as one,
-        launch({"given back": roles["given back"]}, ranks_per_node=arguments.ranks, device="cpu") as other,
+        launch({"kept": roles["kept"]}, LaunchOptions(ranks_per_node=arguments.ranks, ray_init={"num_cpus": 4})) as one,
+        launch({"given back": roles["given back"]}, LaunchOptions(ranks_per_node=arguments.ranks)) as other,
     ):
         groups = {"kept": one.groups["kept"], "given back": other.groups["given back"]}
         for group in groups.values():

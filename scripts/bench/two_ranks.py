@@ -29,10 +29,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rlhub.config.derive import derive
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.rules.derive import derive
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import DataProto
-from rlhub.single_controller import ClassWithInitArgs, WorkerGroup, launch
+from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, WorkerGroup, launch
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.runtime import WorkerRuntime
 
@@ -136,10 +136,9 @@ def compare(folder: Path, engine: str, rounds: int, *, share: bool) -> Figures:
     runtime = WorkerRuntime(device="cpu", seed=1, max_prompt_length=PROMPT_TOKENS, max_response_length=RESPONSE_TOKENS)
     role = ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, runtime)
     figures: Figures = {phase: {1: [], 2: []} for phase in ("generation", "update")}
-    options = {"backend": "ray", "device": "cpu", "ray_init": {"num_cpus": 4}}
     with (
-        launch({"one": role}, ranks_per_node=1, **options) as one,
-        launch({"two": role}, ranks_per_node=2, **options) as two,
+        launch({"one": role}, LaunchOptions(ranks_per_node=1, ray_init={"num_cpus": 4})) as one,
+        launch({"two": role}, LaunchOptions(ranks_per_node=2)) as two,
     ):
         groups = {1: one.groups["one"], 2: two.groups["two"]}
         for group in groups.values():

@@ -36,6 +36,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhub.engines.rollout.weight_memory import memory_blocks, move_to_blocks
+from rlhub.protocol.weights.pieces import Piece, PieceInfo
+from rlhub.protocol.weights.regions import sizes, take
 from rlhub.sharding_manager.execution import Execution, rank_plan
 from rlhub.sharding_manager.held import Held
 from rlhub.sharding_manager.layout_exchange import Member, exchange_members, this_node
@@ -56,8 +58,6 @@ from rlhub.sharding_manager.schedule import schedule
 from rlhub.sharding_manager.shared_weights import SharedWeights
 from rlhub.sharding_manager.transports.collective import CollectiveTransport
 from rlhub.utils.atomic import fsync_file
-from rlhub.utils.pieces import Piece, PieceInfo
-from rlhub.utils.regions import sizes, take
 
 MIB = 1 << 20
 WORLD = 4

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhub.protocol.weights.fingerprint import digests
 from rlhub.sharding_manager import execution
 from rlhub.sharding_manager.held import Held
 from rlhub.sharding_manager.links import Links, Pending
 from rlhub.sharding_manager.route import Route
 from rlhub.sharding_manager.transports.shared_memory import ROUND_BYTES, SharedMemoryTransport
-from rlhub.utils.fingerprint import digests
 
 COPY = "copies inside the process"
 PACK = "packing messages"

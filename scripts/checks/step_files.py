@@ -38,8 +38,8 @@ SETTINGS = (
 def count_step_files(folder: Path) -> Counter[str]:
     """Returns the number of calls into each file (its path below rlhub/), in a run whose files go to `folder`."""
     from rlhub.config.cli import prepare
-    from rlhub.config.ppo import PPOConfig
     from rlhub.config.schema import to_dict
+    from rlhub.config.sections.ppo import PPOConfig
     from rlhub.trainer.ppo.build import build_data, build_trainer
     from rlhub.trainer.ppo.step import TrainingStep
     from rlhub.trainer.run import Run

@@ -10,7 +10,7 @@ from rlhub.engines.rollout.hf.sampling import sample_tokens
 from rlhub.engines.training.host_tensors import HostTensors
 from rlhub.engines.training.megatron.residence import HostCopies
 from rlhub.engines.training.packing import model_inputs
-from rlhub.utils.fingerprint import digests, fingerprint
+from rlhub.protocol.weights.fingerprint import digests, fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhub.checkpoint.shard_reader import ShardReader
 from rlhub.checkpoint.shards import write_shards
-from rlhub.config.model import ModelConfig
-from rlhub.config.training import FSDPConfig, OptimConfig
+from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
 from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.fsdp import building, engine, sharding
@@ -26,7 +25,7 @@ from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.errors import NonFiniteError
 from rlhub.models.lora import add_lora
-from rlhub.workers.checkpointing import save_engine
+from rlhub.workers.base import save_engine
 from tests.support.memory import peak, reset_peak
 
 CPU = torch.device("cpu")

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.training import FSDPConfig, MegatronConfig, OptimConfig
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
 from rlhub.engines.training.finite import check_finite
 from rlhub.engines.training.fsdp.engine import FSDPEngine
@@ -30,10 +29,10 @@ from rlhub.engines.training.megatron.engine import MegatronEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.errors import ConfigError, NonFiniteError
 from rlhub.models.experts import unfused_tensors
-from rlhub.models.megatron.modules import PackedAttention, PackedRows
+from rlhub.models.megatron.model import PackedAttention, PackedRows
 from rlhub.models.packed_attention import attend_packed, plan_attention
-from rlhub.utils.pieces import Piece
-from rlhub.utils.regions import take
+from rlhub.protocol.weights.pieces import Piece
+from rlhub.protocol.weights.regions import take
 from tests.integration.fsdp_checks import (
     INFERRED,
     OUTPUTS,

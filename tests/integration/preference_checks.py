@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhub.config.dpo import DPOLossConfig
-from rlhub.config.model import ModelConfig
-from rlhub.config.training import FSDPConfig, OptimConfig
+from rlhub.config.sections.preference import DPOLossConfig
+from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig

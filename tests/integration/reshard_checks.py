@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
-from rlhub.config.training import FSDPConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import FSDPConfig, ModelConfig
 from rlhub.engines.rollout.base import RolloutEngine, SamplingParams
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.errors import RlhubError, WeightMismatchError
+from rlhub.protocol.weights.regions import take
 from rlhub.sharding_manager import execution
 from rlhub.sharding_manager.execution import Execution
 from rlhub.sharding_manager.files import WeightReader, WeightWriter
@@ -33,7 +33,6 @@ from rlhub.sharding_manager.pools import WeightReceiver, WeightSender
 from rlhub.sharding_manager.schedule import Message
 from rlhub.sharding_manager.transports.collective import CollectiveTransport
 from rlhub.sharding_manager.transports.shared_memory import SharedMemoryTransport
-from rlhub.utils.regions import take
 from tests.support import rollout_contract as contract
 
 CPU = torch.device("cpu")
@@ -53,12 +52,14 @@ def trainer(path: str) -> FSDPEngine:
 def rollout(path: str, dtype: str = "float32") -> RolloutEngine:
     if f"rollout {path} {dtype}" not in ENGINES:
         engine = build_rollout_engine(
-            RolloutConfig(name="hf", dtype=dtype),  # type: ignore[arg-type]
-            ModelConfig(path=path),
-            device=CPU,
-            seed=0,
-            max_prompt_length=16,
-            max_response_length=16,
+            RolloutSetup(
+                config=RolloutConfig(name="hf", dtype=dtype),  # type: ignore[arg-type]
+                model=ModelConfig(path=path),
+                device=CPU,
+                seed=0,
+                max_prompt_length=16,
+                max_response_length=16,
+            )
         )
         engine.initialize()
         ENGINES[f"rollout {path} {dtype}"] = engine

@@ -26,11 +26,10 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel, Qwen3MoeConfig
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
-from rlhub.config.training import FSDPConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import FSDPConfig, ModelConfig
 from rlhub.engines.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.rollout.vllm.engine import VLLMEngine
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.fsdp.engine import FSDPEngine
@@ -82,14 +81,16 @@ CASES = {  # by number of ranks
 
 def build(folder: Path, name: str, tp: int, rank: int, **options: Any) -> RolloutEngine:
     return build_rollout_engine(
-        RolloutConfig(name=name, tensor_model_parallel_size=tp, max_num_seqs=16, **options),
-        ModelConfig(path=str(folder)),
-        device=torch.device("cpu"),
-        seed=0,
-        max_prompt_length=MAX_MODEL_LEN // 2,
-        max_response_length=MAX_MODEL_LEN // 2,
-        dp_rank=rank // tp,
-        tp_rank=rank % tp,
+        RolloutSetup(
+            config=RolloutConfig(name=name, tensor_model_parallel_size=tp, max_num_seqs=16, **options),
+            model=ModelConfig(path=str(folder)),
+            device=torch.device("cpu"),
+            seed=0,
+            max_prompt_length=MAX_MODEL_LEN // 2,
+            max_response_length=MAX_MODEL_LEN // 2,
+            dp_rank=rank // tp,
+            tp_rank=rank % tp,
+        )
     )
 
 
@@ -221,11 +222,9 @@ def observe_sharing(
 
 
 def stale_prefix_error(engine: VLLMEngine, manager: ShardingManager, model: PreTrainedModel) -> float:
-    """The long prompt's error when the prefix cache is not reset; the caller has just changed the weights."""
-    reset = engine._reset_prefix_cache
-    engine._reset_prefix_cache = lambda: None  # type: ignore[method-assign]
-    manager.sync(5)
-    engine._reset_prefix_cache = reset  # type: ignore[method-assign]
+    """The long prompt's error when prefixes of the old weights are found; the caller has just changed the weights."""
+    with mock.patch.object(engine._running(), "weights_changed"):
+        manager.sync(5)
     return long_prompt_error(engine, model)
 
 
@@ -237,7 +236,7 @@ def interrupt(engine: VLLMEngine, model: PreTrainedModel) -> dict[str, Any]:
     seen = interruptions.observe(engine, models, positions, num_tokens=length, recompute=True)
     kept = interruptions.observe(engine, models, positions[::6], num_tokens=length, recompute=False)
     late = interruptions.late_error(engine, models, nullcontext())
-    stale = interruptions.late_error(engine, models, mock.patch.object(engine, "_reset_prefix_cache"))
+    stale = interruptions.late_error(engine, models, mock.patch.object(engine._running(), "weights_changed"))
     return {
         "seen": [asdict(one) for one in seen],
         "kept": [asdict(one) for one in kept],

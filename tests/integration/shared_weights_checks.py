@@ -16,11 +16,11 @@ from torch import Tensor
 
 from rlhub.engines.rollout.base import RolloutEngine, SamplingParams
 from rlhub.errors import WeightMismatchError
+from rlhub.protocol.weights.pieces import Piece
 from rlhub.sharding_manager import shared_weights
 from rlhub.sharding_manager.execution import Execution
 from rlhub.sharding_manager.manager import ShardingManager
 from rlhub.sharding_manager.shared_weights import SharedWeights
-from rlhub.utils.pieces import Piece
 from tests.integration.reshard_checks import BUCKET, refuses, rollout, step, trainer, wrong_names
 from tests.support import rollout_contract as contract
 

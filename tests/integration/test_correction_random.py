@@ -12,7 +12,7 @@ from rlhub.algorithms.correction.m2po import m2po_kept
 from rlhub.algorithms.correction.rejection import kept
 from rlhub.algorithms.correction.weights import RATIOS, bounded, normalized
 from rlhub.algorithms.mismatch import extreme_metrics, mismatch_metrics, mismatch_sums, weight_extremes
-from rlhub.config.rollout_correction import rejection_bounds, weight_bounds
+from rlhub.config.sections.rollout_correction import rejection_bounds, weight_bounds
 from tests.unit.algorithms.cases import assert_close, few
 from tests.unit.algorithms.correction.correction_cases import (
     bands,

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import psutil
 
+from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
 from rlhub.envs.base import EnvDiedError, ImageObservation, StepEnvironment
-from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, OwnEnvironments
-from rlhub.workers.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
+from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, LocalEnvironmentSource
 from tests.support.processes import all_end
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ async def walked(source: EnvironmentSource, seed: int) -> list[Any]:
 
 def test_environments_elsewhere_are_the_same_and_many_at_once(ray_cluster: None, tmp_path: Path) -> None:
     async def play(hosts: EnvironmentHosts) -> None:
-        spec, own = EnvironmentSpec(name=f"{tmp_path / 'simulators.py'}:Waiting"), OwnEnvironments()
+        spec, own = EnvironmentSpec(name=f"{tmp_path / 'simulators.py'}:Waiting"), LocalEnvironmentSource()
         try:
             here, _ = await rate(own, spec)
             there, seen = await rate(hosts, replace(spec, settings={"together": EPISODES // 2}))

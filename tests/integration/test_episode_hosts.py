@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from rlhub.agents.remote.episode_host import HostSettings, WorkflowKey
+from rlhub.agents.remote.episode_hosts import EpisodeHosts, HostOptions, host_starter
+from rlhub.agents.remote.workflow import RemoteWorkflow
+from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.workflows.base import EpisodeData, WorkflowParts
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.models.tokenizer import load_tokenizer
-from rlhub.workers.episode_host import HostSettings, WorkflowKey
-from rlhub.workers.episode_hosts import EpisodeHosts, HostOptions, host_starter
-from rlhub.workers.remote_workflow import RemoteWorkflow
-from rlhub.workflows.base import EpisodeData, WorkflowParts
-from rlhub.workflows.trajectory import Trajectory
 from tests.support.chat_model import save_chat_model
 from tests.support.episodes import parts
 from tests.support.processes import all_end
@@ -25,8 +25,8 @@ WAIT_S = 120.0
 WORKFLOW = """
 import os
 
-from rlhub.workflows.base import RolloutWorkflow
-from rlhub.workflows.trajectory import Trajectory
+from rlhub.agents.workflows.base import RolloutWorkflow
+from rlhub.agents.trajectory import Trajectory
 
 
 class Where(RolloutWorkflow):

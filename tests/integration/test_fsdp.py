@@ -127,8 +127,8 @@ def test_saved_reward_model_is_a_sequence_classifier(ranks: Ranks, classifier: s
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from rlhub.config.model import ModelConfig
-    from rlhub.models.sidecars import save_sidecars
+    from rlhub.config.sections.training import ModelConfig
+    from rlhub.models.hf import save_sidecars
     from tests.unit.models.conftest import save_tokenizer
 
     expected = ranks.call(checks.save_reward, classifier, str(tmp_path))[0]

@@ -15,7 +15,7 @@ from rlhub.algorithms.correction.m2po import m2po_kept
 from rlhub.algorithms.correction.rejection import kept
 from rlhub.algorithms.correction.weights import RATIOS, bounded, mean_weight, normalized, outside
 from rlhub.algorithms.masked import masked_sum
-from rlhub.config.rollout_correction import RolloutCorrectionConfig, rejection_bounds, weight_bounds
+from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig, rejection_bounds, weight_bounds
 
 
 @dataclass(slots=True, kw_only=True)

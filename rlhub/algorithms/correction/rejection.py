@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlhub.algorithms.correction.weights import LOG_RATIO_BOUND
 from rlhub.algorithms.masked import masked, masked_sum
-from rlhub.config.rollout_correction import RATIO_RULES, Bounds
+from rlhub.config.sections.rollout_correction import RATIO_RULES, Bounds
 
 
 def _reversed(log_ratio: Tensor) -> Tensor:

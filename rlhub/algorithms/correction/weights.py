@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.masked import masked, masked_sum
-from rlhub.config.rollout_correction import Bounds
+from rlhub.config.sections.rollout_correction import Bounds
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is finite in float32 and far outside any threshold
 SMALLEST_MEAN = 1e-8  # a batch whose weights are all zero stays as it is

@@ -20,9 +20,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlhub.utils.pieces import Piece
+from rlhub.protocol.weights.pieces import Piece
 
 FinishReason = Literal["stop", "length", "abort"]
+FINISH_CODES: dict[FinishReason, int] = {"stop": 0, "length": 1, "abort": 2}
+"""The numbers of the finish reasons in the column `finish_reason` of a batch."""
 WeightBucket = list[tuple[str, Tensor]]
 
 

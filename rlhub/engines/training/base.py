@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhub.utils.pieces import Piece
+from rlhub.protocol.weights.pieces import Piece
 
 Rows = Mapping[str, Tensor]
 """Equally long columns, first axis = rows.  An engine reads `input_ids` and `attention_mask` (rows, prompt + response) and

@@ -23,7 +23,7 @@ from torch import Tensor
 from rlhub.algorithms.correction.a3po import proximal_log_probs
 from rlhub.algorithms.correction.correct import correct, token_factors
 from rlhub.algorithms.correction.weights import log_ratios
-from rlhub.config.rollout_correction import RolloutCorrectionConfig
+from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import Rows
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rlhub.engines.training.base import TrainEngine
 from rlhub.errors import NonFiniteError
-from rlhub.utils.finite import nonfinite_names
+from rlhub.protocol.weights.fingerprint import nonfinite_names
 
 WEIGHTS = "model."
 """What the names of weights begin with in `state_shards`, which has them before everything else."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rlhub.config.training import OptimConfig
+from rlhub.config.sections.training import OptimConfig
 from rlhub.errors import ConfigError
 
 

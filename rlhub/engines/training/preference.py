@@ -17,7 +17,7 @@ from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.masked import masked, masked_sum
 from rlhub.algorithms.preference import PreferenceInputs, bradley_terry
 from rlhub.algorithms.registry import PREFERENCE_LOSSES
-from rlhub.config.dpo import DPOLossConfig
+from rlhub.config.sections.preference import DPOLossConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
 
 PAIR = 2

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlhub.config.critic import CriticConfig
-from rlhub.config.dpo import DPOConfig
-from rlhub.config.ppo import ActorRolloutRefConfig
-from rlhub.config.reward import RewardModelConfig
-from rlhub.config.rm import RMConfig
-from rlhub.config.sft import SFTConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig, CriticConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
+from rlhub.config.sections.reward import RewardModelConfig
+from rlhub.config.sections.sft import SFTConfig
 from rlhub.registry import Registry
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 EngineFactory = Callable[..., "TrainEngine"]
 """Called as FSDPEngine is: (model, section, optim, *, kind, device, temperature, micro_batch, infer_micro_batch, grad_clip,
-seed); section: the engine's own of the configuration, by the table in rlhub/config/training.py."""
+seed); section: the engine's own of the configuration, by the table in rlhub/config/sections/training.py."""
 
 TRAIN_ENGINES: Registry[EngineFactory] = Registry("training engine")
 """`requires` names the Python packages an engine needs.  A companion `problems`, which loads no torch, says what keeps a model

@@ -28,9 +28,9 @@ from rlhub.algorithms.mismatch import (
 )
 from rlhub.algorithms.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlhub.algorithms.value_loss import value_loss
-from rlhub.config.actor import ActorConfig
-from rlhub.config.critic import CriticConfig
-from rlhub.config.rollout_correction import RolloutCorrectionConfig
+from rlhub.config.sections.actor import ActorConfig
+from rlhub.config.sections.ppo import CriticConfig
+from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
 from rlhub.engines.training.correction import UpdateCorrection
 

@@ -24,10 +24,9 @@ What a stream of episodes needs:
   prompt_progress.py    where in the data a prompt came from, and how it ended
 
 Validation:
-  validation.py         sample, score, pass@k
-  beside.py             in turns with training, or while it goes on
+  validation.py, validation_metrics.py   sample and score the validation set; pass@k and its relatives
+  validation_schedule.py                 while training waits, or while it goes on
 
 From a configuration to a trainer:
   build.py, build_stream.py, reward.py, worker_groups.py
-  rollout_checks.py, own_workflows.py   what can be found wrong before any process starts
 """

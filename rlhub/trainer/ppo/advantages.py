@@ -19,8 +19,8 @@ from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.masked import masked, masked_mean
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 from rlhub.algorithms.rewards import whiten_rewards
-from rlhub.config.algorithm import KLControlConfig
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.algorithm import KLControlConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.trainer.ppo.metrics import batch_metrics

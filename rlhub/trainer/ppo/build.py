@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhub.config.asynchronous import is_async, is_collected
-from rlhub.config.placement import is_separate
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.rules.asynchronous import is_async, is_collected
+from rlhub.config.rules.placement import is_separate
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptDataset, PromptLoader
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import read_vocabulary
+from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager
 from rlhub.single_controller import ClassWithInitArgs, Launched
-from rlhub.trainer.ppo.beside import ValidationBeside, ValidationInTurn, ValidationSchedule
 from rlhub.trainer.ppo.build_stream import build_evaluation_samples, build_stream
 from rlhub.trainer.ppo.offline_source import RECORDINGS, RecordingSource, ReplaySource, build_collected
 from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements
@@ -27,13 +25,13 @@ from rlhub.trainer.ppo.step import SampleSource, TrainingStep
 from rlhub.trainer.ppo.sync_source import VALIDATION_ORDINALS, Generator, SyncSource
 from rlhub.trainer.ppo.trainer import PPOTrainer
 from rlhub.trainer.ppo.validation import ValidationSamples, Validator
+from rlhub.trainer.ppo.validation_schedule import BlockingValidation, ConcurrentValidation, ValidationSchedule
 from rlhub.trainer.ppo.worker_groups import CRITIC_ROLE, REFERENCE_ROLE, ROLLOUT_ROLE, WorkerGroups, actor_role, groups_of
 from rlhub.trainer.run import Run
 from rlhub.trainer.workers import launch_workers
-from rlhub.workers.actor import ActorWorker
+from rlhub.workers.actor import ActorWorker, ReferenceWorker
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.critic import CriticWorker
-from rlhub.workers.reference import ReferenceWorker
 from rlhub.workers.rollout import RolloutWorker
 from rlhub.workers.runtime import WorkerRuntime
 
@@ -52,6 +50,7 @@ def build_data(config: PPOConfig) -> PPOData:
     """Reads the files; DataError names file, row and column of what is unusable."""
     model, data = config.actor_rollout_ref.model, config.data
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    assert data.train_files is not None, "checked when the configuration is loaded"
     dataset = PromptDataset(data, data.train_files, tokenizer, vocab_size=read_vocabulary(model, tokenizer).size)
     loader = PromptLoader(dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, drop_last=True)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
@@ -64,6 +63,7 @@ def build_data(config: PPOConfig) -> PPOData:
 def load_validation(config: PPOConfig, tokenizer: Any) -> list[DataProto]:
     """Returns the validation prompts in batches, with ordinals of their own."""
     data, vocabulary = config.data, read_vocabulary(config.actor_rollout_ref.model, tokenizer)
+    assert data.val_files is not None, "the caller has asked"
     dataset = PromptDataset(data, data.val_files, tokenizer, vocab_size=vocabulary.size)
     size = data.val_batch_size or len(dataset)
     batches = list(PromptLoader(dataset, size, shuffle=False, drop_last=False))
@@ -200,9 +200,9 @@ def build_schedule(
     if is_async(config):
         runtime = worker_runtime(config)
         stream, samples = build_stream(config, runtime, data.tokenizer, data.loader, groups, reward, run, stack)
-        beside = ValidationBeside(validator(samples), samples, stream.publisher.wait, run.spans.record)
-        stack.callback(beside.close)
-        return stream, beside if data.val_batches else None
+        concurrent = ConcurrentValidation(validator(samples), samples, stream.publisher.wait, run.spans.record)
+        stack.callback(concurrent.close)
+        return stream, concurrent if data.val_batches else None
     generator = Generator(groups.rollout, config.actor_rollout_ref.rollout)
-    inline = ValidationInTurn(validator(generator))
-    return SyncSource(config, data.loader, generator, groups.weights), inline if data.val_batches else None
+    blocking = BlockingValidation(validator(generator))
+    return SyncSource(config, data.loader, generator, groups.weights), blocking if data.val_batches else None

@@ -12,13 +12,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from rlhub.config.placement import is_separate
-from rlhub.config.ppo import PPOConfig
+from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
+from rlhub.agents.remote.episode_host import HostSettings
+from rlhub.agents.remote.episode_hosts import EpisodeHosts, HostOptions, host_starter
+from rlhub.agents.workflows.base import Score
+from rlhub.agents.workflows.registry import workflow_kwargs
+from rlhub.config.rules.placement import is_separate
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import Vocabulary, read_vocabulary
+from rlhub.models.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
 from rlhub.rewards import RewardManager
+from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
+from rlhub.rollout_service.executor.ledger import PromptLedger
+from rlhub.rollout_service.executor.staleness import StalenessManager
+from rlhub.rollout_service.service import RolloutService, service_options
 from rlhub.trainer.ppo.episode_scoring import (
     EpisodeScorer,
     GroupScoring,
@@ -45,18 +53,9 @@ from rlhub.trainer.ppo.scoring import build_scorer
 from rlhub.trainer.ppo.stream_source import StreamSource
 from rlhub.trainer.ppo.worker_groups import ROLLOUT_ROLE, WorkerGroups
 from rlhub.trainer.run import Run
+from rlhub.utils.aio.task_runner import AsyncTaskRunner
 from rlhub.utils.collector import heap_set_aside
-from rlhub.utils.task_runner import AsyncTaskRunner
-from rlhub.workers.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
-from rlhub.workers.episode_host import HostSettings
-from rlhub.workers.episode_hosts import EpisodeHosts, HostOptions, host_starter
-from rlhub.workers.rollout_service import RolloutService, service_options
 from rlhub.workers.runtime import WorkerRuntime
-from rlhub.workflows.base import Score
-from rlhub.workflows.executor import ExecutorOptions, WorkflowExecutor
-from rlhub.workflows.ledger import PromptLedger
-from rlhub.workflows.settings import workflow_kwargs
-from rlhub.workflows.staleness import StalenessManager
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from rlhub.algorithms.mismatch import (
     staleness_sums,
     weight_extremes,
 )
-from rlhub.config.asynchronous import is_collected
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.rollout_correction import KEY, RolloutCorrectionConfig
+from rlhub.config.rules.asynchronous import is_collected
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rollout_correction import KEY, RolloutCorrectionConfig
 from rlhub.errors import PolicyMismatchError
 from rlhub.protocol import DataProto
 

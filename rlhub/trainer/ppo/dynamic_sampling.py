@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import DataProto
 from rlhub.trainer.ppo.scoring import SIGNAL
 
@@ -99,7 +99,8 @@ class DynamicSampling:
 
 def groups_with_signal(batch: DataProto, n: int) -> Tensor:
     """Returns (prompts,) bool: at least two of a prompt's n neighbouring samples have a valid score and differ in it."""
-    values, valid = batch.batch[SIGNAL].reshape(-1, n), batch.batch["valid"].reshape(-1, n)
+    values: Tensor = batch.batch[SIGNAL].reshape(-1, n)
+    valid = batch.batch["valid"].reshape(-1, n)
     high = values.masked_fill(~valid, -torch.inf).amax(1)
     low = values.masked_fill(~valid, torch.inf).amin(1)
     return high > low

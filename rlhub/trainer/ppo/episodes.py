@@ -11,30 +11,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.rollout import RolloutConfig, ValSamplingConfig
+from rlhub.agents.remote.environment_hosts import EnvironmentHosts
+from rlhub.agents.remote.episode_host import WorkflowKey
+from rlhub.agents.remote.episode_hosts import EpisodeHosts
+from rlhub.agents.remote.workflow import RemoteWorkflow
+from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, Score, WorkflowParts, build_workflow
+from rlhub.agents.workflows.registry import default_workflow, workflow_class, workflow_kwargs
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rollout import RolloutConfig, ValSamplingConfig
 from rlhub.data import AGENT_NAME
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.errors import RewardError
-from rlhub.models.vocabulary import Vocabulary
+from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import DataProto
+from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardFailure, RewardOutcome
 from rlhub.rewards.naive import OUTCOMES
+from rlhub.rollout_service.executor.batches import to_batch
+from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
+from rlhub.rollout_service.router import Pin, Router
 from rlhub.trainer.ppo.prompt_progress import prompt_items
-from rlhub.utils.columns import object_array
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 from rlhub.utils.seeding import sample_seed
-from rlhub.workers.environment_hosts import EnvironmentHosts
-from rlhub.workers.episode_host import WorkflowKey
-from rlhub.workers.episode_hosts import EpisodeHosts
-from rlhub.workers.remote_workflow import RemoteWorkflow
-from rlhub.workers.router import Pin, Router
-from rlhub.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, Score, WorkflowParts
-from rlhub.workflows.batches import to_batch
-from rlhub.workflows.groups import Group, PromptItem
-from rlhub.workflows.load import build_workflow, workflow_class
-from rlhub.workflows.settings import default_workflow, workflow_kwargs
-from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
 
 TRAINING, VALIDATION, BASELINE = "training", "validation", "baseline"
 """What episodes are for: their sampling follows from it."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhub.algorithms.inputs import SelectionInputs
 from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.registry import POLICY_LOSSES
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import DataProto
 from rlhub.utils.balance import partition
 from rlhub.utils.counter_noise import streams, uniforms

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from rlhub.checkpoint.files import FileEntry
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.errors import DataError, WorkflowError
-from rlhub.models.vocabulary import Vocabulary, read_vocabulary
+from rlhub.models.tokenizer import Vocabulary, read_vocabulary
 from rlhub.protocol import DataProto
+from rlhub.rollout_service.executor.batches import episode_metrics, to_batch
+from rlhub.rollout_service.trajectory_files import TrajectoryReader
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.step import SampleSource
 from rlhub.utils.atomic import TEMPORARY_SUFFIX
 from rlhub.utils.timing import PhaseTimer
-from rlhub.workflows.batches import episode_metrics, to_batch
-from rlhub.workflows.trajectory_files import TrajectoryReader
 
 RECORDINGS = "batches"
 """Folder of the recorded batches in the run folder."""

@@ -18,9 +18,9 @@ from typing import Any
 
 from rlhub.data.prompts import PromptLoader
 from rlhub.protocol import DataProto
+from rlhub.rollout_service.executor.episode_groups import PromptItem
+from rlhub.rollout_service.executor.ledger import Phase
 from rlhub.utils.atomic import write_bytes
-from rlhub.workflows.groups import PromptItem
-from rlhub.workflows.ledger import Phase
 
 FILE = "prompts.jsonl"
 """In the run folder."""

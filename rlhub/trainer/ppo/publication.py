@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Protocol
 
+from rlhub.rollout_service.server import UpdateReport
 from rlhub.tracking.spans import RecordSpan, ignore_span
 from rlhub.utils.timing import PhaseTimer
-from rlhub.workers.rollout_server import UpdateReport
 
 PUBLICATION = "publication"
 """Lane of the publications in the report's timeline and the trace; each replica has one of its own for its pauses."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from rlhub.config.asynchronous import may_be_stale
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.rules.asynchronous import may_be_stale
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.registry import suggest
 
 NAMES_OF_THE_REWARD = ("seq_reward", "seq_final_reward", "reward", "score")

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.registry import suggest
 from rlhub.rewards import RewardManager, RewardResult
-from rlhub.rewards.failures import FAILED
+from rlhub.rewards.base import FAILED
+from rlhub.rollout_service.executor.batches import ADDED, add_rewards
 from rlhub.trainer.ppo.requirements import NAMES_OF_THE_REWARD, requirements
-from rlhub.trainer.ppo.validation import correctness
+from rlhub.trainer.ppo.validation_metrics import correctness
 from rlhub.utils.timing import PhaseTimer
-from rlhub.workflows.batches import ADDED, add_rewards
 
 COMPONENT = "reward/"
 """Prefix of the columns that hold the scorer's own numbers."""

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhub.checkpoint.files import FileEntry
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import DataProto
 from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.advantages import AdvantageEstimation
 from rlhub.trainer.ppo.correction import MismatchBound, correct_batch, measure_mismatch, mismatch_bound
-from rlhub.trainer.ppo.metrics import mean_metrics
+from rlhub.trainer.ppo.metrics import mean_metrics, timing_per_token
 from rlhub.trainer.ppo.mini_batches import arrange, number_samples, select_tokens
 from rlhub.trainer.ppo.requirements import Requirements, requirements
 from rlhub.trainer.ppo.scoring import Samples, Scorer, merge_scorings
@@ -117,8 +117,10 @@ class TrainingStep:
             passes.append(self.reference.compute_ref_log_prob.submit(model_inputs(batch)))
         if self.critic is not None:
             passes.append(self.critic.compute_values.submit(model_inputs(batch)))
-        for output in passes:
-            batch.union(output.get())
+        for sent in passes:
+            output = sent.get()
+            metrics |= mean_metrics(output.meta_info.pop("metrics", {}))
+            batch.union(output)
         if needs.old_log_probs:
             metrics |= measure_mismatch(batch)
             self.mismatch.check(metrics)
@@ -139,7 +141,7 @@ class TrainingStep:
             metrics |= mean_metrics(update.get().meta_info["metrics"])
         if not needs.old_log_probs:  # without a pass of its own the update has measured the mismatch
             self.mismatch.check(metrics)
-        return metrics
+        return metrics | timing_per_token(self.timers.so_far(), batch)
 
     def arrange(self, batch: DataProto, step: int) -> None:
         """Fixes the mini-batches, and deals the rows to the ranks so that each rank of actor and critic has its part of each."""

@@ -20,25 +20,25 @@ from typing import Any
 
 import torch
 
+from rlhub.agents.remote.host_set import HostSet
 from rlhub.checkpoint.files import FileEntry, write_file
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.errors import RewardError, WorkflowError
-from rlhub.models.vocabulary import Vocabulary
+from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import DataProto
+from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardOutcome
 from rlhub.rewards.naive import OUTCOMES
+from rlhub.rollout_service.executor.batches import episode_metrics, to_batch
+from rlhub.rollout_service.executor.episode_groups import Group
+from rlhub.rollout_service.executor.executor import WorkflowExecutor
 from rlhub.trainer.ppo.episode_scoring import OutcomeStore
 from rlhub.trainer.ppo.prompt_progress import LoaderPositions, PromptLog
 from rlhub.trainer.ppo.publication import Publisher
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.sync_source import STREAMED
-from rlhub.utils.columns import object_array
 from rlhub.utils.timing import PhaseTimer
-from rlhub.workers.host_set import HostSet
-from rlhub.workflows.batches import episode_metrics, to_batch
-from rlhub.workflows.executor import WorkflowExecutor
-from rlhub.workflows.groups import Group
 
 ROLLOUTS_FILE = "rollouts.json"
 """In a checkpoint's folder: prompts that have been drawn and have not ended."""

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from rlhub.checkpoint.files import FileEntry
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.rollout import RolloutConfig, ValSamplingConfig
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rollout import RolloutConfig, ValSamplingConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.errors import CheckpointError
 from rlhub.protocol import DataProto

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhub.checkpoint.files import FileEntry
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.tracking.tracker import Metrics
-from rlhub.trainer.ppo.beside import ValidationSchedule
 from rlhub.trainer.ppo.step import SampleSource, TrainingStep
 from rlhub.trainer.ppo.validation import ValidationReport
+from rlhub.trainer.ppo.validation_schedule import ValidationSchedule
 from rlhub.trainer.ppo.worker_groups import WorkerGroups
 from rlhub.trainer.run import Run
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhub.checkpoint.files import FileEntry
-from rlhub.config.placement import is_separate
-from rlhub.config.trainer import TrainerConfig
+from rlhub.config.rules.placement import is_separate
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.single_controller import WorkerGroup, wait_all
 
 ACTOR_ROLE, ROLLOUT_ROLE, REFERENCE_ROLE, CRITIC_ROLE = "actor", "rollout", "reference", "critic"

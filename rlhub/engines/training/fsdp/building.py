@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.training.fsdp.heads import PolicyModule, ScalarModule
 from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, num_bytes, shard_model, sharded_params
 from rlhub.models.hf import SCALAR_HEAD, ModelKind, build_model

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.training import FSDPConfig, OptimConfig
+from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.fsdp.building import BuildPlan, build_sharded
 from rlhub.engines.training.fsdp.optimizer import ShardedAdamW
@@ -24,8 +23,8 @@ from rlhub.engines.training.packing import ModelInputs, model_inputs, row_inputs
 from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
 from rlhub.models.lora import lora_names, saved_config, saved_names, set_adapters
+from rlhub.protocol.weights.pieces import Piece
 from rlhub.utils.freed_memory import keep_freed_memory
-from rlhub.utils.pieces import Piece
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhub.config.training import OptimConfig
+from rlhub.config.sections.training import OptimConfig
 from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam
 from rlhub.engines.training.host_tensors import HOST, HostTensors
 from rlhub.engines.training.learning_rate import check_schedule, learning_rate

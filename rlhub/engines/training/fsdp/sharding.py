@@ -16,13 +16,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rlhub.config.training import FSDPConfig
+from rlhub.config.sections.training import FSDPConfig
 from rlhub.errors import ConfigError
 from rlhub.models.experts import unfused
 from rlhub.models.hf import transformer_layers
 from rlhub.models.lora import named_parameters
-from rlhub.utils.pieces import Piece
-from rlhub.utils.regions import whole
+from rlhub.protocol.weights.pieces import Piece
+from rlhub.protocol.weights.regions import whole
 
 WHOLE_MODEL_BYTES = 64 << 20
 """Models up to this size are gathered at once: many small collectives cost more than they save."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from rlhub.engines.training.fsdp.optimizer import MOMENTS, ShardedAdamW
 from rlhub.engines.training.fsdp.sharding import ShardedParam
 from rlhub.models.experts import unfused
-from rlhub.utils.pieces import Piece
-from rlhub.utils.regions import whole
+from rlhub.protocol.weights.pieces import Piece
+from rlhub.protocol.weights.regions import whole
 
 
 def live_pieces(params: Iterable[ShardedParam], optimizer: ShardedAdamW | None) -> Iterator[Piece]:

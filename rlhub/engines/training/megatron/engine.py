@@ -18,8 +18,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor, nn
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.training import MegatronConfig, OptimConfig
+from rlhub.config.sections.training import MegatronConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.kinds import check_outputs, columns_read
 from rlhub.engines.training.megatron.heads import own_outputs, policy_outputs, scalar_output
@@ -33,11 +32,12 @@ from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_units, even
 from rlhub.engines.training.packing import model_inputs, row_inputs
 from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
-from rlhub.models.megatron.build import MegatronLM, MegatronPlan, build_megatron
+from rlhub.models.megatron.build import MegatronPlan, build_megatron
+from rlhub.models.megatron.model import MegatronLM
 from rlhub.models.megatron.names import ParamParts, parts
+from rlhub.protocol.weights.pieces import Piece
+from rlhub.protocol.weights.regions import take
 from rlhub.utils.freed_memory import keep_freed_memory
-from rlhub.utils.pieces import Piece
-from rlhub.utils.regions import take
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -21,7 +21,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch import Tensor, nn
 
-from rlhub.config.training import OptimConfig
+from rlhub.config.sections.training import OptimConfig
 from rlhub.engines.training.host_tensors import HOST, HostTensors
 from rlhub.engines.training.learning_rate import check_schedule, learning_rate
 

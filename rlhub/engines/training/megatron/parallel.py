@@ -15,7 +15,7 @@ from rlhub.models.megatron import compat  # before megatron, which it imports qu
 # isort: split
 from megatron.core import parallel_state
 
-from rlhub.config.training import MegatronConfig
+from rlhub.config.sections.training import MegatronConfig
 from rlhub.errors import ConfigError
 from rlhub.models.megatron.checks import num_virtual_stages
 

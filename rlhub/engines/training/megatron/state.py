@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from rlhub.engines.training.megatron.optimizer import MOMENTS, Slot
 from rlhub.models.megatron.names import ParamParts
-from rlhub.utils.pieces import Piece
-from rlhub.utils.regions import Region, flat_regions, intersection, moved, relative, sizes, whole
+from rlhub.protocol.weights.pieces import Piece
+from rlhub.protocol.weights.regions import Region, flat_regions, intersection, moved, relative, sizes, whole
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhub.errors import EngineError
-from rlhub.utils.pieces import Piece, PieceInfo
-from rlhub.utils.regions import Region, intersection, num_elements, relative, remainder, sizes, take, whole
+from rlhub.protocol.weights.pieces import Piece, PieceInfo
+from rlhub.protocol.weights.regions import Region, intersection, num_elements, relative, remainder, sizes, take, whole
 
 MESSAGE_BYTES = 8 << 20
 """Boxes of a tensor larger than a bucket that do not lie in one stretch are sent in messages of this size."""

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlhub.config.training import OptimConfig
+from rlhub.config.sections.training import OptimConfig
 from rlhub.engines.training.learning_rate import learning_rate
 
 

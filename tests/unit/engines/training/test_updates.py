@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhub.config.actor import ActorConfig, PolicyLossConfig
-from rlhub.config.critic import CriticConfig
+from rlhub.config.sections.actor import ActorConfig, PolicyLossConfig
+from rlhub.config.sections.ppo import CriticConfig
 from rlhub.engines.training import updates
 from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.updates import PolicyUpdater, ValueUpdater, sft_loss, take_steps
 from rlhub.errors import ConfigError, RegistryError
-from rlhub.utils.pieces import Piece
+from rlhub.protocol.weights.pieces import Piece
 from tests.unit.algorithms import references
 
 VOCABULARY, PROMPT, RESPONSE, ROWS = 7, 2, 4, 6

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from rlhub.algorithms.registry import POLICY_LOSSES
-from rlhub.config.derive import derive
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.rollout import RemoteConfig
-from rlhub.config.rollout_correction import RolloutCorrectionConfig
+from rlhub.config.rules.derive import derive
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rollout import RemoteConfig
+from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.errors import PolicyMismatchError
 from rlhub.protocol import DataProto
 from rlhub.registry import Row
-from rlhub.trainer import preflight
 from rlhub.trainer.ppo.correction import (
     MismatchBound,
     add_staleness,
@@ -26,6 +25,7 @@ from rlhub.trainer.ppo.correction import (
 )
 from rlhub.trainer.ppo.requirements import requirements
 from rlhub.trainer.ppo.step import policy_inputs
+from rlhub.trainer.preflight import checks as preflight
 from tests.unit.trainer.ppo.test_step import LENGTHS, learn
 from tests.unit.trainer.ppo.test_step import config_of as step_config
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from rlhub.agents.trajectory import Trajectory
 from rlhub.protocol import DataProto
+from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardFailure, RewardOutcome, RewardRequest
 from rlhub.rewards.base import ManagerParts
 from rlhub.rewards.naive import OUTCOMES, NaiveManager
+from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.trainer.ppo.episode_scoring import EpisodeScorer, OutcomeStore
-from rlhub.utils.columns import object_array
-from rlhub.workflows.groups import Group, PromptItem
-from rlhub.workflows.trajectory import Trajectory
 
 
 class Pool:

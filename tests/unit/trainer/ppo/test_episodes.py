@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from rlhub.config.rollout import RolloutConfig
+from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.workflows.base import EpisodeData
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.naive import OUTCOMES
 from rlhub.trainer.ppo.episodes import EpisodeSamples
-from rlhub.utils.outcomes import Reject
-from rlhub.utils.task_runner import AsyncTaskRunner
-from rlhub.workflows.base import EpisodeData
-from rlhub.workflows.trajectory import Trajectory
+from rlhub.utils.aio.results import Reject
+from rlhub.utils.aio.task_runner import AsyncTaskRunner
 
 
 class Scored:

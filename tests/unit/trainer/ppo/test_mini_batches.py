@@ -12,7 +12,7 @@ from rlhub.algorithms.aggregation import Denominators, aggregate
 from rlhub.algorithms.inputs import PolicyLossInputs
 from rlhub.algorithms.masked import masked
 from rlhub.algorithms.registry import POLICY_LOSSES
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import DataProto
 from rlhub.trainer.ppo.mini_batches import (
     arrange,

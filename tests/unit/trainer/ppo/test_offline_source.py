@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from rlhub.config.ppo import PPOConfig
+from rlhub.agents.trajectory import Trajectory
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import WorkflowError
-from rlhub.models.vocabulary import Vocabulary
+from rlhub.models.tokenizer import Vocabulary
+from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
+from rlhub.rollout_service.trajectory_files import TrajectoryReader, TrajectoryWriter
 from rlhub.trainer.ppo.offline_source import CollectedSource
 from rlhub.utils.timing import PhaseTimer
-from rlhub.workflows.groups import Group, PromptItem
-from rlhub.workflows.trajectory import Trajectory
-from rlhub.workflows.trajectory_files import TrajectoryReader, TrajectoryWriter
 
 
 def group(ordinal: int) -> Group:

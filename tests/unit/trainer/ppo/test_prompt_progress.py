@@ -10,8 +10,8 @@ import torch
 
 from rlhub.data.order import ResumableLoader
 from rlhub.protocol import DataProto
+from rlhub.rollout_service.executor.ledger import Phase
 from rlhub.trainer.ppo.prompt_progress import LoaderPositions, PromptLog
-from rlhub.workflows.ledger import Phase
 
 
 class Numbers:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from rlhub.rollout_service.server import UpdateReport
 from rlhub.tracking.spans import SpanLog
 from rlhub.trainer.ppo import publication as publication_module
 from rlhub.trainer.ppo.publication import Publisher
-from rlhub.utils.loop_thread import LoopThread
+from rlhub.utils.aio.loop_thread import LoopThread
 from rlhub.utils.timing import PhaseTimer
-from rlhub.workers.rollout_server import UpdateReport
 
 
 class Service:

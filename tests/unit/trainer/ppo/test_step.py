@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rlhub.algorithms.kl_control import AdaptiveKLController, FixedKLController
 from rlhub.algorithms.masked import masked
-from rlhub.config.algorithm import KLControlConfig
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.algorithm import KLControlConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError, RegistryError, RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import RewardResult
@@ -108,7 +108,10 @@ class FakeGroup:
 
 
 def log_probs_of(group: FakeGroup, batch: DataProto) -> DataProto:
-    return DataProto.from_dict(tensors={"old_log_probs": token_value(group._note("compute_log_prob", batch), -0.1)})
+    return DataProto.from_dict(
+        tensors={"old_log_probs": token_value(group._note("compute_log_prob", batch), -0.1)},
+        meta_info={"metrics": {"perf/tflops/actor_infer": [1.0, 3.0]}},
+    )
 
 
 def token_value(columns: dict[str, Tensor], factor: float) -> Tensor:
@@ -308,6 +311,12 @@ def test_each_generation_is_scored_once_and_only_the_last_is_trained() -> None:
     assert [call.name for call in calls] == ["publish", *["sample", "reward"] * 3, "actor.update_actor"]
     assert metrics["reward/num_failed"] == 3.0 and metrics["sampling/of_the_source"] == 1.0
     assert ["advantages" in batch.batch.keys() for batch in batches] == [False, False, True]
+
+
+def test_metrics_of_a_pass_are_the_steps_and_stay_out_of_the_batch() -> None:
+    run = learn(config_of(mini=1))
+    assert run.metrics["perf/tflops/actor_infer"] == 2.0 and "metrics" not in run.batch.meta_info
+    assert "perf/tflops/actor_infer" not in learn(config_of()).metrics
 
 
 def test_while_the_critic_warms_up_the_policy_stays() -> None:

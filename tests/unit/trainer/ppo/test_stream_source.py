@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import RewardError
-from rlhub.models.vocabulary import Vocabulary
+from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardOutcome
+from rlhub.rollout_service.executor.episode_groups import Group
+from rlhub.rollout_service.executor.ledger import PromptLedger
+from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.trainer.ppo.episode_scoring import OutcomeStore
 from rlhub.trainer.ppo.prompt_progress import PromptLog
 from rlhub.trainer.ppo.stream_source import StreamSource, complete_rewards
 from rlhub.utils.timing import PhaseTimer
-from rlhub.workflows.groups import Group
-from rlhub.workflows.ledger import PromptLedger
-from rlhub.workflows.staleness import StalenessManager
 from tests.support.episodes import Immediate, Policy, executing, parts
 from tests.unit.trainer.ppo.test_episode_scoring import group
 from tests.unit.trainer.ppo.test_prompt_progress import loader

@@ -8,8 +8,8 @@ import torch
 from rlhub.engines.training.megatron.residence import HostCopies
 from rlhub.engines.training.megatron.weights import plan_buckets, plan_stream
 from rlhub.errors import EngineError
-from rlhub.utils.pieces import PieceInfo
-from rlhub.utils.regions import Region, num_elements, whole
+from rlhub.protocol.weights.pieces import PieceInfo
+from rlhub.protocol.weights.regions import Region, num_elements, whole
 
 
 def info(name: str, shape: tuple[int, ...], region: Region | None = None) -> PieceInfo:
