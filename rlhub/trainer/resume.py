@@ -21,9 +21,9 @@ from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import FSDPConfig, MegatronConfig, Section
 from rlhub.errors import ConfigError
 from rlhub.models.shape import ModelShape, read_model_shape
-from rlhub.trainer.ppo.groups import ACTOR_ROLE, CRITIC_ROLE
 from rlhub.trainer.ppo.requirements import requirements
-from rlhub.trainer.ppo.sampling import PROMPTS_IN_WORK, STREAMED
+from rlhub.trainer.ppo.sync_source import PROMPTS_IN_WORK, STREAMED
+from rlhub.trainer.ppo.worker_groups import ACTOR_ROLE, CRITIC_ROLE
 from rlhub.workers.base import HF_FOLDER
 
 TrainingConfig = PPOConfig | SFTConfig | DPOConfig | RMConfig

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from rlhub.tracking.spans import RecordSpan, ignore_span
-from rlhub.trainer.ppo.episode_samples import EpisodeSamples
+from rlhub.trainer.ppo.episodes import EpisodeSamples
 from rlhub.trainer.ppo.validation import ValidationReport, Validator
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +19,12 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError, RegistryError, RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import RewardResult
-from rlhub.trainer.ppo import columns as columns_module
-from rlhub.trainer.ppo import learner as learner_module
-from rlhub.trainer.ppo.learner import Learner, build_kl_controller, own_group_when_invalid
+from rlhub.trainer.ppo import advantages as advantages_module
+from rlhub.trainer.ppo import step as step_module
+from rlhub.trainer.ppo.advantages import build_kl_controller, own_group_when_invalid
 from rlhub.trainer.ppo.requirements import num_mini_batches
+from rlhub.trainer.ppo.scoring import Samples, build_scorer
+from rlhub.trainer.ppo.step import TrainingStep
 from rlhub.utils.timing import PhaseTimer
 from tests.unit.algorithms import references
 
@@ -184,8 +186,33 @@ def config_of(
 
 
 @dataclass
+class FakeSource:
+    """A schedule that gives one batch after the other, and notes the calls between those of the workers.
+
+    spoilt: generations of a step after which it asks for another one.
+    """
+
+    calls: list[Call]
+    batches: Iterator[DataProto]
+    spoilt: int = 0
+    policy_version: int = 0
+    metrics: dict[str, float] = field(default_factory=lambda: {"sampling/of_the_source": 1.0})
+
+    def publish(self) -> None:
+        self.calls.append(Call("publish", {}, set(), {}))
+
+    def sample(self, prompts: Iterator[DataProto], step: int) -> Samples:
+        self.calls.append(Call("sample", {}, set(), {}))
+        return Samples(batch=next(self.batches))
+
+    def select(self, samples: Samples) -> DataProto | None:
+        self.spoilt -= 1
+        return samples.batch if self.spoilt < 0 else None
+
+
+@dataclass
 class Run:
-    learner: Learner
+    train_step: TrainingStep
     calls: list[Call]
     batch: DataProto
     metrics: dict[str, float]
@@ -202,16 +229,32 @@ def learn(config: PPOConfig, *, step: int = 1, dp_size: int = 1, invalid: set[in
     calls: list[Call] = []
     actor = FakeGroup("actor", calls, dp_size)
     critic = FakeGroup("critic", calls) if config.algorithm.adv_estimator == "gae" else None
-    learner = Learner(
+    batch = rollout_batch(config.actor_rollout_ref.rollout.n)
+    train_step = step_of(config, calls, actor, critic, [batch], invalid)
+    return Run(train_step, calls, batch, train_step(step, iter(())))
+
+
+def step_of(
+    config: PPOConfig,
+    calls: list[Call],
+    actor: FakeGroup,
+    critic: FakeGroup | None,
+    batches: Iterable[DataProto],
+    invalid: set[int] | None = None,
+    *,
+    spoilt: int = 0,
+) -> TrainingStep:
+    """The step over fakes, which trains on the last of these batches after that many spoilt ones."""
+    timers = PhaseTimer()
+    return TrainingStep(
         config=config,
+        source=FakeSource(calls, iter(batches), spoilt),  # type: ignore[arg-type]
+        score=build_scorer(config, FakeReward(calls, SCORES, invalid or set()), timers),
         actor=actor,  # type: ignore[arg-type]
         reference=actor,  # type: ignore[arg-type]
         critic=critic,  # type: ignore[arg-type]
-        reward=FakeReward(calls, SCORES, invalid or set()),
-        timers=PhaseTimer(),
+        timers=timers,
     )
-    batch = rollout_batch(config.actor_rollout_ref.rollout.n)
-    return Run(learner, calls, batch, learner.learn(batch, step))
 
 
 # Order of the calls
@@ -220,9 +263,9 @@ def learn(config: PPOConfig, *, step: int = 1, dp_size: int = 1, invalid: set[in
 def test_calls_that_do_not_need_each_other_are_sent_before_one_is_waited_for() -> None:
     """On separate pools they then run at the same time.  waited: (call, number of calls sent until then)."""
     run = learn(config_of("gae", mini=1, kl_loss=True))
-    actor, critic = run.learner.actor, run.learner.critic
+    actor, critic = run.train_step.actor, run.train_step.critic
     assert isinstance(actor, FakeGroup) and isinstance(critic, FakeGroup)
-    num_passes, num_all = 4, 6  # with the reward
+    num_passes, num_all = 6, 8  # with publication, sampling and the reward
     assert actor.waited == [
         ("actor.compute_log_prob", num_passes),
         ("actor.compute_ref_log_prob", num_passes),
@@ -231,19 +274,22 @@ def test_calls_that_do_not_need_each_other_are_sent_before_one_is_waited_for() -
     assert critic.waited == [("critic.compute_values", num_passes), ("critic.update_critic", num_all)]
 
 
+START = ("publish", "sample", "reward")
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, ["reward", "actor.update_actor"]),
-        ({"mini": 2}, ["reward", "actor.compute_log_prob", "actor.update_actor"]),
-        ({"kl_loss": True}, ["reward", "actor.compute_ref_log_prob", "actor.update_actor"]),
-        ({"kl_reward": True}, ["reward", "actor.compute_log_prob", "actor.compute_ref_log_prob", "actor.update_actor"]),
-        ({"estimator": "rloo"}, ["reward", "actor.update_actor"]),
-        ({"estimator": "gae"}, ["reward", "critic.compute_values", "critic.update_critic", "actor.update_actor"]),
+        ({}, [*START, "actor.update_actor"]),
+        ({"mini": 2}, [*START, "actor.compute_log_prob", "actor.update_actor"]),
+        ({"kl_loss": True}, [*START, "actor.compute_ref_log_prob", "actor.update_actor"]),
+        ({"kl_reward": True}, [*START, "actor.compute_log_prob", "actor.compute_ref_log_prob", "actor.update_actor"]),
+        ({"estimator": "rloo"}, [*START, "actor.update_actor"]),
+        ({"estimator": "gae"}, [*START, "critic.compute_values", "critic.update_critic", "actor.update_actor"]),
         (
             {"estimator": "gae", "mini": 1, "kl_loss": True},
             [
-                "reward",
+                *START,
                 "actor.compute_log_prob",
                 "actor.compute_ref_log_prob",
                 "critic.compute_values",
@@ -255,6 +301,16 @@ def test_calls_that_do_not_need_each_other_are_sent_before_one_is_waited_for() -
 )
 def test_only_the_passes_that_are_needed_in_the_papers_order(settings: dict[str, Any], expected: list[str]) -> None:
     assert learn(config_of(**settings)).names() == expected
+
+
+def test_each_generation_is_scored_once_and_only_the_last_is_trained() -> None:
+    """What dynamic sampling asks of the step: sample and score again until the source has its batch."""
+    calls: list[Call] = []
+    batches = [rollout_batch() for _ in range(3)]
+    metrics = step_of(config_of(), calls, FakeGroup("actor", calls), None, batches, {6}, spoilt=2)(1, iter(()))
+    assert [call.name for call in calls] == ["publish", *["sample", "reward"] * 3, "actor.update_actor"]
+    assert metrics["reward/num_failed"] == 3.0 and metrics["sampling/of_the_source"] == 1.0
+    assert ["advantages" in batch.batch.keys() for batch in batches] == [False, False, True]
 
 
 def test_metrics_of_a_pass_are_the_steps_and_stay_out_of_the_batch() -> None:
@@ -278,10 +334,10 @@ def check_sent(run: Run, policy: set[str]) -> None:
         "actor.update_actor": MODEL | {"mini_batch", "advantages"} | policy,
         "critic.update_critic": MODEL | {"mini_batch", "values", "returns"},
     }
-    for call in run.calls[1:]:
+    for call in run.calls[len(START) :]:
         assert set(call.columns) == expected.get(call.name, MODEL), call.name
         updates = call.name in expected
-        assert call.meta == ({"num_mini_batches": num_mini_batches(run.learner.config)} if updates else {})
+        assert call.meta == ({"num_mini_batches": num_mini_batches(run.train_step.config)} if updates else {})
         assert not call.arrays
 
 
@@ -303,7 +359,7 @@ def test_sending_the_whole_batch_is_caught(settings: dict[str, Any], policy: set
     def whole(batch: DataProto, names: tuple[str, ...], **meta: object) -> DataProto:
         return batch.select(meta_info_keys=[])
 
-    monkeypatch.setattr(columns_module, "view", whole)
+    monkeypatch.setattr(step_module, "view", whole)
     with pytest.raises(AssertionError):
         check_sent(learn(config_of(**settings)), policy)
 
@@ -333,7 +389,7 @@ def grpo_by_row(scores: dict[int, float], uid: list[int]) -> dict[int, float]:
 
 def check_advantages(run: Run, invalid: set[int]) -> None:
     """Valid rows as if the invalid ones had never been drawn, invalid ones without advantage."""
-    uid = rollout_batch(run.learner.config.actor_rollout_ref.rollout.n).batch["uid"].tolist()
+    uid = rollout_batch(run.train_step.config.actor_rollout_ref.rollout.n).batch["uid"].tolist()
     expected = grpo_by_row({row: SCORES[row] for row in range(ROWS) if row not in invalid}, uid)
     got = run.sent("actor.update_actor").columns["advantages"]
     for row in range(ROWS):
@@ -354,7 +410,7 @@ def test_rows_without_a_valid_reward_move_nobodys_baseline_and_do_not_train() ->
 
 
 def test_leaving_invalid_rows_in_their_group_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_module, "own_group_when_invalid", lambda uid, valid: uid)
+    monkeypatch.setattr(advantages_module, "own_group_when_invalid", lambda uid, valid: uid)
     with pytest.raises(AssertionError):
         check_advantages(learn(config_of(samples=4), invalid={1, 6}), {1, 6})
 
@@ -460,15 +516,6 @@ def test_rewards_are_whitened_after_the_kl_over_the_tokens_that_train(whitened: 
     assert not torch.allclose(got, plain) or not whitened
 
 
-def test_a_batch_that_is_scored_is_not_scored_again() -> None:
-    run = learn(config_of())
-    batch = rollout_batch()
-    run.learner.scorer(batch)
-    before = run.names().count("reward")
-    metrics = run.learner.learn(batch, 2)
-    assert run.names().count("reward") == before == 2 and "reward/num_failed" not in metrics
-
-
 def test_without_it_rewards_are_the_scores_and_no_coefficient_is_told() -> None:
     run = learn(config_of(kl_loss=True))
     assert torch.equal(run.batch.batch["token_level_rewards"], run.batch.batch["token_level_scores"])
@@ -480,7 +527,7 @@ def test_an_adaptive_coefficient_moves_once_a_step_by_the_number_of_samples() ->
     config.algorithm.kl_ctrl = KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=100)
     run = learn(config)
     assert run.metrics["actor/reward_kl_penalty"] > 0.12  # far above the target: the error is clipped
-    assert run.learner.kl_controller.value == pytest.approx(0.5 * (1 + 0.2 * ROWS / 100))
+    assert run.train_step.compute_advantages.kl_controller.value == pytest.approx(0.5 * (1 + 0.2 * ROWS / 100))
     assert run.metrics["actor/reward_kl_penalty_coeff"] == 0.5  # the one that was used
 
 
@@ -507,13 +554,7 @@ def test_metrics_come_from_the_reward_the_batch_the_estimator_and_both_updates()
     assert run.metrics["critic/score/mean"] == pytest.approx(references.mean(SCORES))
     assert run.metrics["response_length/clip_ratio"] == 1 / ROWS
     assert learn(config_of()).metrics["groups/all_equal"] == 0.25
-    assert {"timing_s/reward", "timing_s/advantages"} <= set(run.learner.timers.drain())
-
-
-def test_metrics_of_a_step_are_not_carried_into_the_next() -> None:
-    run = learn(config_of())
-    run.learner.metrics["stale"] = 1.0
-    assert "stale" not in run.learner.learn(rollout_batch(), 2)
+    assert {"timing_s/reward", "timing_s/advantages"} <= set(run.train_step.timers.drain())
 
 
 def test_the_estimators_knobs_come_from_the_settings() -> None:

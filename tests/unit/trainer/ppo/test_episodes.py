@@ -14,7 +14,7 @@ from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.naive import OUTCOMES
-from rlhub.trainer.ppo.episode_samples import EpisodeSamples
+from rlhub.trainer.ppo.episodes import EpisodeSamples
 from rlhub.utils.aio.results import Reject
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 

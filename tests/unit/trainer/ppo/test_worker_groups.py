@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from rlhub.trainer.ppo.build import worker_roles
-from rlhub.trainer.ppo.groups import groups_of
-from rlhub.trainer.ppo.rollouts import Generator
+from rlhub.trainer.ppo.worker_groups import groups_of
 from tests.unit.config.test_derive_and_checks import good
 
 
@@ -95,10 +94,7 @@ def test_both_sides_of_a_transfer_are_asked_before_one_is_waited_for() -> None:
     assert (groups.rollout, groups.reference, groups.critic) == (launched["rollout"], launched["reference"], None)
     assert calls[:2] == ["actor.join_transfer('meeting of 2',)", "rollout.join_transfer('meeting of 2',)"]
     calls.clear()
-    generator = Generator(groups.rollout, groups.weights, good().actor_rollout_ref.rollout)
-    generator.policy_version = 5
-    generator.publish()
-    generator.publish()
+    groups.weights.sync(5)
     assert calls == [
         "actor.sync_weights(5,)", "rollout.sync_weights(5,)", "got actor.sync_weights", "got rollout.sync_weights"
     ]  # fmt: skip

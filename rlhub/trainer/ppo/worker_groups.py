@@ -19,7 +19,7 @@ COLOCATED_ROLE = "actor_rollout_ref"
 
 
 def actor_role(config: TrainerConfig) -> str:
-    """What the actor's processes are called: whether the rollout engine is in them too."""
+    """Returns what the actor's processes are called, which says whether the rollout engine is in them too."""
     return ACTOR_ROLE if is_separate(config, ROLLOUT_ROLE) else COLOCATED_ROLE
 
 
@@ -27,7 +27,7 @@ def actor_role(config: TrainerConfig) -> str:
 class WeightSync:
     """Publishes the actor's weights to the rollout engines.
 
-    groups: all that take part.  They are asked at the same time, because their ranks wait for each other.
+    groups: all that take part.  They are called at the same time, because their ranks wait for each other.
     """
 
     groups: Sequence[WorkerGroup]
@@ -38,8 +38,8 @@ class WeightSync:
 
 
 @dataclass(slots=True, kw_only=True)
-class Groups:
-    """reference: the actor's group where it has no pool of its own.  critic: None where no values are predicted."""
+class WorkerGroups:
+    """The group of each role.  reference: the actor's where it has no pool of its own.  critic: None where none is trained."""
 
     actor: WorkerGroup
     rollout: WorkerGroup
@@ -49,24 +49,24 @@ class Groups:
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
-        """What a checkpoint holds, by its folder."""
+        """The groups whose state a checkpoint holds, by its folder."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
     def save(self, folder: Path) -> list[FileEntry]:
-        """Every rank of every model that is trained writes its part below `folder`."""
+        """Every rank of every model that is trained writes its part below `folder`; returns what was written."""
         saved = wait_all(group.save_checkpoint.submit(str(folder / name)) for name, group in self.trained.items())
         return [entry for ranks in saved for entries in ranks for entry in entries]
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`, whatever the placement and the number of ranks then."""
+        """Reads what `save` wrote, whatever the placement and the number of ranks were then."""
         wait_all(group.load_checkpoint.submit(str(folder / name)) for name, group in self.trained.items())
 
 
-def groups_of(launched: Mapping[str, WorkerGroup]) -> Groups:
-    """Sort out what was launched, and connect the actor to a rollout in processes of its own."""
+def groups_of(launched: Mapping[str, WorkerGroup]) -> WorkerGroups:
+    """Returns what was launched by role, with the actor connected to a rollout in processes of its own."""
     actor = launched[COLOCATED_ROLE] if COLOCATED_ROLE in launched else launched[ACTOR_ROLE]
     rollout = launched.get(ROLLOUT_ROLE, actor)
-    return Groups(
+    return WorkerGroups(
         actor=actor,
         rollout=rollout,
         reference=launched.get(REFERENCE_ROLE, actor),
@@ -76,7 +76,8 @@ def groups_of(launched: Mapping[str, WorkerGroup]) -> Groups:
 
 
 def connect(actor: WorkerGroup, rollout: WorkerGroup) -> WeightSync:
-    """Let the ranks of both groups meet, at an address that the actor's first rank opens, and agree on who sends what."""
+    """Returns the way of the weights between two groups, whose ranks meet at an address that the actor's first rank opens and
+    agree on who sends what."""
     meeting = actor.open_transfer(rollout.world_size)
     wait_all(group.join_transfer.submit(meeting) for group in (actor, rollout))
     return WeightSync(groups=[actor, rollout])

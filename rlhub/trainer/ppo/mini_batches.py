@@ -1,27 +1,37 @@
-"""Which rows make which optimizer step, and which rank holds them.
+"""Mini-batches: which rows make which optimizer step, which rank holds them, and which of their tokens the loss chose.
 
 Mini-batches are fixed by the order in which prompts were drawn (or a shuffle seeded by the step), never by the number of
 ranks.  Within each mini-batch rows are dealt to the ranks by length, so that every rank has about the same number of tokens.
 Workers receive contiguous parts, so the batch is reordered until each rank's part is contiguous.
+
+Some policy losses choose tokens from a whole mini-batch, before it is cut over ranks and micro-batches.  That choice is a
+function of the run's seed, the step and the samples alone: rows are put in the order in which the samples were drawn, and each
+token's random key belongs to its sample and position.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rlhub.algorithms.inputs import SelectionInputs
+from rlhub.algorithms.knobs import knobs_for
+from rlhub.algorithms.registry import POLICY_LOSSES
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import DataProto
 from rlhub.utils.balance import partition
+from rlhub.utils.counter_noise import streams, uniforms
 
 
 def part_sizes(num_rows: int, num_parts: int) -> list[int]:
-    """Sizes of `DataProto.chunk`: they differ by at most one, larger ones first."""
+    """Returns the sizes of `DataProto.chunk`: they differ by at most one, larger ones first."""
     base, more = divmod(num_rows, num_parts)
     return [base + (part < more) for part in range(num_parts)]
 
 
 def mini_batch_ids(num_rows: int, rows_per_mini_batch: int, shuffle_seed: int | None) -> Tensor:
-    """(rows,) int64: the optimizer step each row belongs to."""
+    """Returns the optimizer step that each row belongs to, (rows,) int64."""
     ids = torch.arange(num_rows) // rows_per_mini_batch
     if shuffle_seed is None:
         return ids
@@ -29,7 +39,7 @@ def mini_batch_ids(num_rows: int, rows_per_mini_batch: int, shuffle_seed: int | 
 
 
 def capacities_of(mini_batch_sizes: list[int], num_ranks: int) -> list[list[int]]:
-    """Rows of each mini-batch on each rank: as even as possible, and summing over mini-batches to `part_sizes`."""
+    """Returns the rows of each mini-batch on each rank: as even as possible, and summing over mini-batches to `part_sizes`."""
     targets = part_sizes(sum(mini_batch_sizes), num_ranks)
     plan = []
     for size in mini_batch_sizes:
@@ -53,7 +63,7 @@ def arrange(
     shuffle_seed: int | None = None,
     critic_rows_per_mini_batch: int | None = None,
 ) -> DataProto:
-    """Reorder `batch` in place so that part r of `chunk(num_ranks)` is what rank r should hold; adds column `mini_batch`
+    """Reorders `batch` in place so that part r of `chunk(num_ranks)` is what rank r should hold; adds column `mini_batch`
     and, where its size is given, `critic_mini_batch`.
 
     batch: needs `attention_mask` (rows, prompt + response).  Returns the same batch.
@@ -77,3 +87,38 @@ def arrange(
     order = torch.tensor([row for part in parts for row in part])
     batch.reorder(order)
     return batch
+
+
+def number_samples(batch: DataProto) -> None:
+    """Adds `sample_index` (rows,) int64, the samples' numbers as they were drawn: before rows are dealt to the ranks."""
+    batch.batch["sample_index"] = torch.arange(len(batch))
+
+
+def select_tokens(batch: DataProto, config: PPOConfig, step: int) -> Tensor:
+    """Returns (rows, response), 1 on the tokens that the loss chose in each mini-batch; in the order of the batch's rows.
+
+    batch: needs sample_index, mini_batch, old_log_probs, advantages and response_mask as the update will read it.
+    """
+    actor, columns = config.actor_rollout_ref.actor, batch.batch
+    name = actor.policy_loss.loss_mode
+    select = POLICY_LOSSES.companion(name, "select")
+    assert select is not None, f"{name} selects no tokens"
+    kwargs, where = actor.policy_loss.kwargs, "actor_rollout_ref.actor.policy_loss.kwargs"
+    knobs = knobs_for(POLICY_LOSSES.knobs_class(name), actor, kwargs, where=where)
+    selected = torch.zeros(columns["response_mask"].shape, dtype=torch.uint8)
+    for mini_batch in columns["mini_batch"].unique():
+        rows = (columns["mini_batch"] == mini_batch).nonzero().squeeze(1)
+        rows = rows[columns["sample_index"][rows].argsort()]
+        inputs = SelectionInputs(
+            old_log_probs=columns["old_log_probs"][rows],
+            advantages=columns["advantages"][rows],
+            response_mask=columns["response_mask"][rows],
+            keys=token_keys(config.trainer.seed, step, columns["sample_index"][rows].numpy(), selected.shape[1]),
+        )
+        selected[rows] = select(inputs, knobs).to(torch.uint8)
+    return selected
+
+
+def token_keys(seed: int, step: int, samples: np.ndarray, width: int) -> Tensor:
+    """Returns (rows, width) float64 uniforms in [0, 1), a pure function of (seed, step, sample, position)."""
+    return torch.from_numpy(uniforms(streams(seed, step, samples), width))

@@ -1,9 +1,11 @@
-"""Dynamic sampling and the greedy baseline, with a generator and a reward that follow a script."""
+"""Whole batches in turns with training, dynamic sampling and the greedy baseline: generator and reward follow a script."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,11 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import RewardResult
-from rlhub.trainer.ppo import sampling as sampling_module
-from rlhub.trainer.ppo.sampling import Sampler, groups_with_signal, join
-from rlhub.trainer.ppo.scoring import SIGNAL, build_scorer
+from rlhub.trainer.ppo import dynamic_sampling as dynamic_sampling_module
+from rlhub.trainer.ppo import sync_source as sync_source_module
+from rlhub.trainer.ppo.dynamic_sampling import groups_with_signal, join
+from rlhub.trainer.ppo.scoring import SIGNAL, Scorer, build_scorer, merge_scorings
+from rlhub.trainer.ppo.sync_source import SyncSource
 from rlhub.utils.timing import PhaseTimer
 
 N, WANTED = 2, 3
@@ -28,6 +32,13 @@ def prompts_of(number: int) -> DataProto:
     """The `number`-th batch of prompts: ordinals go on, tokens say which prompt they are of."""
     ordinals = torch.arange(number * WANTED, (number + 1) * WANTED)
     return DataProto.from_dict(tensors={"ordinal": ordinals}, non_tensors={"raw_prompt": [f"p{i}" for i in ordinals.tolist()]})
+
+
+class FakeLoader:
+    def state(self) -> dict[str, Any]:
+        return {"consumed": 0}
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 class FakeGenerator:
@@ -97,8 +108,42 @@ def config_of(*, enable: bool = True, metric: str = "seq_reward", bound: int = 5
     return config
 
 
+@dataclass
+class FakeWeights:
+    """The versions that the rollout engines got."""
+
+    synced: list[int] = field(default_factory=list)
+
+    def sync(self, version: int) -> None:
+        self.synced.append(version)
+
+
+@dataclass
+class Sampler:
+    """Sampling and scoring as the training step goes through them."""
+
+    source: SyncSource
+    score: Scorer
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def sample(self, prompts: Iterator[DataProto], step: int) -> DataProto:
+        batch, scorings = None, []
+        while batch is None:
+            samples = self.source.sample(prompts, step)
+            scorings.append(self.score(samples))
+            batch = self.source.select(samples)
+        self.metrics = self.source.metrics | merge_scorings(scorings)
+        return batch
+
+    @property
+    def asked(self) -> list[tuple[str, list[int]]]:
+        generator: Any = self.source.generator
+        return generator.asked  # type: ignore[no-any-return]
+
+
 def sampler_of(config: PPOConfig, reward: ScriptedReward) -> Sampler:
-    return Sampler(config, None, FakeGenerator(), build_scorer(config, reward, PhaseTimer()))  # type: ignore[arg-type]
+    source = SyncSource(config, FakeLoader(), FakeGenerator(), FakeWeights())  # type: ignore[arg-type]
+    return Sampler(source, build_scorer(config, reward, PhaseTimer()))
 
 
 def batches() -> Iterator[DataProto]:
@@ -133,7 +178,7 @@ def test_without_the_filter_a_batch_is_one_generation_scored() -> None:
 def check_collected(sampler: Sampler) -> None:
     """Three of the six prompts drawn have signal; order of drawing."""
     assert ordinals(sampler.sample(batches(), 1)) == [1, 3, 5]
-    assert sampler.generator.asked == [("sampled", [0, 1, 2]), ("sampled", [3, 4, 5])]  # type: ignore[attr-defined]
+    assert sampler.asked == [("sampled", [0, 1, 2]), ("sampled", [3, 4, 5])]
 
 
 def six() -> ScriptedReward:
@@ -154,7 +199,9 @@ def test_groups_without_signal_are_left_out_and_further_prompts_drawn() -> None:
 
 
 def test_keeping_every_group_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_module, "groups_with_signal", lambda batch, n: torch.ones(len(batch) // n, dtype=torch.bool))
+    monkeypatch.setattr(
+        dynamic_sampling_module, "groups_with_signal", lambda batch, n: torch.ones(len(batch) // n, dtype=torch.bool)
+    )
     with pytest.raises(AssertionError):
         check_collected(sampler_of(config_of(), six()))
 
@@ -201,7 +248,7 @@ def test_a_resumed_run_draws_what_comes_next() -> None:
     reward = scores(SAME, MIXED, SAME, MIXED, SAME, MIXED, MIXED, SAME, SAME, SAME, SAME, MIXED, MIXED, SAME, SAME)
     stream, sampler = batches(), sampler_of(config_of(), reward)
     whole = [ordinals(sampler.sample(stream, 1)) for _ in range(2)]
-    drawn = sum(len(asked) for _, asked in sampler.generator.asked) // WANTED  # type: ignore[attr-defined]
+    drawn = sum(len(asked) for _, asked in sampler.asked) // WANTED
     assert whole == [[1, 3, 5], [6, 11, 12]] and drawn == 5
     rest = (prompts_of(number) for number in range(2, 5))
     assert ordinals(sampler_of(config_of(), reward).sample(rest, 1)) == whole[1]
@@ -242,6 +289,37 @@ def test_an_unknown_metric_names_those_there_are() -> None:
     assert "note" not in str(caught.value)
 
 
+# Publication
+
+
+def test_the_engines_get_each_version_once_from_0_on() -> None:
+    source = sampler_of(config_of(), scores()).source
+    for step in (1, 2, 3):
+        source.publish()
+        source.publish()  # a validation before this step has asked for it
+        source.trained(step)
+    assert source.weights.synced == [0, 1, 2]  # type: ignore[attr-defined]
+
+
+def test_while_the_critic_warms_up_nothing_is_published() -> None:
+    config = config_of()
+    config.trainer.critic_warmup = 2
+    source = sampler_of(config, scores()).source
+    for step in (1, 2, 3, 4):
+        source.publish()
+        source.trained(step)
+    assert source.weights.synced == [0, 3] and source.policy_version == 4  # type: ignore[attr-defined]
+
+
+def test_a_resumed_run_publishes_the_version_it_goes_on_from() -> None:
+    config = config_of()
+    before, after = (sampler_of(config, scores()).source for _ in range(2))
+    before.trained(7)
+    after.load_state(before.state(), Path())
+    after.publish()
+    assert after.weights.synced == [7]  # type: ignore[attr-defined]
+
+
 # Joining generations of different widths
 
 
@@ -274,7 +352,7 @@ def test_generations_of_different_widths_join() -> None:
 
 
 def test_padding_prompts_on_the_right_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_module, "pad", lambda column, sides: torch.nn.functional.pad(column, (0, sum(sides))))
+    monkeypatch.setattr(dynamic_sampling_module, "pad", lambda column, sides: torch.nn.functional.pad(column, (0, sum(sides))))
     with pytest.raises(AssertionError):
         check_joined(join(parts()), parts())
 
@@ -298,7 +376,7 @@ def needs_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
         found.baseline_rewards = True
         return found
 
-    monkeypatch.setattr(sampling_module, "requirements", asked)
+    monkeypatch.setattr(sync_source_module, "requirements", asked)
 
 
 @pytest.mark.usefixtures("needs_baseline")
@@ -308,7 +386,7 @@ def test_each_sample_stands_beside_its_prompts_greedy_reward() -> None:
     assert batch.batch["baseline_rewards"].tolist() == [0.25, 0.25, 0.5, 0.5, 1.0, 1.0]
     assert batch.batch["scores"].tolist() == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
     assert sampler.metrics["reward/greedy_mean"] == pytest.approx(1.75 / 3)
-    assert sampler.generator.asked == [("sampled", [0, 1, 2]), ("greedy", [0, 1, 2])]  # type: ignore[attr-defined]
+    assert sampler.asked == [("sampled", [0, 1, 2]), ("greedy", [0, 1, 2])]
 
 
 @pytest.mark.usefixtures("needs_baseline")
@@ -332,4 +410,4 @@ def test_baselines_stay_with_their_prompts_when_groups_are_filtered() -> None:
 def test_no_greedy_response_is_generated_for_nobody() -> None:
     sampler = sampler_of(config_of(enable=False), six())
     assert "baseline_rewards" not in sampler.sample(batches(), 1).batch.keys()
-    assert [kind for kind, _ in sampler.generator.asked] == ["sampled"]  # type: ignore[attr-defined]
+    assert [kind for kind, _ in sampler.asked] == ["sampled"]
