@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from rlhub.algorithms.knobs import knobs_for
 from rlhub.config.rollout import MultiTurnConfig, RolloutConfig
+from rlhub.registry import knobs_for
 from rlhub.workflows.registry import DEFAULT, DEFAULT_MULTI_TURN
 
 K = TypeVar("K")

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from rlhub.algorithms.inputs import AdvantageInputs
-from rlhub.algorithms.kl_control import AdaptiveKLController, FixedKLController, KLController, penalized_rewards
-from rlhub.algorithms.knobs import knobs_for
+from rlhub.algorithms.kl import AdaptiveKLController, FixedKLController, KLController, penalized_rewards
 from rlhub.algorithms.masked import masked, masked_mean
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
-from rlhub.algorithms.rewards import whiten_rewards
+from rlhub.algorithms.returns import whiten_rewards
 from rlhub.config.algorithm import KLControlConfig
 from rlhub.config.ppo import PPOConfig
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto, DataProtoFuture
+from rlhub.registry import knobs_for
 from rlhub.rewards import RewardManager
 from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.columns import log_prob_inputs, model_inputs, policy_inputs, value_inputs
