@@ -1,4 +1,4 @@
-"""Masked reductions.  Values outside the mask are ignored even when they are NaN or infinite."""
+"""Masked reductions, and the bound of log-ratios.  Values outside the mask are ignored even when they are NaN or infinite."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 MEAN_EPS = 1e-8  # keeps an empty mask finite; reference implementations of PPO use the same
 VARIANCE_EPS = 1e-8
+LOG_RATIO_BOUND = 20.0  # exp(20) is finite in float32 and far outside any clip range or threshold
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
 from rlhub.checkpoint.store import CheckpointStore
 from rlhub.config.devices import count_gpus, driver_problem, gpu_memory_gb, torch_has_cuda
@@ -37,7 +36,7 @@ from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import ConfigError
 from rlhub.models.shape import LANGUAGE_MODEL, ModelShape, read_labels, read_model_shape, read_model_values, reward_problem
 from rlhub.models.weight_files import file_problems
-from rlhub.registry import Registry
+from rlhub.registry import Registry, knobs_for
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
 from rlhub.tracking.registry import TRACKERS, login_problems, package_problems
