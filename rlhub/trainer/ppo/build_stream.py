@@ -46,7 +46,7 @@ from rlhub.trainer.ppo.streaming import StreamSampler
 from rlhub.trainer.run import Run
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 from rlhub.utils.collector import heap_set_aside
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 
