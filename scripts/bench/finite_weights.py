@@ -30,7 +30,7 @@ from rlhub.engines.training.collectives import check_finite
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Dispatch, LaunchOptions, launch, register
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 16, 48
 

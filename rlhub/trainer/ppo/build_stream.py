@@ -55,7 +55,7 @@ from rlhub.trainer.ppo.worker_groups import ROLLOUT_ROLE, WorkerGroups
 from rlhub.trainer.run import Run
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 from rlhub.utils.collector import heap_set_aside
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 

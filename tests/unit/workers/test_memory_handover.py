@@ -10,29 +10,29 @@ import pytest
 
 from rlhub.config.sections.reward import JudgeConfig
 from rlhub.config.sections.rollout import RolloutConfig
-from rlhub.workers import actor, base, critic, room
+from rlhub.workers import actor, base, critic, memory_handover
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.critic import CriticWorker
+from rlhub.workers.memory_handover import WorkerRuntime
 from rlhub.workers.reward_model import JudgeWorker
-from rlhub.workers.runtime import WorkerRuntime
 
 
-class Holder(room.GivesRoom):
+class Holder(memory_handover.MemoryHolder):
     def __init__(self) -> None:
         self.asked = 0
 
-    def give_room(self) -> None:
+    def release_memory(self) -> None:
         self.asked += 1
 
 
 def test_all_that_live_are_asked() -> None:
     first, second = Holder(), Holder()
     for holder in (first, second):
-        room.holds_memory(holder)
-    room.make_room()
+        memory_handover.register_memory_holder(holder)
+    memory_handover.release_idle_memory()
     del second
     gc.collect()
-    room.make_room()
+    memory_handover.release_idle_memory()
     assert first.asked == 2
 
 
@@ -50,12 +50,12 @@ class Engine:
 
 def test_the_critic_asks_before_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(critic, "make_room", lambda: calls.append("make_room"))
+    monkeypatch.setattr(critic, "release_idle_memory", lambda: calls.append("release_idle_memory"))
     worker = CriticWorker.__new__(CriticWorker)
     worker.engine = Engine(calls)  # type: ignore[assignment]
     monkeypatch.setattr(critic, "DataProto", SimpleNamespace(from_dict=lambda tensors: tensors))
     worker.compute_values(SimpleNamespace(batch={}))  # type: ignore[arg-type]
-    assert calls == ["make_room", "infer"]
+    assert calls == ["release_idle_memory", "infer"]
 
 
 @pytest.mark.parametrize(("device", "free", "slept"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)])
@@ -65,8 +65,8 @@ def test_the_rollout_engine_sleeps_once_where_that_frees_memory(device: str, fre
     worker.device, worker.rollout_asleep = SimpleNamespace(type=device), False  # type: ignore[assignment]
     worker.config = SimpleNamespace(rollout=SimpleNamespace(free_cache_engine=free))  # type: ignore[assignment]
     worker.rollout = Engine(calls)  # type: ignore[assignment]
-    worker.give_room()
-    worker.give_room()
+    worker.release_memory()
+    worker.release_memory()
     assert calls == ["sleep"] * slept
 
 
