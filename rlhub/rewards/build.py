@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhub.config.sections.reward import CustomRewardConfig
-from rlhub.config.sections.reward import RewardModelConfig
+from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
 from rlhub.errors import ConfigError, LoadError
 from rlhub.registry import knobs_for
 from rlhub.rewards.base import Decoder, ManagerParts, RewardManager

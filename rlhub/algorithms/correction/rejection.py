@@ -25,11 +25,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.masked import masked
-from rlhub.algorithms.masked import masked_sum
-from rlhub.config.sections.rollout_correction import RATIO_RULES
-from rlhub.config.sections.rollout_correction import Bounds
-from rlhub.algorithms.masked import LOG_RATIO_BOUND
+from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked, masked_sum
+from rlhub.config.sections.rollout_correction import RATIO_RULES, Bounds
 
 
 def _reversed(log_ratio: Tensor) -> Tensor:

@@ -11,10 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.masked import masked
-from rlhub.algorithms.masked import masked_sum
+from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked, masked_sum
 from rlhub.config.sections.rollout_correction import Bounds
-from rlhub.algorithms.masked import LOG_RATIO_BOUND
 
 SMALLEST_MEAN = 1e-8  # a batch whose weights are all zero stays as it is
 

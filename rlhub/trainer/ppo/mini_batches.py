@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.inputs import SelectionInputs
-from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.registry import POLICY_LOSSES
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import DataProto
+from rlhub.registry import knobs_for
 from rlhub.utils.balance import partition
 from rlhub.utils.counter_noise import streams, uniforms
 

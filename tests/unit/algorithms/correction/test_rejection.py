@@ -11,13 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhub.algorithms.correction import rejection
-from rlhub.algorithms.correction.rejection import kept
-from rlhub.config.sections.rollout_correction import DIVERGENCE_RULES
-from rlhub.config.sections.rollout_correction import RATIO_RULES
-from rlhub.config.sections.rollout_correction import Bounds
-from rlhub.algorithms.correction.rejection import candidates
-from rlhub.algorithms.correction.rejection import m2po_kept
-from rlhub.algorithms.correction.rejection import second_moment
+from rlhub.algorithms.correction.rejection import candidates, kept, m2po_kept, second_moment
+from rlhub.config.sections.rollout_correction import DIVERGENCE_RULES, RATIO_RULES, Bounds
 from tests.unit.algorithms.cases import catches, few
 from tests.unit.algorithms.correction.correction_cases import RULES, cases, rules, slow_kept, slow_m2po
 

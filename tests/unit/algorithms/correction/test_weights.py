@@ -11,18 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhub.algorithms.correction import weights as module
-from rlhub.algorithms.correction.weights import RATIOS
-from rlhub.algorithms.correction.weights import bounded
-from rlhub.algorithms.correction.weights import log_ratios
-from rlhub.algorithms.correction.weights import normalized
-from rlhub.algorithms.correction.weights import outside
+from rlhub.algorithms.correction.weights import RATIOS, bounded, log_ratios, normalized, outside, proximal_log_probs
 from rlhub.config.sections.rollout_correction import Bounds
-from tests.unit.algorithms.cases import assert_close
-from tests.unit.algorithms.cases import catches
-from tests.unit.algorithms.cases import few
-from rlhub.algorithms.correction.weights import proximal_log_probs
-from tests.unit.algorithms.cases import exact
-from tests.unit.algorithms.cases import seeds
+from tests.unit.algorithms.cases import assert_close, catches, exact, few, seeds
 from tests.unit.algorithms.correction.correction_cases import bands, cases, levels, slow_weights, truncations
 
 settings = st.tuples(cases(), levels, st.one_of(bands, truncations), st.booleans())
