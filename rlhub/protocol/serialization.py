@@ -1,13 +1,21 @@
-"""Columns in one safetensors file, without pickle.
+"""Columns as files and on the wire.
 
-Tensors and numeric arrays are safetensors entries; objects and the meta dictionary are JSON, held as one byte entry because
-the format's own header is limited in size.  JSON has fewer types than Python: the others are written as `{"$type": ...}`.
+A file is one safetensors file, without pickle.  Tensors and numeric arrays are its entries; objects and the meta dictionary are
+JSON, held as one byte entry because the format's own header is limited in size.  JSON has fewer types than Python: the others are
+written as `{"$type": ...}`.
+
+On the wire tensors travel by pickle protocol 5 with out-of-band buffers.  torch pickles a tensor's whole storage through a byte
+stream, four copies in all; a PickleBuffer hands the transport the bytes themselves.  The transport (Ray, or
+`pickle.dumps(..., buffer_callback=...)`) stores them once, and a reader on the same machine maps them without a copy.  A slice
+costs its own rows only.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import pickle
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +26,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhub.protocol.columns import object_array
+from rlhub.protocol.columns import RAW_VIEWS, object_array
+from rlhub.protocol.readonly_tensor import ReadOnlyTensor, guard
 
 _TAG = "$type"
 _TENSOR, _ARRAY, _JSON = "tensor/", "array/", "json"
@@ -136,3 +145,47 @@ def _decode(value: Any) -> Any:
     if isinstance(value, dict):
         return _DECODERS[value[_TAG]](value["value"]) if _TAG in value else {key: _decode(item) for key, item in value.items()}
     return value
+
+
+Packed = tuple[Any, ...]
+
+
+def pack_tensor(tensor: Tensor, protocol: int = 5) -> Packed:
+    """`tensor` (any device, dtype or strides) as a tuple whose bytes travel out of band from pickle protocol 5 on.
+
+    Gradients do not travel.
+    """
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        jagged: Any = tensor.cpu()
+        return "jagged", pack_tensor(jagged.values(), protocol), pack_tensor(jagged.offsets(), protocol)
+    if tensor.layout != torch.strided:
+        return "other", tensor.cpu()
+    plain = tensor.plain if isinstance(tensor, ReadOnlyTensor) else tensor
+    dense = plain.cpu().resolve_conj().resolve_neg().contiguous()
+    raw = dense.reshape(-1)
+    array = raw.view(RAW_VIEWS.get(dense.dtype, dense.dtype)).numpy()
+    if isinstance(tensor, ReadOnlyTensor):
+        array.flags.writeable = False
+    buffer: Any = array
+    return "dense", dense.dtype, tuple(dense.shape), pickle.PickleBuffer(buffer) if protocol >= 5 else array
+
+
+def unpack_tensor(packed: Packed) -> Tensor:
+    """The tensor of `pack_tensor`: a read-only view where the received bytes are read-only, else a plain tensor over them."""
+    tensor: Tensor
+    if packed[0] == "jagged":
+        tensor = torch.nested.nested_tensor_from_jagged(unpack_tensor(packed[1]).clone(), unpack_tensor(packed[2]).clone())
+        return tensor
+    if packed[0] == "other":
+        tensor = packed[1]
+        return tensor
+    _, dtype, shape, buffer = packed
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    view = memoryview(buffer)
+    with warnings.catch_warnings():
+        # torch warns that it cannot refuse writes to read-only memory; the guard does.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        tensor = torch.frombuffer(view, dtype=dtype).view(shape)
+    return guard(tensor) if view.readonly else tensor
