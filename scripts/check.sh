@@ -7,7 +7,7 @@ bash scripts/setup_env.sh || exit 1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
 PY=.venv/bin/python
 NUM_CORES="$(env -u OMP_NUM_THREADS nproc)" # which would answer with that variable
-STRICT=(rlhub/protocol.py rlhub/errors.py rlhub/registry.py rlhub/config rlhub/algorithms rlhub/single_controller)
+STRICT=(rlhub/protocol rlhub/errors.py rlhub/registry.py rlhub/config rlhub/algorithms rlhub/single_controller)
 
 failed=()
 step() {

@@ -20,21 +20,21 @@ from pathlib import Path
 import torch
 
 from rlhub.config.cli import run as run_cli
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.engines.rollout.base import RolloutEngine
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.errors import ConfigError, DeadlineError
-from rlhub.models.vocabulary import read_vocabulary
+from rlhub.models.tokenizer import read_vocabulary
+from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
+from rlhub.rollout_service.executor.ledger import PromptLedger
+from rlhub.rollout_service.executor.staleness import StalenessManager
+from rlhub.rollout_service.trajectory_files import TrajectoryWriter
 from rlhub.sharding_manager.files import WeightReader
 from rlhub.trainer.ppo.build import build_data
+from rlhub.trainer.ppo.episode_scoring import no_turn_scores
 from rlhub.trainer.ppo.episodes import Workflows, training_sampling
-from rlhub.trainer.ppo.positions import Positions
-from rlhub.trainer.ppo.scoring_ahead import no_turn_scores
-from rlhub.utils.task_runner import AsyncTaskRunner
-from rlhub.workflows.executor import ExecutorOptions, WorkflowExecutor
-from rlhub.workflows.ledger import PromptLedger
-from rlhub.workflows.staleness import StalenessManager
-from rlhub.workflows.trajectory_files import TrajectoryWriter
+from rlhub.trainer.ppo.prompt_progress import LoaderPositions
+from rlhub.utils.aio.task_runner import AsyncTaskRunner
 
 logger = logging.getLogger("collect")
 
@@ -122,12 +122,14 @@ def follow(reader: WeightReader, engine: RolloutEngine, executor: WorkflowExecut
 def make_engine(config: PPOConfig) -> RolloutEngine:
     section = config.actor_rollout_ref
     engine = build_rollout_engine(
-        section.rollout,
-        section.model,
-        device=torch.device(config.trainer.device),
-        seed=config.trainer.seed,
-        max_prompt_length=config.data.max_prompt_length,
-        max_response_length=config.data.max_response_length,
+        RolloutSetup(
+            config=section.rollout,
+            model=section.model,
+            device=torch.device(config.trainer.device),
+            seed=config.trainer.seed,
+            max_prompt_length=config.data.max_prompt_length,
+            max_response_length=config.data.max_response_length,
+        )
     )
     engine.initialize()
     return engine
@@ -135,7 +137,7 @@ def make_engine(config: PPOConfig) -> RolloutEngine:
 
 def make_executor(
     config: PPOConfig, engine: RolloutEngine, runner: AsyncTaskRunner
-) -> tuple[WorkflowExecutor, Positions, Sequence[object]]:
+) -> tuple[WorkflowExecutor, LoaderPositions, Sequence[object]]:
     """Episodes over the prompts of the settings, as far ahead of training as they allow."""
     data, trainer = build_data(config), config.trainer
     vocabulary = read_vocabulary(config.actor_rollout_ref.model, data.tokenizer)
@@ -150,7 +152,7 @@ def make_executor(
         ledger=PromptLedger(),
         options=ExecutorOptions(group_size=config.actor_rollout_ref.rollout.n, seed=trainer.seed, stale_policy="correct"),
     )
-    return executor, Positions(data.loader), data.loader
+    return executor, LoaderPositions(data.loader), data.loader
 
 
 if __name__ == "__main__":

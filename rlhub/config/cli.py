@@ -1,6 +1,7 @@
 """The command line of every main: `run(ConfigClass, "yaml_name", main, description=...)`.
 
-Help must be instant and errors must be readable, so the parser is our own: Hydra composes but does not own the program.
+Help must be instant and errors must be readable, so the parser is our own: Hydra composes but does not own the program.  A
+configuration is printed as the YAML of a run (secrets blanked), all settings as a list with defaults, meaning and type.
 """
 
 from __future__ import annotations
@@ -12,13 +13,40 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from rlhub.config import checks, effects, load, show
-from rlhub.config.derive import derive
-from rlhub.config.paths import is_ours
-from rlhub.config.schema import sections
+from rlhub.config import load
+from rlhub.config.compose import example_names, is_ours
+from rlhub.config.rules import checks, effects
+from rlhub.config.rules.derive import derive
+from rlhub.config.schema import describe, leaves, scalar, sections, to_dict
 from rlhub.errors import ConfigError, DataError, NonFiniteError, ResourceError, RlhubError, WorkerError
+from rlhub.utils.redact import redact
+
+_WIDTH = 130
+
+
+def to_yaml(config: Any) -> str:
+    """The whole configuration; values that look like secrets (in `ray_init`, ...) are blanked."""
+    import yaml  # an eighth of the time --help may take
+
+    return str(yaml.safe_dump(redact(to_dict(config)), sort_keys=False, allow_unicode=True, width=_WIDTH))
+
+
+def settings(cls: type) -> str:
+    """Every setting of a config class, grouped by section: name, default, meaning, type."""
+    lines: list[str] = []
+    group = None
+    for leaf in leaves(cls):
+        section, _, name = leaf.key.rpartition(".")
+        if section != group:
+            lines += ["", f"{section}." if section else "(top level)"]
+            group = section
+        text = f"{leaf.doc} [{describe(leaf.annotation)}]"
+        left = f"  {name} = {scalar(leaf.default)}"
+        lines += textwrap.wrap(text, _WIDTH, initial_indent=left.ljust(43) + " ", subsequent_indent=" " * 44)
+    return "\n".join(lines)
+
 
 C = TypeVar("C")
 
@@ -36,9 +64,10 @@ _USAGE = """\
 Settings are given as key=value{example}
 (+key=value and ++key=value mean the same).  A YAML file of your own: --config-dir DIR --config-name NAME; to build on ours
 start it with `defaults: [{name}, _self_]`.  --config-path means the same as --config-dir, but where the file is ours it may
-name a folder that is not here.  Without data or model of your own: bash scripts/quickstart.sh"""
+name a folder that is not here.  Without data or model of your own: bash scripts/quickstart.sh{machines}"""
 _EXAMPLE = ", for example\n  data.train_files=train.parquet data.val_files=[a.parquet,b.jsonl] trainer.total_epochs=3"
 """For the mains that train; a main without data has one in its description."""
+_MACHINES = "Starting points for real machines, with the reason for every line: --config-name=NAME, of "
 
 
 def run(
@@ -74,7 +103,7 @@ def run(
             only_show=arguments.cfg is not None,
         )
         if arguments.cfg is not None:
-            _write(show.to_yaml(config))
+            _write(to_yaml(config))
             return 0
         if ready is not None and (lacking := ready(config)):
             raise ConfigError(lacking)
@@ -101,7 +130,7 @@ def _folder_here(folder: str | None, config_name: str) -> str | None:
 
 
 def _at_fault(error: RlhubError) -> BaseException:
-    """Of a worker that found a setting, data or weights wrong, what it found: where in the worker is nothing that would help."""
+    """Returns what a worker found wrong in a setting, data or weights: where in the worker it was would not help."""
     cause = error.__cause__
     return cause if isinstance(error, WorkerError) and isinstance(cause, ConfigError | DataError | NonFiniteError) else error
 
@@ -146,7 +175,9 @@ def _parse(config_name: str, description: str, argv: Sequence[str], config_class
         add_help=False,
         usage="%(prog)s [--help] [--cfg job | --check] [--config-dir DIR] [--config-name NAME] [key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_USAGE.format(name=config_name, example=_EXAMPLE if _reads_data(config_class) else ""),
+        epilog=_USAGE.format(
+            name=config_name, example=_EXAMPLE if _has_section(config_class, "data") else "", machines=_machines(config_class)
+        ),
     )
     parser.add_argument("-h", "--help", action="store_true", help="all settings with their defaults and meaning")
     parser.add_argument("-c", "--cfg", choices=("job",), help="print the configuration this command would run with, and stop")
@@ -161,13 +192,21 @@ def _parse(config_name: str, description: str, argv: Sequence[str], config_class
     except SystemExit as stop:  # argparse has printed what is wrong
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
     if arguments.help:
-        _write(f"{parser.format_help()}\n\nAll settings (name = default, meaning, [type]):\n{show.settings(config_class)}\n")
+        _write(f"{parser.format_help()}\n\nAll settings (name = default, meaning, [type]):\n{settings(config_class)}\n")
         return 0
     return arguments
 
 
-def _reads_data(config_class: type) -> bool:
-    return any(key == "data" for key, _ in sections(config_class))
+def _has_section(config_class: type, name: str) -> bool:
+    return any(key == name for key, _ in sections(config_class))
+
+
+def _machines(config_class: type) -> str:
+    """Lists the examples in trainer_configs, all of which are configurations of a policy and its rollout."""
+    if not _has_section(config_class, "actor_rollout_ref"):
+        return ""
+    names = textwrap.fill(_MACHINES + ", ".join(example_names()), TEXT_WIDTH, break_on_hyphens=False)
+    return f"\n{names}"
 
 
 def _program() -> str | None:

@@ -1,7 +1,8 @@
 """Hydra's part: YAML files and command-line overrides become one flat mapping of what the user said.
 
-Hydra stops at the first bad override, so each is parsed on its own first and all faults are collected.  Every override is
-handed on as `++key=value`: whether a key exists is for the loader to say, which knows the types and can suggest.
+The YAML files are beside the package in a source tree, inside it in a wheel.  Hydra stops at the first bad override, so each is
+parsed on its own first and all faults are collected.  Every override is handed on as `++key=value`: whether a key exists is for
+the loader to say, which knows the types and can suggest.
 
 A file that builds on no other needs nothing of Hydra but its parser of overrides.  It is put together here, for each of
 Hydra's compositions also makes one of its own settings (logging, launchers, sweepers: a dozen files), which nobody reads.
@@ -16,13 +17,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhub.config.paths import config_dir
+from rlhub.errors import ConfigError
 from rlhub.utils.redact import redact_override
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 logger = logging.getLogger(__name__)
+
+
+def config_dir() -> Path:
+    """The folder `trainer_configs`."""
+    package = Path(__file__).resolve().parents[1]
+    for place in (package / "trainer_configs", package.parent / "trainer_configs"):
+        if (place / "ppo.yaml").is_file():
+            return place
+    raise ConfigError(f"no trainer_configs folder in {package} or beside it; the installation is incomplete, install rlhub again")
+
+
+def example_names() -> list[str]:
+    """Returns the names of the starting points for real machines, as --config-name takes them."""
+    folder = config_dir()
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob("examples/*.yaml"))
+
+
+def is_ours(config_name: str) -> bool:
+    """Whether `trainer_configs` has a file of that name, with or without .yaml."""
+    return (config_dir() / f"{config_name.removesuffix('.yaml')}.yaml").is_file()
+
 
 REFERENCE = re.compile(r"\$\{(\w+)\.[\w.]+\}")
 """An interpolation that names a setting in full; its first part is a top-level section."""
@@ -75,8 +97,8 @@ def compose(config_name: str, overrides: Sequence[str], folder: str | None, prob
 
 
 def _no_such_file(config_name: str, folders: Sequence[Path]) -> str:
-    """Where a file was looked for, and which there are."""
-    names = sorted({file.stem for place in folders for file in place.glob("*.yaml")})
+    """Says where a file was looked for, and which there are."""
+    names = [*sorted({file.stem for place in folders for file in place.glob("*.yaml")}), *example_names()]
     places = " and ".join(str(place) for place in folders)
     hint = "" if len(folders) > 1 else "; for a file of your own name its folder with --config-dir"
     return f"--config-name {config_name}: no {config_name}.yaml in {places}; there are {', '.join(names)}{hint}"

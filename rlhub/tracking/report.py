@@ -19,8 +19,7 @@ from typing import Any
 
 from rlhub.tracking.generations import list_generations, read_generations
 from rlhub.tracking.metrics_log import read_metrics
-from rlhub.tracking.report_charts import MAX_POINTS, NUM_COLOURS, Chart, Series, line_chart, number, stacked_columns
-from rlhub.tracking.report_gantt import gantt
+from rlhub.tracking.report_charts import MAX_POINTS, NUM_COLOURS, Chart, Series, gantt, line_chart, number, stacked_columns
 from rlhub.tracking.report_page import page
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.spans import read_trace
@@ -43,7 +42,7 @@ CURVES_NOTE = (
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Panel:
-    """A chart shown at the top: all metrics that match `pattern` share it."""
+    """A panel is a chart at the top, shared by all metrics that match `pattern`."""
 
     title: str
     pattern: str
@@ -55,6 +54,7 @@ class Panel:
 PANELS = (
     Panel(title="Validation", pattern=r"val/(pass@\d+|accuracy)", zero=True, smooth=False),
     Panel(title="Validation by data source", pattern=r"val/(.+/pass@1|pass@1/.+)", zero=True, smooth=False, at_least=2),
+    Panel(title="Validation: mean, best and majority", pattern=r"val-core/.+/(mean|best|maj)@\d+(/mean)?", smooth=False),
     Panel(title="Reward", pattern=r"reward/mean"),
     Panel(title="Loss", pattern=r"((train|sft|val)/)?loss"),
     Panel(title="Response length (tokens)", pattern=r"response_length/mean", zero=True),
@@ -70,13 +70,14 @@ PANELS = (
     Panel(title="Gradient norm", pattern=r"((actor|critic|train)/)?grad_norm"),
     Panel(title="Value loss", pattern=r"critic/vf_loss(/mean)?"),
     Panel(title="Explained variance of the values", pattern=r"critic/vf_explained_var(/mean)?"),
-    Panel(title="Throughput (tokens/s)", pattern=r"perf/throughput", zero=True),
+    Panel(title="Throughput (tokens/s per device)", pattern=r"perf/throughput", zero=True),
+    Panel(title="Model FLOP utilisation", pattern=r"perf/mfu/.+", zero=True),
 )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Tile:
-    """A headline figure.  better: +1 rising is good, -1 falling is good, 0 neither."""
+    """A tile is a headline figure.  better: +1 rising is good, -1 falling is good, 0 neither."""
 
     title: str
     metric: str
@@ -91,12 +92,12 @@ TILES = (
     Tile(title="Response length", metric="response_length/mean"),
     Tile(title="Mismatch KL", metric="mismatch/kl"),
     Tile(title="Time per step", metric=STEP_TIME, seconds=True),
-    Tile(title="Tokens per second", metric="perf/throughput"),
+    Tile(title="Tokens per second and device", metric="perf/throughput"),
 )
 
 
 def write_report(folder: RunFolder, info: RunInfo, status: Status, message: str = "") -> Path:
-    """Make report.html anew from the run folder; returns its path.  Replaces the old one as a whole."""
+    """Makes report.html from what is in the run folder, in place of the old one; returns its path."""
     series = collect(read_metrics(folder.metrics))
     sections = [_header(series, info, status), _alert(status, message), _tiles(series)]
     sections += [_panels(series), _timing(series), _gantt(folder), _staleness(series)]
@@ -108,7 +109,7 @@ def write_report(folder: RunFolder, info: RunInfo, status: Status, message: str 
 
 
 def collect(rows: Sequence[dict[str, Any]]) -> dict[str, Series]:
-    """Metric name -> its finite values over steps; text metrics and non-finite values are left out."""
+    """Returns the finite values over steps of each metric by its name; text metrics and non-finite values are left out."""
     found: dict[str, Series] = {}
     for row in rows:
         for name, value in row.items():
@@ -135,7 +136,8 @@ def _header(series: dict[str, Series], info: RunInfo, status: Status) -> str:
 
 
 def _badge(series: dict[str, Series], status: Status) -> str:
-    """A run that is killed cannot change it: the page itself says so when it has not been written again for long."""
+    """Returns the run's status.  A run that is killed cannot change it: the page itself says so when it has not been written
+    again for long."""
     if status != "running":
         return f'<span class="badge {status}">{status}</span>'
     quiet_s = QUIET_STEPS * max(QUIET_S, *series[STEP_TIME].values) if STEP_TIME in series else QUIET_STEPS * QUIET_S
@@ -143,7 +145,7 @@ def _badge(series: dict[str, Series], status: Status) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1.4 s, 3 min 5 s, 2 h 4 min."""
+    """Returns a time for people: 1.4 s, 3 min 5 s, 2 h 4 min."""
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -186,7 +188,7 @@ def _matching(series: dict[str, Series], panel: Panel) -> list[Series]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key in which pass@8 comes before pass@16."""
+    """Returns a sort key in which pass@8 comes before pass@16."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -212,7 +214,8 @@ def _others(series: dict[str, Series]) -> str:
 
 
 def _timing(series: dict[str, Series]) -> str:
-    """Where the time of a step goes.  `timing_s/step` is the whole; what no phase accounts for is called the rest."""
+    """Returns the section that shows where the time of a step goes.  `timing_s/step` is the whole; what no phase accounts for is
+    called the rest."""
     phases = [one for name, one in series.items() if name.startswith("timing_s/") and name != STEP_TIME]
     if not phases:
         return ""
@@ -239,7 +242,7 @@ def _gantt(folder: RunFolder) -> str:
 
 
 def _staleness(series: dict[str, Series]) -> str:
-    """Of each step's samples, how many versions they were behind the policy they trained."""
+    """Returns the section that shows how many versions each step's samples were behind the policy they trained."""
     found = [series[name] for name in sorted(series, key=_natural) if name.startswith(STALENESS_SHARE)]
     if not found:
         return ""
@@ -256,7 +259,7 @@ def _staleness(series: dict[str, Series]) -> str:
 
 
 def _at(one: Series, steps: Sequence[int]) -> Series:
-    """The series at the given steps, 0 where it has no value (a phase that does not run in every step)."""
+    """Returns the series at the given steps, 0 where it has no value (a phase that does not run in every step)."""
     known = dict(zip(one.steps, one.values, strict=True))
     return Series(name=one.name.removeprefix("timing_s/"), steps=list(steps), values=[known.get(step, 0.0) for step in steps])
 

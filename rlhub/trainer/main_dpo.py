@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from rlhub.config.cli import run as run_cli
-from rlhub.config.dpo import DPOConfig
-from rlhub.trainer.preflight import check, check_login
+from rlhub.config.sections.preference import DPOConfig
+from rlhub.trainer.preflight.checks import check, check_login
 
 DESCRIPTION = (
     "Direct preference optimization of a policy on pairs of a chosen and a rejected answer, with the model it starts from as "

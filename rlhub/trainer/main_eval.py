@@ -7,9 +7,9 @@ import sys
 from contextlib import ExitStack
 
 from rlhub.config.cli import run as run_cli
-from rlhub.config.ppo import PPOConfig
 from rlhub.config.schema import to_dict
-from rlhub.trainer.preflight import check, check_login
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.trainer.preflight.checks import check, check_login
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +22,8 @@ DESCRIPTION = (
 
 def main(config: PPOConfig) -> int:
     """One validation, recorded as step 0 of a run folder of its own."""
-    from rlhub.trainer.model_check import check_models
     from rlhub.trainer.ppo.build import build_evaluation
+    from rlhub.trainer.preflight.model import check_models
     from rlhub.trainer.run import Run
 
     config.trainer.resume_mode = "disable"

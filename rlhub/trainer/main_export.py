@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from rlhub.config.cli import run as run_cli
-from rlhub.config.export import ExportConfig, problems
+from rlhub.config.sections.export import ExportConfig, problems
 
 DESCRIPTION = (
     "Write a checkpoint's model as a Hugging Face folder (safetensors, configuration, tokenizer, chat template, generation "

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 from rlhub.config.cli import run as run_cli
-from rlhub.config.ppo import PPOConfig
-from rlhub.trainer.preflight import check_login, check_training
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.trainer.preflight.checks import check_login, check_training
 
 DESCRIPTION = (
     "Reinforcement-learning post-training of a language model: prompts are answered by the rollout engine, scored by a "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from rlhub.config.cli import run as run_cli
-from rlhub.config.rm import RMConfig
-from rlhub.trainer.preflight import check, check_login
+from rlhub.config.sections.preference import RMConfig
+from rlhub.trainer.preflight.checks import check, check_login
 
 DESCRIPTION = (
     "Training a reward model on pairs of a chosen and a rejected answer (Bradley-Terry): a scalar head on a language model or "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from rlhub.config.cli import run as run_cli
-from rlhub.config.serve import ServeConfig
-from rlhub.trainer.serve_checks import check
+from rlhub.config.sections.serve import ServeConfig
+from rlhub.trainer.preflight.serve import check
 
 DESCRIPTION = (
     "Serve a model folder by OpenAI's interface (/v1/chat/completions with streaming, tools and log-probs, /v1/completions, "

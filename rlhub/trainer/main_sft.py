@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from rlhub.config.cli import run as run_cli
-from rlhub.config.sft import SFTConfig
-from rlhub.trainer.preflight import check, check_login
+from rlhub.config.sections.sft import SFTConfig
+from rlhub.trainer.preflight.checks import check, check_login
 
 DESCRIPTION = "Supervised fine-tuning on prompts with responses, or on messages: loss on the assistant's tokens only."
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from rlhub.config.dpo import DPOConfig
-from rlhub.config.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.data.preference import PreferenceDataset
 from rlhub.trainer.supervised import SupervisedData, builder, read_data
-from rlhub.workers.preference import DPOWorker, RewardTrainingWorker
+from rlhub.workers.supervised import DPOWorker, RewardTrainingWorker
 
 COLUMNS = ("input_ids", "attention_mask", "response_mask")
 

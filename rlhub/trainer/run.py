@@ -18,20 +18,20 @@ from typing import Any, Protocol
 
 from rlhub.checkpoint.files import FileEntry
 from rlhub.checkpoint.store import Checkpoint, CheckpointStore
-from rlhub.config.faults import planned_faults
-from rlhub.config.trainer import TrainerConfig
+from rlhub.config.rules.faults import planned_faults
+from rlhub.config.rules.placement import pools_of
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.errors import CheckpointError, RunFolderError
-from rlhub.resilience.signals import StopSignals
-from rlhub.tracking.call_timing import CallTiming
 from rlhub.tracking.metrics_log import MetricsLog
 from rlhub.tracking.recorder import Recorder
 from rlhub.tracking.report import write_report
 from rlhub.tracking.run_folder import RunFolder
-from rlhub.tracking.spans import STEPS, SpanLog
+from rlhub.tracking.spans import STEPS, CallTiming, SpanLog
 from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status
 from rlhub.trainer.skipped_steps import SkippedSteps
 from rlhub.utils import faults
 from rlhub.utils.faults import FaultPlan
+from rlhub.utils.signals import StopSignals
 from rlhub.utils.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
@@ -271,11 +271,12 @@ class Run:
         self.spans.record(STEPS, f"step {step}", self._step_started, time.perf_counter())
 
     def _timings(self, metrics: Metrics) -> dict[str, float]:
-        """timing_s/... of the phases and of the whole step, and tokens per second over all ranks."""
+        """Returns timing_s/... of the phases and of the whole step, and tokens per second and device: ranks of all pools."""
         seconds = time.perf_counter() - self._step_started
         timings = {**self.timers.drain(), "timing_s/step": seconds, "perf/time_per_step": seconds}
         if "perf/total_num_tokens" in metrics:
-            timings["perf/throughput"] = float(metrics["perf/total_num_tokens"]) / seconds
+            num_devices = sum(pool.ranks for pool in pools_of(self.config).values())
+            timings["perf/throughput"] = float(metrics["perf/total_num_tokens"]) / (seconds * num_devices)
         return timings
 
     def _save(self, step: int, logged: Metrics, save: SaveFunction, state: StateFunction) -> None:

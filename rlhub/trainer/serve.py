@@ -12,19 +12,18 @@ from pathlib import Path
 
 import torch
 
+from rlhub.agents.openai_server.server import OpenAIServer, ServerOptions
 from rlhub.config.devices import count_gpus, torch_has_cuda
-from rlhub.config.serve import ServeConfig
+from rlhub.config.sections.serve import ServeConfig
 from rlhub.engines.rollout.base import RolloutEngine, SamplingParams
 from rlhub.engines.rollout.elsewhere import WeightsElsewhere
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.errors import ConfigError
 from rlhub.models.shape import read_model_shape
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import check_tokenizer, read_vocabulary
+from rlhub.models.tokenizer import check_tokenizer, load_tokenizer, read_vocabulary
 from rlhub.tools.registry import TOOL_FORMATS
 from rlhub.trainer.serve_engine import ServedEngine, ServeLimits
 from rlhub.utils.atomic import write_text
-from rlhub.workflows.openai_server.server import OpenAIServer, ServerOptions
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +75,15 @@ def build_engine(config: ServeConfig) -> RolloutEngine:
     config.rollout.max_model_len = max_model_len(config)
     config.rollout.mode = "async"  # single requests, that come and go
     engine = build_rollout_engine(
-        config.rollout,
-        config.model,
-        device=torch.device(device_of(config)),
-        seed=config.seed,
-        max_prompt_length=0,
-        max_response_length=0,
-        load_checkpoint=True,
+        RolloutSetup(
+            config=config.rollout,
+            model=config.model,
+            device=torch.device(device_of(config)),
+            seed=config.seed,
+            max_prompt_length=0,
+            max_response_length=0,
+            load_checkpoint=True,
+        )
     )
     engine.initialize()
     if isinstance(engine, WeightsElsewhere):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from rlhub.config.sft import SFTConfig
+from rlhub.config.sections.sft import SFTConfig
 from rlhub.data.sft import SFTDataset
 from rlhub.trainer.supervised import SupervisedData, builder, read_data
-from rlhub.workers.sft import SFTWorker
+from rlhub.workers.supervised import SFTWorker
 
 COLUMNS = ("input_ids", "attention_mask", "response_mask")
 

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhub.checkpoint.files import FileEntry
-from rlhub.config.dpo import DPOConfig
-from rlhub.config.rm import RMConfig
-from rlhub.config.sft import SFTConfig
-from rlhub.config.trainer import TrainerConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
+from rlhub.config.sections.sft import SFTConfig
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.data.order import IndexedData, ResumableLoader
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import read_vocabulary
+from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Worker, WorkerGroup
 from rlhub.trainer.ppo.metrics import mean_metrics

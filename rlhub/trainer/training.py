@@ -11,7 +11,7 @@ from rlhub.checkpoint.store import Checkpoint
 from rlhub.config.schema import to_dict
 from rlhub.data.order import ResumableLoader
 from rlhub.errors import ClusterLostError
-from rlhub.trainer.model_check import check_models
+from rlhub.trainer.preflight.model import check_models
 from rlhub.trainer.resume import EXTRAS, MADE_WITH, TrainingConfig, changed_inputs, check_resume, made_with
 from rlhub.trainer.run import Run
 
@@ -27,8 +27,11 @@ class Trainer(Protocol):
 class TrainingData(Protocol):
     """The driver's data; total_steps follows from it and the configuration."""
 
-    loader: ResumableLoader
-    total_steps: int
+    @property
+    def loader(self) -> ResumableLoader: ...
+
+    @property
+    def total_steps(self) -> int: ...
 
 
 C = TypeVar("C", bound=TrainingConfig)

@@ -1,31 +1,43 @@
-"""The export's worker: weights out of a checkpoint's shards into a Hugging Face folder, a tensor at a time, and its proof."""
+"""The export's worker: weights out of a checkpoint's shards into a Hugging Face folder, a tensor at a time, and its proof.
+
+The proof is that two independent readings of the folder agree: plain transformers on the exported files, and a training engine
+that loads the checkpoint's shards as a resumed run does.  Both compute in float32 (float64 for a float64 checkpoint) on the CPU.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhub.checkpoint.hf import Bucket, write_hf_weights
 from rlhub.checkpoint.shard_reader import ShardReader
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.sft import SFTConfig
+from rlhub.config.sections.training import FSDPConfig, ModelConfig
+from rlhub.engines.training.base import Rows, TrainEngine
+from rlhub.engines.training.collectives import ensure_process_group
+from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import CheckpointError
-from rlhub.models.hf import SCALAR_HEAD, ModelKind
+from rlhub.models.hf import SCALAR_HEAD, ModelKind, load_config, save_sidecars
 from rlhub.models.lora import ADAPTER
-from rlhub.models.sidecars import save_sidecars
+from rlhub.protocol.weights.fingerprint import nonfinite_names
+from rlhub.protocol.weights.pieces import Piece
 from rlhub.single_controller import Dispatch, Worker, register
-from rlhub.utils.finite import nonfinite_names
-from rlhub.workers.checkpointing import ADAPTER_FOLDER
-from rlhub.workers.verify_export import Verification, verify_export
+from rlhub.workers.base import ADAPTER_FOLDER
 
 logger = logging.getLogger(__name__)
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHTS = "model."  # in front of weights' names in a checkpoint
@@ -61,7 +73,7 @@ class ExportWorker(Worker):
         self.job = job
         self.dtype = None if job.dtype is None else DTYPES[job.dtype]
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="checkpoint")
     def write(self) -> Written:
         """Weights, configuration, tokenizer; holds one file's worth of weights at a time."""
         with ShardReader(self.job.folder) as reader:
@@ -84,7 +96,7 @@ class ExportWorker(Worker):
                 raise CheckpointError(f"{self.job.folder}: {found[0]} is not finite{written}; {remedy}")
             yield bucket
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="checkpoint")
     def verify(self) -> Verification:
         """What plain transformers makes of the output, beside an engine that loads the checkpoint's own shards."""
         adapter = read_adapter(self.job.folder)
@@ -98,7 +110,7 @@ class ExportWorker(Worker):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class AdapterSettings:
-    """Of the LoRA adapters that a checkpoint holds beside the frozen weights.  targets: names of the adapted layers."""
+    """The LoRA adapters that a checkpoint holds next to the frozen weights.  targets: names of the adapted layers."""
 
     rank: int
     alpha: float
@@ -166,3 +178,140 @@ class StoredModel:
         exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
         scaling = self.adapter.alpha / self.adapter.rank
         return torch.addmm(weight.to(exact), high.to(exact), low.to(exact), alpha=scaling).to(weight.dtype)
+
+
+CPU = torch.device("cpu")
+NUM_ROWS, NUM_TOKENS = 4, 33
+ALLOWED = 1e-3
+"""Largest difference of log-probs, entropies or values in float32, whose rounding in another order stays well below it; as a
+share of the largest of them where that is above 1."""
+ALLOWED_OF_ROUNDED_ADAPTERS = 0.1
+"""The same where merged weights were rounded to 16 bits, which weights and adapters apart cannot follow."""
+WEIGHTS, ADAPTERS = "model.", ".lora_"
+"""What names of weights begin with in a checkpoint, and what those of adapters have in them."""
+OUTPUTS: dict[ModelKind, tuple[str, ...]] = {"policy": ("log_probs", "entropy"), "value": ("values",)}
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Verification:
+    """compared: names of the outputs.  first_difference: of the weights, in words; None: all are equal, bit for bit."""
+
+    compared: str
+    num_tokens: int
+    difference: float
+    allowed: float
+    num_weights: int
+    first_difference: str | None
+
+
+def verify_export(
+    model: ModelConfig, kind: ModelKind, reader: ShardReader, *, stored_dtype: torch.dtype, dtype: torch.dtype | None
+) -> Verification:
+    """model: path is the exported folder, LoRA as it was trained.  dtype: what the export was rounded to, None: nothing."""
+    exact = torch.float64 if stored_dtype == torch.float64 else torch.float32
+    rounded = dtype or stored_dtype
+    has_adapters = model.lora_rank > 0
+    rows = _rows(load_config(model).get_text_config().to_dict())
+    if (lost := _first_lost(reader, Path(str(model.path)))) is not None:  # no engine takes such a folder
+        return Verification(
+            compared=" and ".join(OUTPUTS[kind]),
+            num_tokens=int(rows["response_mask"].sum()),
+            difference=math.inf,
+            allowed=ALLOWED,
+            num_weights=0,
+            first_difference=f"{lost}: the checkpoint has it, the export does not",
+        )
+    engine = _engine(model, kind, exact)
+    engine.load_state(_reading(reader, None if has_adapters else rounded))
+    passed = engine.infer(rows, outputs=OUTPUTS[kind])
+    plain = _plain_outputs(model, kind, exact, rows["input_ids"])
+    difference = max(float((passed[name].double() - plain[name].double()).abs().max()) for name in OUTPUTS[kind])
+    allowed = ALLOWED_OF_ROUNDED_ADAPTERS if has_adapters and rounded != exact else ALLOWED
+    num_weights, first = _compare_weights(engine, Path(str(model.path)), rounded)
+    return Verification(
+        compared=" and ".join(OUTPUTS[kind]),
+        num_tokens=int(rows["response_mask"].sum()),
+        difference=difference,
+        allowed=allowed * max(1.0, *(float(plain[name].abs().max()) for name in OUTPUTS[kind])),
+        num_weights=num_weights,
+        first_difference=first,
+    )
+
+
+def _first_lost(reader: ShardReader, folder: Path) -> str | None:
+    """A weight of the checkpoint that the exported files do not have; adapters are merged there."""
+    exported = {name for name, _ in _exported(folder)}
+    stored = (name.removeprefix(WEIGHTS) for name in reader.names() if name.startswith(WEIGHTS))
+    return next((name for name in stored if name not in exported and ADAPTERS not in name), None)
+
+
+def _engine(model: ModelConfig, kind: ModelKind, dtype: torch.dtype) -> TrainEngine:
+    """The default engine, without optimizer; the weights it starts from are all replaced by the checkpoint's."""
+    ensure_process_group(CPU)
+    section = FSDPConfig(model_dtype="fp64" if dtype == torch.float64 else "fp32")
+    engine = TRAIN_ENGINES.get(SFTConfig().strategy)(model, section, None, kind=kind, device=CPU)
+    engine.initialize()
+    return engine
+
+
+def _reading(reader: ShardReader, rounded: torch.dtype | None) -> Callable[[Piece], Tensor]:
+    """Stored regions, rounded as the export's are, in the dtype the engine computes in."""
+
+    def read(piece: Piece) -> Tensor:
+        stored = reader.region(piece.name, piece.region)
+        return stored.to(rounded or stored.dtype).to(piece.tensor.dtype)
+
+    return read
+
+
+def _rows(config: Mapping[str, Any]) -> Rows:
+    """Random tokens, the same each time: every weight takes part, whatever the tokenizer."""
+    length = min(NUM_TOKENS, config.get("max_position_embeddings") or NUM_TOKENS)
+    ids = torch.randint(0, int(config["vocab_size"]), (NUM_ROWS, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    return {"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, 1:]}
+
+
+@torch.no_grad()
+def _plain_outputs(model: ModelConfig, kind: ModelKind, dtype: torch.dtype, ids: Tensor) -> dict[str, Tensor]:
+    """What transformers' own model of the folder says, by the textbook."""
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code}
+    if kind == "policy":
+        log_p = AutoModelForCausalLM.from_pretrained(model.path, **options).eval()(ids).logits[:, :-1].log_softmax(-1)
+        log_probs = log_p.gather(-1, ids[:, 1:, None])[..., 0]
+        return {"log_probs": log_probs, "entropy": -(log_p.exp() * log_p).sum(-1)}
+    built = AutoModelForSequenceClassification.from_pretrained(model.path, **options).eval()
+    return {"values": built.score(built.base_model(ids).last_hidden_state)[:, :-1, 0]}
+
+
+def _compare_weights(engine: TrainEngine, folder: Path, rounded: torch.dtype) -> tuple[int, str | None]:
+    """(how many were compared, the first that differs in words): the engine's weights against the exported files."""
+    exported = dict(_exported(folder))
+    count = 0
+    for bucket in engine.named_weights():
+        for name, weight in bucket:
+            if name not in exported:
+                return count, f"{name}: the checkpoint has it, the export does not"
+            if (difference := _difference(exported.pop(name)(), weight.to(rounded))) is not None:
+                return count, f"{name}: {difference}"
+            count += 1
+    return count, f"{min(exported)}: the export has it, the checkpoint does not" if exported else None
+
+
+def _exported(folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        handle: Any = safe_open(str(path), framework="pt")
+        for name in handle.keys():
+            yield name, partial(handle.get_tensor, name)
+
+
+def _difference(exported: Tensor, weight: Tensor) -> str | None:
+    if exported.shape != weight.shape or exported.dtype != weight.dtype:
+        found = f"{exported.dtype} {tuple(exported.shape)} exported"
+        return f"{found}, {weight.dtype} {tuple(weight.shape)} in the checkpoint"
+    unequal = (exported != weight) & ~(exported.isnan() & weight.isnan())
+    if not unequal.any():
+        return None
+    place = tuple(int(index) for index in unequal.nonzero()[0])
+    values = f"{float(exported[place]):g} exported, {float(weight[place]):g} in the checkpoint"
+    return f"{int(unequal.sum())} of {unequal.numel()} elements differ, the first at {list(place)}: {values}"

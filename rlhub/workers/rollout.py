@@ -1,19 +1,31 @@
-"""Generation with the policy's weights: the part that has the rollout engine, beside the actor or in processes of its own."""
+"""Generation with the policy's weights: the part that has the rollout engine, in the actor's processes or in its own."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.protocol import DataProto
-from rlhub.sharding_manager.pools import WeightReceiver
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
+from rlhub.sharding_manager.separate import WeightReceiver
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from rlhub.workers.rollout_batch import check_completions, generation_requests, pad_completions, training_columns
-from rlhub.workers.rollout_parts import load_vocabulary, make_engine, rollout_setup, spoil_log_probs, spoil_weights
+from rlhub.workers.generation import (
+    check_completions,
+    generation_requests,
+    load_vocabulary,
+    pad_completions,
+    rollout_setup,
+    spoil_log_probs,
+    spoil_weights,
+    training_columns,
+)
 from rlhub.workers.runtime import WorkerRuntime
 from rlhub.workers.transfer import Meeting
 
@@ -21,7 +33,7 @@ ROLLOUT = make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout")
 
 
 class RolloutPart(Worker):
-    """What every worker with the rollout engine can do.  All methods run on every rank; ranks of one tensor-parallel engine
+    """The methods of every worker that has the rollout engine.  All run on every rank; ranks of one tensor-parallel engine
     get the same prompts."""
 
     config: ActorRolloutRefConfig
@@ -29,11 +41,11 @@ class RolloutPart(Worker):
     device: torch.device
 
     def _init_rollout(self) -> None:
-        """Build the rollout engine (collective); it has no weights yet.  The process group must exist."""
+        """Builds the rollout engine (collective); it has no weights yet.  The process group must exist."""
         self.vocabulary = load_vocabulary(self.config)
         dp_rank, tp_rank = divmod(self.rank, self.config.rollout.tensor_model_parallel_size)
         setup = rollout_setup(self.config, self.runtime, self.device, dp_rank=dp_rank, tp_rank=tp_rank)
-        self.rollout = make_engine(setup)
+        self.rollout = build_rollout_engine(setup)
         self.closing.callback(self.rollout.shutdown)
         self.rollout.initialize()
         self._register_dispatch_collect_info("rollout", dp_rank, tp_rank == 0)
@@ -44,11 +56,11 @@ class RolloutPart(Worker):
         return self.config.rollout.update_weights_bucket_mb << 20
 
     def _wake_rollout(self) -> None:
-        """Called before generation: make sure that the engine has its weights and its memory."""
+        """Makes sure, before generation, that the engine has its weights and its memory."""
 
-    @register(dispatch_mode=ROLLOUT)
+    @register(dispatch_mode=ROLLOUT, deadline="generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """meta_info["n"] samples per prompt, neighbours in prompt order, as training columns."""
+        """Generates meta_info["n"] samples per prompt, neighbours in prompt order, as training columns."""
         self._wake_rollout()
         meta, columns = prompts.meta_info, prompts.batch
         requests = generation_requests(
@@ -67,7 +79,7 @@ class RolloutPart(Worker):
         rows = training_columns(columns["prompts"], columns["attention_mask"], padded, meta["n"])
         return DataProto.from_dict(tensors=rows)
 
-    def _sampling(self, meta: dict[str, object]) -> SamplingParams:
+    def _sampling(self, meta: Mapping[str, Any]) -> SamplingParams:
         return SamplingParams(
             temperature=float(meta["temperature"]),
             top_p=float(meta["top_p"]),
@@ -79,7 +91,7 @@ class RolloutPart(Worker):
         )
 
     def _widest(self, width: int) -> int:
-        """The longest response over all ranks, so that their parts join without padding again."""
+        """Returns the longest response over all ranks, so that their parts join without padding again."""
         widest = torch.tensor([width], device=self.device)
         dist.all_reduce(widest, op=dist.ReduceOp.MAX)
         return int(widest)
@@ -92,23 +104,23 @@ class RolloutWorker(RolloutPart):
         self.config, self.runtime = config, runtime
         self.device = runtime.torch_device(self.local_rank)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
-        """Build the engine without weights (collective)."""
+        """Builds the engine without weights (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         self._init_rollout()
         self.receiver = WeightReceiver(self.rollout, self.device, bucket_bytes=self.bucket_bytes)
         self.closing.callback(self.receiver.close)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def join_transfer(self, meeting: Meeting) -> None:
-        """Meet the actor's ranks (collective over both groups)."""
+        """Connects with the actor's ranks (collective over both groups)."""
         rank = meeting.num_senders + self.rank
         self.receiver.connect(meeting.address, meeting.port, rank, meeting.size, self.runtime.deadline_s)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def sync_weights(self, version: int) -> SyncReport:
-        """Receive the policy's weights as `version`, checked weight by weight (collective over both groups)."""
+        """Receives the policy's weights as `version`, checked weight by weight (collective over both groups)."""
         report = self.receiver.receive(version)
         spoil_weights(self.rollout, self.rank)
         return report

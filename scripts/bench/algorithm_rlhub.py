@@ -20,7 +20,7 @@ from rlhub.algorithms.inputs import AdvantageInputs, PolicyLossInputs, Selection
 from rlhub.algorithms.kl import AdaptiveKLController
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from rlhub.algorithms.value_loss import value_loss
-from rlhub.config.rollout_correction import rejection_bounds, weight_bounds
+from rlhub.config.sections.rollout_correction import rejection_bounds, weight_bounds
 from rlhub.utils.balance import partition
 
 Numbers = dict[str, Tensor]

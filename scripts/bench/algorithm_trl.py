@@ -35,7 +35,7 @@ from rlhub.algorithms.correction.rejection import kept
 from rlhub.algorithms.correction.weights import RATIOS, bounded
 from rlhub.algorithms.preference import PreferenceInputs, bradley_terry
 from rlhub.algorithms.registry import KL_ESTIMATORS, PREFERENCE_LOSSES
-from rlhub.config.rollout_correction import Bounds, weight_bounds
+from rlhub.config.sections.rollout_correction import Bounds, weight_bounds
 from rlhub.engines.training.fsdp.logprob import token_outputs
 
 Numbers = dict[str, Tensor]

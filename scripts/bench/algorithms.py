@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from rlhub.config.actor import PolicyLossConfig
+from rlhub.config.sections.actor import PolicyLossConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "arithmetic"

@@ -37,18 +37,18 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.agents.workflows.base import WorkflowParts
+from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import SamplingParams
+from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
+from rlhub.rollout_service.executor.ledger import PromptLedger
+from rlhub.rollout_service.executor.staleness import StalenessManager
+from rlhub.rollout_service.fleet import FleetLimits
+from rlhub.rollout_service.service import RolloutService, ServiceOptions
 from rlhub.sharding_manager.files import WeightWriter
+from rlhub.utils.aio.task_runner import AsyncTaskRunner
 from rlhub.utils.atomic import write_json
-from rlhub.utils.task_runner import AsyncTaskRunner
-from rlhub.workers.fleet import FleetLimits
-from rlhub.workers.rollout_service import RolloutService, ServiceOptions
 from rlhub.workers.runtime import WorkerRuntime
-from rlhub.workflows.base import WorkflowParts
-from rlhub.workflows.executor import ExecutorOptions, WorkflowExecutor
-from rlhub.workflows.ledger import PromptLedger
-from rlhub.workflows.staleness import StalenessManager
 from tests.support.chat_model import save_chat_model
 from tests.support.plain_train_engine import PlainTrainEngine
 

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine
+from rlhub.agents.workflows.single_turn import SingleTurn
 from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, RolloutSetup
-from rlhub.utils.outcomes import Reject
-from rlhub.workflows.audit import TrainedGroup, audit
-from rlhub.workflows.base import EpisodeData, EpisodeEngine
-from rlhub.workflows.groups import Group, PromptItem
-from rlhub.workflows.ledger import Phase, PromptLedger
-from rlhub.workflows.single_turn import SingleTurn
-from rlhub.workflows.trajectory import Trajectory
+from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
+from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
+from rlhub.utils.aio.results import Reject
+from tests.support.audit import TrainedGroup, audit
 
 FUZZ_ENGINE = "fuzz"
 STEP_S = 0.001

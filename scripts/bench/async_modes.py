@@ -51,8 +51,8 @@ import asyncio
 import random
 from dataclasses import replace
 
-from rlhub.workflows.base import RolloutWorkflow
-from rlhub.workflows.trajectory import Trajectory
+from rlhub.agents.workflows.base import RolloutWorkflow
+from rlhub.agents.trajectory import Trajectory
 
 SHORTEST_S, SPREAD, SHAPE = {shortest_s}, {spread}, 4
 

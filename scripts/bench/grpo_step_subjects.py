@@ -150,8 +150,8 @@ def rlhub(folder: str, response_tokens: int, backend: str) -> tuple[StepFunction
     import pyarrow.parquet as pq
 
     from rlhub.config.cli import prepare
-    from rlhub.config.ppo import PPOConfig
     from rlhub.config.schema import to_dict
+    from rlhub.config.sections.ppo import PPOConfig
     from rlhub.trainer.ppo.build import build_data, build_trainer
     from rlhub.trainer.run import Run
 
@@ -192,14 +192,15 @@ def rlhub(folder: str, response_tokens: int, backend: str) -> tuple[StepFunction
     run = stack.enter_context(Run(config.trainer, to_dict(config), data.total_steps))
     trainer = build_trainer(config, data, run, stack)
     run.start()
-    trainer.batches.start()
     batches, done = data.loader.endless(), 0
 
     def step() -> None:
         nonlocal done
         done += 1
         run.begin_step(done)
-        run.end_step(done, trainer.train_step(done, batches), save=trainer.save, state=trainer.state, last=False)
+        metrics = trainer.train_step(done, batches)
+        trainer.source.trained(done)
+        run.end_step(done, metrics, save=trainer.save, state=trainer.state, last=False)
 
     def processes() -> set[int]:
         children = {

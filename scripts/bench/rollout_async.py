@@ -20,10 +20,10 @@ from collections.abc import Callable
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 
 VOCABULARY = 64
 STOP = 2
@@ -44,12 +44,14 @@ def build(name: str, arguments: argparse.Namespace) -> RolloutEngine:
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         engine = build_rollout_engine(
-            RolloutConfig(name=name, max_num_seqs=max(256, arguments.requests)),
-            ModelConfig(path=folder),
-            device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-            seed=0,
-            max_prompt_length=64,
-            max_response_length=arguments.tokens,
+            RolloutSetup(
+                config=RolloutConfig(name=name, max_num_seqs=max(256, arguments.requests)),
+                model=ModelConfig(path=folder),
+                device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+                seed=0,
+                max_prompt_length=64,
+                max_response_length=arguments.tokens,
+            )
         )
         engine.initialize()
     torch.manual_seed(0)

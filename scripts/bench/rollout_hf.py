@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 
 VOCABULARY = 64
 STOP = 2
@@ -79,12 +79,14 @@ def build(arguments: argparse.Namespace) -> tuple[Qwen2ForCausalLM, RolloutEngin
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         engine = build_rollout_engine(
-            RolloutConfig(name="hf"),
-            ModelConfig(path=folder),
-            device=torch.device("cpu"),
-            seed=0,
-            max_prompt_length=64,
-            max_response_length=64,
+            RolloutSetup(
+                config=RolloutConfig(name="hf"),
+                model=ModelConfig(path=folder),
+                device=torch.device("cpu"),
+                seed=0,
+                max_prompt_length=64,
+                max_response_length=64,
+            )
         )
         engine.initialize()
     torch.manual_seed(0)

@@ -28,9 +28,9 @@ from rich.table import Table
 
 from rlhub.single_controller import ActorTaskRunner, AsyncActor, AsyncActorOptions, ClassWithInitArgs, start_async_actor
 from rlhub.single_controller.ray import connect
+from rlhub.utils.aio.loop_thread import LoopThread
+from rlhub.utils.aio.task_runner import AsyncTaskRunner
 from rlhub.utils.collector import heap_set_aside
-from rlhub.utils.loop_thread import LoopThread
-from rlhub.utils.task_runner import AsyncTaskRunner
 
 ACTOR_LOADS = ((50, 0.01, 3000), (200, 0.1, 2000))
 """Concurrent episodes, seconds each waits, number of episodes."""

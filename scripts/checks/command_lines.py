@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhub.config.cli import run
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.sft import SFTConfig
-from rlhub.trainer import preflight
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.sft import SFTConfig
+from rlhub.trainer.preflight import checks as preflight
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],

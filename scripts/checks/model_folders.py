@@ -30,17 +30,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
-from rlhub.config.training import FSDPConfig, MegatronConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig
 from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, RolloutSetup
-from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import RlhubError
 from rlhub.models.weight_files import INDEX, SINGLE
-from rlhub.utils.fingerprint import combine, fingerprint
-from rlhub.utils.pieces import Piece
+from rlhub.protocol.weights.fingerprint import combine, fingerprint
+from rlhub.protocol.weights.pieces import Piece
 
 CPU = torch.device("cpu")
 VOCABULARY = 67

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from rlhub.protocol import DataProto
-from rlhub.workflows.audit import TrainedGroup, audit
 from scripts.bench.tiny_model import build
 from tests.e2e.conftest import VOCABULARY, Mains, Result, Task
+from tests.support.audit import TrainedGroup, audit
 from tests.support.metrics import rows_of, rows_so_far
 from tests.support.reward_models import save_reward_model
 
@@ -33,8 +33,8 @@ WORKFLOW = """
 import asyncio
 from dataclasses import replace
 
-from rlhub.workflows.base import RolloutWorkflow
-from rlhub.workflows.trajectory import Trajectory
+from rlhub.agents.workflows.base import RolloutWorkflow
+from rlhub.agents.trajectory import Trajectory
 
 
 class Waits(RolloutWorkflow):

@@ -14,8 +14,8 @@ EXIT_USAGE = 2
 AGENT = "actor_rollout_ref.rollout.agent"
 WORKFLOW = """
 from dataclasses import dataclass
-from rlhub.workflows.load import fill_knobs
-from rlhub.workflows.single_turn import SingleTurn
+from rlhub.agents.workflows.registry import fill_knobs
+from rlhub.agents.workflows.single_turn import SingleTurn
 
 @dataclass
 class Knobs:

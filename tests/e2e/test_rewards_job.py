@@ -18,8 +18,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return 1.0
 """
 CLOSED = """
-from rlhub.workflows.base import RolloutWorkflow
-from rlhub.workflows.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.agents.workflows.base import RolloutWorkflow
+from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
 
 
 class Closed(RolloutWorkflow):

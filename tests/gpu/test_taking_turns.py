@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
-from rlhub.config.training import FSDPConfig, OptimConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
+from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.fsdp.engine import FSDPEngine
-from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.sharding_manager.manager import ShardingManager
 from tests.support.tiny_models import save_tiny_model
 
@@ -46,7 +45,9 @@ def build(folder: Path, device: torch.device) -> tuple[FSDPEngine, RolloutEngine
     train.initialize()
     train.offload()
     config = RolloutConfig(name="vllm", mode="async", gpu_memory_utilization=SHARE, max_num_seqs=16)
-    rollout = build_rollout_engine(config, model, device=device, seed=0, max_prompt_length=8, max_response_length=NEW)
+    rollout = build_rollout_engine(
+        RolloutSetup(config=config, model=model, device=device, seed=0, max_prompt_length=8, max_response_length=NEW)
+    )
     builder = threading.Thread(target=rollout.initialize)
     builder.start()
     builder.join()

@@ -14,8 +14,8 @@ from torch import Tensor
 from rlhub.checkpoint.shard_reader import ShardReader
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
-from rlhub.utils.pieces import Piece
-from rlhub.workers.checkpointing import load_engine, save_engine
+from rlhub.protocol.weights.pieces import Piece
+from rlhub.workers.base import load_engine, save_engine
 from tests.integration.fsdp_checks import POLICY_OUTPUTS, loss_for, make_rows
 from tests.integration.megatron_checks import make_engine, own_rows, ranks_of
 

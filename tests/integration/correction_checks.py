@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from rlhub.config.actor import ActorConfig
-from rlhub.config.rollout_correction import RolloutCorrectionConfig, rejection_bounds, weight_bounds
+from rlhub.config.sections.actor import ActorConfig
+from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig, rejection_bounds, weight_bounds
 from rlhub.engines.training.base import StepReport
 from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.engines.training.updates import PolicyUpdater

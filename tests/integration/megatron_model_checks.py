@@ -16,13 +16,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.training import MegatronConfig
+from rlhub.config.sections.training import MegatronConfig, ModelConfig
 from rlhub.models.megatron import compat
-from rlhub.models.megatron.build import BuiltMegatron, MegatronPlan, build_megatron
+from rlhub.models.megatron.build import MegatronPlan, build_megatron
+from rlhub.models.megatron.model import BuiltMegatron
 from rlhub.models.megatron.names import parts
 from rlhub.models.packed_attention import plan_attention
-from rlhub.utils.regions import take
+from rlhub.protocol.weights.regions import take
 
 LAYOUTS = itertools.count()
 VOCABULARY = 67  # a multiple of no number of ranks

@@ -26,17 +26,16 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel, Qwen3MoeConfig
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
-from rlhub.config.training import FSDPConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import FSDPConfig, ModelConfig
 from rlhub.engines.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.rollout.vllm.engine import VLLMEngine
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.errors import EngineError, WeightMismatchError
-from rlhub.sharding_manager.execution import Execution
 from rlhub.sharding_manager.manager import ShardingManager
+from rlhub.sharding_manager.route import Route
 from tests.integration import vllm_batches
 from tests.support import interruptions
 from tests.support import rollout_contract as contract
@@ -82,14 +81,16 @@ CASES = {  # by number of ranks
 
 def build(folder: Path, name: str, tp: int, rank: int, **options: Any) -> RolloutEngine:
     return build_rollout_engine(
-        RolloutConfig(name=name, tensor_model_parallel_size=tp, max_num_seqs=16, **options),
-        ModelConfig(path=str(folder)),
-        device=torch.device("cpu"),
-        seed=0,
-        max_prompt_length=MAX_MODEL_LEN // 2,
-        max_response_length=MAX_MODEL_LEN // 2,
-        dp_rank=rank // tp,
-        tp_rank=rank % tp,
+        RolloutSetup(
+            config=RolloutConfig(name=name, tensor_model_parallel_size=tp, max_num_seqs=16, **options),
+            model=ModelConfig(path=str(folder)),
+            device=torch.device("cpu"),
+            seed=0,
+            max_prompt_length=MAX_MODEL_LEN // 2,
+            max_response_length=MAX_MODEL_LEN // 2,
+            dp_rank=rank // tp,
+            tp_rank=rank % tp,
+        )
     )
 
 
@@ -151,15 +152,15 @@ def flip(engine: RolloutEngine, name: str) -> None:
 
 def caught_flip(engine: RolloutEngine, manager: ShardingManager, name: str, *, here: bool) -> str:
     """Sync with one element of `name` changed after the update, on this rank or not; the name the manager reports."""
-    exchange = Execution._exchange
+    exchange = Route._exchange
 
-    def flip_first(self: Execution, sent: dict[int, list[int]]) -> dict[int, list[int]]:
+    def flip_first(self: Route, sent: dict[int, list[int]]) -> dict[int, list[int]]:
         if here:
             flip(engine, name)
         return exchange(self, sent)
 
     try:
-        with mock.patch.object(Execution, "_exchange", flip_first):
+        with mock.patch.object(Route, "_exchange", flip_first):
             manager.sync(9)
     except WeightMismatchError as error:
         return error.weight
@@ -201,31 +202,10 @@ def observe_step(engine: RolloutEngine, manager: ShardingManager, model: PreTrai
     }
 
 
-def observe_sharing(
-    engine: VLLMEngine, train: TrainEngine, change: Callable[[int], None], model: PreTrainedModel
-) -> dict[str, Any]:
-    """Updates by a manager that lets ranks of equal engines keep one copy: into their own memory, then into that copy."""
-    manager = ShardingManager(train, engine, bucket_bytes=BUCKET)
-    steps = []
-    for version in (20, 21):
-        change(version)
-        steps.append(observe_step(engine, manager, model, version))
-    return {
-        "steps": steps,
-        "sharers": 1 if manager._shared is None else manager._shared.size,
-        "storages": len(engine.weight_memory()),
-        "wire_bytes": manager.sync(22).wire_bytes,
-        "flip": caught_flip(engine, manager, "model.norm.weight", here=dist.get_rank() == dist.get_world_size() - 1),
-        "healed": error_of(lambda: manager.sync(23)),
-    }
-
-
 def stale_prefix_error(engine: VLLMEngine, manager: ShardingManager, model: PreTrainedModel) -> float:
-    """The long prompt's error when the prefix cache is not reset; the caller has just changed the weights."""
-    reset = engine._reset_prefix_cache
-    engine._reset_prefix_cache = lambda: None  # type: ignore[method-assign]
-    manager.sync(5)
-    engine._reset_prefix_cache = reset  # type: ignore[method-assign]
+    """The long prompt's error when prefixes of the old weights are found; the caller has just changed the weights."""
+    with mock.patch.object(engine._running(), "weights_changed"):
+        manager.sync(5)
     return long_prompt_error(engine, model)
 
 
@@ -237,7 +217,7 @@ def interrupt(engine: VLLMEngine, model: PreTrainedModel) -> dict[str, Any]:
     seen = interruptions.observe(engine, models, positions, num_tokens=length, recompute=True)
     kept = interruptions.observe(engine, models, positions[::6], num_tokens=length, recompute=False)
     late = interruptions.late_error(engine, models, nullcontext())
-    stale = interruptions.late_error(engine, models, mock.patch.object(engine, "_reset_prefix_cache"))
+    stale = interruptions.late_error(engine, models, mock.patch.object(engine._running(), "weights_changed"))
     return {
         "seen": [asdict(one) for one in seen],
         "kept": [asdict(one) for one in kept],
@@ -257,7 +237,7 @@ def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, 
     engine.initialize()
     out: dict[str, Any] = {"undisturbed": process_state() == before}
     out["without_weights"] = error_of(lambda: greedy(engine))
-    manager = ShardingManager(train, engine, bucket_bytes=BUCKET, share=False)  # each rank writes its own weights below
+    manager = ShardingManager(train, engine, bucket_bytes=BUCKET)
 
     def change(seed: int) -> None:
         perturb(live(), seed)
@@ -290,7 +270,6 @@ def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, 
     last = rank == world_size - 1
     out["flips"] = {name: caught_flip(engine, manager, name, here=last) for name in FLIPPED[case.family]}
     out["healed"] = error_of(lambda: manager.sync(10))
-    out["shared"] = observe_sharing(engine, train, change, model)
     out["failure"] = vllm_batches.observe_failure(engine)
     engine.shutdown()
     engine.shutdown()

@@ -16,12 +16,12 @@ import psutil
 import pytest
 from transformers import PreTrainedModel
 
-from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.errors import RequestError, WeightMismatchError, WorkerDiedError, WorkerError
 from rlhub.sharding_manager.files import WeightWriter
 from rlhub.single_controller import AsyncActor, AsyncActorOptions, ClassWithInitArgs, start_async_actor
-from rlhub.utils.loop_thread import LoopThread
+from rlhub.utils.aio.loop_thread import LoopThread
 from rlhub.workers.runtime import WorkerRuntime
 from tests.integration.async_vllm_replica import LookedInto
 from tests.support.chat_model import save_chat_model

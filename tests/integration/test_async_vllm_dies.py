@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 
-from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig
+from rlhub.rollout_service.server import ReplicaStatus, RolloutServer
 from rlhub.single_controller import AsyncActorOptions, ClassWithInitArgs, start_async_actor
-from rlhub.utils.loop_thread import LoopThread
-from rlhub.workers.rollout_server import ReplicaStatus, RolloutServer
+from rlhub.utils.aio.loop_thread import LoopThread
 from rlhub.workers.runtime import WorkerRuntime
 from tests.support.chat_model import save_chat_model
 from tests.support.tiny_models import save_tiny_model

@@ -14,13 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhub.config.reward import CustomRewardConfig, RewardModelConfig
-from rlhub.envs.pool import EnvironmentPool, PoolLimits
+from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
+from rlhub.envs.base import EnvironmentLimits
+from rlhub.envs.pool import EnvironmentPool
 from rlhub.errors import ConfigError, LoadError
 from rlhub.rewards import RewardPool, RewardRequest, build_reward_manager
 from rlhub.rewards.pool import RewardOutcome
-from rlhub.utils.children import containment, process
-from rlhub.utils.children.containment import namespaces_allowed
+from rlhub.utils.children import process
+from rlhub.utils.children.process import namespaces_allowed
 from tests.integration.test_tool_processes import programs
 from tests.unit.rewards.test_managers import Letters
 
@@ -209,7 +210,7 @@ def test_a_program_ends_with_its_call() -> None:
 
 def test_the_start_says_where_forks_are_not_contained(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Once, and why."""
-    monkeypatch.setattr(containment, "PROBE", "raise PermissionError('unshare')")
+    monkeypatch.setattr(process, "PROBE", "raise PermissionError('unshare')")
     namespaces_allowed.cache_clear()
     try:
         assert not namespaces_allowed() and not namespaces_allowed()
@@ -384,7 +385,7 @@ def test_an_environment_may_import_in_its_first_step(tmp_path: Path) -> None:
     )
 
     async def play() -> Any:
-        limits = PoolLimits(reset_timeout_s=20.0, step_timeout_s=1.0)
+        limits = EnvironmentLimits(reset_timeout_s=20.0, step_timeout_s=1.0)
         pool = EnvironmentPool(f"{tmp_path / 'lazy_world.py'}:World", {}, num_workers=1, limits=limits)
         try:
             async with pool.lease() as environment:

@@ -17,17 +17,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rlhub.checkpoint.shards import write_shards
 from rlhub.checkpoint.store import CheckpointStore
-from rlhub.config.model import ModelConfig
-from rlhub.config.training import FSDPConfig
+from rlhub.config.sections.training import FSDPConfig, ModelConfig
+from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.fsdp.engine import FSDPEngine
-from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.models.experts import unfused_tensors
-from rlhub.models.sidecars import save_sidecars
+from rlhub.models.hf import save_sidecars
+from rlhub.protocol.weights.pieces import Piece
+from rlhub.protocol.weights.regions import flat_regions, take
 from rlhub.trainer import main_export
-from rlhub.utils.pieces import Piece
-from rlhub.utils.regions import flat_regions, take
 from rlhub.workers import export as export_worker
-from rlhub.workers.checkpointing import save_engine
+from rlhub.workers.base import save_engine
 from tests.unit.models.conftest import save_model, save_tokenizer
 
 WRITERS = 3

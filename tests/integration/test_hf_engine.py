@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import GenerationRequest, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.hf import cache, decode
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.errors import EngineError
 from tests.support import rollout_contract as contract
 from tests.support.tiny_models import END_OF_SEQUENCE, Family, greedy_choices, save_tiny_model, sequence_log_probs
@@ -18,11 +18,13 @@ MAX_MODEL_LEN = 64
 
 def hf_engine(folder: Path, config: RolloutConfig | None = None, **options: object) -> RolloutEngine:
     engine = build_rollout_engine(
-        config or RolloutConfig(name="hf"),
-        ModelConfig(path=str(folder)),
-        device=torch.device("cpu"),
-        seed=0,
-        **{"max_prompt_length": MAX_MODEL_LEN // 2, "max_response_length": MAX_MODEL_LEN // 2, **options},  # type: ignore[arg-type]
+        RolloutSetup(
+            config=config or RolloutConfig(name="hf"),
+            model=ModelConfig(path=str(folder)),
+            device=torch.device("cpu"),
+            seed=0,
+            **{"max_prompt_length": MAX_MODEL_LEN // 2, "max_response_length": MAX_MODEL_LEN // 2, **options},  # type: ignore[arg-type]
+        )
     )
     engine.initialize()
     return engine
@@ -154,12 +156,14 @@ def test_tensor_parallelism_and_sliding_windows_are_refused(folder: Path, model:
         hf_engine(folder, RolloutConfig(name="hf", tensor_model_parallel_size=2))
     override = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
     engine = build_rollout_engine(
-        RolloutConfig(name="hf"),
-        ModelConfig(path=str(folder), override_config=override),
-        device=torch.device("cpu"),
-        seed=0,
-        max_prompt_length=32,
-        max_response_length=32,
+        RolloutSetup(
+            config=RolloutConfig(name="hf"),
+            model=ModelConfig(path=str(folder), override_config=override),
+            device=torch.device("cpu"),
+            seed=0,
+            max_prompt_length=32,
+            max_response_length=32,
+        )
     )
     with pytest.raises(EngineError, match="sliding_attention"):
         engine.initialize()

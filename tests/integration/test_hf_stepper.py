@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.engines.rollout.hf import stepper as module
 from rlhub.engines.rollout.hf.engine import HFEngine

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhub.utils.regions import intersection, num_elements, take
+from rlhub.protocol.weights.regions import intersection, num_elements, take
 from tests.integration import megatron_model_checks as checks
 from tests.integration.fsdp_ranks import Ranks
 
@@ -191,7 +191,7 @@ def test_gradients_are_the_plain_models(family: str, name: str, changes: dict, m
 
 @pytest.mark.parametrize("name", ["tp2", "tp2_sp", "pp2"])
 def test_value_models_start_from_the_same_head(name: str, models: dict[str, str], ranks: Ranks) -> None:
-    from rlhub.config.model import ModelConfig
+    from rlhub.config.sections.training import ModelConfig
     from rlhub.models.hf import build_model
 
     quiet = ModelConfig(path=models["qwen3"], enable_gradient_checkpointing=False)

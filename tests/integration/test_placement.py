@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file
 
 from rlhub.config.cli import prepare
-from rlhub.config.ppo import PPOConfig
 from rlhub.config.schema import to_dict
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import WorkerDiedError
 from rlhub.trainer.ppo.build import build_data, build_evaluation, build_trainer
 from rlhub.trainer.ppo.trainer import PPOTrainer
-from rlhub.trainer.preflight import check
+from rlhub.trainer.preflight.checks import check
 from rlhub.trainer.run import Run
 from tests.support.chat_model import save_chat_model
 from tests.support.metrics import rows_of
@@ -32,7 +32,7 @@ from tests.support.processes import all_end
 from tests.support.reward_models import save_reward_model
 
 STEPS = 3
-VARYING = ("timing_s/", "perf/", "memory/")
+VARYING = ("timing_", "perf/", "memory/")
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(ord(letter) % 2 for letter in solution_str) / max(len(solution_str), 1)

@@ -16,11 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhub.config import cli
-from rlhub.config.dpo import DPOConfig
-from rlhub.config.rm import RMConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.errors import ConfigError
 from rlhub.trainer import main_dpo, main_rm
-from rlhub.trainer.preflight import check
+from rlhub.trainer.preflight.checks import check
 from scripts.bench.tiny_model import build
 from tests.support.metrics import rows_of
 

@@ -18,19 +18,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams
 from rlhub.engines.rollout.stepped import SteppedEngine
 from rlhub.errors import EngineError, WeightMismatchError, WorkerDiedError
+from rlhub.rollout_service.fleet import FleetLimits
+from rlhub.rollout_service.server import ReplicaStatus, RolloutServer, UpdateReport
+from rlhub.rollout_service.service import RolloutService, ServiceOptions
+from rlhub.rollout_service.weights_folder import SHARED_MEMORY
 from rlhub.sharding_manager.files import WeightWriter
-from rlhub.single_controller import ClassWithInitArgs, launch
-from rlhub.trainer.workers import DEADLINES
+from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, launch
+from rlhub.single_controller.decorator import registered_methods
 from rlhub.workers.actor import ActorWorker
-from rlhub.workers.fleet import FleetLimits
-from rlhub.workers.rollout_server import ReplicaStatus, RolloutServer, UpdateReport
-from rlhub.workers.rollout_service import RolloutService, ServiceOptions
 from rlhub.workers.runtime import WorkerRuntime
-from rlhub.workers.weights_folder import SHARED_MEMORY
 from tests.support.chat_model import save_chat_model
 from tests.support.plain_train_engine import PlainTrainEngine
 from tests.support.rollout_service import PACE, HeldSteps
@@ -218,9 +218,11 @@ def test_a_joiner_that_does_not_read_the_newest_weights_never_serves(job: Job, m
 
 
 def test_the_actor_writes_its_weights_for_the_service(job: Job) -> None:
-    assert DEADLINES["write_weights"] == "sync"
+    assert registered_methods(ActorWorker)["write_weights"].deadline == "sync"
     job.version += 1
-    with launch({"actor": ClassWithInitArgs(ActorWorker, job.config, RUNTIME, train=False)}, backend="local") as launched:
+    with launch(
+        {"actor": ClassWithInitArgs(ActorWorker, job.config, RUNTIME, train=False)}, LaunchOptions(backend="local")
+    ) as launched:
         actor: Any = launched.groups["actor"]
         actor.init_model()
         (written,) = actor.write_weights(str(job.service.folder), job.version)

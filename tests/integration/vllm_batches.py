@@ -1,4 +1,4 @@
-"""For rollout_scenarios: whole batches of the vllm engine against LLM.generate, with a core that runs ahead, and after errors."""
+"""For rollout_scenarios: whole batches of the vllm engine with a core that runs ahead, and after errors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
-from rlhub.engines.rollout.vllm import batch, core
+from rlhub.engines.rollout.vllm import conversion
+from rlhub.engines.rollout.vllm.conversion import vllm_params
 from rlhub.engines.rollout.vllm.engine import VLLMEngine
-from rlhub.engines.rollout.vllm.params import vllm_params
-from rlhub.engines.rollout.vllm.stepper import VLLMStepper
 from rlhub.errors import EngineError
 from tests.support import rollout_contract as contract
 
@@ -47,7 +46,7 @@ def by_llm(engine: VLLMEngine, wanted: list[GenerationRequest], params: Sampling
     """The same from vLLM's own interface."""
     prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in wanted]
     with torch.random.fork_rng(devices=[]):
-        answers = engine._engine().generate(prompts, [vllm_params(request, params) for request in wanted], use_tqdm=False)
+        answers = engine._running().llm.generate(prompts, [vllm_params(request, params) for request in wanted], use_tqdm=False)
     outputs = [answer.outputs[0] for answer in answers]
     return [
         (list(output.token_ids), list(output.logprobs.logprobs) if params.log_probs else [], output.finish_reason)
@@ -70,15 +69,15 @@ def compare(engine: VLLMEngine) -> dict[str, Any]:
 
 
 def engine_core(engine: VLLMEngine) -> Any:
-    return engine._engine().llm_engine.engine_core.engine_core
+    return engine._running().llm.llm_engine.engine_core.engine_core
 
 
 @contextmanager
 def running_ahead(engine: VLLMEngine) -> Iterator[Any]:
     """The engine with a queue of two steps, as on GPUs."""
-    inner = engine_core(engine)
+    inner, config = engine_core(engine), engine._running().llm.llm_engine.vllm_config
     ahead = {"batch_queue": deque(maxlen=2), "batch_queue_size": 2, "step_fn": inner.step_with_batch_queue}
-    with mock.patch.multiple(inner, **ahead):
+    with mock.patch.multiple(inner, **ahead), mock.patch.object(type(config), "max_concurrent_batches", 2):
         yield inner
 
 
@@ -92,9 +91,8 @@ def observe_ahead(engine: VLLMEngine) -> dict[str, Any]:
         by_llm(engine, requests(), params)
         left_by_llm = inner.scheduler.has_requests() or len(inner.batch_queue) > 0
         engine.generate(contract.requests(), params)
-        assert engine._core is not None
         try:
-            VLLMStepper(engine._core)
+            engine._make_stepper()
             refusal = "none"
         except EngineError as error:
             refusal = str(error)
@@ -123,10 +121,11 @@ def _breaks(target: Any, name: str, call: int, action: Callable[[], object]) -> 
 
 
 def observe_errors(engine: VLLMEngine) -> dict[str, bool]:
-    """Whether errors beside the steps leave the engine as it was: while requests are taken, and while tokens are read."""
+    """Whether errors outside the steps leave the engine as it was: while requests are made, taken by vLLM, and read."""
     params, out = SETTINGS["plain"], {}
     expected = seen(engine.generate(requests(), params))
-    for target, name, call in ((core, "vllm_params", 9), (batch, "finish_reason_of", 40)):
+    vllm = engine._running().llm.llm_engine
+    for target, name, call in ((conversion, "vllm_params", 9), (vllm, "add_request", 9), (conversion, "log_probs_of", 9)):
         _breaks(target, name, call, lambda: engine.generate(requests(), params))
         left = engine_core(engine).scheduler.has_requests()
         out[name] = not left and seen(engine.generate(requests(), params)) == expected
@@ -134,16 +133,12 @@ def observe_errors(engine: VLLMEngine) -> dict[str, bool]:
 
 
 def observe_failure(engine: VLLMEngine) -> dict[str, Any]:
-    """What an error inside a step leaves of the requests, of LLM.generate's too, and what the engine says after it."""
-    params, inner, executor = SETTINGS["plain"], engine_core(engine), engine._engine().llm_engine.model_executor
-    _breaks(executor, "execute_model", 3, lambda: by_llm(engine, requests(), params))
-    out: dict[str, Any] = {"left by LLM": len(inner.scheduler.requests)}
-    inner.abort_requests(list(inner.scheduler.requests))
+    """What the engine says after an error inside a step."""
+    params, executor = SETTINGS["plain"], engine._running().llm.llm_engine.model_executor
     _breaks(executor, "execute_model", 3, lambda: engine.generate(requests(), params))
-    out["left"] = len(inner.scheduler.requests)
     try:
         engine.generate(contract.requests(), params)
-        out["answer"] = "none"
+        answer = "none"
     except EngineError as error:
-        out["answer"] = str(error)
-    return out
+        answer = str(error)
+    return {"failure": engine.failure, "answer": answer}

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
-from rlhub.utils.task_runner import AsyncTaskRunner
-from rlhub.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
-from rlhub.workflows.executor import ExecutorOptions, WorkflowExecutor
-from rlhub.workflows.groups import PromptItem
-from rlhub.workflows.ledger import PromptLedger
-from rlhub.workflows.staleness import StalenessManager
-from rlhub.workflows.trajectory import Trajectory
+from rlhub.rollout_service.executor.episode_groups import PromptItem
+from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
+from rlhub.rollout_service.executor.ledger import PromptLedger
+from rlhub.rollout_service.executor.staleness import StalenessManager
+from rlhub.utils.aio.task_runner import AsyncTaskRunner
 
 PROMPT = (5, 6)
 

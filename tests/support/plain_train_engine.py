@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from rlhub.engines.training.base import LossFunction, Rows, StepReport, TrainEngine
-from rlhub.utils.pieces import Piece, whole_piece
+from rlhub.protocol.weights.pieces import Piece, whole_piece
 
 OPERATIONS = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 

@@ -9,15 +9,14 @@ from pathlib import Path
 
 from torch import nn
 
-from rlhub.config.ppo import ActorRolloutRefConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
 from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES
 from rlhub.engines.rollout.stepping import Stepper, TokenEvent
+from rlhub.rollout_service.server import RolloutServer
 from rlhub.sharding_manager.files import WeightWriter
-from rlhub.single_controller import ClassWithInitArgs
-from rlhub.single_controller.async_actor import AsyncActor, AsyncActorOptions, astart_async_actor
-from rlhub.workers.rollout_server import RolloutServer
+from rlhub.single_controller import AsyncActor, AsyncActorOptions, ClassWithInitArgs, astart_async_actor
 from rlhub.workers.runtime import WorkerRuntime
 from tests.support.plain_train_engine import PlainTrainEngine
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RemoteConfig, RolloutConfig
+from rlhub.config.sections.rollout import RemoteConfig, RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import Completion, RolloutEngine
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from tests.support.chat_model import save_chat_model
 from tests.support.held import ENGINES, VARIABLE, Hold
 from tests.support.tiny_models import sequence_log_probs
@@ -96,13 +96,15 @@ def build(server: Server, name: str, folder: Path | None = None, address: str | 
         start_s=60.0,
     )
     engine = build_rollout_engine(
-        RolloutConfig(name=name, remote=remote),
-        ModelConfig(path=str(server.model)),
-        device=torch.device("cpu"),
-        seed=0,
-        max_prompt_length=100,
-        max_response_length=300,
-        load_checkpoint=True,
+        RolloutSetup(
+            config=RolloutConfig(name=name, remote=remote),
+            model=ModelConfig(path=str(server.model)),
+            device=torch.device("cpu"),
+            seed=0,
+            max_prompt_length=100,
+            max_response_length=300,
+            load_checkpoint=True,
+        )
     )
     engine.initialize()
     return engine

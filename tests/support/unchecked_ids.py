@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from rlhub.agents.openai_server import server
 from rlhub.engines.rollout import requests
-from rlhub.workflows.openai_server import server
 
 requests.check_ids = server.check_ids = lambda *_: None  # type: ignore[assignment,attr-defined]

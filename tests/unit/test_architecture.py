@@ -23,12 +23,13 @@ ROWS: tuple[frozenset[str], ...] = (
     frozenset({"utils"}),
     frozenset({"registry"}),
     frozenset({"config", "protocol"}),
-    frozenset({"algorithms", "single_controller"}),
-    frozenset({"models", "data", "rewards", "tools", "envs", "tracking", "checkpoint", "resilience"}),
+    frozenset({"algorithms", "single_controller", "sandboxes"}),
+    frozenset({"models", "data", "rewards", "tools", "envs", "tracking", "checkpoint"}),
     frozenset({"engines"}),
     frozenset({"sharding_manager"}),
-    frozenset({"workflows"}),
     frozenset({"workers"}),
+    frozenset({"agents"}),
+    frozenset({"rollout_service"}),
     frozenset({"pipeline"}),
     frozenset({"trainer"}),
 )
@@ -277,10 +278,10 @@ LIGHT = (
     "rlhub.errors",
     "rlhub.registry",
     "rlhub.config.cli",
-    "rlhub.config.ppo",
-    "rlhub.config.sft",
-    "rlhub.config.dpo",
-    "rlhub.config.rm",
+    "rlhub.config.sections.ppo",
+    "rlhub.config.sections.sft",
+    "rlhub.config.sections.preference",
+    "rlhub.config.sections.preference",
     "rlhub.algorithms.registry",
     "rlhub.engines.rollout.registry",
     "rlhub.rewards.registry",
@@ -295,7 +296,7 @@ def test_importing_loads_nothing_heavy() -> None:
 
 
 def test_preflight_loads_only_what_reads_files() -> None:
-    statement = "import rlhub.trainer.preflight"
+    statement = "import rlhub.trainer.preflight.checks"
     assert loaded_by(statement).get(statement, set()) <= {"pyarrow"}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rlhub.agents.workflows.registry import WORKFLOWS
 from rlhub.algorithms import registry as algorithms
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES
 from rlhub.engines.training.registry import TRAIN_ENGINES
@@ -20,7 +21,6 @@ from rlhub.registry import Registry
 from rlhub.rewards.registry import REWARD_MANAGERS, SCORERS
 from rlhub.tools.registry import TOOL_FORMATS, TOOLS
 from rlhub.tracking.registry import TRACKERS
-from rlhub.workflows.registry import WORKFLOWS
 from tests.support.source_trees import nodes, trees
 
 TABLES = frozenset(
@@ -32,7 +32,7 @@ TABLES = frozenset(
         "rewards/registry.py",
         "tools/registry.py",
         "tracking/registry.py",
-        "workflows/registry.py",
+        "agents/workflows/registry.py",
     }
 )
 """The registries' own tables."""
@@ -51,16 +51,16 @@ OTHERS: dict[str, Registry[Any]] = {
 }
 
 MEANINGS: dict[tuple[str, str], str] = {
-    ("config/asynchronous.py", "environment"): "a setting of that workflow",
-    ("config/engines.py", "megatron"): "the section's name",
+    ("config/rules/asynchronous.py", "environment"): "a setting of that workflow",
+    ("config/rules/engines.py", "megatron"): "the section's name",
     ("config/load.py", "megatron"): "the section's name",
     ("models/megatron/checks.py", "megatron"): "the section's name",
-    **{("config/training.py", name): "which section belongs to the engine" for name in ("fsdp", "fsdp2", "megatron")},
+    **{("config/sections/training.py", name): "which section belongs to the engine" for name in ("fsdp", "fsdp2", "megatron")},
     ("models/megatron/compat.py", "wandb"): "a Python package that megatron imports",
-    ("single_controller/ray/runtime_env.py", "wandb"): "the folder that package writes to",
+    ("single_controller/ray/cluster.py", "wandb"): "the folder that package writes to",
     ("tracking/console.py", "kl"): "a column's heading",
     **{("tracking/run_folder.py", name): "the folder that package writes to" for name in ("tensorboard", "wandb")},
-    ("utils/column_files.py", "json"): "a kind of column",
+    ("protocol/disk.py", "json"): "a kind of column",
 }
 """(path, string) -> what else the string means there."""
 
@@ -143,18 +143,18 @@ def constructed(tree: ast.Module) -> Iterator[ast.stmt]:
 @pytest.mark.parametrize(
     ("path", "source", "seen"),
     [
-        ("trainer/ppo/learner.py", "if estimator == 'grpo': pass", True),
-        ("trainer/ppo/learner.py", "needs = {'gae': 1}", True),
+        ("trainer/ppo/step.py", "if estimator == 'grpo': pass", True),
+        ("trainer/ppo/step.py", "needs = {'gae': 1}", True),
         ("workers/critic.py", "def f(mode: str = 'vanilla'): ...", True),
         ("engines/training/updates.py", "loss = losses['low_var_kl']", True),
         ("algorithms/advantages/rloo.py", "f('grpo')", True),
         ("algorithms/advantages/grpo.py", "f('grpo')", False),
         ("algorithms/registry.py", "f('grpo')", False),
-        ("trainer/ppo/learner.py", "'''grpo'''", False),
-        ("trainer/ppo/learner.py", "x = 'critic/grpo'", False),
-        ("config/algorithm.py", "class A:\n    adv_estimator: str = 'grpo'\n    'gae'", False),
-        ("config/checks.py", "if config.adv_estimator == 'gae': pass", True),
-        ("trainer/ppo/learner.py", "class A:\n    adv_estimator: str = 'grpo'", True),
+        ("trainer/ppo/step.py", "'''grpo'''", False),
+        ("trainer/ppo/step.py", "x = 'critic/grpo'", False),
+        ("config/sections/algorithm.py", "class A:\n    adv_estimator: str = 'grpo'\n    'gae'", False),
+        ("config/rules/checks.py", "if config.adv_estimator == 'gae': pass", True),
+        ("trainer/ppo/step.py", "class A:\n    adv_estimator: str = 'grpo'", True),
     ],
 )
 def test_a_planted_name_is_found_and_only_where_it_should_not_be(path: str, source: str, seen: bool) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhub.algorithms.correction.rejection import kept, m2po_kept
 from rlhub.algorithms.correction.weights import RATIOS, bounded, mean_weight, normalized, outside
 from rlhub.algorithms.masked import masked_sum
-from rlhub.config.rollout_correction import RolloutCorrectionConfig, rejection_bounds, weight_bounds
+from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig, rejection_bounds, weight_bounds
 
 
 @dataclass(slots=True, kw_only=True)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked, masked_sum
-from rlhub.config.rollout_correction import RATIO_RULES, Bounds
+from rlhub.config.sections.rollout_correction import RATIO_RULES, Bounds
 
 
 def _reversed(log_ratio: Tensor) -> Tensor:

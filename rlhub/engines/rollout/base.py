@@ -20,9 +20,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlhub.utils.pieces import Piece
+from rlhub.protocol.weights.pieces import Piece
 
 FinishReason = Literal["stop", "length", "abort"]
+FINISH_CODES: dict[FinishReason, int] = {"stop": 0, "length": 1, "abort": 2}
+"""The numbers of the finish reasons in the column `finish_reason` of a batch."""
 WeightBucket = list[tuple[str, Tensor]]
 
 
@@ -172,16 +174,6 @@ class RolloutEngine(ABC):
     @abstractmethod
     def weight_dtype(self, name: str) -> torch.dtype:
         """In which dtype the engine holds the weight of this Hugging Face name."""
-
-    def weight_memory(self) -> Sequence[Tensor]:
-        """The blocks of memory that the live weights lie in, each as its bytes; in the same order in engines of the same
-        layout.  Empty where the weights must stay where they are."""
-        return ()
-
-    def move_weights(self, blocks: Sequence[Tensor]) -> None:
-        """Keep the weights in `blocks` from now on, which hold the same bytes as those of `weight_memory`, or what the caller
-        is about to write.  Only inside `overwriting`."""
-        raise NotImplementedError(f"the weights of {type(self).__name__} stay where they are: its weight_memory is empty")
 
     @abstractmethod
     def sleep(self) -> None:

@@ -19,7 +19,7 @@ from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.stepped import SteppedEngine
 from rlhub.engines.rollout.stepping import Stepper, TokenEvent
 from rlhub.engines.rollout.weight_stream import apply_buckets
-from rlhub.utils.pieces import Piece, whole_piece
+from rlhub.protocol.weights.pieces import Piece, whole_piece
 
 Script = Callable[[GenerationRequest, SamplingParams], list[int]]
 

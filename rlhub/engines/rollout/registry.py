@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.reward import JudgeConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.reward import JudgeConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
+from rlhub.errors import ConfigError
+from rlhub.models.shape import read_model_values
 from rlhub.registry import Registry
 
 if TYPE_CHECKING:
@@ -53,20 +56,25 @@ ROLLOUT_ENGINES: Registry[EngineFactory] = Registry("rollout engine")
 its part of the section: (rollout section, *, trains: whether the job updates the weights) -> sentences.  A companion
 PARALLEL_SERVICE is the engine to use in its place where single requests are served tensor-parallel.  MOST_REPLICAS says how many
 replicas a service can have: (rollout section) -> number; without it, as many as there are places.  MEMORY_SHARE says what share
-of a GPU's memory an engine takes: (rollout or judge section) -> share; without it, what it needs."""
+of a GPU's memory an engine takes: (rollout or judge section) -> share, 0 for an engine that takes what it needs; without it, the
+engine has no model on the run's GPUs.  MODEL_PROBLEMS, which loads no torch, says what keeps the engine from running a model:
+(content of its config.json, *, where: the key of the engine's name) -> sentences."""
 
 PARALLEL_SERVICE, MOST_REPLICAS, MEMORY_SHARE = "parallel_service", "most_replicas", "memory_share"
+MODEL_PROBLEMS = "model_problems"
 _CHECKS = "rlhub.engines.rollout.service_checks"
 _PROCESSES = "rlhub.engines.rollout.vllm.async_engine:AsyncVLLMEngine"
-_SHARE = {MEMORY_SHARE: f"{_CHECKS}:memory_share"}
+_VLLM = {MEMORY_SHARE: f"{_CHECKS}:memory_share", MODEL_PROBLEMS: f"{_CHECKS}:expert_problems"}
 ROLLOUT_ENGINES.add_lazy(
-    "vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"}, companions={PARALLEL_SERVICE: _PROCESSES, **_SHARE}
+    "vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"}, companions={PARALLEL_SERVICE: _PROCESSES, **_VLLM}
 )
 ROLLOUT_ENGINES.add_lazy(
-    "vllm_async", _PROCESSES, requires={"vllm"}, companions={"problems": f"{_CHECKS}:service_problems", **_SHARE}
+    "vllm_async", _PROCESSES, requires={"vllm"}, companions={"problems": f"{_CHECKS}:service_problems", **_VLLM}
 )
 ROLLOUT_ENGINES.add_lazy(
-    "hf", "rlhub.engines.rollout.hf.engine:HFEngine", companions={"problems": f"{_CHECKS}:one_device_problems"}
+    "hf",
+    "rlhub.engines.rollout.hf.engine:HFEngine",
+    companions={"problems": f"{_CHECKS}:one_device_problems", MEMORY_SHARE: f"{_CHECKS}:no_share"},
 )
 ROLLOUT_ENGINES.add_lazy(
     "remote",
@@ -101,38 +109,31 @@ def most_replicas(config: RolloutConfig) -> int | None:
     return None if limit is None else limit(config)
 
 
-def memory_share(name: str, config: RolloutConfig | JudgeConfig) -> float:
-    """Of a GPU's memory, which the engine of that name takes for itself; 0 for one that takes what it needs."""
+def memory_share(name: str, config: RolloutConfig | JudgeConfig) -> float | None:
+    """Returns the share of a GPU's memory that the engine of that name takes for itself, weights included; 0 for one that takes
+    what it needs, None for one that has no model on the run's GPUs."""
     name = resolve_engine_name(name)
     if name not in ROLLOUT_ENGINES:
-        return 0.0
+        return None
     share: Callable[[RolloutConfig | JudgeConfig], float] | None = ROLLOUT_ENGINES.companion(name, MEMORY_SHARE)
-    return 0.0 if share is None else share(config)
+    return None if share is None else share(config)
 
 
-def build_rollout_engine(
-    config: RolloutConfig,
-    model: ModelConfig,
-    *,
-    device: torch.device,
-    seed: int,
-    max_prompt_length: int,
-    max_response_length: int,
-    dp_rank: int = 0,
-    tp_rank: int = 0,
-    load_checkpoint: bool = False,
-) -> RolloutEngine:
-    """The configured engine, not yet initialized.  Raises RegistryError for an unknown `config.name`."""
-    return engine_factory(config)(
-        RolloutSetup(
-            config=config,
-            model=model,
-            device=device,
-            seed=seed,
-            max_prompt_length=max_prompt_length,
-            max_response_length=max_response_length,
-            dp_rank=dp_rank,
-            tp_rank=tp_rank,
-            load_checkpoint=load_checkpoint,
-        )
-    )
+def model_problems(name: str, model: ModelConfig, *, where: str) -> list[str]:
+    """Returns what keeps the engine of that name from running a local model, read from its config.json; [] for a hub name, and
+    where the folder itself is what is wrong.  where: the key of the engine's name."""
+    name, path = resolve_engine_name(name), Path(model.path or "").expanduser()
+    judge = ROLLOUT_ENGINES.companion(name, MODEL_PROBLEMS) if name in ROLLOUT_ENGINES else None
+    if judge is None or not model.path or not path.is_dir():
+        return []
+    try:
+        values = read_model_values(path, model.override_config)
+    except ConfigError:
+        return []
+    found: list[str] = judge(values, where=f"{where}={name}")
+    return found
+
+
+def build_rollout_engine(setup: RolloutSetup) -> RolloutEngine:
+    """Returns the configured engine, not yet initialized.  Raises RegistryError for an unknown `config.name`."""
+    return engine_factory(setup.config)(setup)

@@ -1,8 +1,12 @@
-"""One child as its driver sees it: spawn, talk without blocking, kill with everything it has started."""
+"""One child as its driver sees it: spawn, talk without blocking, kill with everything it has started.
+
+What this machine allows for the containment of children is asked once, by trying it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -20,10 +24,37 @@ from typing import IO, Any
 import psutil
 
 from rlhub.utils.children.access import Access
-from rlhub.utils.children.containment import namespaces_allowed
 from rlhub.utils.children.wire import WireError, decode, encode
 
 logger = logging.getLogger(__name__)
+
+
+PROBE = (
+    "import os,sys; sys.path[:]=sys.argv[1:]; from rlhub.utils.children.supervisor import become_child; "
+    "become_child(os.pipe()[0], (), namespace=True); os._exit(0)"
+)
+PROBE_S = 60.0
+
+
+@functools.cache
+def namespaces_allowed() -> bool:
+    """Whether children can live in PID namespaces of their own.  Says in the log what it means if not."""
+    allowed, why = sys.platform == "linux", "only Linux has them"
+    if allowed:
+        try:
+            done = subprocess.run([sys.executable, "-c", PROBE, *sys.path], capture_output=True, timeout=PROBE_S, check=False)
+            allowed, why = done.returncode == 0, done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        except subprocess.TimeoutExpired:
+            allowed, why = False, f"not done after {PROBE_S:g} s"
+    if not allowed:
+        logger.warning(
+            "processes that reward functions, tools and environments start are ended with them, but not contained: PID "
+            "namespaces are not allowed here (%s), so code that means to can escape, and can look at this user's processes. "
+            "Run where unprivileged user namespaces or CAP_SYS_ADMIN are allowed, or only code that you trust.",
+            why or "the attempt failed",
+        )
+    return allowed
+
 
 BOOT = (
     "import json,sys; setup=json.loads(sys.argv[1]); sys.path[:]=setup['sys_path']; "
@@ -39,14 +70,14 @@ SIGNAL_BASE = 128  # see supervisor.py
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ChildRequest:
     """Calls as a child reads them.  nonce: its answers carry it; who has not read the request cannot guess it."""
 
     nonce: str
     line: bytes
 
     @classmethod
-    def of(cls, calls: Sequence[Mapping[str, Any]]) -> Request:
+    def of(cls, calls: Sequence[Mapping[str, Any]]) -> ChildRequest:
         """WireError if an argument has no JSON form."""
         nonce = secrets.token_hex(8)
         return cls(nonce, encode({"id": nonce, "calls": list(calls)}))
@@ -95,7 +126,7 @@ class ChildProcess:
         late = self.since + timeout_s
         return max(late, self._import_began + LOAD_TIMEOUT_S - self._import_s) if self._imports else late
 
-    def give(self, items: Iterable[int], request: Request) -> None:
+    def give(self, items: Iterable[int], request: ChildRequest) -> None:
         """Hand over calls; the line is written as far as the pipe takes it now, the rest by `write`."""
         self.items.extend(items)
         self._nonce, self._answered, self._imports = request.nonce, 0, 0
@@ -134,7 +165,7 @@ class ChildProcess:
 
     def host_pid(self) -> int:
         """Returns the child's number outside of its namespace; its supervisor's is `process.pid`."""
-        return psutil.Process(self.process.pid).children()[0].pid
+        return int(psutil.Process(self.process.pid).children()[0].pid)
 
     def kill(self) -> str:
         """End the child and all its descendants; says how the child ended, with the crash's traceback if there is one."""

@@ -3,7 +3,7 @@
 Where the machine allows it, the child lives in a PID namespace with a /proc of its own: the kernel ends all its processes when
 the namespace's first one ends, and none of them sees a process outside.  Elsewhere the supervisor is the subreaper of them all:
 what a chain of forks leaves behind becomes its child, and it kills until it has none.  Code that kills its supervisor escapes
-that, so the driver's log says that forks are not contained (containment.py).
+that, so the driver's log says that forks are not contained (process.py).
 
 Standard library only: every child's start goes through here.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhub.config import asynchronous, checks, effects
+from rlhub.config.rules import asynchronous, checks, effects
 from tests.unit.config.test_derive_and_checks import good
 
 ASYNC = {"actor_rollout_ref__rollout__mode": "async"}

@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from rlhub.config.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, run
-from rlhub.config.dpo import DPOConfig
-from rlhub.config.export import ExportConfig
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.rm import RMConfig
+from rlhub.config.compose import example_names
 from rlhub.config.schema import leaves, to_dict
-from rlhub.config.serve import ServeConfig
-from rlhub.config.sft import SFTConfig
+from rlhub.config.sections.export import ExportConfig
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
+from rlhub.config.sections.serve import ServeConfig
+from rlhub.config.sections.sft import SFTConfig
 from rlhub.errors import DataError, EngineError
 from rlhub.utils.redact import redact
 
@@ -102,8 +102,19 @@ def test_the_example_of_help_has_settings_of_its_main(capsys: pytest.CaptureFixt
     assert "for example\n  data.train_files=train.parquet" in capsys.readouterr().out
 
 
+def test_help_and_a_wrong_name_list_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    start("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--config-name=NAME, of examples/0.5b_1gpu, " in text and all(name in text for name in example_names())
+    run(SFTConfig, "sft", lambda config: None, description="Supervised.", argv=["--help"])
+    assert "examples/" not in capsys.readouterr().out, "they are configurations of a policy"
+    assert start("--config-name=examples/7b_8gpus", *ENOUGH) == (EXIT_USAGE, [])
+    error = capsys.readouterr().err
+    assert all(name in error for name in ("no examples/7b_8gpus.yaml", *example_names()))
+
+
 def test_help_into_a_pipe_that_closes_is_no_error() -> None:
-    code = "from rlhub.config.cli import run; from rlhub.config.ppo import PPOConfig; import sys\n"
+    code = "from rlhub.config.cli import run; from rlhub.config.sections.ppo import PPOConfig; import sys\n"
     code += "sys.exit(run(PPOConfig, 'ppo', lambda config: None, description='', argv=['--help']))"
     reader, writer = os.pipe()
     os.close(reader)

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from rlhub.config import checks, derive, effects
-from rlhub.config.dpo import DPOConfig
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.rm import RMConfig
+from rlhub.config.rules import checks, derive, effects
 from rlhub.config.schema import leaves
-from rlhub.config.sft import SFTConfig
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
+from rlhub.config.sections.sft import SFTConfig
 
 Change = Callable[[PPOConfig], None]
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from rlhub.config import checks, derive, effects, engines
-from rlhub.config.dpo import DPOConfig
 from rlhub.config.load import interpret
-from rlhub.config.parallel import Ranks, all_ranks, data_parallel, ranks_per_copy
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.sft import SFTConfig
-from rlhub.config.training import SECTIONS, FSDPConfig, MegatronConfig, section_of
+from rlhub.config.rules import checks, derive, effects, engines
+from rlhub.config.rules.parallel import Ranks, all_ranks, data_parallel, ranks_per_copy
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.preference import DPOConfig
+from rlhub.config.sections.sft import SFTConfig
+from rlhub.config.sections.training import SECTIONS, FSDPConfig, MegatronConfig, section_of
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from tests.unit.config.test_derive_and_checks import put
 

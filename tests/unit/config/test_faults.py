@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlhub.config.faults import planned_faults, problems
 from rlhub.config.load import load
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.trainer import TrainerConfig
+from rlhub.config.rules.faults import planned_faults, problems
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.errors import ConfigError
 from rlhub.utils.faults import Fault
 

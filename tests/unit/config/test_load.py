@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlhub.config.foreign_aliases import ALIASES
-from rlhub.config.foreign_keys import FOREIGN
+from rlhub.config.aliases.keys import FOREIGN
+from rlhub.config.aliases.translate import ALIASES
 from rlhub.config.load import collect, interpret, load, nearest, validate
-from rlhub.config.ppo import PPOConfig
 from rlhub.config.schema import is_free, leaves, sections
-from rlhub.config.sft import SFTConfig
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.sft import SFTConfig
 from rlhub.errors import ConfigError
 
 

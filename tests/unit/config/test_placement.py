@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from rlhub.config import checks, derive, foreign
+from rlhub.config.aliases import translate as foreign
 from rlhub.config.load import collect
-from rlhub.config.placement import on_machine, pool_name, pool_of, pools_of
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.sft import SFTConfig
+from rlhub.config.rules import checks, derive
+from rlhub.config.rules.placement import on_machine, pool_name, pool_of, pools_of
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.sft import SFTConfig
 from tests.unit.config.test_derive_and_checks import good
 
 ONE: dict[str, Any] = {"own": {}}

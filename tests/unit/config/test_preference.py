@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from rlhub.config import checks, derive, effects
-from rlhub.config.dpo import DPOConfig
 from rlhub.config.load import collect, load
-from rlhub.config.rm import RMConfig
+from rlhub.config.rules import checks, derive, effects
 from rlhub.config.schema import leaves
+from rlhub.config.sections.preference import DPOConfig, RMConfig
 
 BOTH = pytest.mark.parametrize(("cls", "name"), [(DPOConfig, "dpo"), (RMConfig, "rm")])
 

@@ -6,10 +6,10 @@ import shlex
 
 import pytest
 
-from rlhub.config import checks, derive, effects
 from rlhub.config.load import collect
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.rollout_correction import (
+from rlhub.config.rules import checks, derive, effects
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rollout_correction import (
     Bounds,
     RolloutCorrectionConfig,
     notes,

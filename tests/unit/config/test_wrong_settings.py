@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhub.config import cli, load
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError, DataError, EngineError, RlhubError, WorkerError
 
 

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlhub.config.data import DataConfig
-from rlhub.config.preference import PreferenceDataConfig
+from rlhub.config.sections.ppo import DataConfig
+from rlhub.config.sections.preference import PreferenceDataConfig
 from rlhub.data.order import ResumableLoader
 from rlhub.data.preference import PreferenceDataset
 from rlhub.data.prompts import PromptDataset

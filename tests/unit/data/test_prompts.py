@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhub.config.data import DataConfig
+from rlhub.config.sections.ppo import DataConfig
 from rlhub.data.prompts import PromptDataset, PromptLoader
 from rlhub.errors import DataError
 

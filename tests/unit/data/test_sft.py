@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhub.config.data import DataConfig
-from rlhub.config.sft import SFTDataConfig
+from rlhub.config.sections.ppo import DataConfig
+from rlhub.config.sections.sft import SFTDataConfig
 from rlhub.data.prompts import PromptDataset
 from rlhub.data.sft import SFTDataset, SFTLoader
 from rlhub.errors import DataError

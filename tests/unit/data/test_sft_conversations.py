@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhub.config.sft import SFTDataConfig
+from rlhub.config.sections.sft import SFTDataConfig
 from rlhub.data.sft import SFTDataset
 from rlhub.errors import DataError
 from tests.unit.data import templates

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.models.hf import ModelKind, build_model
 from tests.support.tiny_models import save_tiny_model
 

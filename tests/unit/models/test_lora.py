@@ -8,7 +8,7 @@ from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.lora import add_lora, lora_layers, lora_names, named_parameters, set_adapters
 

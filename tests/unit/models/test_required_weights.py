@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3MoeConfig
 
-from rlhub.config.model import ModelConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import build_model, check_weights
-from rlhub.models.kinds import ModelKind
-from rlhub.models.vocabulary import check_tokenizer
+from rlhub.models.shape import ModelKind
+from rlhub.models.tokenizer import check_tokenizer
 from rlhub.models.weight_files import INDEX, SINGLE, file_problems
 from tests.unit.models.conftest import save_model, save_tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhub.config.reward import JudgeConfig
+from rlhub.config.sections.reward import JudgeConfig
 from rlhub.errors import ConfigError
 from rlhub.protocol import DataProto
 from rlhub.rewards.combine import PartScores
@@ -48,7 +48,7 @@ class Scripted:
 def batch_of(texts: list[str], chats: list[Any] | None = None) -> DataProto:
     import torch
 
-    from rlhub.utils.columns import object_array
+    from rlhub.protocol.columns import object_array
 
     batch = make_batch(texts)
     batch.non_tensor_batch["raw_chat"] = object_array(chats or [f"q{row}" for row in range(len(texts))])

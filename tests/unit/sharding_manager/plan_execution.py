@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from rlhub.protocol.weights.pieces import Piece, PieceInfo, by_name, views
+from rlhub.protocol.weights.regions import num_elements, sizes, take
 from rlhub.sharding_manager.plan import Plan, Transfer
 from rlhub.sharding_manager.schedule import Message, Round
-from rlhub.utils.pieces import Piece, PieceInfo, by_name, views
-from rlhub.utils.regions import num_elements, sizes, take
 
 Layout = Sequence[Sequence[PieceInfo]]
 Held = list[dict[str, list[Piece]]]

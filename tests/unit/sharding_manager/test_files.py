@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import RolloutEngine
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.errors import DeadlineError, EngineError, WeightMismatchError
 from rlhub.sharding_manager.files import WeightReader, WeightWriter
 from tests.support.plain_train_engine import PlainTrainEngine
@@ -28,12 +28,14 @@ def train() -> PlainTrainEngine:
 @pytest.fixture
 def engine() -> RolloutEngine:
     return build_rollout_engine(
-        RolloutConfig(name="fake"),
-        ModelConfig(),
-        device=torch.device("cpu"),
-        seed=0,
-        max_prompt_length=8,
-        max_response_length=8,
+        RolloutSetup(
+            config=RolloutConfig(name="fake"),
+            model=ModelConfig(),
+            device=torch.device("cpu"),
+            seed=0,
+            max_prompt_length=8,
+            max_response_length=8,
+        )
     )
 
 

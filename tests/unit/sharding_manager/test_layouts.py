@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhub.sharding_manager.layouts import (
+from rlhub.protocol.weights.regions import Region, num_elements, take, whole
+from tests.support.layouts import (
     DecoderShape,
     Layout,
     fsdp_layout,
@@ -19,7 +20,6 @@ from rlhub.sharding_manager.layouts import (
     vllm_layout,
     weights,
 )
-from rlhub.utils.regions import Region, num_elements, take, whole
 
 DENSE = DecoderShape(
     vocab_size=67, hidden_size=8, intermediate_size=16, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=4, qkv_bias=True

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import RolloutEngine, SamplingParams, WeightBucket
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.errors import EngineError, WeightMismatchError
-from rlhub.sharding_manager.execution import Execution
+from rlhub.protocol.weights.pieces import Piece
+from rlhub.protocol.weights.regions import take
 from rlhub.sharding_manager.manager import ShardingManager
-from rlhub.utils.pieces import Piece
-from rlhub.utils.regions import take
+from rlhub.sharding_manager.route import Route
 from tests.support import rollout_contract as contract
 from tests.support.plain_train_engine import PlainTrainEngine
 from tests.support.tiny_models import greedy_reference, save_tiny_model
@@ -37,12 +37,14 @@ def model(folder: Path) -> PreTrainedModel:
 
 def build(folder: Path, name: str = "hf", dtype: str = "auto") -> RolloutEngine:
     engine = build_rollout_engine(
-        RolloutConfig(name=name, dtype=dtype),  # type: ignore[arg-type]
-        ModelConfig(path=str(folder)),
-        device=torch.device("cpu"),
-        seed=0,
-        max_prompt_length=32,
-        max_response_length=32,
+        RolloutSetup(
+            config=RolloutConfig(name=name, dtype=dtype),  # type: ignore[arg-type]
+            model=ModelConfig(path=str(folder)),
+            device=torch.device("cpu"),
+            seed=0,
+            max_prompt_length=32,
+            max_response_length=32,
+        )
     )
     engine.initialize()
     return engine
@@ -121,8 +123,8 @@ def test_one_flipped_element_of_a_planned_update_is_caught_and_never_serves(
     manager = ShardingManager(PlainTrainEngine(model), rollout, bucket_bytes=BUCKET)
     manager.sync(0)
     with monkeypatch.context() as broken:
-        exchange = Execution._exchange
-        broken.setattr(Execution, "_exchange", lambda self, sent: (flip(rollout, name), exchange(self, sent))[1])
+        exchange = Route._exchange
+        broken.setattr(Route, "_exchange", lambda self, sent: (flip(rollout, name), exchange(self, sent))[1])
         with pytest.raises(WeightMismatchError, match="1 of") as caught:
             manager.sync(1)
         assert caught.value.weight == name

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from rlhub.checkpoint.store import Checkpoint
-from rlhub.config.derive import derive
-from rlhub.config.dpo import DPOConfig
-from rlhub.config.ppo import PPOConfig
-from rlhub.config.sft import SFTConfig
-from rlhub.config.training import FSDPConfig, MegatronConfig
+from rlhub.config.rules.derive import derive
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.preference import DPOConfig
+from rlhub.config.sections.sft import SFTConfig
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig
 from rlhub.errors import ConfigError
-from rlhub.trainer.ppo.sampling import STREAMED
+from rlhub.trainer.ppo.sync_source import STREAMED
 from rlhub.trainer.resume import EXTRAS, MADE_WITH, TrainingConfig, changed_inputs, check_resume, made_with
 
 SIZES = {"model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}

@@ -8,15 +8,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.agents.openai_server.errors import ApiError
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.engines.rollout.fake import FakeEngine, hashed_script
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError, RequestError, VersionError
 from rlhub.trainer import serve_engine
 from rlhub.trainer.serve_engine import ServedEngine, ServeLimits
-from rlhub.workflows.openai_server.errors import ApiError
 
 REQUEST = GenerationRequest(prompt_ids=[1], seed=0)
 PARAMS = SamplingParams(max_new_tokens=4)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhub.config.serve import ServeConfig
-from rlhub.trainer import serve_checks
-from rlhub.trainer.serve_checks import check
+from rlhub.config.sections.serve import ServeConfig
+from rlhub.trainer.preflight import serve as serve_checks
+from rlhub.trainer.preflight.serve import check
 
 MODEL = {"model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
 

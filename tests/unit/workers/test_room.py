@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rlhub.config.reward import JudgeConfig
-from rlhub.config.rollout import RolloutConfig
-from rlhub.workers import actor, critic, engine_worker, room
+from rlhub.config.sections.reward import JudgeConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.workers import actor, base, critic, room
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.critic import CriticWorker
-from rlhub.workers.judge import JudgeWorker
+from rlhub.workers.reward_model import JudgeWorker
 from rlhub.workers.runtime import WorkerRuntime
 
 
@@ -74,7 +74,7 @@ def test_the_rollout_engine_sleeps_until_its_first_weights(monkeypatch: pytest.M
     worker: Any = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
     calls: list[str] = []
     worker.device, worker.engine, worker.rollout = SimpleNamespace(type="cuda"), None, Engine(calls)
-    rollout = SimpleNamespace(free_cache_engine=True, update_weights_bucket_mb=1, share_weights=True)
+    rollout = SimpleNamespace(free_cache_engine=True, update_weights_bucket_mb=1)
     worker.config, worker.runtime = SimpleNamespace(rollout=rollout), SimpleNamespace(deadline_s=1.0)
     monkeypatch.setattr(worker, "_init_actor", lambda: calls.append("actor"))
     monkeypatch.setattr(worker, "_init_rollout", lambda: calls.append("rollout"))
@@ -84,8 +84,8 @@ def test_the_rollout_engine_sleeps_until_its_first_weights(monkeypatch: pytest.M
 
 def test_a_checkpoint_leaves_the_engine_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(engine_worker, "save_engine", lambda *_: calls.append("save") or [])
-    monkeypatch.setattr(engine_worker, "load_engine", lambda *_: calls.append("load"))
+    monkeypatch.setattr(base, "save_engine", lambda *_: calls.append("save") or [])
+    monkeypatch.setattr(base, "load_engine", lambda *_: calls.append("load"))
     worker = CriticWorker.__new__(CriticWorker)
     worker.engine = Engine(calls)  # type: ignore[assignment]
     worker.save_checkpoint("folder")

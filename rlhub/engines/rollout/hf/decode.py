@@ -20,7 +20,7 @@ from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows
 from rlhub.engines.rollout.hf.noise import uniforms
 from rlhub.engines.rollout.hf.prompts import key_mask, prefill_chunks, read_prompts
 from rlhub.engines.rollout.hf.sampling import sample_tokens
-from rlhub.engines.rollout.hf.step import DecodeStep
+from rlhub.engines.rollout.hf.step import ModelStep
 from rlhub.errors import EngineError
 
 KEEP_FRACTION = 0.75  # compact below this share of live rows: copying stays a small part of the work it saves
@@ -84,7 +84,7 @@ class _Noise:
 @torch.inference_mode()
 def decode(
     model: PreTrainedModel,
-    step_forward: DecodeStep,
+    step_forward: ModelStep,
     requests: Sequence[GenerationRequest],
     params: SamplingParams,
     limits: DecodeLimits,
@@ -175,7 +175,7 @@ def _compact(batch: _Batch, tokens: Tensor) -> Tensor:
     return tokens[rows]
 
 
-def _step(step_forward: DecodeStep, batch: _Batch, tokens: Tensor) -> Tensor:
+def _step(step_forward: ModelStep, batch: _Batch, tokens: Tensor) -> Tensor:
     """Feed one token a row; returns logits (rows, vocabulary)."""
     batch.length += 1
     logits = step_forward(tokens, batch.positions, batch.cache, None if batch.mask is None else batch.mask[..., : batch.length])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,22 +12,17 @@ from transformers.initialization import no_init_weights
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams, WeightBucket
 from rlhub.engines.rollout.dtypes import resolve_dtype
-from rlhub.engines.rollout.hf.attention import GROUPED_ATTENTION
 from rlhub.engines.rollout.hf.decode import DecodeLimits, decode
-from rlhub.engines.rollout.hf.lean import LeanStep, why_not_lean
-from rlhub.engines.rollout.hf.step import DecodeStep, ModelStep
+from rlhub.engines.rollout.hf.step import ModelStep
 from rlhub.engines.rollout.hf.stepper import HFStepper
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.stepped import SteppedEngine
 from rlhub.engines.rollout.stepping import Stepper
-from rlhub.engines.rollout.weight_memory import memory_blocks, move_to_blocks
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.models.experts import unfused_tensors
 from rlhub.models.required_weights import load_checked
-from rlhub.utils.pieces import Piece, whole_piece
-
-logger = logging.getLogger(__name__)
+from rlhub.protocol.weights.pieces import Piece, whole_piece
 
 
 class HFEngine(SteppedEngine):
@@ -43,13 +37,13 @@ class HFEngine(SteppedEngine):
         super().__init__(setup)
         self._dtype = resolve_dtype(setup.config.dtype, setup.device)
         self._model: PreTrainedModel | None = None
-        self._step: DecodeStep | None = None
+        self._step: ModelStep | None = None
         self._weights: dict[str, Tensor] = {}
 
     def initialize(self) -> None:
         with torch.random.fork_rng(devices=[self._setup.device] if self._setup.device.type == "cuda" else []):
             self._model = self._build()
-        self._step = _decode_step(self._model, self._setup.max_model_len)
+        self._step = ModelStep(self._model)
         self._weights = _named_weights(self._model)
         self._ready = self._setup.load_checkpoint
 
@@ -58,7 +52,7 @@ class HFEngine(SteppedEngine):
         trust = setup.model.trust_remote_code
         config = AutoConfig.from_pretrained(setup.model.path, trust_remote_code=trust, **setup.model.override_config)
         _refuse_short_windows(config, setup.max_model_len)
-        options = {"dtype": self._dtype, "attn_implementation": GROUPED_ATTENTION, "trust_remote_code": trust}
+        options = {"dtype": self._dtype, "trust_remote_code": trust}
         if setup.load_checkpoint:
             model = load_checked(AutoModelForCausalLM, str(setup.model.path), config, "policy", **options)
         else:
@@ -126,19 +120,6 @@ class HFEngine(SteppedEngine):
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._weights[name].dtype
 
-    def weight_memory(self) -> Sequence[Tensor]:
-        return memory_blocks(self._weight_tensors()) if self._setup.device.type == "cpu" else ()
-
-    def move_weights(self, blocks: Sequence[Tensor]) -> None:
-        assert self._model is not None
-        move_to_blocks(self._weight_tensors(), blocks)
-        self._weights = _named_weights(self._model)
-
-    def _weight_tensors(self) -> list[Tensor]:
-        """All that read the weights."""
-        assert self._model is not None and self._step is not None
-        return [*self._model.parameters(), *self._step.fused]
-
     def sleep(self) -> None:
         with self._loop.exclusive("sleep"):
             self._ready = False
@@ -154,15 +135,6 @@ class HFEngine(SteppedEngine):
 def _named_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """A tied weight is listed once, at the input embedding."""
     return dict(unfused_tensors((name, param.detach()) for name, param in model.named_parameters()))
-
-
-def _decode_step(model: PreTrainedModel, max_model_len: int) -> DecodeStep:
-    """The lean step where it computes the same as the model's own forward, else that."""
-    obstacle = why_not_lean(model)
-    if obstacle is None:
-        return LeanStep(model, max_model_len)
-    logger.debug("decoding with the model's own forward: %s", obstacle)
-    return ModelStep(model)
 
 
 def _refuse_short_windows(config: PreTrainedConfig, max_model_len: int) -> None:

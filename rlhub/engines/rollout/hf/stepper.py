@@ -24,7 +24,7 @@ from rlhub.engines.rollout.hf.decode import FIRST_CAPACITY, KEEP_FRACTION, NOT_F
 from rlhub.engines.rollout.hf.noise import uniforms
 from rlhub.engines.rollout.hf.prompts import key_mask, prefill_chunks, read_prompts
 from rlhub.engines.rollout.hf.sampling import sample_tokens
-from rlhub.engines.rollout.hf.step import DecodeStep
+from rlhub.engines.rollout.hf.step import ModelStep
 from rlhub.engines.rollout.stepping import TokenEvent
 from rlhub.errors import EngineError
 
@@ -101,7 +101,7 @@ class _Places:
 class HFStepper:
     """`Stepper` over a Hugging Face model: `model` reads prompts, `step_forward` the tokens after them."""
 
-    def __init__(self, model: PreTrainedModel, step_forward: DecodeStep, limits: DecodeLimits, max_rows: int) -> None:
+    def __init__(self, model: PreTrainedModel, step_forward: ModelStep, limits: DecodeLimits, max_rows: int) -> None:
         self._model = model
         self._step_forward = step_forward
         self._limits = limits

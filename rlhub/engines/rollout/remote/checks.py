@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rlhub.config.rollout import RemoteConfig, RolloutConfig
+from rlhub.config.sections.rollout import RemoteConfig, RolloutConfig
 
 KEY = "actor_rollout_ref.rollout.remote"
 EVALUATION_ONLY = ("openai",)

@@ -35,9 +35,9 @@ from rlhub.engines.rollout.remote.staging import Staging
 from rlhub.engines.rollout.remote.turns import Turns
 from rlhub.engines.rollout.requests import check_requests
 from rlhub.errors import ConfigError, DeadlineError, EngineError, RlhubError
+from rlhub.protocol.weights.pieces import Piece
 from rlhub.registry import load_object
-from rlhub.utils.loop_thread import LoopThread
-from rlhub.utils.pieces import Piece
+from rlhub.utils.aio.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
 

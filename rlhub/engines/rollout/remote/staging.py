@@ -17,9 +17,9 @@ from rlhub.checkpoint.hf import write_hf_weights
 from rlhub.engines.rollout.base import WeightBucket
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.models.shape import read_model_shape
+from rlhub.protocol.weights.fingerprint import combine, fingerprint
+from rlhub.protocol.weights.pieces import Piece, whole_piece
 from rlhub.utils.atomic import TEMPORARY_SUFFIX
-from rlhub.utils.fingerprint import combine, fingerprint
-from rlhub.utils.pieces import Piece, whole_piece
 
 KEPT_VERSIONS = 2  # the server may still be reading the one before
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -1,9 +1,17 @@
 """Generation with vLLM: inside the trainer's or a replica's own process (`engine`), or in processes of vLLM's (`async_engine`).
 
 In this process the weights are read back where they were written and no token crosses a socket, so that is the default.  A
-replica that is tensor-parallel has its ranks in processes of vLLM's, over its AsyncLLM; `rollout.name=vllm_async` asks for that
-with one device too.
+replica that is tensor-parallel has its ranks in processes of vLLM's, over its AsyncLLMEngine; `rollout.name=vllm_async` asks for
+that with one device too.
+
+    engine, in_process      RolloutEngine in this process, and the LLM that it drives
+    async_engine, client    RolloutEngine over processes of vLLM's, and the AsyncLLMEngine that it drives
+    worker, watch           what runs in those processes: the weights' side, and an end with the owner
+    arguments, conversion   what vLLM is built with; requests and answers in its terms
+    weights                 its parameters as views under Hugging Face names
+    environment             what vLLM needs from a process, and what it changes there
+    internals               the names of vLLM's that it does not promise to keep
 
 Nothing in this package imports vLLM before `initialize`: the import takes seconds and reads environment variables that must be
-set first.  The engines, `environment`, `memory` and `watch` may be imported anywhere; the other modules import vLLM.
+set first.  The engines, `environment` and `watch` may be imported anywhere; the other modules import vLLM.
 """

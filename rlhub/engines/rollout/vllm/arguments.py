@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import torch
-import vllm._custom_ops as vllm_custom_ops
-from vllm.model_executor.layers import utils as vllm_layer_utils
+from transformers import AutoConfig, PreTrainedConfig
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.vllm.memory import CPU_BLOCK_TOKENS, cpu_cache_bytes, head_width, text_config
+from rlhub.engines.rollout.vllm.internals import cpu_head_widths
 from rlhub.errors import EngineError
+
+CPU_BLOCK_TOKENS = 32  # vLLM's CPU attention wants multiples of 32; small blocks let short prompts share a prefix
+MIN_CACHE_BYTES = 16 << 20
+MAX_CACHE_BYTES = 4 << 30
+MEMORY_SHARE = 8  # at most 1/8 of the memory that is free: several ranks start on one machine
 
 
 def engine_arguments(setup: RolloutSetup, dtype: torch.dtype) -> dict[str, Any]:
-    """For a model that this platform can run; raises EngineError for another."""
+    """Returns vLLM's arguments for a model that this platform can run; raises EngineError for another."""
     arguments = _arguments(setup, dtype)
     if current_platform.is_cpu():
+        text = _text_config(setup)
+        _check_head_width(text)
+        _refuse_experts(setup, text)
         arguments.update(
             enforce_eager=True,  # compiling takes a minute and a half here and gains 9 %
             block_size=CPU_BLOCK_TOKENS,
             # After a part of a prompt vLLM sets the seeded generator back, which CPU generators cannot do.
             enable_chunked_prefill=False,
-            kv_cache_memory_bytes=cpu_cache_bytes(setup, dtype),
+            kv_cache_memory_bytes=_cpu_cache_bytes(setup, text, dtype),
         )
-        _check_head_width(setup)
-        _refuse_experts(setup)
     return arguments
 
 
@@ -54,9 +59,16 @@ def _arguments(setup: RolloutSetup, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _check_head_width(setup: RolloutSetup) -> None:
+def _text_config(setup: RolloutSetup) -> PreTrainedConfig:
+    """The language model's part of the Hugging Face configuration, overrides applied."""
+    return AutoConfig.from_pretrained(
+        setup.model.path, trust_remote_code=setup.model.trust_remote_code, **setup.model.override_config
+    ).get_text_config()
+
+
+def _check_head_width(text: PreTrainedConfig) -> None:
     """vLLM itself fails only in the first generation, and without naming the model's setting."""
-    width, known = head_width(text_config(setup)), CPUAttentionBackend.get_supported_head_sizes()
+    width, known = _head_width(text), cpu_head_widths()
     if width not in known:
         raise EngineError(
             f"vLLM on CPU has attention for heads of {', '.join(map(str, known))} elements; the model's have {width}: "
@@ -64,9 +76,9 @@ def _check_head_width(setup: RolloutSetup) -> None:
         )
 
 
-def _refuse_experts(setup: RolloutSetup) -> None:
+def _refuse_experts(setup: RolloutSetup, text: PreTrainedConfig) -> None:
     """vLLM's CPU kernels take the experts' weights in a layout of their own, made once when the model is loaded."""
-    values = text_config(setup).to_dict()
+    values = text.to_dict()
     if values.get("num_experts") or values.get("num_local_experts"):
         raise EngineError(
             f"vLLM on CPU repacks the experts of {setup.model.path} when it loads them, so they could not be updated: "
@@ -74,10 +86,27 @@ def _refuse_experts(setup: RolloutSetup) -> None:
         )
 
 
-def keep_weights_unpacked() -> None:
-    """In the process that holds the model, before it is built: stop vLLM's CPU linear layers from repacking.  That frees the
-    parameters, so they could not be written again, and with tied embeddings it would keep computing logits from the old
-    output layer without a word."""
-    if current_platform.is_cpu():
-        vllm_custom_ops._supports_onednn = False
-        vllm_layer_utils.check_cpu_sgl_kernel = lambda *_: False
+def _cpu_cache_bytes(setup: RolloutSetup, text: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """The size of the key-value cache on CPU, where vLLM has no memory budget of its own to fill.
+
+    It holds `max_num_seqs` sequences of full length, within bounds, and never less than two.  A smaller cache than the sequences
+    need is correct: vLLM then preempts and recomputes.
+    """
+    if setup.config.kv_cache_gb is not None:
+        return int(setup.config.kv_cache_gb * (1 << 30))
+    per_sequence = _bytes_per_token(setup, text, dtype) * CPU_BLOCK_TOKENS * (-(-setup.max_model_len // CPU_BLOCK_TOKENS) + 1)
+    wanted = per_sequence * setup.config.max_num_seqs
+    ceiling = min(MAX_CACHE_BYTES, int(psutil.virtual_memory().available) // MEMORY_SHARE)
+    return max(min(wanted, ceiling), 2 * per_sequence, MIN_CACHE_BYTES)
+
+
+def _bytes_per_token(setup: RolloutSetup, text: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Keys and values of all layers on one tensor-parallel rank."""
+    heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
+    local_heads = max(1, heads // setup.config.tensor_model_parallel_size)
+    return int(2 * text.num_hidden_layers * local_heads * _head_width(text) * dtype.itemsize)
+
+
+def _head_width(text: PreTrainedConfig) -> int:
+    """Elements of one attention head."""
+    return int(text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads)

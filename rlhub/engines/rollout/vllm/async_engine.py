@@ -34,8 +34,8 @@ from rlhub.engines.rollout.requests import check_requests
 from rlhub.engines.rollout.vllm.environment import child_variables, guarded_process
 from rlhub.errors import EngineError, RequestError, RlhubError
 from rlhub.models.hf import check_weights
-from rlhub.utils.loop_thread import LoopThread
-from rlhub.utils.pieces import Piece
+from rlhub.protocol.weights.pieces import Piece
+from rlhub.utils.aio.loop_thread import LoopThread
 from rlhub.utils.resource_tracker import start_apart
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
-"""vLLM's AsyncLLM: an engine core in a child process, and with tensor parallelism a worker process a rank below it.
+"""vLLM's AsyncLLMEngine: an engine core in a child process, and with tensor parallelism a worker process a rank below it.
 
-Imports vLLM: see `environment`.  All methods run on one event loop.
+Imports vLLM: see `environment`.  All methods run on one event loop.  The engine core imports this module to know its executor's
+class, and watches its owner from then on.
 """
 
 from __future__ import annotations
@@ -9,24 +10,29 @@ import asyncio
 from collections.abc import Callable
 
 import torch
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.inputs.engine import tokens_input
-from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
+from vllm import AsyncEngineArgs, AsyncLLMEngine, CompletionOutput, RequestOutput
+from vllm.inputs import tokens_input
 
 from rlhub.engines.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.vllm.arguments import engine_arguments
-from rlhub.engines.rollout.vllm.core import refuse_nonfinite_log_probs
-from rlhub.engines.rollout.vllm.executors import CoreExecutor, WorkersExecutor
-from rlhub.engines.rollout.vllm.params import vllm_params
+from rlhub.engines.rollout.vllm.conversion import finish_reason_of, log_probs_of, vllm_params
+from rlhub.engines.rollout.vllm.internals import MultiprocExecutor, UniProcExecutor
+from rlhub.engines.rollout.vllm.watch import end_with_owner
 from rlhub.errors import EngineError
 
 EXTENSION = "rlhub.engines.rollout.vllm.worker.WorkerExtension"
 SHUTDOWN_S = 30.0  # a process that is killed leaves its shared memory behind
-Told = Callable[[list[int], list[float], FinishReason | None], None]
-"""Told of new tokens, their log-probs (none where they were not asked for) and, with the last ones, why they end."""
+OnTokens = Callable[[list[int], list[float], FinishReason | None], None]
+"""Called with new tokens, their log-probs (none where they were not asked for) and, with the last ones, why they end."""
+
+
+class CoreExecutor(UniProcExecutor):  # type: ignore[misc]  # vLLM's types are not read
+    """The model is in the engine core."""
+
+
+class WorkersExecutor(MultiprocExecutor):  # type: ignore[misc]
+    """The model's parts are in worker processes."""
 
 
 class AsyncClient:
@@ -40,7 +46,7 @@ class AsyncClient:
             distributed_executor_backend="mp" if parallel else "uni",
             worker_extension_cls=EXTENSION,
         )
-        self._llm = AsyncLLM(
+        self._llm = AsyncLLMEngine(
             vllm_config=arguments.create_engine_config(),
             executor_class=WorkersExecutor if parallel else CoreExecutor,
             log_stats=False,
@@ -49,16 +55,16 @@ class AsyncClient:
         self._entry = asyncio.Lock()  # no request is on its way to the core while it is paused
 
     async def generate(
-        self, key: str, request: GenerationRequest, params: SamplingParams, salt: str, told: Told | None
+        self, key: str, request: GenerationRequest, params: SamplingParams, salt: str, on_tokens: OnTokens | None
     ) -> Completion:
-        """salt: requests with another share no cached prefix with this one.  Cancelling ends the request."""
-        sampling = vllm_params(request, params)
-        sampling.output_kind = RequestOutputKind.FINAL_ONLY if told is None else RequestOutputKind.DELTA
+        """Generates one completion.  salt: requests with another share no cached prefix with this one.  Cancelling ends the
+        request."""
+        sampling = vllm_params(request, params, stream=on_tokens is not None)
         prompt = tokens_input(list(request.prompt_ids), cache_salt=salt)
         try:
             async with self._entry:
                 queue = await self._llm.add_request(key, prompt, sampling)
-            answer = _Answer(params, told)
+            answer = _Answer(params, on_tokens)
             while not answer.add(queue.get_nowait() or await queue.get()):
                 pass
             return answer.completion()
@@ -67,32 +73,32 @@ class AsyncClient:
             raise
 
     async def abort(self, keys: list[str]) -> None:
-        """Their completions have the tokens so far.  Unknown keys are passed over."""
+        """Ends these requests, whose completions have the tokens so far.  Unknown keys are passed over."""
         await self._llm.abort(keys)
 
     async def pause(self) -> None:
-        """No step is under way on return; requests keep their tokens."""
+        """Stops between two steps; on return none is computing.  Requests keep their tokens."""
         async with self._entry:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def resume(self, *, recompute: bool) -> None:
-        """recompute: all requests lose their keys and values first."""
+        """Steps again.  recompute: all requests lose their keys and values first."""
         if recompute and not await self._llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineError("vLLM did not give up the keys and values of the running requests")
         await self._llm.resume_generation()
 
     async def set_version(self, version: int) -> None:
-        """Tokens of later steps belong to it."""
+        """Marks the tokens of later steps with this version."""
         await self._llm.update_weight_version(str(version))
 
     async def call_workers(self, target: str, method: str, arguments: bytes) -> list[bytes]:
-        """See WorkerExtension.rlhub_call; one reply a worker.  Between two steps."""
+        """Calls WorkerExtension.rlhub_call between two steps; returns one reply a worker."""
         replies: list[bytes] = await self._llm.collective_rpc("rlhub_call", args=(target, method, arguments))
         return replies
 
     @property
     def vocab_size(self) -> int:
-        """Of the model."""
+        """The number of token ids that the model reads."""
         return int(self._llm.model_config.get_vocab_size())
 
     @property
@@ -101,38 +107,38 @@ class AsyncClient:
         return bool(self._llm.errored)
 
     def close(self) -> None:
-        """End the processes; blocks until they have ended."""
+        """Ends the processes; blocks until they have ended."""
         self._llm.shutdown(timeout=SHUTDOWN_S)
 
 
 class _Answer:
     """What comes for one request: its tokens as they come, or all at the end."""
 
-    def __init__(self, params: SamplingParams, told: Told | None) -> None:
-        self._params, self._told = params, told
+    def __init__(self, params: SamplingParams, on_tokens: OnTokens | None) -> None:
+        self._params, self._on_tokens = params, on_tokens
         self._tokens: list[int] = []
         self._log_probs: list[float] = []
         self._last: CompletionOutput | None = None
 
     def add(self, output: RequestOutput) -> bool:
-        """Whether it was the last."""
-        part = output.outputs[0]
-        tokens = list(part.token_ids)
-        log_probs = list(part.logprobs.logprobs) if part.logprobs else []
-        refuse_nonfinite_log_probs(log_probs)
+        """Takes an output; returns whether it was the last."""
+        self._last = part = output.outputs[0]
+        tokens, log_probs = list(part.token_ids), log_probs_of(part)
         log_probs = log_probs if self._params.log_probs else []
         self._tokens += tokens
         self._log_probs += log_probs
-        self._last = part
-        if self._told is not None and tokens:
-            self._told(tokens, log_probs, part.finish_reason if output.finished else None)
+        if self._on_tokens is not None and tokens:
+            self._on_tokens(tokens, log_probs, finish_reason_of(part) if output.finished else None)
         return bool(output.finished)
 
     def completion(self) -> Completion:
+        """Returns the completion, once the last output was taken."""
         assert self._last is not None
-        tokens, log_probs = self._tokens, self._log_probs
         versions = [int(span.version) for span in self._last.weight_versions or () for _ in range(span.start, span.end)]
-        if len(versions) != len(tokens) or (self._params.log_probs and len(log_probs) != len(tokens)):
-            counts = f"{len(log_probs)} log-probabilities and {len(versions)} versions"
-            raise EngineError(f"vLLM returned {counts} for {len(tokens)} tokens")
-        return Completion(token_ids=tokens, log_probs=log_probs, finish_reason=self._last.finish_reason, versions=versions)
+        if len(versions) != len(self._tokens):
+            raise EngineError(f"vLLM returned {len(versions)} versions for {len(self._tokens)} tokens")
+        reason = finish_reason_of(self._last)
+        return Completion(token_ids=self._tokens, log_probs=self._log_probs, finish_reason=reason, versions=versions)
+
+
+end_with_owner()

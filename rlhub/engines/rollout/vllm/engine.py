@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from torch import distributed as dist
 
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams, WeightBucket
@@ -19,18 +18,15 @@ from rlhub.engines.rollout.dtypes import resolve_dtype
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.stepped import SteppedEngine
 from rlhub.engines.rollout.stepping import Stepper
-from rlhub.engines.rollout.vllm.environment import distributed_variables, guarded_process, own_stream, settle
-from rlhub.engines.rollout.weight_memory import memory_blocks, move_to_blocks
+from rlhub.engines.rollout.vllm.environment import distributed_variables, guarded_process, settle
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.models.hf import check_weights
 from rlhub.models.required_weights import refuse_nonfinite
-from rlhub.utils.pieces import Piece
+from rlhub.protocol.weights.pieces import Piece
 
 if TYPE_CHECKING:
-    from vllm import LLM
-
-    from rlhub.engines.rollout.vllm.core import Core
+    from rlhub.engines.rollout.vllm.in_process import InProcessLLM
 
 DISCARD_WEIGHTS = 2  # vLLM's sleep level that keeps neither cache nor weights: the next update brings them anew
 SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of what sleep frees, in the order in which they are woken
@@ -42,24 +38,21 @@ class VLLMEngine(SteppedEngine):
     def __init__(self, setup: RolloutSetup) -> None:
         super().__init__(setup)
         self._dtype = resolve_dtype(setup.config.dtype, setup.device)
-        self._llm: LLM | None = None
-        self._core: Core | None = None
-        self._in_process_group = False
-        self._can_sleep = False
+        self._llm: InProcessLLM | None = None
         self._asleep: list[str] = []  # which of SLEEPING_PARTS are
         self._weight_dtypes: dict[str, torch.dtype] = {}
 
     def initialize(self) -> None:
         """Collective over all ranks of the job when torch.distributed is initialized."""
-        self._in_process_group = dist.is_initialized()
-        world_size = dist.get_world_size() if self._in_process_group else 1
+        in_process_group = dist.is_initialized()
+        world_size = dist.get_world_size() if in_process_group else 1
         if world_size % self._setup.config.tensor_model_parallel_size:
             raise EngineError(
                 f"rollout.tensor_model_parallel_size {self._setup.config.tensor_model_parallel_size} does not divide the "
                 f"{world_size} ranks of the job"
             )
         variables = distributed_variables(
-            rank=dist.get_rank() if self._in_process_group else 0,
+            rank=dist.get_rank() if in_process_group else 0,
             world_size=world_size,
             local_rank=self._setup.device.index or 0,
         )
@@ -67,12 +60,9 @@ class VLLMEngine(SteppedEngine):
             check_weights(self._setup.model, "policy")
         with guarded_process(variables):
             # Imported only now: vLLM reads the environment while it is imported.
-            from rlhub.engines.rollout.vllm import build
-            from rlhub.engines.rollout.vllm.core import Core
+            from rlhub.engines.rollout.vllm.in_process import InProcessLLM
 
-            self._llm = build.build_llm(self._setup, self._dtype, in_process_group=self._in_process_group)
-            self._core = Core(self._llm, own_stream(self._setup.device))
-            self._can_sleep = build.supports_sleep(self._setup)
+            self._llm = InProcessLLM(self._setup, self._dtype, in_process_group=in_process_group)
         self._weight_dtypes = {piece.name: piece.tensor.dtype for piece in self.live_weights()}
         if self._setup.load_checkpoint:
             refuse_nonfinite(str(self._setup.model.path), ((piece.name, piece.tensor) for piece in self.live_weights()))
@@ -81,15 +71,15 @@ class VLLMEngine(SteppedEngine):
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
         self._refuse_unready("generate")
         self._check(requests, params)
-        with self._generating():
-            return self._generate(requests, params) if requests else []
+        if not requests:
+            return []
+        from rlhub.engines.rollout.vllm.conversion import completion_of, vllm_params
 
-    def _generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
-        from rlhub.engines.rollout.vllm.batch import generate_batch
-
-        devices = [self._setup.device] if self._setup.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):  # vLLM draws from the global generator even where it uses the seeds'
-            return generate_batch(self._driven(), requests, params, self.version)
+        vllm = self._running()
+        with self._generating(), vllm.whole_batch() as llm:
+            sampling = [vllm_params(request, params) for request in requests]
+            outputs = llm.generate([vllm.prompt(request) for request in requests], sampling, use_tqdm=False)
+        return [completion_of(output.outputs[0], params, self.version) for output in outputs]
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         if self._setup.config.tensor_model_parallel_size > 1:
@@ -101,17 +91,15 @@ class VLLMEngine(SteppedEngine):
 
     @property
     def vocab_size(self) -> int | None:
-        return None if self._llm is None else int(self._llm.llm_engine.model_config.get_vocab_size())
+        return None if self._llm is None else self._llm.vocab_size
 
     @property
     def failure(self) -> str:
-        """Also of a whole batch's step."""
-        return super().failure or ("" if self._core is None else self._core.failure)
+        return super().failure or ("" if self._llm is None else self._llm.failure)
 
     def _make_stepper(self) -> Stepper:
-        from rlhub.engines.rollout.vllm.stepper import VLLMStepper
-
-        return VLLMStepper(self._driven())
+        self._running().check_steps()
+        return self._running()
 
     def _refuse_unready(self, action: str) -> None:
         super()._refuse_unready(action)
@@ -120,20 +108,8 @@ class VLLMEngine(SteppedEngine):
 
     @torch.no_grad()
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        from rlhub.engines.rollout.vllm import build
-
         with self.overwriting(version):
-            model = build.driver_model(self._engine())
-            apply_buckets(buckets, self._weight_dtypes, lambda bucket: model.load_weights(iter(bucket)))
-
-    def _reset_prefix_cache(self) -> None:
-        """Cached prefixes were computed with the old weights.  Those that interrupted requests hold stay theirs alone."""
-        from rlhub.engines.rollout.vllm import build
-
-        if self._loop.load:
-            build.forget_prefixes(self._engine())
-        elif not self._engine().reset_prefix_cache():
-            raise EngineError("vLLM did not reset its prefix cache: are requests still running?")
+            apply_buckets(buckets, self._weight_dtypes, self._running().load_weights)
 
     @contextmanager
     def overwriting(self, version: int) -> Iterator[None]:
@@ -143,25 +119,12 @@ class VLLMEngine(SteppedEngine):
             settle(self._setup.device)
             yield
             settle(self._setup.device)
-            self._reset_prefix_cache()
+            self._running().weights_changed()
             self._loop.weights_changed()
             self._ready, self.version = True, version
 
     def live_weights(self) -> Iterator[Piece]:
-        from rlhub.engines.rollout.vllm import build, weights
-
-        return weights.live_weights(build.driver_model(self._engine()))
-
-    def weight_memory(self) -> Sequence[Tensor]:
-        return memory_blocks(self._parameters()) if self._setup.device.type == "cpu" else ()
-
-    def move_weights(self, blocks: Sequence[Tensor]) -> None:
-        move_to_blocks(self._parameters(), blocks)
-
-    def _parameters(self) -> list[Tensor]:
-        from rlhub.engines.rollout.vllm import build
-
-        return list(build.driver_model(self._engine()).parameters())
+        return self._running().live_weights()
 
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._weight_dtypes[name]
@@ -169,31 +132,23 @@ class VLLMEngine(SteppedEngine):
     def sleep(self) -> None:
         with self._loop.exclusive("sleep"):
             self._ready = False
-            if self._can_sleep and not self._asleep:
-                self._engine().sleep(level=DISCARD_WEIGHTS)
+            if self._running().can_sleep and not self._asleep:
+                self._running().llm.sleep(level=DISCARD_WEIGHTS)
                 self._asleep = list(SLEEPING_PARTS)
 
     def wake_up(self, *, weights_only: bool = False) -> None:
         parts = [part for part in self._asleep if part == "weights" or not weights_only]
         if parts:
-            self._engine().wake_up(tags=parts)
+            self._running().llm.wake_up(tags=parts)
             self._asleep = [part for part in self._asleep if part not in parts]
 
     def shutdown(self) -> None:
         self._loop.close()
-        if self._llm is None:
-            return
-        from rlhub.engines.rollout.vllm import build
+        if self._llm is not None:
+            self._llm.shut_down()
+        self._llm, self._ready = None, False
 
-        build.shut_down(self._llm, keep_process_group=self._in_process_group)
-        self._llm, self._core, self._ready = None, None, False
-
-    def _engine(self) -> LLM:
+    def _running(self) -> InProcessLLM:
         if self._llm is None:
             raise EngineError("the vLLM engine is not initialized, or was shut down")
         return self._llm
-
-    def _driven(self) -> Core:
-        self._engine()
-        assert self._core is not None, "built with the engine"
-        return self._core

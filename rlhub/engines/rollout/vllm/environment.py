@@ -1,4 +1,4 @@
-"""What vLLM needs from the process, and what it changes in it: the only place that touches environment variables.
+"""What vLLM needs from the process, and what it changes there: the only place that touches environment variables.
 
 Building an engine seeds every global random generator, replaces `torch.set_num_threads` by a no-op, and overwrites
 LOCAL_WORLD_SIZE and LD_PRELOAD.  A trainer living in the same process would silently draw other batches afterwards.
@@ -29,17 +29,17 @@ KEPT_PREFIX = "VLLM_"  # vLLM reads its own variables while it runs, not only at
 
 
 def distributed_variables(*, rank: int, world_size: int, local_rank: int) -> dict[str, str]:
-    """What vLLM's external launcher reads, from the process group that exists."""
+    """Returns what vLLM's external launcher reads, from the process group that exists."""
     return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
 
 
 def child_variables() -> dict[str, str]:
-    """For an engine in processes of its own, which belong to this one."""
+    """Returns what an engine in processes of its own needs, which belong to this one."""
     return {OWNER: str(os.getpid()), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would copy threads' locks
 
 
 def owner_pid() -> int | None:
-    """In a process of vLLM's, and while these are started: whose engine it is.  None elsewhere."""
+    """Returns whose engine it is, in a process of vLLM's and while these are started; None in any other."""
     return int(os.environ[OWNER]) if OWNER in os.environ else None
 
 
@@ -50,11 +50,11 @@ def job_identity() -> str:
 
 @contextmanager
 def guarded_process(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set `variables` and vLLM's own for the duration; on exit random states, default dtype, thread count, CPU affinity
+    """Sets `variables` and vLLM's own for the duration; on exit random states, default dtype, thread count, CPU affinity
     and environment (but for VLLM_ variables) are as before."""
     environment = dict(os.environ)
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     dtype, set_threads, num_threads = torch.get_default_dtype(), torch.set_num_threads, torch.get_num_threads()
     affinity = os.sched_getaffinity(0)
     for name, value in DEFAULT_VARIABLES.items():
@@ -77,7 +77,7 @@ def guarded_process(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def agree_on_threads() -> None:
-    """In a thread that steps an engine: torch's number of threads is everybody's from now on.
+    """Makes torch's number of threads that of a thread which steps an engine.
 
     OpenMP's own default counts in a new thread until torch first looks, which may be in the middle of a step; vLLM's attention
     on CPU refuses a step that was planned for another number of threads.
@@ -86,12 +86,12 @@ def agree_on_threads() -> None:
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """In the thread that has built an engine, whose CUDA stream vLLM may have changed; None on CPU."""
+    """Returns the CUDA stream of the thread that has built an engine, which vLLM may have changed; None on CPU."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def agree_on_stream(stream: torch.cuda.Stream | None) -> None:
-    """In a thread that steps an engine: compute on the stream of the thread that has built it.
+    """Lets a thread that steps an engine compute on the stream of the thread that has built it.
 
     CUDA's current stream is a thread's own, but vLLM remembers the one it was built on and copies sampled tokens to the host as
     soon as that is idle: computed on another, they would be read before they are there.
@@ -101,7 +101,7 @@ def agree_on_stream(stream: torch.cuda.Stream | None) -> None:
 
 
 def settle(device: torch.device) -> None:
-    """Wait for all that was begun on the device, by whatever thread: streams of different threads do not wait for each other."""
+    """Waits for all that was begun on the device, by whatever thread: streams of different threads do not wait for each other."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

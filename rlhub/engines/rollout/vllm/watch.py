@@ -22,7 +22,7 @@ GRACE_S = 5
 
 @cache
 def end_with_owner() -> None:
-    """In a process of vLLM's: start watching, from a thread.  Does nothing in the owner itself, elsewhere, and a second time."""
+    """Starts watching in a process of vLLM's, from a thread.  Does nothing in the owner itself, in others, and a second time."""
     owner = owner_pid()
     if owner is not None and owner != os.getpid():
         threading.Thread(target=_watch, args=(owner,), name="owner-watch", daemon=True).start()
@@ -36,8 +36,8 @@ def _watch(owner: int) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Whether there is such a process, and not only what its parent has not yet taken note of."""
+    """Returns whether there is such a process that has not ended, also where its parent has not yet taken note of that."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

@@ -1,12 +1,13 @@
-"""vLLM's live parameters as views under Hugging Face names.
+"""vLLM's live parameters: written by its own loader, and read back as views under Hugging Face names.
 
 vLLM fuses query, key and value projections, and gate and up projections, and gives each tensor-parallel rank a slice.
-This mapping is written from the layers' geometry and not from vLLM's loader, so reading back through it checks the loader.
+The mapping back is written from the layers' geometry and not from vLLM's loader, so it checks the loader.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -19,15 +20,22 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from rlhub.engines.rollout.base import WeightBucket
 from rlhub.errors import EngineError
-from rlhub.utils.pieces import Piece, whole_piece
+from rlhub.protocol.weights.pieces import Piece, whole_piece
 
 QKV_PARTS = ("q_proj", "k_proj", "v_proj")
 GATE_UP_PARTS = ("gate_proj", "up_proj")
 
 
+def load_weights(model: nn.Module, bucket: WeightBucket) -> None:
+    """Writes full tensors with Hugging Face names into the model; each rank takes its part."""
+    loader: Any = model.load_weights  # not every module has one, but all of vLLM's models do
+    loader(iter(bucket))
+
+
 def live_weights(model: nn.Module) -> Iterator[Piece]:
-    """Every parameter of this rank as a view and its place in the full tensor; a tied weight comes once.
+    """Yields every parameter of this rank as a view and its place in the full tensor; a tied weight comes once.
 
     Raises EngineError for a kind of layer whose geometry is not known here.
     """
@@ -64,7 +72,7 @@ def _parts(path: str, leaf: str, module: nn.Module, parameter: Tensor) -> Iterat
 
 
 def _part(name: str, view: Tensor, dim: int, start: int, full: int) -> Piece:
-    """`view` from index `start` of the dimension on, which has `full` in the whole tensor."""
+    """Places `view` from index `start` of the dimension on, which has `full` in the whole tensor."""
     shape = (*view.shape[:dim], full, *view.shape[dim + 1 :])
     region = tuple((start, start + size) if axis == dim else (0, size) for axis, size in enumerate(view.shape))
     return Piece(name=name, tensor=view, shape=shape, region=region)

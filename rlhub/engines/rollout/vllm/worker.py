@@ -1,4 +1,4 @@
-"""What vLLM's worker processes carry of ours: weights that can be written again, and a way in for who writes them.
+"""What rlhub adds to vLLM's worker processes: weights that can be written again, and calls for whoever writes them.
 
 vLLM imports this in each worker before it builds the model (`worker_extension_cls`).
 """
@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from rlhub.engines.rollout.base import WeightBucket
-from rlhub.engines.rollout.vllm.arguments import keep_weights_unpacked
 from rlhub.engines.rollout.vllm.environment import owner_pid
+from rlhub.engines.rollout.vllm.internals import keep_weights_unpacked
 from rlhub.engines.rollout.vllm.watch import end_with_owner
-from rlhub.engines.rollout.vllm.weights import live_weights
+from rlhub.engines.rollout.vllm.weights import live_weights, load_weights
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import RlhubError
 from rlhub.models.required_weights import refuse_nonfinite
-from rlhub.utils.pieces import Piece
+from rlhub.protocol.weights.pieces import Piece
 
 
 class WorkerWeights:
@@ -40,8 +40,8 @@ class WorkerWeights:
 
     @torch.no_grad()
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        """By vLLM's own loader, each worker taking its part."""
-        apply_buckets(buckets, self._dtypes, lambda bucket: self._model.load_weights(iter(bucket)))
+        """Writes a whole stream of full tensors, of which each worker takes its part."""
+        apply_buckets(buckets, self._dtypes, lambda bucket: load_weights(self._model, bucket))
 
     @contextmanager
     def overwriting(self, version: int) -> Iterator[None]:
@@ -52,7 +52,7 @@ class WorkerWeights:
 
 
 class LoadedWeights:
-    """In each worker, what it has loaded from the model's folder."""
+    """In each worker, a check of what it has loaded from the model's folder."""
 
     def __init__(self, weights: WorkerWeights) -> None:
         self._weights = weights
@@ -78,7 +78,7 @@ class WorkerExtension:
         if target not in objects:
             module, _, name = target.partition(":")
             factory: Callable[[WorkerWeights], Any] = getattr(importlib.import_module(module), name)
-            objects[target] = factory(WorkerWeights(self.model_runner.get_model()))  # type: ignore[attr-defined]
+            objects[target] = factory(WorkerWeights(self.get_model()))  # type: ignore[attr-defined]
         return objects[target]
 
 

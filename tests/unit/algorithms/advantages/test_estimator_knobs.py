@@ -10,7 +10,7 @@ import torch
 
 from rlhub.algorithms.inputs import AdvantageInputs
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS
-from rlhub.config.algorithm import AlgorithmConfig
+from rlhub.config.sections.algorithm import AlgorithmConfig
 from rlhub.errors import ConfigError
 from rlhub.registry import knobs_for
 from tests.unit.algorithms.advantages.estimators import estimate

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhub.algorithms.correction.weights import log_ratios
-from rlhub.config.rollout_correction import RATIO_RULES, Bounds, RolloutCorrectionConfig
+from rlhub.config.sections.rollout_correction import RATIO_RULES, Bounds, RolloutCorrectionConfig
 from tests.unit.algorithms.cases import Table, dtypes, exact, garbage, masks, numbers, seeds, tensor
 
 Mask = list[list[int]]

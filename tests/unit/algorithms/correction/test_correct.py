@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhub.algorithms.correction.correct import correct, token_factors
-from rlhub.config.rollout_correction import RolloutCorrectionConfig, rejection_bounds, weight_bounds
+from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig, rejection_bounds, weight_bounds
 from tests.unit.algorithms.cases import assert_close, few
 from tests.unit.algorithms.correction.correction_cases import Case, cases, configs, slow_kept, slow_m2po, slow_weights
 

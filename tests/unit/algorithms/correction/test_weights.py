@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlhub.algorithms.correction import weights as module
 from rlhub.algorithms.correction.weights import RATIOS, bounded, log_ratios, normalized, outside, proximal_log_probs
-from rlhub.config.rollout_correction import Bounds
+from rlhub.config.sections.rollout_correction import Bounds
 from tests.unit.algorithms.cases import assert_close, catches, exact, few, seeds
 from tests.unit.algorithms.correction.correction_cases import bands, cases, levels, slow_weights, truncations
 

@@ -1,7 +1,7 @@
 import torch
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
@@ -12,12 +12,14 @@ WEIGHTS = {f"layer.{i}.weight": torch.randn(3, 2) for i in range(4)}
 
 def fake_engine() -> RolloutEngine:
     engine = build_rollout_engine(
-        RolloutConfig(name="fake"),
-        ModelConfig(),
-        device=torch.device("cpu"),
-        seed=0,
-        max_prompt_length=20,
-        max_response_length=20,
+        RolloutSetup(
+            config=RolloutConfig(name="fake"),
+            model=ModelConfig(),
+            device=torch.device("cpu"),
+            seed=0,
+            max_prompt_length=20,
+            max_response_length=20,
+        )
     )
     engine.initialize()
     engine.update_weights([list(WEIGHTS.items())], 0)

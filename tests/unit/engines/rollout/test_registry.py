@@ -5,8 +5,8 @@ from typing import Literal
 import pytest
 import torch
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, RolloutSetup, engine_factory, resolve_engine_name
 from rlhub.engines.rollout.vllm.async_engine import AsyncVLLMEngine
 from rlhub.errors import EngineError, RegistryError

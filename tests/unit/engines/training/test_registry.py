@@ -3,11 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhub.config.derive import derive
-from rlhub.config.dpo import DPOConfig
-from rlhub.config.ppo import ActorRolloutRefConfig, PPOConfig
-from rlhub.config.rm import RMConfig
-from rlhub.config.sft import SFTConfig
+from rlhub.config.rules.derive import derive
+from rlhub.config.sections.ppo import ActorRolloutRefConfig, PPOConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
+from rlhub.config.sections.sft import SFTConfig
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.engines.training.registry import (

@@ -15,7 +15,7 @@ from rlhub.algorithms.correction.weights import log_ratios
 from rlhub.algorithms.inputs import PolicyLossInputs, PolicyLossOutputs
 from rlhub.algorithms.masked import masked
 from rlhub.algorithms.registry import POLICY_LOSSES
-from rlhub.config.rollout_correction import RolloutCorrectionConfig
+from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training import correction as module
 from rlhub.engines.training.updates import PolicyUpdater
 from rlhub.registry import Row

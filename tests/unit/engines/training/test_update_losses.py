@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.registry import POLICY_LOSSES
-from rlhub.config.actor import PolicyLossConfig
+from rlhub.config.sections.actor import PolicyLossConfig
 from tests.unit.engines.training.test_updates import FakeTrainEngine, batch, part, policy_update
 
 NAMES = POLICY_LOSSES.names()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rlhub.config.training import MegatronConfig
+from rlhub.config.sections.training import MegatronConfig
 from rlhub.models.megatron import checks
 from rlhub.models.megatron.checks import megatron_problems, sparse_layers
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlhub.models.megatron import names
-from rlhub.utils.regions import take
+from rlhub.protocol.weights.regions import take
 
 HIDDEN = 3
 LAYER = "decoder.layers.1."

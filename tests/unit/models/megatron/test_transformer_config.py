@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from rlhub.config.training import MegatronConfig
+from rlhub.config.sections.training import MegatronConfig
 from rlhub.errors import ConfigError
 from rlhub.models.megatron.transformer_config import make_transformer_config, rotary_frequencies
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import RegistryError
 from rlhub.registry import Row
 from rlhub.trainer.ppo.requirements import check_group_metric, num_mini_batches, requirements

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhub.config.ppo import PPOConfig
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.protocol import DataProto

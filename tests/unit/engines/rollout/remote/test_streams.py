@@ -14,10 +14,10 @@ import pytest
 import torch
 from aiohttp import web
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RemoteConfig, RolloutConfig
+from rlhub.config.sections.rollout import RemoteConfig, RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import GenerationRequest, Progress, SamplingParams
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.rollout.remote.engine import RemoteEngine
 from rlhub.errors import EngineError, RequestError
 
@@ -103,13 +103,15 @@ async def server(kind: Kind, folder: Path | None = None, **more: Any) -> AsyncIt
         urls=[f"http://127.0.0.1:{runner.addresses[0][1]}"], server=kind, weights_folder=str(folder) if folder else None, **more
     )
     engine = build_rollout_engine(
-        RolloutConfig(name="remote", remote=remote),
-        ModelConfig(),
-        device=torch.device("cpu"),
-        seed=0,
-        max_prompt_length=10,
-        max_response_length=10,
-        load_checkpoint=True,
+        RolloutSetup(
+            config=RolloutConfig(name="remote", remote=remote),
+            model=ModelConfig(),
+            device=torch.device("cpu"),
+            seed=0,
+            max_prompt_length=10,
+            max_response_length=10,
+            load_checkpoint=True,
+        )
     )
     assert isinstance(engine, RemoteEngine)
     await asyncio.to_thread(engine.initialize)

@@ -12,16 +12,16 @@ import pytest
 import torch
 from aiohttp import web
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.ppo import ActorRolloutRefConfig
-from rlhub.config.rollout import RemoteConfig, RolloutConfig
-from rlhub.config.trainer import TrainerConfig
-from rlhub.engines.rollout.registry import build_rollout_engine
+from rlhub.config.sections.ppo import ActorRolloutRefConfig
+from rlhub.config.sections.rollout import RemoteConfig, RolloutConfig
+from rlhub.config.sections.trainer import TrainerConfig
+from rlhub.config.sections.training import ModelConfig
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.rollout.remote import turns
 from rlhub.engines.rollout.remote.engine import RemoteEngine
 from rlhub.engines.rollout.remote.turns import Turns
 from rlhub.errors import DeadlineError, EngineError, ResourceError
-from rlhub.workers.rollout_service import RolloutService, service_options
+from rlhub.rollout_service.service import RolloutService, service_options
 from rlhub.workers.runtime import WorkerRuntime
 
 RELOADS = "/update_weights_from_disk"
@@ -73,13 +73,15 @@ async def servers() -> AsyncIterator[Servers]:
 
 async def engine(at: Servers, folder: Path, rank: int = 0) -> RemoteEngine:
     built = build_rollout_engine(
-        RolloutConfig(name="remote", remote=RemoteConfig(urls=at.urls, server="sglang", weights_folder=str(folder))),
-        ModelConfig(),
-        device=torch.device("cpu"),
-        seed=0,
-        max_prompt_length=10,
-        max_response_length=10,
-        dp_rank=rank,
+        RolloutSetup(
+            config=RolloutConfig(name="remote", remote=RemoteConfig(urls=at.urls, server="sglang", weights_folder=str(folder))),
+            model=ModelConfig(),
+            device=torch.device("cpu"),
+            seed=0,
+            max_prompt_length=10,
+            max_response_length=10,
+            dp_rank=rank,
+        )
     )
     assert isinstance(built, RemoteEngine)
     await asyncio.to_thread(built.initialize)

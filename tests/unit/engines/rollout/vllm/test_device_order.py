@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.rollout import RolloutConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.vllm.engine import VLLMEngine
 from rlhub.engines.rollout.vllm.environment import agree_on_stream, own_stream
@@ -31,10 +32,10 @@ def test_weights_are_written_between_two_waits_for_the_device(
     calls: list[Any] = []
     engine = engine_on(device)
     monkeypatch.setattr(torch.cuda, "synchronize", calls.append)
-    monkeypatch.setattr(engine, "_reset_prefix_cache", lambda: calls.append("reset"))
+    monkeypatch.setattr(engine, "_llm", SimpleNamespace(weights_changed=lambda: calls.append("forget")))
     with engine.overwriting(3):
         calls.append("write")
-    assert calls == [device] * waits + ["write"] + [device] * waits + ["reset"] and engine.version == 3
+    assert calls == [device] * waits + ["write"] + [device] * waits + ["forget"] and engine.version == 3
 
 
 def test_a_stepping_thread_takes_the_stream_of_the_building_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhub.config.model import ModelConfig
-from rlhub.config.training import FSDPConfig
+from rlhub.config.sections.training import FSDPConfig, ModelConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig

@@ -1,0 +1,302 @@
+"""Request bodies of the endpoint, from JSON to dataclasses; whatever is wrong is an ApiError that names the field.
+
+A field that changes nothing about the answer is passed over.  One that would, and that nothing here can follow, is refused
+rather than passed over, and so is one that nobody knows, as OpenAI's own service does: it may be a misspelled other.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlhub.agents.openai_server.errors import ApiError, bad_field, unsupported
+from rlhub.agents.openai_server.tool_choice import ToolUse, read_tools
+from rlhub.engines.rollout.base import SamplingParams
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_CHOICES = 128  # OpenAI's own bound on n
+MAX_STOPS = 16
+MAX_INTEGER = (1 << 63) - 1
+Message = dict[str, Any]
+_KEPT = "log-probs are kept of the sampled tokens alone, which need not be the likeliest"
+
+
+@dataclass(slots=True, kw_only=True)
+class Asked:
+    """What both interfaces share.
+
+    sampling: the server's defaults with the request's settings.  max_tokens: None where the request names no number.
+    seed: None: the session's or a random one.  stop: texts that end the answer and are not part of it.
+    token_ids: answer with token ids and versions too (`return_token_ids`, as vLLM has it).
+    differing: sampling settings that the client wanted otherwise than the server's.
+    """
+
+    sampling: SamplingParams
+    max_tokens: int | None = None
+    n: int = 1
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage_chunk: bool = False
+    log_probs: bool = False
+    token_ids: bool = False
+    differing: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatBody(Asked):
+    """messages: checked, contents as text."""
+
+    messages: list[Message] = field(default_factory=list)
+    tool_use: ToolUse = field(default_factory=ToolUse)
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionBody(Asked):
+    """prompts: each text or token ids.  start: as in GenerationRequest, an extension for engines of other jobs."""
+
+    prompts: list[str | list[int]] = field(default_factory=list)
+    start: int = 0
+
+
+def read_chat(body: Any, defaults: SamplingParams) -> ChatBody:
+    """Reads a request to /v1/chat/completions."""
+    body = _checked(body, CHAT)
+    if body.get("top_logprobs"):
+        raise unsupported("top_logprobs", f"{_KEPT}: send logprobs=true without top_logprobs")
+    return ChatBody(
+        **_shared(body, defaults),
+        log_probs=read_flag(body, "logprobs"),
+        messages=_messages(body.get("messages")),
+        tool_use=read_tools(body),
+    )
+
+
+def read_completion(body: Any, defaults: SamplingParams) -> CompletionBody:
+    """Reads a request to /v1/completions."""
+    body = _checked(body, COMPLETION)
+    log_probs = body.get("logprobs")
+    if log_probs is not None and (isinstance(log_probs, bool) or log_probs != 0):
+        raise unsupported("logprobs", f"{_KEPT}: send logprobs=0, got {log_probs!r:.100}")
+    return CompletionBody(
+        **_shared(body, defaults),
+        log_probs=log_probs is not None,
+        prompts=_prompts(body.get("prompt")),
+        start=_integer(body, "start", 0, low=0, high=MAX_INTEGER),
+    )
+
+
+def _checked(body: Any, followed: frozenset[str]) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise ApiError(f"the body must be a JSON object, got {type(body).__name__}")
+    n = body.get("n")
+    refuse({**body, "best_of": None} if n is not None and body.get("best_of") == n else body, followed)
+    return body
+
+
+def _shared(body: dict[str, Any], defaults: SamplingParams) -> dict[str, Any]:
+    sampling, differing = _sampling(body, defaults)
+    stream = read_flag(body, "stream")
+    limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    options = body.get("stream_options")
+    options = {} if options is None else options
+    if not isinstance(options, dict):
+        raise bad_field("stream_options", options, "an object")
+    return {
+        "sampling": sampling,
+        "differing": differing,
+        "max_tokens": _integer(body, limit, None, low=1, high=MAX_INTEGER),
+        "n": _integer(body, "n", 1, low=1, high=MAX_CHOICES),
+        "seed": _integer(body, "seed", None, low=-MAX_INTEGER - 1, high=MAX_INTEGER),
+        "stop": _stops(body.get("stop")),
+        "stream": stream,
+        "usage_chunk": read_flag(options, "include_usage", within="stream_options."),
+        "token_ids": read_flag(body, "return_token_ids"),
+    }
+
+
+def _sampling(body: dict[str, Any], defaults: SamplingParams) -> tuple[SamplingParams, tuple[str, ...]]:
+    wanted: dict[str, Any] = {
+        "temperature": _number(body, "temperature", defaults.temperature, 0.0, 100.0),
+        "top_p": _number(body, "top_p", defaults.top_p, 0.0, 1.0),
+        "top_k": _integer(body, "top_k", defaults.top_k, low=-1, high=MAX_INTEGER),
+        "ignore_eos": read_flag(body, "ignore_eos", default=defaults.ignore_eos),
+    }
+    if wanted["top_p"] == 0:
+        raise bad_field("top_p", body["top_p"], "a number above 0 and at most 1")
+    wanted["top_k"] = wanted["top_k"] or -1
+    extra = body.get("stop_token_ids") or []
+    if not isinstance(extra, list) or not all(_is_integer(item) for item in extra):
+        raise bad_field("stop_token_ids", extra, "a list of token ids")
+    given = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k}
+    differing = tuple(name for name, value in given.items() if wanted[name] != value)
+    stops = tuple(dict.fromkeys((*defaults.stop_token_ids, *extra)))
+    return replace(defaults, **wanted, stop_token_ids=stops), differing
+
+
+def _number(body: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise bad_field(name, value, f"a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def _integer(body: dict[str, Any], name: str, default: Any, *, low: int, high: int | None = None) -> Any:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not _is_integer(value) or value < low or (high is not None and value > high):
+        raise bad_field(name, value, f"an integer of at least {low}" + (f" and at most {high}" if high is not None else ""))
+    return value
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_flag(body: dict[str, Any], name: str, *, default: bool = False, within: str = "") -> bool:
+    """ApiError for what is neither true nor false."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise bad_field(within + name, value, "true or false")
+    return value
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else (value or [])
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(item, str) and item for item in stops):
+        raise bad_field("stop", value, f"a text, or a list of at most {MAX_STOPS} texts, none of them empty")
+    return tuple(stops)
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(_is_integer(item) for item in value):
+            return [value]
+        if all(isinstance(item, str) for item in value):
+            return list(value)
+        if all(isinstance(item, list) and item and all(_is_integer(token) for token in item) for item in value):
+            return list(value)
+    raise bad_field("prompt", value, "a text, a list of token ids, or a list of either")
+
+
+def _messages(value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise bad_field("messages", value, "a list of at least one message")
+    return [_message(f"messages[{index}]", item) for index, item in enumerate(value)]
+
+
+def _message(place: str, item: Any) -> Message:
+    if not isinstance(item, dict) or item.get("role") not in ROLES:
+        raise bad_field(f"{place}.role", item.get("role") if isinstance(item, dict) else item, f"one of {', '.join(ROLES)}")
+    message: Message = {"role": item["role"], "content": _content(f"{place}.content", item)}
+    if item.get("tool_calls"):
+        message["tool_calls"] = _calls(f"{place}.tool_calls", item["tool_calls"])
+    for name in ("name", "tool_call_id"):
+        if item.get(name) is not None:
+            message[name] = str(item[name])
+    return message
+
+
+def _content(place: str, item: dict[str, Any]) -> str:
+    content = item.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and item["role"] == "assistant":
+        return ""
+    if not isinstance(content, list):
+        raise bad_field(place, content, "a text or a list of text parts")
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise bad_field(f"{place}[{index}]", part, "{'type': 'text', 'text': ...}: the model reads text only")
+    return "".join(part["text"] for part in content)
+
+
+def _calls(place: str, value: Any) -> list[dict[str, Any]]:
+    calls = []
+    for index, call in enumerate(value if isinstance(value, list) else [value]):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad_field(f"{place}[{index}]", call, "{'id': ..., 'type': 'function', 'function': {...}}")
+        calls.append(
+            {
+                "id": str(call.get("id") or ""),
+                "type": "function",
+                "function": {"name": function["name"], "arguments": read_arguments(function.get("arguments"))},
+            }
+        )
+    return calls
+
+
+def read_arguments(value: Any) -> Any:
+    """As an object, which chat templates write as JSON; text that is none stays as it is."""
+    if not isinstance(value, str):
+        return value if value is not None else {}
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+SHARED = (
+    *("model", "user", "max_tokens", "n", "seed", "stop", "stream", "stream_options", "logprobs"),
+    *("temperature", "top_p", "top_k", "ignore_eos", "stop_token_ids", "return_token_ids"),
+)
+CHAT = frozenset((*SHARED, "messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"))
+COMPLETION = frozenset((*SHARED, "prompt", "start"))
+"""Fields that are read."""
+IGNORED = (
+    *("metadata", "store", "service_tier", "safety_identifier", "prediction"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+)
+"""Where and how fast an answer is made, and what OpenAI keeps of it."""
+
+_SAMPLING = "the engines here sample by temperature, top_p and top_k alone"
+_FREE = "answers are sampled freely and not held to a grammar: ask for the form in a message, and check it"
+_TEXT = "the model reads and writes text only"
+_THINKING = "how much a model thinks is up to its chat template: see chat_template_kwargs in the server's settings"
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "presence_penalty": ((0,), _SAMPLING),
+    "frequency_penalty": ((0,), _SAMPLING),
+    "repetition_penalty": ((1,), _SAMPLING),
+    "min_p": ((0,), _SAMPLING),
+    "logit_bias": (({},), _SAMPLING),
+    "response_format": (({"type": "text"},), _FREE),
+    "functions": (([],), "use tools, which have replaced it"),
+    "function_call": (("auto", "none"), "use tool_choice, which has replaced it"),
+    "audio": ((), _TEXT),
+    "modalities": ((["text"],), _TEXT),
+    "reasoning_effort": ((), _THINKING),
+    "chat_template_kwargs": (({},), _THINKING),
+    "verbosity": (("medium",), "there is no such setting here: ask for it in a message"),
+    "web_search_options": ((), "the model cannot search by itself: give it a tool"),
+    "moderation": ((), "nothing is moderated here"),
+    "suffix": (("",), "there is no model here that fills in"),
+    "echo": ((False,), "an answer does not begin with its prompt: put the two together yourself"),
+    "best_of": ((1,), "use n, and choose yourself"),
+}
+"""Fields that nothing here follows -> the values with which they ask for nothing, and what to do instead."""
+
+
+def refuse(body: Mapping[str, Any], followed: frozenset[str]) -> None:
+    """ApiError for the first field that cannot be followed; null asks for nothing.  followed: CHAT or COMPLETION."""
+    for name, value in body.items():
+        if value is None or name in followed or name in IGNORED:
+            continue
+        neutral, instead = REFUSED.get(name, ((), ""))
+        if name not in REFUSED:
+            near = difflib.get_close_matches(name, followed, n=1)
+            meant = f"did you mean {near[0]}?" if near else "leave it out"
+            raise ApiError(f"{name}: no such field here; {meant}", param=name, code="unknown_parameter")
+        if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral):
+            send = "".join(f" or send {json.dumps(item)}" for item in neutral)
+            raise unsupported(name, f"got {json.dumps(value):.100}, but {instead}. Leave {name} out{send}")

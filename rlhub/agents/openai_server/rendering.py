@@ -1,0 +1,173 @@
+"""From chat messages to the choices of an answer.
+
+Messages become token ids, whole for a first turn, and what is added between two answers for a later one.  All choices are
+sampled at once, ended at stop texts, and searched for tool calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from rlhub.agents.openai_server.answers import Answer
+from rlhub.agents.openai_server.bodies import Message
+from rlhub.agents.openai_server.errors import ApiError
+from rlhub.agents.openai_server.streaming import Choice, Rules
+from rlhub.agents.workflows.base import EpisodeEngine
+from rlhub.agents.workflows.turns import TurnTemplate
+from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.errors import ConfigError, DeadlineError
+
+
+class Renderer:
+    """tokenizer: the policy's.  Without a chat template the contents are put together."""
+
+    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> None:
+        self._tokenizer = tokenizer
+        # No roles: a template that cannot go on after an answer only means that each request is a segment of its own.
+        self._turns = TurnTemplate(tokenizer, roles=(), kwargs=template_kwargs) if tokenizer.chat_template else None
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        """The whole conversation, up to where the answer begins.  ApiError where the template refuses it."""
+        if self._turns is None:
+            return self.text_ids("".join(message["content"] for message in messages), special=True)
+        try:
+            return self.text_ids(self._turns.prompt(self._plain(messages), tools), special=False)
+        except ConfigError as error:
+            raise ApiError(f"messages: {error}", param="messages") from error
+
+    def added(self, new: Sequence[Message], *, turn_ended: bool) -> list[int] | None:
+        """What comes between an answer and the next one; None: the template cannot be continued from an answer.
+
+        turn_ended: the policy wrote the end-of-turn token itself.
+        """
+        if self._turns is None:
+            return self.text_ids("".join(message["content"] for message in new), special=False)
+        try:
+            return self._turns.between(self._plain(new), turn_ended=turn_ended)
+        except ConfigError:
+            return None
+
+    def _plain(self, messages: Sequence[Message]) -> list[Message]:
+        """As templates know them: no developer's role, and a tool's output cannot end its own turn."""
+        assert self._turns is not None
+        made = []
+        for message in messages:
+            match message["role"]:
+                case "developer":
+                    made.append({**message, "role": "system"})
+                case "tool":
+                    made.append({**message, "content": self._turns.neutral(message["content"])})
+                case _:
+                    made.append(message)
+        return made
+
+    def text_ids(self, text: str, *, special: bool) -> list[int]:
+        """special: with the tokens that the tokenizer puts around a text by itself."""
+        return list(self._tokenizer([text], add_special_tokens=special)["input_ids"][0])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text for people and parsers: without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def token(self, token_id: int) -> str:
+        """One token as text."""
+        return str(self._tokenizer.decode([token_id]))
+
+
+T = TypeVar("T")
+
+
+async def sample(
+    engine: EpisodeEngine, requests: Sequence[GenerationRequest], params: SamplingParams, choices: Sequence[Choice | None]
+) -> list[Completion]:
+    """One completion a request.  choices: are told of the tokens, and may end their request.  ApiError 503 where the engine
+    ended one early."""
+    asked = zip(requests, choices, strict=True)
+    completions = await gathered(_complete(engine, request, params, choice) for request, choice in asked)
+    if any(completion.finish_reason == "abort" for completion in completions):
+        raise ApiError("the engine ended the request before it was answered", status=503, kind="server_error")
+    return completions
+
+
+async def gathered(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What they return, in their order; all begin at once, in their order.  An error, or the client's leaving, ends all."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except ExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
+    return [task.result() for task in tasks]
+
+
+async def in_time(answering: Awaitable[T], seconds: float) -> T:
+    """DeadlineError where it is not there after so many seconds."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await answering
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineError("server.request_s: the answer", seconds, "ask for fewer tokens, or raise it") from None
+
+
+async def _complete(
+    engine: EpisodeEngine, request: GenerationRequest, params: SamplingParams, choice: Choice | None
+) -> Completion:
+    if choice is None:
+        return await engine.agenerate(request, params)
+    generating = asyncio.ensure_future(engine.agenerate(request, params, choice.follow))
+    stopped = asyncio.ensure_future(choice.stopped.wait())
+    try:
+        await asyncio.wait({generating, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return choice.written if choice.stopped.is_set() else await generating
+    finally:
+        generating.cancel()
+        stopped.cancel()
+
+
+def as_answer(prompt_ids: list[int], completion: Completion, renderer: Renderer, rules: Rules, choice: Choice | None) -> Answer:
+    """The completion as the client reads it.  choice: whose stream told of its calls."""
+    text = _text(completion, renderer, rules.stop_token_ids)
+    if rules.may_end and rules.complete(text):
+        completion = _cut(completion, renderer, rules)
+        text = renderer.decode(completion.token_ids)
+        text = text[: min((place for item in rules.stop if (place := text.find(item)) >= 0), default=len(text))]
+    call_id = (choice or Choice(prompt_ids, rules, lambda: None)).call_id
+    answer = Answer(prompt_ids=prompt_ids, completion=completion, written=text, content="", call_id=call_id)
+    stream = rules.stream()
+    for part in (*stream.add(text), *stream.end()):
+        answer.add(part)
+    return answer
+
+
+def ending_token(completion: Completion, stop_token_ids: Sequence[int]) -> int | None:
+    """The stop token that ended the answer; None where something else did."""
+    last = completion.token_ids[-1] if completion.token_ids else None
+    return last if last in stop_token_ids else None
+
+
+def _text(completion: Completion, renderer: Renderer, stop_token_ids: Sequence[int]) -> str:
+    ended = ending_token(completion, stop_token_ids) is not None
+    return renderer.decode(completion.token_ids[:-1] if ended else completion.token_ids)
+
+
+def _cut(completion: Completion, renderer: Renderer, rules: Rules) -> Completion:
+    """Up to the token with which the answer is complete: those after it were sampled for nothing."""
+    low, high = 1, len(completion.token_ids)
+    while low < high:
+        middle = (low + high) // 2
+        if rules.complete(renderer.decode(completion.token_ids[:middle])):
+            high = middle
+        else:
+            low = middle + 1
+    return replace(
+        completion,
+        token_ids=completion.token_ids[:low],
+        log_probs=completion.log_probs[:low],
+        versions=completion.versions[:low],
+        finish_reason="stop",
+    )

@@ -1,0 +1,202 @@
+"""Answers under way: what of their text and tokens may be told before their end is known.
+
+What a client has read cannot be taken back, so text waits while more tokens could still change it: for the token after it (a
+character may be spread over several, and tokenizers join neighbours), while it may be the beginning of a stop text, and where
+it may be the beginning of a tool call.  What is told is a beginning of what the whole answer says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from os.path import commonprefix
+
+from rlhub.engines.rollout.base import Completion, Progress
+from rlhub.tools.call_streams import CallStream, ReplyPart, beginning, call_stream
+from rlhub.tools.formats import ParsedReply
+
+INCOMPLETE = "\ufffd"
+"""What bytes that are no whole character decode to."""
+WINDOW_TOKENS = 32
+"""Tokens decoded anew with each token are at least so many, and at most twice as many: no tokenizer joins tokens so far apart."""
+ID_BYTES = 12
+
+FindCalls = Callable[[str], ParsedReply]
+"""Finds the tool calls in an answer's text; `rlhub.tools.registry.TOOL_FORMATS` has some."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Rules:
+    """How a request's answers are read; see `as_answer`.
+
+    find_calls: None: no calls are looked for.  opening: with which text the prompt has begun the answer.  one_call: the answer
+    ends with its first call.
+    """
+
+    decode: Callable[[Sequence[int]], str]
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    find_calls: FindCalls | None = None
+    opening: str = ""
+    one_call: bool = False
+
+    def stream(self) -> CallStream:
+        """Returns the parser of one answer's text, which goes on after the opening."""
+        made = call_stream(self.find_calls)
+        told = made.add(self.opening)
+        assert not told, "an opening alone says nothing for sure"
+        return made
+
+    def complete(self, text: str) -> bool:
+        """Whether the answer ends with this text or has ended in it."""
+        return any(item in text for item in self.stop) or (self.one_call and self.stream().closes_with(text))
+
+    @property
+    def may_end(self) -> bool:
+        """Whether an answer can be `complete` before its last token."""
+        return bool(self.stop) or self.one_call
+
+
+class StableText:
+    """Tokens as text.  stable: what further tokens cannot change; unsure: what follows it for now."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self.stable = self.unsure = ""
+        self._decode = decode
+        self._window: list[int] = []
+        self._text = ""  # of the window
+        self._taken = 0  # characters of the window's text that are in `stable`
+
+    def add(self, token: int) -> None:
+        """One token more."""
+        self._window.append(token)
+        before, self._text = self._text, self._decode(self._window)
+        sure = commonprefix([before, self._text]).rstrip(INCOMPLETE)
+        self.stable += sure[self._taken :]
+        self._taken = max(self._taken, len(sure))
+        self.unsure = self._text[self._taken :]
+        if len(self._window) >= 2 * WINDOW_TOKENS:
+            self._shorten()
+
+    def _shorten(self) -> None:
+        """Forget the older tokens, where the younger ones alone read the same."""
+        young = self._window[WINDOW_TOKENS:]
+        text = self._decode(young)
+        if text.endswith(self.unsure):
+            self._window, self._text, self._taken = young, text, len(text) - len(self.unsure)
+
+
+@dataclass(slots=True, kw_only=True)
+class StreamPart:
+    """A piece of an answer: text and tool calls in their order.  start: number of its first token."""
+
+    written: list[ReplyPart]
+    start: int
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+
+
+@dataclass(eq=False)
+class Choice:
+    """One answer under way.  Of who writes it down: begun, whether its client was told of it; offset, the tokens' characters."""
+
+    prompt_ids: list[int]
+    rules: Rules
+    changed: Callable[[], None]
+    begun: bool = False
+    offset: int = 0
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    written: Completion = field(default_factory=lambda: Completion(token_ids=[], log_probs=[], finish_reason="stop"))
+
+    def __post_init__(self) -> None:
+        self._text = StableText(self.rules.decode)
+        self._stream = self.rules.stream()
+        self._first_call = self.rules.stream()  # all that is stable, where the first call ends the answer
+        self._told_tokens = self._told_text = 0
+        self._call_ids: list[str] = []
+
+    def follow(self, progress: Progress) -> None:
+        """More tokens.  Those after the one that completes a stop text are not the answer's: then `stopped` is set, and
+        `written` is the whole answer."""
+        for token, log_prob, version in zip(progress.token_ids, progress.log_probs, progress.versions, strict=True):
+            if self.stopped.is_set():
+                break
+            self.written.token_ids.append(token)
+            self.written.log_probs.append(log_prob)
+            self.written.versions.append(version)
+            self._read(token)
+        self.changed()
+
+    def _read(self, token: int) -> None:
+        known = len(self._text.stable)
+        self._text.add(token)
+        if token in self.rules.stop_token_ids:  # whose text is not the answer's
+            return
+        if self.rules.one_call:
+            self._first_call.add(self._text.stable[known:])
+            if self._first_call.closes_with(self._text.unsure):
+                self.stopped.set()
+        if not self.rules.stop:
+            return
+        recent = self._text.stable[max(0, known - max(map(len, self.rules.stop))) :] + self._text.unsure
+        if any(item in recent for item in self.rules.stop):
+            self.stopped.set()
+
+    def take(self) -> StreamPart:
+        """What may be told and was not yet."""
+        return self._part(self._text.stable[: self._sayable()], self.written)
+
+    def rest(self, text: str, completion: Completion) -> StreamPart:
+        """The answer is complete: all that was not told yet.  text: all of it, calls included."""
+        part = self._part(text, completion)
+        part.written += self._stream.end()
+        return part
+
+    def call_id(self, index: int) -> str:
+        """Returns the id of the answer's call number `index`."""
+        while len(self._call_ids) <= index:
+            self._call_ids.append(f"call_{secrets.token_hex(ID_BYTES)}")
+        return self._call_ids[index]
+
+    def _sayable(self) -> int:
+        text, first = self._text.stable, self._told_text
+        return first + min((beginning(text[first:], item) for item in self.rules.stop), default=len(text) - first)
+
+    def _part(self, text: str, completion: Completion) -> StreamPart:
+        start, offset = self._told_tokens, self._told_text
+        self._told_tokens, self._told_text = len(completion.token_ids), max(offset, len(text))
+        return StreamPart(
+            written=self._stream.add(text[offset:]),
+            start=start,
+            token_ids=completion.token_ids[start:],
+            log_probs=completion.log_probs[start:],
+            versions=completion.versions[start:],
+        )
+
+
+class RunningAnswer:
+    """The answers of one request, in the order of their choices, and news of them."""
+
+    def __init__(self) -> None:
+        self.choices: list[Choice] = []
+        self._news = asyncio.Event()
+
+    def begin(self, prompt_ids: list[int], rules: Rules, count: int) -> list[Choice]:
+        """So many answers to one prompt."""
+        made = [Choice(prompt_ids, rules, self.notify) for _ in range(count)]
+        self.choices += made
+        return made
+
+    def notify(self) -> None:
+        self._news.set()
+
+    async def news(self, timeout_s: float) -> None:
+        """Waits until something may be to tell, at most `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+        self._news.clear()

@@ -1,0 +1,122 @@
+"""What an episode has written so far, kept so that another life of the run goes on from there.
+
+The tokens of a running generation are with its engine.  So for a checkpoint the running generations are aborted: each comes
+back with its tokens, these are noted, and it is asked for again from where it was.  The episode notices nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
+
+Interrupt = Callable[[Sequence[str]], Awaitable[None]]
+"""`await interrupt(request_ids)`: end these generations where they are; they come back as "abort"."""
+
+
+def join(before: Completion | None, after: Completion) -> Completion:
+    """One completion of two parts."""
+    if before is None:
+        return after
+    return Completion(
+        token_ids=[*before.token_ids, *after.token_ids],
+        log_probs=[*before.log_probs, *after.log_probs],
+        finish_reason=after.finish_reason,
+        versions=[*before.versions, *after.versions],
+    )
+
+
+class Attempt:
+    """A Follow of one attempt at a completion that may take several: passes on what it is told."""
+
+    def __init__(self, follow: Follow) -> None:
+        self._follow, self._num_told = follow, 0
+
+    def __call__(self, progress: Progress) -> None:
+        self._num_told += len(progress.token_ids)
+        self._follow(progress)
+
+    def tell_rest(self, part: Completion) -> None:
+        """What the attempt has given beyond what was told, before the next attempt's is told."""
+        if len(part.token_ids) > self._num_told:
+            self._follow(
+                Progress(
+                    token_ids=part.token_ids[self._num_told :],
+                    log_probs=part.log_probs[self._num_told :],
+                    versions=part.versions[self._num_told :],
+                )
+            )
+
+
+class TrackedEngine:
+    """The engine as one episode sees it.  `written`: what the first generation has written, as far as it is known."""
+
+    def __init__(self, engine: EpisodeEngine, data: EpisodeData) -> None:
+        self._engine, self._data = engine, data
+        # A first generation that is complete is not asked for again: what comes then is the second.
+        self._first = data.partial is None or data.partial.finish_reason == "abort"
+        self._running: dict[asyncio.Future[None], str] = {}
+        self._awaited: set[asyncio.Future[None]] = set()
+        self.written = data.partial
+
+    def request_ids(self) -> list[str]:
+        """Returns the requests of the generations that run now; `settled` awaits each."""
+        self._awaited |= self._running.keys()
+        return list(self._running.values())
+
+    async def settled(self) -> None:
+        """Until those generations have ended or were interrupted."""
+        if self._awaited:
+            await asyncio.wait(set(self._awaited))
+
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+        first, self._first = self._first, False
+        before = self._data.partial if first and request.start else None
+        request = replace(request, request_id=request.request_id or self._data.session)
+        written: Completion | None = None
+        while True:
+            part, interrupted = await self._generate(request, params, follow and Attempt(follow))
+            written = join(written, part)
+            if first:
+                self.written = join(before, written)
+            if part.finish_reason != "abort" or not interrupted:
+                return written
+            request = replace(
+                request, prompt_ids=[*request.prompt_ids, *part.token_ids], start=request.start + len(part.token_ids)
+            )
+
+    async def _generate(
+        self, request: GenerationRequest, params: SamplingParams, attempt: Attempt | None
+    ) -> tuple[Completion, bool]:
+        """A completion, and whether somebody wanted it interrupted."""
+        end = asyncio.get_running_loop().create_future()
+        self._running[end] = request.request_id
+        try:
+            if attempt is None:
+                part = await self._engine.agenerate(request, params)
+            else:
+                part = await self._engine.agenerate(request, params, attempt)
+                attempt.tell_rest(part)
+            return part, end in self._awaited
+        finally:
+            del self._running[end]
+            self._awaited.discard(end)
+            end.set_result(None)
+
+
+def completion_of(state: Mapping[str, Any] | None) -> Completion | None:
+    """The inverse of `asdict`."""
+    return None if state is None else Completion(**state)
+
+
+def sample_state(trajectory: Trajectory | None, written: Completion | None) -> dict[str, Any]:
+    """JSON-able: a sample of an unfinished group, complete, begun or neither."""
+    return {
+        "trajectory": None if trajectory is None else asdict(trajectory),
+        "written": None if written is None else asdict(written),
+    }

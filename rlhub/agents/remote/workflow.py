@@ -1,0 +1,166 @@
+"""RemoteWorkflow: an episode whose own code runs in an episode actor, while it generates and scores on the driver's loop.
+
+To the executor it is a workflow like any other: the engine that it gets answers what the remote episode asks, so routing,
+sessions, checkpoints of partial generations and cancellation are those of an episode on the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from rlhub.agents.remote.actor_pool import PooledActor, own_error
+from rlhub.agents.remote.environment_asks import RELEASE, EnvironmentAnswers, EnvironmentAsk
+from rlhub.agents.remote.episode_actor import Ask, Ended, ScoreAsk, Withdrawn, WorkflowKey
+from rlhub.agents.remote.episode_actors import EpisodeActors
+from rlhub.agents.remote.streaming import extend
+from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
+from rlhub.engines.rollout.base import Completion, Progress
+from rlhub.errors import DeadlineError, EngineError, RlhubError, WorkerDiedError, WorkerError
+from rlhub.utils.aio.results import Reject
+
+RETRIES = 3
+"""Further attempts of an episode whose actor died: one that kills every actor must not use them all up."""
+CANCEL_S = 60.0
+"""Longest wait for an actor to take note that an episode is cancelled, which takes it no time; one that cannot hangs."""
+
+_runs = itertools.count()
+
+
+class RemoteWorkflow(RolloutWorkflow):
+    """parts: the driver's; only `score` and `environments` are used here.  key: the workflow that the actors build."""
+
+    def __init__(self, parts: WorkflowParts, key: WorkflowKey, pool: EpisodeActors) -> None:
+        super().__init__(parts)
+        self._key, self._pool = key, pool
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+        """Runs the episode in the actor with the fewest; from its beginning in another one when that dies."""
+        for attempt in itertools.count():
+            member = await self._pool.choose()
+            try:
+                return await self._in(member, engine, data)
+            except WorkerDiedError as error:
+                if not member.actor.ended:  # the episode's own code raised it
+                    raise
+                self._pool.lost(member, error)
+                if attempt >= RETRIES:
+                    raise
+                self._pool.counts["episodes_again"] += 1
+        raise AssertionError("unreachable")
+
+    async def _in(self, member: PooledActor, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+        member.episodes += 1
+        run = EpisodeRun(member, f"{data.session}/{next(_runs)}", engine, self.parts)
+        try:
+            return await run.play(self._key, data)
+        except WorkerError as error:
+            own = own_error(error)
+            if own is error:
+                raise
+            raise own from error
+        finally:
+            member.episodes -= 1
+            await run.stop_answering()
+            if not run.over and not member.actor.ended:
+                self._pool.background(self._cancel(member, run.session))
+
+    async def _cancel(self, member: PooledActor, session: str) -> None:
+        try:
+            await member.actor.call("cancel", session, deadline_s=CANCEL_S)
+        except (WorkerDiedError, DeadlineError) as error:
+            self._pool.lost(member, error)
+
+
+class EpisodeRun:
+    """One run of an episode in an actor.  over: nothing of it is left there."""
+
+    def __init__(self, member: PooledActor, session: str, engine: EpisodeEngine, parts: WorkflowParts) -> None:
+        self.session = session
+        self.over = False
+        self._actor, self._engine, self._parts = member.actor, engine, parts
+        self._answering: dict[int, asyncio.Task[None]] = {}
+        self._environments = EnvironmentAnswers(parts.environments)
+
+    async def play(self, key: WorkflowKey, data: EpisodeData) -> Trajectory | None:
+        """Answers the episode's questions until its end."""
+        await self._actor.call("begin", self.session, key, data)
+        while True:
+            match await self._next():
+                case Ended(rejected=None, trajectory=trajectory):
+                    return trajectory
+                case Ended(rejected=reason):
+                    raise Reject(reason)
+                case Withdrawn(number=number):
+                    if number in self._answering:
+                        self._answering[number].cancel()
+                case question:
+                    task = asyncio.create_task(self._answer(question))
+                    self._answering[question.number] = task
+                    task.add_done_callback(partial(self._answered, question.number))
+
+    def _answered(self, number: int, task: asyncio.Task[None]) -> None:
+        self._answering.pop(number, None)
+
+    async def stop_answering(self) -> None:
+        """Cancels what is still generated or scored for the episode, and gives its environments back."""
+        tasks = list(self._answering.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._environments.give_back()
+
+    async def _next(self) -> Any:
+        try:
+            message = await self._actor.call("next", self.session)
+        except WorkerError:
+            self.over = True
+            raise
+        self.over = isinstance(message, Ended)
+        return message
+
+    async def _answer(self, question: Ask | ScoreAsk | EnvironmentAsk) -> None:
+        try:
+            value: Any
+            if isinstance(question, EnvironmentAsk):
+                value = await self._environments.answer(question)
+                if question.method == RELEASE:
+                    return
+            elif isinstance(question, Ask):
+                value = await self._generate(question)
+            else:
+                value = await self._parts.score(question.row, question.text)
+            await self._actor.call("answer", self.session, question.number, value)
+        except Exception as error:  # noqa: BLE001  the task's boundary: raised where the episode waits for the answer
+            with suppress(WorkerDiedError):  # of the actor: `next` raises it too
+                await self._actor.call("refuse", self.session, question.number, _portable(error))
+
+    async def _generate(self, ask: Ask) -> Completion:
+        if not ask.followed:
+            return await self._engine.agenerate(ask.request, ask.params)
+        progress: asyncio.Queue[Progress] = asyncio.Queue()
+        sending = asyncio.create_task(self._send_progress(ask.number, progress))
+        try:
+            return await self._engine.agenerate(ask.request, ask.params, progress.put_nowait)
+        finally:
+            sending.cancel()
+
+    async def _send_progress(self, number: int, queue: asyncio.Queue[Progress]) -> None:
+        """Sends the tokens on; each call takes along what came during the one before."""
+        with suppress(WorkerError):  # the answer's own call meets the same
+            while True:
+                progress = await queue.get()
+                while not queue.empty():
+                    extend(progress, queue.get_nowait())
+                await self._actor.call("report_progress", self.session, number, progress)
+
+
+def _portable(error: Exception) -> RlhubError:
+    """Returns the error to raise in the actor, where a WorkerError would be taken for one of the actor's own."""
+    if isinstance(error, RlhubError) and not isinstance(error, WorkerError):
+        return error
+    return EngineError(f"{type(error).__name__}: {error}")

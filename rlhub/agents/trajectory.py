@@ -1,0 +1,74 @@
+"""Trajectory: what one episode leaves for training, as tokens.
+
+Token in, token out: tokens that the policy wrote are those that the engine sampled, never text tokenized again; what tools,
+environments and templates add stands between them with response_mask 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+LARGEST_SCORE = 3.4e38  # float32
+NOT_SAMPLED = -1  # the version of a token that no policy wrote
+
+
+def last_written(response_mask: Sequence[int]) -> int | None:
+    """The index of the last token that the policy wrote; None if it wrote none."""
+    return max((index for index, written in enumerate(response_mask) if written), default=None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Trajectory:
+    """prompt_ids: what the first generation was conditioned on.  response_ids: everything after it, in order.
+
+    response_mask, rollout_log_probs, versions: one entry for each response token.  The mask is 1 on tokens that the policy
+    wrote, with the log-prob of the distribution sampled from and the version that sampled it; elsewhere 0, 0.0, NOT_SAMPLED.
+    rewards: one entry a response token, 0 where the mask is 0, set by the workflow; None: the run's reward scores the response.
+    added_rewards: one entry a response token, added to the configured reward: what tools give.  None: nothing.
+    metrics: numbers of this episode (turns, tool calls, ...), averaged over the batch.
+    text: what people read in sample tables; the decoded response where it is empty.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    rollout_log_probs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason = "stop"
+    rewards: list[float] | None = None
+    added_rewards: list[float] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    text: str = ""
+
+    def check(self) -> None:
+        """ValueError if the columns do not fit together."""
+        length = len(self.response_ids)
+        for name in ("response_mask", "rollout_log_probs", "versions", "rewards", "added_rewards"):
+            column = getattr(self, name)
+            if column is not None and len(column) != length:
+                raise ValueError(f"{name} has {len(column)} entries for {length} response tokens")
+        if not any(self.response_mask):
+            raise ValueError("the policy wrote none of the response tokens: there is nothing to train on")
+        if not self.finite_rewards:
+            raise ValueError(f"its rewards add up to {sum(self.rewards or ())}, which with each of them must be a finite float32")
+
+    @property
+    def finite_rewards(self) -> bool:
+        """Whether all rewards, and their sum, are finite in float32, the dtype of the reward columns."""
+        return self.rewards is None or all(abs(reward) <= LARGEST_SCORE for reward in (*self.rewards, sum(self.rewards)))
+
+    @property
+    def first_version(self) -> int:
+        """The policy version of the first token that the policy wrote; staleness counts from it."""
+        return self.versions[self.response_mask.index(1)]
+
+    def set_reward(self, reward: float) -> None:
+        """The whole episode's reward, on the last token that the policy wrote: what follows it trains nothing.  An episode
+        without such a token, which `check` refuses for training, has no place for a reward."""
+        self.rewards = [0.0] * len(self.response_ids)
+        last = last_written(self.response_mask)
+        if last is not None:
+            self.rewards[last] = reward

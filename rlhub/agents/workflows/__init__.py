@@ -1,0 +1,1 @@
+"""Workflows: each turns one prompt into trajectories (`base.py`), and is found by its name (`registry.py`)."""

@@ -1,0 +1,207 @@
+"""openai_agent: an existing agent, written with OpenAI's client, as an episode.
+
+Each episode gets a session of its own at an endpoint on the event loop of the episodes, and runs the agent with the session's
+address and key.  What the policy wrote for it is recorded there as tokens; a history that the agent changes starts a new
+segment.  One segment is the episode's trajectory.
+
+The agent is a coroutine, a plain function, which runs in a thread, or a program; none of them knows of rlhub.
+
+    async def run(base_url: str, api_key: str, row: dict) -> float | None: ...
+
+A program finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, which OpenAI's client reads by itself, and the row as
+JSON on its standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhub.agents.openai_server.server import OpenAIServer, ServerOptions
+from rlhub.agents.openai_server.sessions import Session, SessionLimits
+from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
+from rlhub.agents.workflows.knobs import AgentKnobs
+from rlhub.agents.workflows.registry import fill_knobs
+from rlhub.errors import ConfigError, LoadError, WorkflowError
+from rlhub.tools.registry import TOOL_FORMATS
+from rlhub.utils.aio.results import Reject
+from rlhub.utils.user_code import load_target
+
+SHOWN = 2000  # characters of a failed program's error output in the message
+
+
+class Agent(Protocol):
+    """What an episode runs."""
+
+    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
+        """Do the task; the reward, where the agent gives one."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class FunctionAgent:
+    """function: called with base_url, api_key and row by name; a plain one runs in a thread of `threads`."""
+
+    function: Callable[..., Any]
+    threads: ThreadPoolExecutor
+
+    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
+        arguments = {"base_url": base_url, "api_key": api_key, "row": dict(row)}
+        if inspect.iscoroutinefunction(self.function):
+            found = await self.function(**arguments)
+        else:
+            loop = asyncio.get_running_loop()
+            found = await loop.run_in_executor(self.threads, lambda: self.function(**arguments))
+        return as_reward(found)
+
+
+@dataclass(slots=True, kw_only=True)
+class ProgramAgent:
+    """command: without the row.  The program and all that it starts are ended with the episode."""
+
+    command: Sequence[str]
+    reads_reward: bool
+
+    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
+        process = await asyncio.create_subprocess_exec(
+            *self.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
+            start_new_session=True,
+        )
+        try:
+            out, err = await process.communicate(json.dumps(dict(row), default=_plain).encode())
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode != 0:
+            told = err.decode(errors="replace")[-SHOWN:]
+            raise WorkflowError(f"the agent {self.command[1]} ended with status {process.returncode}: {told}")
+        lines = out.decode(errors="replace").strip().splitlines()
+        return as_reward(lines[-1] if lines else None) if self.reads_reward else None
+
+
+def load_agent(target: str, args: Sequence[str], threads: ThreadPoolExecutor, *, reads_reward: bool) -> Agent:
+    """`path/to/script.py`, or a function by `path/to/file.py:name` or `module:name`.  ConfigError if there is none."""
+    if target.endswith(".py"):
+        script = Path(target).expanduser().resolve()
+        if not script.is_file():
+            raise ConfigError(f"agent: no such file: {script}")
+        return ProgramAgent(command=[sys.executable, str(script), *args], reads_reward=reads_reward)
+    try:
+        function = load_target(target)
+    except LoadError as error:
+        raise ConfigError(f"agent: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"agent: {target} is a {type(function).__name__}; expected a function run(base_url, api_key, row)")
+    return FunctionAgent(function=function, threads=threads)
+
+
+def as_reward(value: Any) -> float | None:
+    """A number, text that is one, or {"reward": number}; None for None.  WorkflowError for anything else."""
+    given = value.get("reward") if isinstance(value, Mapping) else value
+    if given is None:
+        return None
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        raise WorkflowError(f"the agent returned {value!r:.200}; expected a number, or nothing") from None
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for: numpy's values, then anything as text."""
+    return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)
+
+
+MAX_ENDPOINTS = 64
+"""Ports tried from a given one on: each process of rollout.agent.num_workers has an endpoint, and validation has its own."""
+CLIENT_LOGGERS = ("httpx", "httpx2")
+"""OpenAI's client logs a line for every request, at the level at which a run reports its steps."""
+
+
+class OpenAIAgent(RolloutWorkflow):
+    """See AgentKnobs."""
+
+    def __init__(self, parts: WorkflowParts) -> None:
+        super().__init__(parts)
+        self.knobs = fill_knobs(AgentKnobs, parts.kwargs)
+        for name in CLIENT_LOGGERS:
+            if (own := logging.getLogger(name)).level == logging.NOTSET:
+                own.setLevel(logging.WARNING)
+        if not self.knobs.agent:
+            raise ConfigError("agent.kwargs.agent is not set: name path/to/agent.py:run or path/to/script.py")
+        self._threads = ThreadPoolExecutor(self.knobs.max_agents, thread_name_prefix="agent")
+        reads_reward = self.knobs.reward == "agent"
+        self._agent = load_agent(self.knobs.agent, self.knobs.args, self._threads, reads_reward=reads_reward)
+        self._limits = SessionLimits(prompt=parts.max_prompt_length, response=parts.max_response_length)
+        self._server: OpenAIServer | None = None
+        self._starting = asyncio.Lock()
+        self._places = asyncio.Semaphore(self.knobs.max_agents)
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+        async with self._places:
+            return await self._episode(engine, data)
+
+    async def _episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory:
+        server = await self._started(engine)
+        session = server.open_session(data.session, seed=data.seed, limits=self._limits, engine=engine)
+        try:
+            reward = await self._run(server, session, data)
+        finally:
+            server.close_session(session)
+        made = session.trajectory(self.knobs.segment)
+        if made is None:
+            raise Reject("the agent asked the policy for nothing")
+        if session.full:
+            made.finish_reason = "length"
+        if self.knobs.reward == "agent":
+            if reward is None:
+                raise WorkflowError(f"the agent {self.knobs.agent} gave no reward; return a number, or set reward=score")
+            made.set_reward(reward)
+        return made
+
+    async def _run(self, server: OpenAIServer, session: Session, data: EpisodeData) -> float | None:
+        """The agent's own reward, if it gives one.  An agent that fails because its conversation is full has ended."""
+        try:
+            return await self._agent(server.base_url(session), session.token, data.row)
+        except Exception:  # boundary to code of the user's
+            if not (session.full and session.turns):
+                raise
+            return 0.0
+
+    async def _started(self, engine: EpisodeEngine) -> OpenAIServer:
+        async with self._starting:
+            if self._server is None:
+                options = ServerOptions(
+                    model=self.knobs.model,
+                    max_model_len=self._limits.prompt + self._limits.response,
+                    host=self.knobs.host,
+                    port=self.knobs.port,
+                    num_ports=MAX_ENDPOINTS if self.knobs.port else 1,
+                    max_concurrent=self.knobs.max_concurrent,
+                    find_calls=TOOL_FORMATS.get(self.knobs.format),
+                    template_kwargs=self.knobs.chat_template_kwargs,
+                )
+                server = OpenAIServer(engine, self.parts.tokenizer, self.parts.sampling, options)
+                await server.start()
+                self._server = server
+        return self._server
+
+    async def aclose(self) -> None:
+        if self._server is not None:
+            await self._server.aclose()
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,260 @@
+"""Conversations as tokens: a transcript that grows turn by turn, and what the chat template puts between turns.
+
+Token in, token out: the tokens that the policy wrote stay as they were sampled.  Between two of its turns stands what the
+template adds: the rest of the turn's end, the answers of tools or users, and the header of the next turn.  That text is
+found by rendering a short conversation with a marked answer in it, and only it is tokenized.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+
+from rlhub.agents.partials import join
+from rlhub.agents.trajectory import NOT_SAMPLED, FinishReason, Trajectory, last_written
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine
+from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from rlhub.errors import ConfigError, DataError
+from rlhub.utils.aio.results import Reject
+from rlhub.utils.seeding import sample_seed
+from rlhub.utils.tool_calls import ToolSchema, schema_name
+
+Message = Mapping[str, Any]
+ANSWER = "rlhub-answer-mark"  # stands for what the policy wrote; no template writes it by itself
+KEPT_PROMPTS = 256  # rendered with their tools: the samples of a prompt begin at about the same time
+PROBE = {"role": "user", "content": "question"}
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Seed of generation number `turn` of an episode; the first one's is the episode's own."""
+    return seed if turn == 0 else sample_seed(seed, turn, 0)
+
+
+@dataclass(slots=True, kw_only=True)
+class Transcript:
+    """An episode's tokens so far.
+
+    budget: most response tokens, whoever wrote them.  scored: the workflow gives the rewards, which then replace the
+    configured ones; all episodes of a run must agree in this.  Otherwise rewards are added to the configured ones.
+    """
+
+    prompt_ids: list[int]
+    budget: int
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    scored: bool = False
+    num_turns: int = 0
+    finish_reason: FinishReason = "length"
+
+    @property
+    def room(self) -> int:
+        """Response tokens that still fit."""
+        return self.budget - len(self.response_ids)
+
+    async def generate(
+        self, engine: EpisodeEngine, data: EpisodeData, params: SamplingParams, *, most: int | None = None
+    ) -> Completion:
+        """The policy's next turn, which joins the transcript; as long as the budget allows, and `most` tokens.
+
+        Reject if it was aborted.
+        """
+        before = data.partial if self.num_turns == 0 else None
+        written = before.token_ids if before is not None else []
+        completion = before
+        if before is None or before.finish_reason == "abort":
+            request = GenerationRequest(
+                prompt_ids=(*self.prompt_ids, *self.response_ids, *written),
+                seed=turn_seed(data.seed, self.num_turns),
+                session=data.session,
+                start=len(written),
+            )
+            limit = min(self.room, most or self.room)
+            after = await engine.agenerate(request, dataclasses.replace(params, max_new_tokens=limit))
+            completion = after if before is None else join(before, after)
+        assert completion is not None
+        if completion.finish_reason == "abort":
+            raise Reject("its generation was aborted")
+        self.add_completion(completion)
+        return completion
+
+    def add_completion(self, completion: Completion) -> None:
+        """A turn of the policy."""
+        count = len(completion.token_ids)
+        log_probs = completion.log_probs or [0.0] * count  # engines leave them out where nobody trains (validation)
+        self._add(completion.token_ids, [1] * count, log_probs, completion.versions)
+        self.finish_reason = completion.finish_reason
+        self.num_turns += 1
+
+    def add_context(self, tokens: Sequence[int]) -> bool:
+        """What others wrote.  False, and nothing added, if no token of the policy would fit after it: the episode ends."""
+        if len(tokens) >= self.room:
+            self.finish_reason = "length"
+            return False
+        self._add(tokens, [0] * len(tokens), [0.0] * len(tokens), [NOT_SAMPLED] * len(tokens))
+        return True
+
+    def _add(self, tokens: Sequence[int], mask: list[int], log_probs: Sequence[float], versions: Sequence[int]) -> None:
+        self.response_ids += tokens
+        self.response_mask += mask
+        self.log_probs += log_probs
+        self.versions += versions
+        self.rewards += [0.0] * len(tokens)
+
+    def add_reward(self, reward: float) -> None:
+        """Credit the last token that the policy wrote.  Reject if it wrote none."""
+        last = last_written(self.response_mask)
+        if last is None:
+            raise Reject("the policy wrote no token that a reward could credit")
+        self.rewards[last] += reward
+
+    def trajectory(self, metrics: Mapping[str, float]) -> Trajectory:
+        """The episode for training.  `num_turns` joins the metrics."""
+        return Trajectory(
+            prompt_ids=self.prompt_ids,
+            response_ids=self.response_ids,
+            response_mask=self.response_mask,
+            rollout_log_probs=self.log_probs,
+            versions=self.versions,
+            finish_reason=self.finish_reason,
+            rewards=self.rewards if self.scored else None,
+            added_rewards=self.rewards if any(self.rewards) and not self.scored else None,
+            metrics={"num_turns": float(self.num_turns), **metrics},
+        )
+
+
+class TurnTemplate:
+    """A chat template, used for what it adds to a conversation that is already there as tokens."""
+
+    def __init__(self, tokenizer: Any, *, roles: Sequence[str], kwargs: Mapping[str, Any] | None = None) -> None:
+        """roles: who answers the policy in this workflow.  kwargs: of the chat template.
+
+        ConfigError if the template cannot go on after an answer of one of them, or rewrites turns that are there.
+        """
+        self._tokenizer, self._kwargs = tokenizer, dict(kwargs or {})
+        self._prompts: dict[str, list[int]] = {}
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "episodes of several turns need a chat template, and the tokenizer has none; use a tokenizer with one "
+                "(chat_template.jinja beside the model), or the single-turn workflow"
+            )
+        self._end = tokenizer.eos_token or ""
+        self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        for role in roles:
+            self._check(role)
+
+    def between(self, messages: Sequence[Message], *, turn_ended: bool = True) -> list[int]:
+        """The tokens between a turn of the policy and its next one, with `messages` in between.
+
+        turn_ended: the policy wrote the end-of-turn token itself; else it is among these tokens.
+        """
+        text = self._after_answer(messages)
+        if turn_ended and self._end:
+            text = text.removeprefix(self._end)
+        return self._tokens(text)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> str:
+        """The text of a conversation up to where the policy's turn begins."""
+        return self._render([dict(message) for message in messages], generation=True, tools=tools)
+
+    def prompt_ids(self, data: EpisodeData, tools: Sequence[ToolSchema], limit: int) -> list[int]:
+        """The prompt with the tools described by the template; the row's own tokens where that changes nothing.
+
+        Only chat prompts can be rendered anew: a prompt given as text says itself which tools there are.
+        """
+        chat = data.row.get("raw_chat")
+        if not tools or not isinstance(chat, list | tuple):
+            return list(data.prompt_ids)
+        key = repr((data.row.get("raw_prompt") or chat, [schema_name(tool) for tool in tools]))
+        if key not in self._prompts:
+            if len(self._prompts) >= KEPT_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+            self._prompts[key] = self._described(data, chat, tools, limit)
+        return list(self._prompts[key])
+
+    def _described(self, data: EpisodeData, chat: Sequence[Message], tools: Sequence[ToolSchema], limit: int) -> list[int]:
+        messages = [{"content": "", **{key: value for key, value in message.items() if value is not None}} for message in chat]
+        text = self.prompt(messages, tools)
+        if text == data.row.get("raw_prompt"):
+            return list(data.prompt_ids)
+        return self.limited_ids(text, limit)
+
+    def limited_ids(self, text: str, limit: int) -> list[int]:
+        """A rendered prompt's tokens; DataError over the limit."""
+        tokens = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if len(tokens) > limit:
+            raise DataError(
+                f"with what the workflow adds (tools, first observation) the prompt has {len(tokens)} tokens, over "
+                f"data.max_prompt_length={limit}; raise it"
+            )
+        return tokens
+
+    def ended(self, token_ids: Sequence[int]) -> bool:
+        """Whether these tokens of the policy close its turn."""
+        return bool(token_ids) and token_ids[-1] == self._tokenizer.eos_token_id
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What the policy wrote, without the end of its turn."""
+        kept = token_ids[:-1] if self.ended(token_ids) else token_ids
+        return str(self._tokenizer.decode(list(kept), skip_special_tokens=False))
+
+    def neutral(self, text: str) -> str:
+        """Text from outside in which no special token can be read: a tool's output must not end its own turn."""
+        for token in self._special:
+            if token in text:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    def _after_answer(self, messages: Sequence[Message]) -> str:
+        rendered = self._render([PROBE, _answer(), *map(dict, messages)], generation=True)
+        before, _, after = rendered.partition(ANSWER)
+        if not after:
+            raise ConfigError(f"the chat template drops an answer once it is followed by {_roles(messages)}: {rendered!r:.200}")
+        return after.lstrip(" ") if self._end and after.lstrip(" ").startswith(self._end) else after
+
+    def _tokens(self, text: str) -> list[int]:
+        """As they follow an end-of-turn token: many tokenizers treat the beginning of a text in their own way."""
+        end_id = self._tokenizer.eos_token_id
+        if self._end:
+            anchored = list(self._tokenizer(self._end + text, add_special_tokens=False)["input_ids"])
+            if anchored and anchored[0] == end_id:
+                return anchored[1:]
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _check(self, role: str) -> None:
+        """The template, given more turns, must leave those that are there as they were."""
+        said = {"role": role, "content": "reply"}
+        shorter = self._render([PROBE, _answer(), said], generation=False)
+        longer = self._render([PROBE, _answer(), said, {"role": "assistant", "content": "more"}, said], generation=False)
+        if not longer.startswith(shorter):
+            raise ConfigError(
+                f"the chat template rewrites earlier turns when others follow ({role} messages): {shorter!r:.160} became "
+                f"{longer!r:.200}; multi-turn training needs a template that only adds"
+            )
+        if not self.between([said]):
+            raise ConfigError(f"the chat template adds nothing for {role} messages")
+
+    def _render(self, messages: list[dict[str, Any]], *, generation: bool, tools: Sequence[ToolSchema] | None = None) -> str:
+        described = {"tools": list(tools)} if tools else {}
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=generation, **described, **self._kwargs
+                )
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(f"the chat template refuses a conversation with {_roles(messages)}: {error}") from error
+
+
+def _answer() -> dict[str, Any]:
+    return {"role": "assistant", "content": ANSWER}
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    return ", ".join(str(message["role"]) for message in messages) + " messages"

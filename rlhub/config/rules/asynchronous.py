@@ -1,0 +1,161 @@
+"""Rules of asynchronous rollouts: what rollout.mode, the bound on staleness and the handling of old samples ask of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhub.config.sections import rollout_correction
+from rlhub.config.sections.ppo import PPOConfig
+
+SYNC = "sync"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SERVICE_KEYS = ("recompute_kv_cache", "weights_folder", "trajectories_folder", "replica_restarts", "multi_turn.", "agent.")
+_TRAINER_KEYS = ("pipeline_depth", "stale_policy")
+_ENVIRONMENT = "environment"
+_COLLECTED = f"{_ROLLOUT}.trajectories_folder"
+_UNREAD_COLLECTED = ("agent.num_workers", "agent.num_env_hosts", "replica_restarts")
+
+
+def is_async(config: PPOConfig) -> bool:
+    """Whether episodes run on a rollout service, beside training."""
+    return config.actor_rollout_ref.rollout.mode != SYNC
+
+
+def is_collected(config: PPOConfig) -> bool:
+    """Whether another job runs the episodes, and this one trains on the files that it leaves."""
+    return is_async(config) and config.actor_rollout_ref.rollout.trajectories_folder is not None
+
+
+def may_be_stale(config: PPOConfig) -> bool:
+    """Whether a training batch may hold tokens of an older policy than the one about to be updated."""
+    return is_async(config) and config.trainer.max_staleness > 0
+
+
+def problems(config: PPOConfig) -> list[str]:
+    """What cannot start."""
+    found = [*(_asynchronous(config) if is_async(config) else _synchronous(config)), *_replayed(config)]
+    return [*found, *_collected(config)] if is_collected(config) else found
+
+
+def notes(config: PPOConfig) -> list[str]:
+    """Legal, and worth a line."""
+    return list(_surprises(config)) if may_be_stale(config) else []
+
+
+def unread(config: PPOConfig) -> tuple[str, ...]:
+    """Settings (or, ending in `.`, all below them) of asynchronous rollouts that nobody reads; `why_unread` says why."""
+    if is_collected(config):
+        return tuple(f"{_ROLLOUT}.{key}" for key in _UNREAD_COLLECTED)
+    if is_async(config):
+        return ()
+    return (*(f"{_ROLLOUT}.{key}" for key in _SERVICE_KEYS), *(f"trainer.{key}" for key in _TRAINER_KEYS))
+
+
+def why_unread(config: PPOConfig) -> str:
+    """The reason for `unread`."""
+    if is_collected(config):
+        return f"{_COLLECTED} is set, and the job that collects runs its episodes in its own process"
+    return f"{_ROLLOUT}.mode=sync does not read it"
+
+
+def _synchronous(config: PPOConfig) -> Iterator[str]:
+    rollout, staleness = config.actor_rollout_ref.rollout, config.trainer.max_staleness
+    if staleness > 0:
+        yield (
+            f"trainer.max_staleness={staleness} with {_ROLLOUT}.mode={rollout.mode}: generation and training take turns, so "
+            f"no sample is ever old; set {_ROLLOUT}.mode=async, or trainer.max_staleness=0"
+        )
+    if rollout.multi_turn.enable:
+        yield (
+            f"{_ROLLOUT}.multi_turn.enable=true with {_ROLLOUT}.mode={rollout.mode}: whole batches have single turns; "
+            f"set {_ROLLOUT}.mode=async"
+        )
+    if rollout.agent.default_agent_loop:
+        yield (
+            f"{_ROLLOUT}.agent.default_agent_loop={rollout.agent.default_agent_loop} with {_ROLLOUT}.mode={rollout.mode}: "
+            f"workflows run on the rollout service; set {_ROLLOUT}.mode=async"
+        )
+
+
+def _asynchronous(config: PPOConfig) -> Iterator[str]:
+    trainer, correction = config.trainer, config.algorithm.rollout_correction
+    corrects = correction.active or correction.in_update
+    if trainer.stale_policy == "correct" and not corrects:
+        yield (
+            f"trainer.stale_policy=correct, but nothing corrects: set {rollout_correction.KEY}.rollout_is=token (weights), "
+            ".rollout_rs (rejection), .proximal=a3po or .bypass_mode=true; or use trainer.stale_policy=drop or mask"
+        )
+    yield from _environments(config)
+
+
+def _environments(config: PPOConfig) -> Iterator[str]:
+    agent = config.actor_rollout_ref.rollout.agent
+    own_workflow = ":" in (agent.default_agent_loop or "")
+    if agent.num_env_hosts > 0 and not agent.kwargs.get(_ENVIRONMENT) and not own_workflow:
+        yield (
+            f"{_ROLLOUT}.agent.num_env_hosts={agent.num_env_hosts}, but no episode asks for an environment: name one in "
+            f"{_ROLLOUT}.agent.kwargs.{_ENVIRONMENT} with the workflow that plays in it, or set num_env_hosts=0"
+        )
+    if agent.env_host_gpus > 1 and agent.env_host_gpus % 1:
+        yield (
+            f"{_ROLLOUT}.agent.env_host_gpus={agent.env_host_gpus:g}: Ray gives parts of one GPU or whole ones; set "
+            f"{int(agent.env_host_gpus)} or {int(agent.env_host_gpus) + 1}"
+        )
+
+
+def _replayed(config: PPOConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.replay_from and trainer.record_batches:
+        yield f"trainer.record_batches=true with trainer.replay_from={trainer.replay_from}: these batches are recorded already"
+    if trainer.replay_from and trainer.test_freq > 0:
+        yield (
+            f"trainer.test_freq={trainer.test_freq} with trainer.replay_from={trainer.replay_from}: nothing generates there; "
+            "set trainer.test_freq=-1 and validate its checkpoints with python -m rlhub.trainer.main_eval"
+        )
+
+
+def _collected(config: PPOConfig) -> Iterator[str]:
+    """What the collecting job, which sees nothing of this one but its weights, could not answer to."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    given = f"{_COLLECTED}={rollout.trajectories_folder}"
+    if rollout.weights_folder is None:
+        yield (
+            f"{given} without {_ROLLOUT}.weights_folder: the collecting job takes its weights from there; name a folder that "
+            "both reach"
+        )
+    if trainer.stale_policy != "correct":
+        yield (
+            f"trainer.stale_policy={trainer.stale_policy} with {given}: the collecting job cannot know what training "
+            "left out and would wait for it for ever; set trainer.stale_policy=correct"
+        )
+    if trainer.test_freq > 0:
+        yield (
+            f"trainer.test_freq={trainer.test_freq} with {given}: nothing generates here; set trainer.test_freq=-1 and validate "
+            "the checkpoints with python -m rlhub.trainer.main_eval"
+        )
+    if config.algorithm.filter_groups.enable:
+        yield (
+            f"algorithm.filter_groups.enable=true with {given}: the collecting job neither scores nor filters; set it to false, "
+            f"or {_COLLECTED} to null"
+        )
+
+
+def _surprises(config: PPOConfig) -> Iterator[str]:
+    trainer, correction = config.trainer, config.algorithm.rollout_correction
+    depth = trainer.pipeline_depth
+    assert depth is not None, "derive first"
+    if depth > trainer.max_staleness:
+        yield (
+            f"trainer.pipeline_depth={depth} is more than trainer.max_staleness={trainer.max_staleness}: generation runs at most "
+            f"{trainer.max_staleness} batches ahead, or its samples would be too old"
+        )
+    if depth == 0:
+        yield (
+            f"trainer.pipeline_depth=0: generation waits for each update, so trainer.max_staleness={trainer.max_staleness} "
+            "is never reached; raise it to let generation run ahead"
+        )
+    if not (correction.active or correction.in_update):
+        yield (
+            f"trainer.max_staleness={trainer.max_staleness} without {rollout_correction.KEY}: samples up to that old are trained "
+            f"as if they were new; {rollout_correction.KEY}.rollout_is=token weights them by pi_old / mu"
+        )

@@ -1,0 +1,312 @@
+"""Rules that relate settings to each other.  Pure: they read a derived configuration and return what is wrong, with the
+arithmetic, so that all of it can be shown together before any process starts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from rlhub.config.rules import asynchronous, engines, faults, placement
+from rlhub.config.rules.parallel import all_ranks, data_parallel
+from rlhub.config.sections import rollout_correction
+from rlhub.config.sections.actor import ActorConfig
+from rlhub.config.sections.ppo import CriticConfig, PPOConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
+from rlhub.config.sections.sft import SFTConfig
+from rlhub.config.sections.trainer import TrainerConfig
+from rlhub.config.sections.training import OptimConfig
+
+_FILES = (
+    "name a parquet or jsonl file, or a list of them (to see a whole run without data of your own: bash scripts/quickstart.sh)"
+)
+_MODEL = "name a Hugging Face model or a folder with one"
+REQUIRED: dict[type, tuple[str, ...]] = {
+    PPOConfig: ("data.train_files", "actor_rollout_ref.model.path"),
+    SFTConfig: ("data.train_files", "model.path"),
+    DPOConfig: ("data.train_files", "model.path"),
+    RMConfig: ("data.train_files", "model.path"),
+}
+"""What training needs, by configuration; other mains name their own."""
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def check_required(config: Any, keys: Sequence[str]) -> list[str]:
+    """The settings without which there is nothing to run; each of `keys` is one of files or of a model's path."""
+    problems = []
+    for key in keys:
+        node = config
+        for name in key.split("."):
+            node = getattr(node, name)
+        if not node:
+            problems.append(f"{key} is not set: {_MODEL if key.endswith('.path') else _FILES}")
+    return problems
+
+
+@functools.singledispatch
+def check(config: Any) -> list[str]:
+    """Problems of a derived configuration; a class nobody registered has no rules."""
+    return []
+
+
+@check.register
+def _(config: PPOConfig) -> list[str]:
+    return [
+        *_check_batches(config),
+        *_check_lengths(config),
+        *_check_filter(config),
+        *_check_ranks(config),
+        *_check_trainer(config.trainer, has_validation=config.data.val_files is not None),
+        *_check_optim(config.actor_rollout_ref.actor.optim, f"{_ACTOR}.optim"),
+        *_check_optim(config.critic.optim, "critic.optim"),
+        *rollout_correction.problems(config.algorithm.rollout_correction),
+        *_check_rewards(config),
+        *placement.problems(config),
+        *asynchronous.problems(config),
+    ]  # fmt: skip
+
+
+@check.register
+def _(config: SFTConfig) -> list[str]:
+    return _check_supervised(config, "rows", "one row of", 1)
+
+
+@check.register
+def _(config: DPOConfig) -> list[str]:
+    return _check_supervised(config, "pairs", "a pair of 2 x", 2)
+
+
+@check.register
+def _(config: RMConfig) -> list[str]:
+    return _check_supervised(config, "pairs", "a pair of 2 x", 2)
+
+
+def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, rows: str, row: str, sequences: int) -> list[str]:
+    """rows, row: what the data's rows are called; sequences: how many token sequences each has."""
+    data, ranks = config.data, data_parallel(config.section, all_ranks(config.trainer))
+    problems = [
+        *_check_trainer(config.trainer, has_validation=data.val_files is not None),
+        *placement.no_roles(config.trainer),
+        *_check_optim(config.optim, "optim"),
+        *engines.problems(config),
+    ]
+    if data.train_batch_size < ranks.count:
+        problems.append(f"data.train_batch_size={data.train_batch_size} {rows} cannot feed {ranks.text}")
+    assert data.max_token_len_per_gpu is not None, "derive first"
+    if data.use_dynamic_bsz and data.max_token_len_per_gpu < sequences * data.max_length:
+        budget = f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}"
+        problems.append(f"{budget} tokens cannot hold {row} data.max_length={data.max_length}")
+    return problems
+
+
+def check_requirements(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
+    """What the chosen advantage estimator asks of the other settings; `requires` is its registry row's."""
+    rollout, found = config.actor_rollout_ref.rollout, []
+    estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    if "groups" in requires and rollout.n < 2:
+        found.append(
+            f"{_ROLLOUT}.n={rollout.n}: {estimator} compares the samples of a prompt with each other and needs 2 or more"
+        )
+    if "sum_pi_squared" in requires and config.algorithm.rollout_correction.bypass_mode:
+        found.append(
+            f"{rollout_correction.KEY}.bypass_mode=true saves the forward pass from which {estimator} takes the policy's squared "
+            "probabilities; set it to false"
+        )
+    if "baseline_rewards" in requires and asynchronous.is_collected(config):
+        found.append(
+            f"{estimator} scores a greedy response beside each prompt's samples, which the job that collects into "
+            f"{_ROLLOUT}.trajectories_folder={rollout.trajectories_folder} does not generate; set it to null or choose another "
+            "estimator"
+        )
+    return found + placement.unneeded(config, requires)
+
+
+def notes(config: PPOConfig) -> list[str]:
+    """Legal but worth a line: sizes that do not divide evenly over the ranks, corrections that have little to correct."""
+    data, actor, n = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    ranks = data_parallel(actor.section, all_ranks(config.trainer)).count
+    found = []
+    for key, prompts in (
+        ("data.train_batch_size", data.train_batch_size),
+        (f"{_ACTOR}.ppo_mini_batch_size", actor.ppo_mini_batch_size),
+    ):
+        rest = prompts * n % ranks
+        if rest:
+            found.append(
+                f"{key}: {prompts} prompts x n={n} = {prompts * n} samples = {ranks} ranks x {prompts * n // ranks} + {rest}; "
+                f"{rest} ranks take one more, the others wait for them"
+            )
+    proximal = [] if asynchronous.may_be_stale(config) else rollout_correction.notes(config.algorithm.rollout_correction)
+    return [*found, *proximal, *asynchronous.notes(config)]
+
+
+def _check_batches(config: PPOConfig) -> list[str]:
+    data, actor, critic = config.data, config.actor_rollout_ref.actor, config.critic
+    assert critic.ppo_mini_batch_size is not None, "derive first"
+    minis = {f"{_ACTOR}.ppo_mini_batch_size": actor.ppo_mini_batch_size}
+    if critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:
+        minis["critic.ppo_mini_batch_size"] = critic.ppo_mini_batch_size
+    problems = []
+    for key, mini in minis.items():
+        batch = data.train_batch_size
+        if batch < mini:
+            problems.append(
+                f"data.train_batch_size={batch} is less than {key}={mini}: {batch} prompts do not fill one optimizer step; "
+                f"set {key} to {batch} or a divisor of it"
+            )
+        elif batch % mini:
+            arithmetic = f"{batch} = {batch // mini} x {mini} + {batch % mini}"
+            problems.append(
+                f"data.train_batch_size={batch} is not a multiple of {key}={mini}: {arithmetic}; "
+                f"nearest that fit: {_nearest_divisors(batch, mini)}"
+            )
+    n = config.actor_rollout_ref.rollout.n
+    smallest = min(minis.values())
+    ranks = data_parallel(actor.section, all_ranks(config.trainer))
+    if smallest * n < ranks.count:
+        samples = f"{smallest} prompts x n={n} = {smallest * n} samples"
+        problems.append(f"{_ACTOR}.ppo_mini_batch_size: {samples} cannot feed {ranks.text}")
+    return problems
+
+
+def _check_filter(config: PPOConfig) -> list[str]:
+    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
+    if not algorithm.filter_groups.enable:
+        return []
+    problems = []
+    if n < 2:
+        problems.append(
+            f"algorithm.filter_groups.enable=true with {_ROLLOUT}.n={n}: the samples of a prompt are compared with each other, "
+            "and one sample is always like itself; set n to 2 or more"
+        )
+    if algorithm.filter_groups.metric == "seq_final_reward" and algorithm.use_kl_in_reward:
+        problems.append(
+            "algorithm.filter_groups.metric=seq_final_reward with algorithm.use_kl_in_reward=true: each sample has its own KL, "
+            "so no group would ever be filtered; use seq_reward, the reward without the KL"
+        )
+    return problems
+
+
+def _check_rewards(config: PPOConfig) -> list[str]:
+    scoring, judge = config.reward_model, config.reward_model.judge
+    problems = []
+    if scoring.enable and not scoring.model.path:
+        problems.append("reward_model.enable=true but reward_model.model.path is not set: name a folder or hub model")
+    if scoring.function_weight == 0 and not scoring.enable and not judge.model.path:
+        problems.append(
+            "reward_model.function_weight=0 leaves nothing to score with: set reward_model.enable and reward_model.model.path, "
+            "or reward_model.judge.model.path"
+        )
+    for key, weight, on in (
+        ("reward_model.weight", scoring.weight, scoring.enable),
+        ("reward_model.function_weight", scoring.function_weight, True),
+        ("reward_model.judge.weight", judge.weight, bool(judge.model.path)),
+    ):
+        if on and not math.isfinite(weight):
+            problems.append(f"{key}={weight}: expected a finite number")
+    return problems + (_check_judge(config) if judge.model.path else [])
+
+
+def _check_judge(config: PPOConfig) -> list[str]:
+    judge, key = config.reward_model.judge, "reward_model.judge"
+    per_node = placement.pool_of(config.trainer, "judge").n_gpus_per_node
+    problems = []
+    if not judge.min_score < judge.max_score:
+        problems.append(f"{key}.min_score={judge.min_score} is not less than {key}.max_score={judge.max_score}")
+    if judge.n > 1 and judge.temperature == 0:
+        problems.append(f"{key}.n={judge.n} with {key}.temperature=0: greedy judgements are all alike; set a temperature or n=1")
+    size = judge.tensor_model_parallel_size
+    if per_node % size:
+        problems.append(
+            f"{key}.tensor_model_parallel_size={size} does not divide {placement.size_text(config.trainer, 'judge')}: "
+            f"{per_node} = {per_node // size} x {size} + {per_node % size}"
+        )
+    return problems
+
+
+def _nearest_divisors(total: int, wanted: int) -> str:
+    divisors = [size for size in range(1, total + 1) if total % size == 0]
+    below = max((size for size in divisors if size <= wanted), default=1)
+    above = min((size for size in divisors if size >= wanted), default=total)
+    return f"{below} or {above}"
+
+
+def _check_lengths(config: PPOConfig) -> list[str]:
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    longest = data.max_prompt_length + data.max_response_length
+    prompt, response = f"data.max_prompt_length={data.max_prompt_length}", f"data.max_response_length={data.max_response_length}"
+    arithmetic = f"{prompt} + {response} = {longest}"
+    problems = []
+    assert rollout.max_model_len is not None, "derive first"
+    if rollout.max_model_len < longest:
+        problems.append(f"{_ROLLOUT}.max_model_len={rollout.max_model_len} is less than {arithmetic} tokens")
+    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < rollout.max_model_len:
+        problems.append(
+            f"{_ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
+            f"max_model_len={rollout.max_model_len} and enable_chunked_prefill is off: a long prompt could never be read"
+        )
+    for key, budget in _token_budgets(config).items():
+        if budget is not None and budget < longest:
+            problems.append(f"{key}={budget} tokens cannot hold one row of {arithmetic}")
+    return problems
+
+
+def _token_budgets(config: PPOConfig) -> dict[str, int | None]:
+    """Token budgets that are in use, by key; those merely inherited from the actor are named once."""
+    actor: ActorConfig = config.actor_rollout_ref.actor
+    critic: CriticConfig = config.critic
+    rollout, reference, scoring = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref, config.reward_model
+    own = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
+    budgets = {
+        "critic.ppo_max_token_len_per_gpu": critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else None,
+        f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": (
+            rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None
+        ),
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": (
+            reference.log_prob_max_token_len_per_gpu if reference.log_prob_use_dynamic_bsz else None
+        ),
+        "reward_model.forward_max_token_len_per_gpu": (
+            scoring.forward_max_token_len_per_gpu if scoring.enable and scoring.use_dynamic_bsz else None
+        ),
+    }
+    return {f"{_ACTOR}.ppo_max_token_len_per_gpu": own} | {key: size for key, size in budgets.items() if size != own}
+
+
+def _check_ranks(config: PPOConfig) -> list[str]:
+    trainer, tensor_parallel = config.trainer, config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    per_node = placement.pool_of(trainer, "rollout").n_gpus_per_node
+    problems = []
+    if per_node % tensor_parallel:
+        problems.append(
+            f"{_ROLLOUT}.tensor_model_parallel_size={tensor_parallel} does not divide {placement.size_text(trainer, 'rollout')}: "
+            f"{per_node} = {per_node // tensor_parallel} x {tensor_parallel} + {per_node % tensor_parallel}, "
+            f"and the ranks of an engine are on one machine"
+        )
+    return problems + engines.problems(config)
+
+
+def _check_trainer(trainer: TrainerConfig, *, has_validation: bool) -> list[str]:
+    problems = []
+    if trainer.backend == "local" and all_ranks(trainer).count != 1:
+        problems.append(f"trainer.backend=local has one rank in this process, not {all_ranks(trainer).text}; use backend=ray")
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        problems.append("trainer.resume_mode=resume_path needs trainer.resume_from_path, a checkpoint folder")
+    if trainer.test_freq > 0 and not has_validation:
+        problems.append(
+            f"trainer.test_freq={trainer.test_freq} but data.val_files is not set: name the files or set test_freq=-1"
+        )
+    if trainer.keep_best and not has_validation:
+        problems.append(f"trainer.keep_best={trainer.keep_best} needs validation, but data.val_files is not set")
+    for key, value in (("save_freq", trainer.save_freq), ("test_freq", trainer.test_freq)):
+        if value == 0:
+            problems.append(f"trainer.{key}=0: give a number of steps, or -1 for never")
+    return [*problems, *faults.problems(trainer)]
+
+
+def _check_optim(optim: OptimConfig, key: str) -> list[str]:
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        return [f"{key}.betas={optim.betas}: expected two numbers in [0, 1)"]
+    return []

@@ -1,0 +1,176 @@
+"""Which role runs on which pool: `trainer.pools` and `trainer.placement`, typed, with their rules.
+
+The main pool (trainer.nnodes x trainer.n_gpus_per_node) has the actor and every role that is not placed elsewhere, all in one
+process per rank.  Each further pool has processes of its own, one per rank, with the roles placed on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+from rlhub.config.load import build
+from rlhub.config.rules.parallel import ranks_per_copy
+from rlhub.config.schema import PositiveInt
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.trainer import TrainerConfig
+from rlhub.registry import suggest
+
+MAIN = "main"
+ROLES = ("rollout", "reference", "critic", "reward_model", "judge")
+"""What can be placed.  The actor is always on the main pool."""
+
+_POOLS, _PLACEMENT = "trainer.pools", "trainer.placement"
+_EXAMPLE = f"for example {_POOLS}.generation.n_gpus_per_node=2 {_PLACEMENT}.rollout=generation"
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolConfig:
+    """One entry of trainer.pools."""
+
+    nnodes: PositiveInt = 1
+    """Number of machines."""
+    n_gpus_per_node: PositiveInt = 1
+    """Worker ranks per machine: GPUs, or on CPU processes."""
+
+    @property
+    def ranks(self) -> int:
+        return self.nnodes * self.n_gpus_per_node
+
+
+def pools_of(trainer: TrainerConfig) -> dict[str, PoolConfig]:
+    """Every pool by name, the main one first; faulty entries are read as far as they go."""
+    assert trainer.n_gpus_per_node is not None, "derive first"
+    main = PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)
+    return {MAIN: main} | {name: build(PoolConfig, _entry(value), []) for name, value in trainer.pools.items() if name != MAIN}
+
+
+def pool_name(trainer: TrainerConfig, role: str) -> str:
+    """Where a role lives; a pool that is not there counts as the main one."""
+    name = trainer.placement.get(role, MAIN)
+    return name if isinstance(name, str) and name in trainer.pools else MAIN
+
+
+def pool_of(trainer: TrainerConfig, role: str) -> PoolConfig:
+    """The pool a role lives on."""
+    return pools_of(trainer)[pool_name(trainer, role)]
+
+
+def is_separate(trainer: TrainerConfig, role: str) -> bool:
+    """Whether a role has left the main pool."""
+    return pool_name(trainer, role) != MAIN
+
+
+def size_text(trainer: TrainerConfig, role: str) -> str:
+    """Ranks per machine of a role's pool, as the setting that says so."""
+    name = pool_name(trainer, role)
+    where = "trainer" if name == MAIN else f"{_POOLS}.{name}"
+    return f"{where}.n_gpus_per_node={pool_of(trainer, role).n_gpus_per_node}"
+
+
+def problems(config: PPOConfig) -> list[str]:
+    """What is wrong with the pools, and between them and what the roles on them need; engines.py looks at how models are cut."""
+    trainer = config.trainer
+    if not trainer.pools and not trainer.placement:
+        return []
+    found = [*_faulty_pools(trainer), *_faulty_placement(trainer)]
+    if trainer.backend == "local":
+        found.append(
+            f"{_POOLS} with trainer.backend=local, which has one rank in this process and no second pool; use trainer.backend=ray"
+        )
+    return found or [*_rows(config), *_idle(config)]
+
+
+def no_roles(trainer: TrainerConfig) -> list[str]:
+    """For trainers with one model: there is nothing to place."""
+    if not trainer.pools and not trainer.placement:
+        return []
+    return [
+        f"{_POOLS} and {_PLACEMENT} are for reinforcement learning (main_ppo, main_eval); here there is one model, on all ranks"
+    ]
+
+
+def unneeded(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
+    """A critic that was placed though the estimator, whose registry row says `requires`, has none."""
+    if not is_separate(config.trainer, "critic") or "values" in requires:
+        return []
+    why = f"algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic"
+    return [f"{_PLACEMENT}.critic={config.trainer.placement['critic']}, but {why}; remove it and its pool"]
+
+
+def on_machine(trainer: TrainerConfig, num_gpus: int) -> list[str]:
+    """The GPUs that all pools need together, on one machine with `num_gpus`."""
+    pools = pools_of(trainer)
+    needed = sum(pool.ranks for pool in pools.values())
+    if len(pools) == 1 or needed <= num_gpus:
+        return []
+    arithmetic = " + ".join(f"{pool.ranks} ({name})" for name, pool in pools.items())
+    return [f"the pools need {arithmetic} = {needed} GPUs, this machine has {num_gpus}; lower {_POOLS}.*.n_gpus_per_node"]
+
+
+def _entry(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _faulty_pools(trainer: TrainerConfig) -> Iterator[str]:
+    fields = [field.name for field in dataclasses.fields(PoolConfig)]
+    for name, value in trainer.pools.items():
+        key = f"{_POOLS}.{name}"
+        if name == MAIN:
+            yield f"{key}: the main pool's size is trainer.nnodes x trainer.n_gpus_per_node; give another pool another name"
+        elif not isinstance(value, Mapping):
+            yield f"{key}={value}: expected a mapping of {' and '.join(fields)}; {_EXAMPLE}"
+        else:
+            yield from (
+                f"{key}.{field}: no such setting{suggest(str(field), fields)} known: {', '.join(fields)}"
+                for field in value
+                if field not in fields
+            )
+            wrong: list[str] = []
+            build(PoolConfig, value, wrong, prefix=f"{key}.")
+            yield from wrong
+            if name not in trainer.placement.values():
+                yield f"{key}: no role is placed there; place one ({_PLACEMENT}.ROLE={name}) or remove the pool"
+
+
+def _faulty_placement(trainer: TrainerConfig) -> Iterator[str]:
+    pools = [MAIN, *(name for name in trainer.pools if name != MAIN)]
+    for role, name in trainer.placement.items():
+        if role in ("actor", "actor_rollout_ref"):
+            yield f"{_PLACEMENT}.{role}: the actor is always on the main pool; place the other roles: {', '.join(ROLES)}"
+        elif role not in ROLES:
+            yield f"{_PLACEMENT}.{role}: no such role{suggest(role, ROLES)} known: {', '.join(ROLES)}"
+        if name not in pools:
+            yield f"{_PLACEMENT}.{role}={name}: no such pool{suggest(str(name), pools)} known: {', '.join(pools)}; {_EXAMPLE}"
+
+
+def _rows(config: PPOConfig) -> Iterator[str]:
+    """Every rank of a critic's own pool has a row of each optimizer step, and every engine a prompt."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    pool = pool_of(config.trainer, "critic")
+    shards = pool.ranks // ranks_per_copy(config.critic.section)
+    samples = (config.critic.ppo_mini_batch_size or 0) * rollout.n
+    if is_separate(config.trainer, "critic") and samples < shards:
+        yield f"critic.ppo_mini_batch_size: {samples} samples cannot feed the {shards} data-parallel ranks of the critic's pool"
+    pool = pool_of(config.trainer, "rollout")
+    engines = pool.ranks // rollout.tensor_model_parallel_size
+    if is_separate(config.trainer, "rollout") and data.train_batch_size < engines:
+        yield f"data.train_batch_size={data.train_batch_size} prompts cannot feed the {engines} engines of the rollout's pool"
+
+
+def _idle(config: PPOConfig) -> Iterator[str]:
+    """Roles that were placed though this run has none."""
+    scoring, actor = config.reward_model, config.actor_rollout_ref.actor
+    missing = {
+        "reference": ""
+        if actor.use_kl_loss or config.algorithm.use_kl_in_reward
+        else "there is no reference without actor_rollout_ref.actor.use_kl_loss or algorithm.use_kl_in_reward",
+        "reward_model": "" if scoring.enable else "reward_model.enable is off",
+        "judge": "" if scoring.judge.model.path else "reward_model.judge.model.path is not set",
+    }
+    for role, why in missing.items():
+        if why and is_separate(config.trainer, role):
+            yield f"{_PLACEMENT}.{role}={config.trainer.placement[role]}, but {why}; remove it and its pool, or switch it on"

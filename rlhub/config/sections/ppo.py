@@ -1,0 +1,93 @@
+"""The root of `python -m rlhub.trainer.main_ppo`'s configuration, with its sections `data` and `critic`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlhub.config.schema import PositiveInt, PositiveOrInf, Seed
+from rlhub.config.sections.actor import ActorConfig, RefConfig
+from rlhub.config.sections.algorithm import AlgorithmConfig
+from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.trainer import TrainerConfig
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig, Section, Strategy, section_of
+
+
+@dataclass(slots=True, kw_only=True)
+class DataConfig:
+    train_files: str | list[str] | None = None
+    """Training prompts: parquet or jsonl, one path or a list. Required."""
+    val_files: str | list[str] | None = None
+    """Validation prompts, same form; null: no validation."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: a string or a list of chat messages."""
+    max_prompt_length: PositiveInt = 512
+    """Longest prompt in tokens; see filter_overlong_prompts and truncation for what happens to longer ones."""
+    max_response_length: PositiveInt = 512
+    """Most tokens generated for a prompt."""
+    train_batch_size: PositiveInt = 1024
+    """Prompts in a training step (each is sampled rollout.n times)."""
+    val_batch_size: PositiveInt | None = None
+    """Prompts generated at once in validation; null: the whole set."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What to do with a prompt over max_prompt_length: stop, or which part to cut away."""
+    filter_overlong_prompts: bool = False
+    """Leave prompts over max_prompt_length out (counted in the log) before truncation applies."""
+    shuffle: bool = True
+    """New order in every epoch, from data.seed."""
+    seed: Seed = 1
+    """Seed of the order of the prompts."""
+    apply_chat_template_kwargs: dict[str, Any] | None = None
+    """Extra arguments of the tokenizer's chat template, for example {enable_thinking: false}."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CriticConfig:
+    strategy: Strategy | None = None
+    """Training engine; null: the actor's."""
+    model: ModelConfig | None = None
+    """The model under the value head; what is not set is actor_rollout_ref.model's."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    ppo_mini_batch_size: PositiveInt | None = None
+    """Prompts in an optimizer step; null: the actor's."""
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Rows in a forward pass of a rank; null: the actor's."""
+    use_dynamic_bsz: bool | None = None
+    """Cut micro-batches by tokens; null: as the actor."""
+    ppo_max_token_len_per_gpu: PositiveInt | None = None
+    """Most tokens in a forward pass of a rank; null: the actor's."""
+    ppo_epochs: PositiveInt | None = None
+    """Passes over each batch; null: the actor's."""
+    grad_clip: PositiveOrInf = 1.0
+    """Largest gradient norm of an optimizer step; inf: no limit."""
+    cliprange_value: PositiveOrInf = 0.5
+    """Values may move this far from the old ones before the value loss clips; inf: it never does."""
+    fsdp_config: FSDPConfig | None = None
+    """Sharding of the critic; what is not set is the actor's. critic.model.fsdp_config is read too."""
+    megatron: MegatronConfig | None = None
+    """The critic with strategy=megatron; what is not set is the actor's. The sizes must be, where both are in one process."""
+
+    @property
+    def section(self) -> Section:
+        """What the engine is configured with."""
+        return section_of(self.strategy, self.fsdp_config, self.megatron)
+
+
+@dataclass(slots=True, kw_only=True)
+class ActorRolloutRefConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
+@dataclass(slots=True, kw_only=True)
+class PPOConfig:
+    data: DataConfig = field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -1,0 +1,140 @@
+"""Sections `reward_model` and `custom_reward_function`: how a response is scored.
+
+The reward is function_weight x the reward function's score + weight x the reward model's + judge.weight x the judge's, of
+those that are on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlhub.config.schema import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveUnitFloat, UnitFloat
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, Section, Strategy, section_of
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoringModelConfig:
+    path: str | None = None
+    """Model folder or Hugging Face hub name: a sequence classifier with one label (what main_rm leaves behind)."""
+    input_tokenizer: str | None = None
+    """Null: the policy's tokens are fed to the reward model as they are. The policy's model path: texts are decoded with its
+    tokenizer and rendered anew with the reward model's own chat template; needed when vocabulary or template differ."""
+    use_remove_padding: bool = True
+    """Compute on packed rows without padding. Off only if the model's attention cannot be packed."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Entries of the model's config.json to replace."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding over the ranks."""
+
+    def as_model(self) -> ModelConfig:
+        """What engines are built from."""
+        return ModelConfig(
+            path=self.path,
+            enable_gradient_checkpointing=False,
+            use_remove_padding=self.use_remove_padding,
+            trust_remote_code=self.trust_remote_code,
+            override_config=self.override_config,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class JudgeModelConfig:
+    path: str | None = None
+    """A chat model that writes a judgement of each response; null: no judge."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
+
+    def as_model(self) -> ModelConfig:
+        """What engines are built from."""
+        return ModelConfig(path=self.path, trust_remote_code=self.trust_remote_code)
+
+
+@dataclass(slots=True, kw_only=True)
+class JudgeConfig:
+    model: JudgeModelConfig = field(default_factory=JudgeModelConfig)
+    weight: float = 1.0
+    """Factor of the judge's score in the reward."""
+    prompt_template: str | None = None
+    """What the judge is asked, with the places {question}, {response} and {ground_truth} (a literal brace is doubled). Without
+    any brace: the path of a text file that holds it. Null: rate from 0 to 10, ending in "Score: <number>"."""
+    score_pattern: str = r"[Ss]core:\s*([-+]?[0-9]+(?:\.[0-9]+)?)"
+    """Regular expression with one group, the number; the last place it matches in a judgement counts."""
+    min_score: float = 0.0
+    """Smallest score a judgement may give; a smaller one counts as unreadable."""
+    max_score: float = 10.0
+    """Largest score a judgement may give; a larger one counts as unreadable."""
+    n: PositiveInt = 1
+    """Judgements per response; their readable scores are averaged. Above 1 needs a temperature above 0."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature of judgements; 0 is greedy."""
+    max_prompt_length: PositiveInt = 4096
+    """Longest question put to the judge, in its tokens; a longer one is a failure to score."""
+    max_tokens: PositiveInt = 512
+    """Longest judgement, in tokens."""
+    name: str | None = None
+    """Generation engine; null: that of actor_rollout_ref.rollout."""
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that share one copy of the judge."""
+    gpu_memory_utilization: PositiveUnitFloat = 0.2
+    """GPU: share of memory for the judge, which it keeps throughout the run."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RewardModelConfig:
+    enable: bool = False
+    """Score with a learned reward model (model.path)."""
+    weight: float = 1.0
+    """Factor of the reward model's score in the reward."""
+    function_weight: float = 1.0
+    """Factor of the reward function's score; 0: the function is not run and no reward process starts."""
+    strategy: Strategy | None = None
+    """Engine of the reward model; null: the actor's."""
+    micro_batch_size_per_gpu: PositiveInt | None = None
+    """Rows in a forward pass of the reward model; null: the actor's log-prob micro-batch."""
+    use_dynamic_bsz: bool | None = None
+    """Cut forward passes of the reward model by tokens; null: as the actor."""
+    forward_max_token_len_per_gpu: PositiveInt | None = None
+    """Most tokens in a forward pass of the reward model; null: as the actor."""
+    max_length: PositiveInt | None = None
+    """With model.input_tokenizer: texts of more tokens lose their beginning; null: the reward model's positions."""
+    reward_manager: str = "naive"
+    """How scores become rewards: naive (the score, on the last token that the model wrote), dapo (with a penalty for overlong
+    responses)."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Knobs of the manager, for example overlong_buffer_cfg.{enable,len,penalty_factor} of dapo."""
+    on_error: Literal["fail", "mask", "zero"] = "mask"
+    """A sample whose scoring fails: stop the run, leave it out of training and of validation's metrics, or score it 0 (of several
+    scorers: the one that failed counts 0). Failures are counted, also in validation."""
+    max_error_rate: UnitFloat = 0.1
+    """With mask or zero: a larger share of failures in a batch stops the run."""
+    timeout_s: PositiveFloat = 30.0
+    """Longest time to score one sample, in seconds; its process is killed after that. What the function imports, at the top of
+    its file or in a process's first calls, has 120 s of its own."""
+    memory_gb: PositiveFloat = 4.0
+    """Address space of each reward process, in GiB."""
+    num_workers: PositiveInt | None = None
+    """Reward processes; null: one per CPU core, at most 4."""
+    model: ScoringModelConfig = field(default_factory=ScoringModelConfig)
+    megatron: MegatronConfig | None = None
+    """The reward model with strategy=megatron; what is not set is the actor's. The sizes must be, where both are in one
+    process."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+
+    @property
+    def section(self) -> Section:
+        """What the engine is configured with."""
+        return section_of(self.strategy, self.model.fsdp_config, self.megatron)
+
+
+@dataclass(slots=True, kw_only=True)
+class CustomRewardConfig:
+    path: str | None = None
+    """Python file with your reward function; null: chosen by each row's data_source."""
+    name: str = "compute_score"
+    """The function: (data_source, solution_str, ground_truth, extra_info) -> float or dict with "score"."""
+    env: list[str] = field(default_factory=list)
+    """Environment variables that the function may read though their names look like secrets (API_KEY, TOKEN, PASSWORD, ...);
+    its processes are started with all others."""

@@ -1,0 +1,118 @@
+"""What every training engine is configured with: the model (section `model`, with LoRA on it), the optimizer, and how the engine
+cuts the model; shared by actor, reference, critic and the supervised trainers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlhub.config.schema import IntOrOff, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitFloat
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelConfig:
+    path: str | None = None
+    """Model folder or Hugging Face hub name. Required for the actor."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory for about a third more compute. Off for tiny models."""
+    use_remove_padding: bool = True
+    """Compute on packed rows without padding. Off only if the model's attention cannot be packed."""
+    lora_rank: NonNegativeInt = 0
+    """Rank of LoRA adapters; 0: train all weights."""
+    lora_alpha: PositiveFloat = 16
+    """LoRA scale: updates are multiplied by lora_alpha / lora_rank."""
+    target_modules: str | list[str] = "all-linear"
+    """Which modules get adapters: all-linear, or a list of module names."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Entries of the model's config.json to replace, for example {attention_dropout: 0.0}."""
+
+
+Strategy = Literal["fsdp", "fsdp2", "megatron"]
+"""Training engines; fsdp is another name of fsdp2."""
+
+
+@dataclass(slots=True, kw_only=True)
+class OptimConfig:
+    lr: NonNegativeFloat = 1e-6
+    """Peak learning rate of AdamW. RL of large models: 1e-6; LoRA or tiny models: 1e-4 and more."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay; norms and biases are exempt."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """AdamW's two moment decays, each in [0, 1)."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's denominator offset."""
+    lr_warmup_steps: IntOrOff = -1
+    """Optimizer steps of linear warm-up; -1: use lr_warmup_steps_ratio."""
+    lr_warmup_steps_ratio: UnitFloat = 0.0
+    """Warm-up as a share of all optimizer steps; read if lr_warmup_steps is -1."""
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    """Learning rate after the warm-up."""
+    min_lr_ratio: UnitFloat = 0.0
+    """Where the cosine ends, as a share of lr."""
+    total_training_steps: PositiveInt | None = None
+    """Length of the schedule in optimizer steps; null: the run's own."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FSDPConfig:
+    param_offload: bool = False
+    """Keep parameters in host memory while unused. When GPU memory does not suffice; costs time."""
+    optimizer_offload: bool = False
+    """Keep optimizer state in host memory but for the optimizer step. When GPU memory does not suffice; costs time."""
+    fsdp_size: IntOrOff = -1
+    """Ranks that share one copy of the model; -1: all. Smaller (hybrid sharding): copies are replicated over the rest."""
+    model_dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Dtype of the master weights. On GPUs the forward pass computes in bf16 either way; fp64 is for tests."""
+
+
+@dataclass(slots=True, kw_only=True)
+class MegatronConfig:
+    """How Megatron-core cuts the model: ranks = tensor x pipeline x context x data parallel; experts are cut over data-parallel
+    ranks."""
+
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that share each layer's matrices; divides the attention heads. Keep it inside a machine."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Ranks that share the layers; divides the number of layers."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    """Pieces of layers a pipeline rank holds, dealt in turn (interleaved schedule): a smaller bubble for more communication."""
+    context_model_parallel_size: PositiveInt = 1
+    """Ranks that share the tokens of each micro-batch, for long rows; divides each tensor-parallel rank's heads and key-value
+    heads, which attention exchanges tokens for."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks that share the experts of a mixture-of-experts model; divides the experts and the data-parallel ranks."""
+    sequence_parallel: bool | None = None
+    """Cut activations between tensor-parallel regions along the tokens, which saves memory; null: with tensor parallelism."""
+    use_distributed_optimizer: bool = True
+    """Each data-parallel rank keeps a part of the optimizer's state instead of all of it."""
+    recompute_granularity: Literal["full", "selective"] = "full"
+    """With enable_gradient_checkpointing: recompute whole layers, or attention alone (faster, more memory)."""
+    param_offload: bool = False
+    """Keep parameters in host memory while unused. When GPU memory does not suffice; costs time."""
+    optimizer_offload: bool = False
+    """Keep optimizer state in host memory but for the optimizer step. When GPU memory does not suffice; costs time."""
+    grad_offload: bool = False
+    """Free the gradient buffers between updates. When GPU memory does not suffice; costs time."""
+    model_dtype: Literal["fp32", "bf16"] | None = None
+    """Dtype the model computes in; the optimizer keeps fp32 weights beside bf16 ones. null: bf16 on GPUs, fp32 on CPU."""
+    override_transformer_config: dict[str, Any] = field(default_factory=dict)
+    """Entries of Megatron-core's TransformerConfig to replace, by their own names. For experts."""
+
+
+Section = FSDPConfig | MegatronConfig
+
+SECTIONS: dict[str, type[FSDPConfig] | type[MegatronConfig]] = {
+    "fsdp": FSDPConfig,
+    "fsdp2": FSDPConfig,
+    "megatron": MegatronConfig,
+}
+"""Training engine -> the section that configures it; the others of the same role are not read."""
+
+
+def section_of(strategy: str | None, *sections: Section | None) -> Section:
+    """Returns the section that a role's engine reads.  Needs a derived configuration, in which none is open."""
+    assert strategy is not None, "derive first"
+    return next(section for section in sections if isinstance(section, SECTIONS[strategy]))

@@ -1,0 +1,31 @@
+"""What crosses process boundaries: batches (`DataProto`), and the language in which weights are described.
+
+data_proto.py   DataProto, a batch of tensor and array columns, and DataProtoFuture, one that is still being made
+columns.py      indexing, stacking and comparing columns; tensordicts.py: the same of whole TensorDicts
+future.py       the rows of a future batch, gathered from the workers that make them
+pickling.py     tensors out of band, each chunk stored once; readonly_tensor.py: views of received memory
+disk.py         columns in files, without pickle
+weights/        pieces and regions of named tensors, and their fingerprint: engines, checkpoints and resharding share them
+"""
+
+from rlhub.protocol.data_proto import (
+    DataProto,
+    DataProtoFuture,
+    DataProtoItem,
+    collate_fn,
+    fold_batch_dim,
+    pad_dataproto_to_divisor,
+    unfold_batch_dim,
+    unpad_dataproto,
+)
+
+__all__ = [
+    "DataProto",
+    "DataProtoFuture",
+    "DataProtoItem",
+    "collate_fn",
+    "fold_batch_dim",
+    "pad_dataproto_to_divisor",
+    "unfold_batch_dim",
+    "unpad_dataproto",
+]

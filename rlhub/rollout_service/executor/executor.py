@@ -1,0 +1,468 @@
+"""WorkflowExecutor: keeps so many groups of episodes in work as the bound on staleness allows, and hands them to training.
+
+Everything happens on the runner's event loop: whatever any thread asks is posted there, so there is one order of events and no
+lock.  Admission follows events (a group ends, the version changes); nothing is polled.
+
+    executor.start(source)
+    groups = executor.next_groups(batch)      # as they finish; fewer than a batch may be asked for
+    ...train step s, publish the weights...
+    executor.set_version(s)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rlhub.agents.partials import Interrupt, TrackedEngine, completion_of, sample_state
+from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
+from rlhub.engines.rollout.base import Completion
+from rlhub.errors import ConfigError, DeadlineError, WorkflowError
+from rlhub.rollout_service.executor.delivery import Delivery, FailureLimit, GroupRequest, StalePolicy
+from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
+from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
+from rlhub.rollout_service.executor.staleness import StalenessManager
+from rlhub.rollout_service.executor.statistics import RolloutStatistics
+from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Reject, Rejected, TaskResult, TimedOut
+from rlhub.utils.aio.task_runner import AsyncTaskRunner
+from rlhub.utils.seeding import sample_seed
+
+R = TypeVar("R")
+CALL_DEADLINE_S = 60.0
+"""For the event loop to answer; it only ever runs short pieces of work."""
+COLLECT_S = 10.0
+"""For the running generations to give what they have written."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ExecutorOptions:
+    """group_size: samples of a prompt.  seed: the run's.  stale_policy: what becomes of groups beyond the bound.
+
+    episode_timeout_s: after which an episode is given up.  max_failed_batches: stop after so many batches' worth of failed
+    groups in a row.
+    """
+
+    group_size: int = 1
+    seed: int = 0
+    stale_policy: StalePolicy = "drop"
+    episode_timeout_s: float | None = None
+    max_failed_batches: int = 10
+
+
+@dataclass(slots=True)
+class _Work:
+    """A group of which episodes run.  workflows: of each; trajectories: of those that have ended; engines: what each episode has
+    written."""
+
+    item: PromptItem
+    workflows: Sequence[RolloutWorkflow]
+    trajectories: list[Trajectory | None]
+    engines: list[TrackedEngine]
+
+    @property
+    def missing(self) -> list[int]:
+        """Samples that are not there yet."""
+        return [sample for sample, trajectory in enumerate(self.trajectories) if trajectory is None]
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able."""
+        pairs = zip(self.trajectories, self.engines, strict=True)
+        samples = [sample_state(trajectory, engine.written) for trajectory, engine in pairs]
+        return {"ordinal": self.item.ordinal, "samples": samples}
+
+
+class WorkflowExecutor:
+    """engine: what generates.  workflow_for: the workflow of a prompt's row.  baseline_for: that of its greedy response, one more
+    episode of each group; None: there is none.
+
+    on_group: awaited once for each complete group, before the filter: scoring.  Its errors end the run (the reward has a policy
+    for its failures), except Reject.  keep: the group filter; a group turned down is rejected and another prompt drawn.
+    interrupt: how running generations give what they have written to a checkpoint; None: they begin anew after a resume.
+    """
+
+    def __init__(
+        self,
+        *,
+        runner: AsyncTaskRunner,
+        engine: EpisodeEngine,
+        workflow_for: Callable[[Mapping[str, Any]], RolloutWorkflow],
+        staleness: StalenessManager,
+        ledger: PromptLedger,
+        options: ExecutorOptions,
+        on_group: Callable[[Group], Awaitable[None]] | None = None,
+        keep: Callable[[Group], bool] | None = None,
+        interrupt: Interrupt | None = None,
+        baseline_for: Callable[[Mapping[str, Any]], RolloutWorkflow] | None = None,
+    ) -> None:
+        self.runner, self.engine, self.workflow_for, self.baseline_for = runner, engine, workflow_for, baseline_for
+        self.staleness, self.ledger, self.options = staleness, ledger, options
+        self.on_group, self.keep, self.interrupt = on_group, keep, interrupt
+        self.statistics = RolloutStatistics()
+        self.delivery = Delivery(staleness, ledger, self.statistics, options.stale_policy)
+        self._source: Iterator[PromptItem] = iter(())
+        self._exhausted = self._paused = self._closed = False
+        self._error: BaseException | None = None
+        self._again: deque[PromptItem] = deque()
+        self._restored: dict[int, Mapping[str, Any]] = {}
+        self._begun: dict[int, list[dict[str, Any]]] = {}
+        self._work: dict[int, _Work] = {}
+        self._episodes: dict[str, tuple[_Work, int]] = {}
+        self._scoring: set[asyncio.Task[None]] = set()
+        self._failure_limit = FailureLimit(options.max_failed_batches * staleness.batch)
+        runner.on_result = self._on_result
+
+    # What training calls, from its own thread or on the event loop; `next_groups` and `state` wait, so not on the loop.
+
+    @property
+    def first_ordinal(self) -> int:
+        """Where the prompts given to `start` must begin: everything before has ended."""
+        return int(self._call(lambda: self.ledger.frontier))
+
+    def start(self, source: Iterator[PromptItem]) -> None:
+        """Begin to draw prompts, in the order of their ordinals from `first_ordinal` on.  They are drawn on the event loop."""
+        self._call(self._start, source)
+
+    def next_groups(self, count: int, timeout: float | None = None, *, step: int | None = None) -> list[Group]:
+        """`count` groups to train at `step` (from 1; None: the one after the present version), sorted by ordinal.
+
+        Blocks until there are so many; fewer come only when the prompts have run out.  DeadlineError after `timeout` seconds:
+        nothing is lost.  Raises the error that ended the run.
+        """
+        request = GroupRequest(count, step)
+        self.runner.loop.call_soon_threadsafe(self._ask, request)
+        try:
+            return request.answer.result(timeout)
+        except TimeoutError:
+            if not request.answer.done() and self._call(self.delivery.withdraw, request):
+                hint = self._call(self._situation)
+                raise DeadlineError(f"{count} groups of episodes to train on", timeout or 0.0, hint) from None
+            return request.answer.result()
+
+    def trained(self, step: int) -> None:
+        """Step `step` is over: what was taken for it, or before, is trained."""
+        self._call(self._trained, step)
+
+    def set_version(self, version: int) -> None:
+        """Step `version` is over and its weights are those that generate from now on."""
+        self._call(self._set_version, version)
+
+    def fail(self, error: BaseException) -> None:
+        """Training gets this error in place of groups: what generation needs has broken."""
+        self._call(self._fail, error)
+
+    def pause(self) -> None:
+        """Start no more groups; those in work go on and are delivered."""
+        self._call(self._pause)
+
+    def resume(self) -> None:
+        """Start groups again."""
+        self._call(self._resume)
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call; see statistics.py."""
+        return self._call(self._metrics)
+
+    def metrics_soon(self) -> Future[dict[str, float]]:
+        """`metrics`, without waiting for them."""
+        return self.runner.ask(self._metrics)
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able.  With finished groups that were not trained (what was taken for a step that is not over is among them) and
+        what is written of the others.  Generation goes on."""
+        if self.interrupt is not None:
+            collecting = asyncio.run_coroutine_threadsafe(self._collect(self.interrupt), self.runner.loop)
+            collecting.result(CALL_DEADLINE_S)
+        ledger, staleness, groups, begun = self._call(self._snapshot)
+        finished = [group.to_json() for group in groups]
+        return {"ledger": ledger, "staleness": staleness, "finished": finished, "begun": begun}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; before `start`."""
+        self._restored = {group["ordinal"]: group for group in state["finished"]}
+        self._begun = {work["ordinal"]: work["samples"] for work in state["begun"]}
+        sizes = {len(group["trajectories"]) + ("baseline" in group) for group in state["finished"]}
+        sizes |= {len(samples) for samples in self._begun.values()}
+        if sizes - {self._num_episodes}:
+            raise ValueError(
+                f"the run was stopped with {max(sizes)} samples a prompt and goes on with {self._num_episodes}: set "
+                "actor_rollout_ref.rollout.n back, or algorithm.adv_estimator where it has a greedy baseline, which counts"
+            )
+        self.ledger.load_state(state["ledger"], self._restored)
+        self.staleness.load_state(state["staleness"], finished=len(self._restored), running=len(self._begun))
+
+    def close(self) -> None:
+        """End all episodes.  The runner stays open: it belongs to whoever made it."""
+        if not self._closed:
+            self._call(self._close)
+
+    # On the event loop.
+
+    def _call(self, fn: Callable[..., R], *args: Any) -> R:
+        """Calls `fn` on the event loop, and returns what it returns."""
+        result: R = self.runner.ask(fn, *args).result(CALL_DEADLINE_S)
+        return result
+
+    def _start(self, source: Iterator[PromptItem]) -> None:
+        self._source, self._exhausted = iter(source), False  # a version may have been announced before there were prompts
+        for ordinal in range(self.ledger.frontier, self.ledger.next_ordinal):
+            self._restore(self._seek(ordinal))
+        self._restored, self._begun = {}, {}
+        self._react()
+
+    def _seek(self, ordinal: int) -> PromptItem:
+        """The prompt of that ordinal, from a source that begins at or before it."""
+        for item in self._source:
+            if item.ordinal == ordinal:
+                return item
+            if item.ordinal > ordinal:
+                raise ValueError(f"prompts begin at ordinal {item.ordinal}, but {ordinal} has not ended: begin at first_ordinal")
+        raise ValueError(f"there is no prompt of ordinal {ordinal}, which was drawn before: the prompts have changed")
+
+    def _restore(self, item: PromptItem) -> None:
+        match self.ledger.phase(item.ordinal):
+            case Phase.FINISHED:
+                self.delivery.add(Group.from_json(self._restored[item.ordinal], item))
+            case Phase.ISSUED if item.ordinal in self._begun:
+                self._launch(item, self._begun[item.ordinal])
+            case Phase.ISSUED:
+                self._again.append(item)
+
+    def _react(self) -> None:
+        """Something has changed: start what may be started, deliver what may be delivered."""
+        if self._error is None and not self._closed:
+            try:
+                self._serve()
+                self._admit()
+                if self._exhausted:  # perhaps just now
+                    self._serve()
+                if too_old := self._failure_limit.dropped(self.delivery.dropped_in_a_row, self.staleness):
+                    self._fail(too_old)
+            except Exception as error:  # noqa: BLE001  the loop's boundary: training gets the error
+                self._fail(error)
+
+    def _admit(self) -> None:
+        while not self._paused and not self._exhausted and self.staleness.capacity > 0:
+            item = self._next_item()
+            if item is None:
+                self._exhausted = True
+            else:
+                self.staleness.on_submit()
+                self._launch(item)
+        self.statistics.work(self.staleness.running)
+
+    def _next_item(self) -> PromptItem | None:
+        if self._again:
+            return self._again.popleft()
+        item = next(self._source, None)
+        if item is not None:
+            self.ledger.issue(item.ordinal)
+        return item
+
+    @property
+    def _num_episodes(self) -> int:
+        """The episodes of a group: its samples, and the baseline after them."""
+        return self.options.group_size + (self.baseline_for is not None)
+
+    def _workflows(self, row: Mapping[str, Any]) -> list[RolloutWorkflow]:
+        """Returns the workflow of each of a group's episodes."""
+        samples = [self.workflow_for(row)] * self.options.group_size
+        return samples if self.baseline_for is None else [*samples, self.baseline_for(row)]
+
+    def _launch(self, item: PromptItem, begun: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Start the group's episodes; of a group that was `begun` before, those that are missing."""
+        self.ledger.run(item.ordinal)
+        work = _Work(item, self._workflows(item.row), [None] * self._num_episodes, [])
+        self._work[item.ordinal] = work
+        for sample in range(self._num_episodes):
+            before = begun[sample] if begun else {"trajectory": None, "written": None}
+            data = self._data(item, sample, completion_of(before["written"]))
+            work.engines.append(TrackedEngine(self.engine, data))
+            if before["trajectory"] is not None:
+                work.trajectories[sample] = Trajectory(**before["trajectory"])
+            else:
+                self._submit(work, data)
+        if not work.missing:
+            self._complete(work)
+
+    def _data(self, item: PromptItem, sample: int, partial: Completion | None) -> EpisodeData:
+        seed = sample_seed(self.options.seed, item.ordinal, sample)
+        return EpisodeData(
+            prompt_ids=item.prompt_ids, ordinal=item.ordinal, sample=sample, seed=seed, row=item.row, partial=partial
+        )
+
+    def _submit(self, work: _Work, data: EpisodeData) -> None:
+        self._episodes[data.session] = (work, data.sample)
+        deadline = self.options.episode_timeout_s
+        workflow = work.workflows[data.sample]
+        self.runner.submit(episode, workflow, work.engines[-1], data, task_id=data.session, deadline=deadline)
+
+    def _on_result(self, result: TaskResult) -> None:
+        """Takes the result of an episode that has ended."""
+        work, sample = self._episodes.pop(result.task_id)
+        if self._error is not None:
+            return
+        if self._work.get(work.item.ordinal) is not work:  # its group has ended before
+            if isinstance(result, Accepted):
+                self.statistics.wasted_tokens += sum(result.value.response_mask)
+            return
+        try:
+            self._settle(work, sample, result)
+        except Exception as error:  # noqa: BLE001  the loop's boundary: training gets the error
+            self._fail(error)
+
+    def _settle(self, work: _Work, sample: int, result: TaskResult) -> None:
+        match result:
+            case Accepted(value=trajectory):
+                work.trajectories[sample] = trajectory
+                if not work.missing:
+                    self._complete(work)
+            case Rejected(reason=reason):
+                self._reject(work, "rejected_groups", reason)
+            case TimedOut(deadline_s=deadline):
+                self.statistics.counts["timed_out_episodes"] += 1
+                self._failed(work, DeadlineError(f"episode {result.task_id}", deadline))
+            case Failed(error=ConfigError() as error):  # what is set wrongly is wrong in every episode
+                self._fail(error)
+            case Failed(error=error):
+                self._failed(work, error)
+            case Cancelled():
+                self._failed(work, WorkflowError(f"episode {result.task_id} was cancelled by its own code"))
+
+    def _complete(self, work: _Work) -> None:
+        done = [trajectory for trajectory in work.trajectories if trajectory is not None]
+        samples, baseline = done[: self.options.group_size], done[self.options.group_size :]
+        group = Group(item=work.item, trajectories=samples, baseline=baseline[0] if baseline else None)
+        if self.on_group is None:
+            self._filter(work, group)
+        else:
+            task = self.runner.loop.create_task(self._score(self.on_group, work, group))
+            self._scoring.add(task)
+            task.add_done_callback(self._scoring.discard)
+
+    async def _score(self, on_group: Callable[[Group], Awaitable[None]], work: _Work, group: Group) -> None:
+        try:
+            await on_group(group)
+            if not self._closed:
+                self._filter(work, group)
+        except Reject as reason:
+            self._reject(work, "rejected_groups", str(reason))
+        except Exception as error:  # noqa: BLE001  the task's boundary: training gets the error
+            self._fail(error)
+
+    def _filter(self, work: _Work, group: Group) -> None:
+        self._failure_limit.complete()
+        if self.keep is not None and not self.keep(group):
+            return self._reject(work, "filtered_groups", "filtered out")
+        del self._work[group.ordinal]
+        self.ledger.finish(group.ordinal)
+        self.staleness.on_accept()
+        self.statistics.counts["accepted_groups"] += 1
+        self._failure_limit.accepted()
+        self.delivery.add(group)
+        self._react()
+
+    def _failed(self, work: _Work, error: BaseException) -> None:
+        if stop := self._failure_limit.failed(work.item.ordinal, error):
+            self._fail(stop)
+        else:
+            self._reject(work, "failed_groups", f"failed: {type(error).__name__}: {error}")
+
+    def _reject(self, work: _Work, count: str, reason: str) -> None:
+        """The group gives nothing to train; what still runs of it is cancelled."""
+        ordinal = work.item.ordinal
+        del self._work[ordinal]
+        for sample in work.missing:
+            self.runner.cancel(f"{ordinal}-{sample}")
+        self.statistics.wasted_tokens += sum(sum(t.response_mask) for t in work.trajectories if t is not None)
+        self.statistics.counts[count] += 1
+        self._failure_limit.rejected(reason)
+        self.ledger.reject(ordinal, reason)
+        self.staleness.on_reject()
+        self._react()
+
+    def _fail(self, error: BaseException) -> None:
+        """The run cannot go on: whoever asks for groups gets the error."""
+        if self._error is None:
+            self._error = error
+        self.delivery.fail(self._error)
+
+    def _serve(self) -> None:
+        self.delivery.serve(ended=self._exhausted and not self._work)
+
+    # What training asks, on the event loop.
+
+    def _ask(self, request: GroupRequest) -> None:
+        self.delivery.ask(request)
+        if self._closed:
+            self._fail(WorkflowError("the executor is closed"))
+        elif self._error is not None:
+            self._fail(self._error)
+        self._react()
+
+    def _trained(self, step: int) -> None:
+        self.delivery.trained(step)
+
+    def _set_version(self, version: int) -> None:
+        self.staleness.set_version(version)
+        self.delivery.age(version + 1)
+        self._react()
+        self.delivery.trained(version)
+
+    def _pause(self) -> None:
+        self._paused = True
+
+    def _resume(self) -> None:
+        self._paused = False
+        self._react()
+
+    def _metrics(self) -> dict[str, float]:
+        staleness = self.staleness
+        return self.statistics.metrics(running=staleness.running, ready=self.delivery.num_ready, capacity=staleness.capacity)
+
+    def _situation(self) -> str:
+        """For the message of a wait that took too long."""
+        return (
+            f"{self.delivery.num_ready} groups are ready, {self.staleness.running} in work, {self.staleness.capacity} more may "
+            f"be started at version {self.staleness.version}{'; paused' if self._paused else ''}"
+        )
+
+    async def _collect(self, interrupt: Interrupt) -> None:
+        """Have every running generation note what it has written; one that does not in time begins anew after a resume."""
+        engines = [engine for work in self._work.values() for sample, engine in enumerate(work.engines) if sample in work.missing]
+        request_ids = [request_id for engine in engines for request_id in engine.request_ids()]
+        if request_ids:
+
+            async def written() -> None:
+                await interrupt(request_ids)
+                await asyncio.gather(*(engine.settled() for engine in engines))
+
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(written(), COLLECT_S)
+
+    def _snapshot(self) -> tuple[dict[str, Any], dict[str, int], list[Group], list[dict[str, Any]]]:
+        begun = [work.state() for work in self._work.values()]
+        begun = [state for state in begun if any(any(sample.values()) for sample in state["samples"])]
+        return self.ledger.state(), self.staleness.state(), self.delivery.untrained(), begun
+
+    def _close(self) -> None:
+        self._closed = True
+        self._work.clear()
+        for task_id in list(self._episodes):
+            self.runner.cancel(task_id)
+        for task in list(self._scoring):
+            task.cancel()
+        self.delivery.fail(WorkflowError("the executor is closed"))
+
+
+async def episode(workflow: RolloutWorkflow, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+    """One episode, whose trajectory is fit to train on."""
+    trajectory = await workflow.arun_episode(engine, data)
+    if trajectory is not None:
+        trajectory.check()
+    return trajectory

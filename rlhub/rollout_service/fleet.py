@@ -1,0 +1,430 @@
+"""Fleet: the replicas of the rollout service, from start to end: they join, take new weights, die, are started again, leave.
+
+It lives on one event loop, the router's.  A replica serves only with the newest weights: whoever joins reads them first.  New
+weights go to all replicas at the same time, each pausing for itself, so a dead or hanging one holds up nobody: what does not
+answer within its deadline is ended and started again, as often as `restarts` allows for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlhub.errors import DeadlineError, EngineError, RlhubError, WeightMismatchError, WorkerDiedError, WorkerError
+from rlhub.rollout_service.replica import PublishedWeights, Replica
+from rlhub.rollout_service.server import ReplicaStatus, UpdateReport
+
+if TYPE_CHECKING:
+    from rlhub.single_controller.async_actor import AsyncActor
+
+logger = logging.getLogger(__name__)
+
+StartReplica = Callable[[str], Awaitable["AsyncActor"]]
+"""Start the process of the replica of this name; its RolloutServer is built, its engine not yet."""
+
+PATIENCE_FACTOR = 5.0
+ROLE = "rollout"
+CLOSED = "the rollout service was closed"
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class FleetLimits:
+    """Seconds, but for restarts: how often each replica is started again after it died or hung.
+
+    patience_s: how long, after the first replica has taken new weights (and five times what that one needed), the others are
+    waited for; a later one gets no requests until it is done.  ping_s: between looks at idle replicas; one that does not
+    answer for ping_deadline_s hangs.  drain_s: for the requests of a replica that leaves.
+    """
+
+    restarts: int = 3
+    start_s: float = 1800.0
+    update_s: float = 1800.0
+    shutdown_s: float = 60.0
+    drain_s: float = 7200.0
+    patience_s: float = 10.0
+    ping_s: float = 3.0
+    ping_deadline_s: float = 60.0
+
+
+class Fleet:
+    """See the module docstring.  All methods are called on the loop."""
+
+    def __init__(self, start_replica: StartReplica, limits: FleetLimits, *, own_weights: bool = False) -> None:
+        """own_weights: replicas have read the model's files and serve until the first publication too."""
+        self.limits = limits
+        self._own_weights = own_weights
+        self.replicas: dict[str, Replica] = {}
+        self.newest: PublishedWeights | None = None
+        self.failure: RlhubError | None = None  # why nothing will ever serve again
+        self.counts: Counter[str] = Counter()
+        self.updates: list[tuple[str, UpdateReport]] = []  # of the newest publication
+        self._start_replica = start_replica
+        self._settled = -1  # replicas behind this publication get no requests
+        self._paused = self._closed = False
+        self._late_error: BaseException | None = None
+        self._given_up: RlhubError | None = None  # the failure, should no replica be left
+        self._restarted: Counter[str] = Counter()
+        self._coming: set[str] = set()
+        self._fingerprints: dict[int, str] = {}
+        self._publishing = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._starts: set[asyncio.Future[AsyncActor]] = set()  # under way
+        self._joining: set[AsyncActor] = set()  # started, not in the fleet yet
+
+    # -- who serves --------------------------------------------------------------------------------------------------------
+
+    def serving(self) -> list[Replica]:
+        """Those that new requests may go to."""
+        return [replica for replica in self.replicas.values() if self.serves(replica)]
+
+    def serves(self, replica: Replica) -> bool:
+        """Whether new requests may go there."""
+        return replica.state == "serving" and replica.publication >= self._settled
+
+    async def changed(self) -> None:
+        """Wait until a replica has come, gone or taken weights.  Raises `failure` where nothing can come any more."""
+        if self.failure is None:
+            await self._changed.wait()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # -- joining and leaving -----------------------------------------------------------------------------------------------
+
+    async def add(self, name: str) -> None:
+        """Start a replica; it serves when it has the newest weights.  Raises what its start raises."""
+        self.raise_failure()
+        if self.knows(name):
+            raise EngineError(f"there is a replica {name!r} already; replicas: {', '.join(self.replicas)}")
+        self._coming.add(name)
+        try:
+            await self._join(name)
+        finally:
+            self._coming.discard(name)
+
+    def knows(self, name: str) -> bool:
+        """Whether there is such a replica, or one on its way."""
+        return name in self.replicas or name in self._coming
+
+    async def remove(self, name: str) -> None:
+        """Let a replica finish its requests, then end it.  What is not done in drain_s is generated elsewhere."""
+        replica = self._find(name)
+        replica.state = "leaving"
+        self._notify()
+        try:
+            await asyncio.wait_for(replica.idle.wait(), self.limits.drain_s)
+        except TimeoutError:
+            logger.warning("replica %s still has %d requests; they go to other replicas", name, replica.requests)
+        await self._end(replica)
+
+    async def restart(self, name: str) -> None:
+        """Replace a replica by a fresh one, without using up its restarts; where its start raises, as after a death."""
+        self._find(name)
+        if name in self._coming:
+            raise EngineError(f"replica {name!r} is being replaced already")
+        self._coming.add(name)  # until it is there: meanwhile nobody may believe that none is left, or take its name
+        try:
+            await self.remove(name)
+            await self._join(name)
+        except Exception as error:
+            if not self._closed:
+                self._background(self._revive(name, error))
+            raise
+        except asyncio.CancelledError:
+            self._coming.discard(name)
+            raise
+        self._coming.discard(name)
+
+    def _find(self, name: str) -> Replica:
+        if name not in self.replicas:
+            raise EngineError(f"there is no replica {name!r}; replicas: {', '.join(self.replicas) or 'none'}")
+        return self.replicas[name]
+
+    async def _join(self, name: str) -> None:
+        """From nothing to a replica that serves, or one that waits for the first weights."""
+        actor = await self._start_process(name)
+        replica = Replica(name=name, actor=actor)
+        self._joining.add(actor)
+        try:
+            self._refuse_closed()
+            await actor.call("start", deadline_s=self.limits.start_s)
+            paused = False
+            await self._take_newest(replica)
+            while paused != self._paused:
+                paused = self._paused
+                await actor.call("pause" if paused else "resume", deadline_s=self.limits.update_s)
+                await self._take_newest(replica)  # what was published while it was told
+            self._refuse_closed()
+        except BaseException:
+            replica.state = "dead"
+            actor.kill()
+            raise
+        finally:
+            self._joining.discard(actor)
+        self.replicas[name], self._given_up = replica, None
+        self._background(self._guard(replica))
+        self._background(self._watch(replica))
+        self._notify()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineError(CLOSED)
+
+    async def _start_process(self, name: str) -> AsyncActor:
+        """Starts a replica's process.  A start cannot be stopped half way: if the wait for it is cancelled, `close` ends it."""
+        starting = asyncio.ensure_future(self._start_replica(name))
+        self._starts.add(starting)
+        try:
+            actor = await asyncio.shield(starting)
+        except Exception:
+            self._starts.discard(starting)
+            raise
+        self._starts.discard(starting)
+        return actor
+
+    async def _end_joining(self) -> None:
+        """Who is on his way, too."""
+        for actor in self._joining:
+            actor.kill()
+        if self._starts:
+            done, late = await asyncio.wait(self._starts, timeout=self.limits.shutdown_s)
+            for starting in done:
+                if starting.exception() is None:
+                    starting.result().kill()
+            for starting in late:
+                logger.warning("the start of a replica did not end within %g s", self.limits.shutdown_s)
+                starting.cancel()
+
+    async def _end(self, replica: Replica) -> None:
+        """Take out and end, first in an orderly way."""
+        replica.state = "dead"
+        if self.replicas.get(replica.name) is replica:  # else it died meanwhile, and a new one may have its name
+            del self.replicas[replica.name]
+        self._left()
+        try:
+            await replica.actor.call("shutdown", deadline_s=self.limits.shutdown_s)
+        except (WorkerError, DeadlineError) as error:
+            logger.warning("replica %s did not end in an orderly way: %s", replica.name, _first_line(error))
+        replica.actor.kill()
+
+    # -- dying -------------------------------------------------------------------------------------------------------------
+
+    def lost(self, replica: Replica, error: Exception) -> None:
+        """A replica died, hangs or cannot generate: end what is left of it and start it again.  May be called repeatedly."""
+        if replica.state == "dead" or self._closed:
+            return
+        logger.warning("rollout replica %s is lost: %s", replica.name, _first_line(error))
+        replacing = replica.state != "leaving"
+        replica.state = "dead"
+        del self.replicas[replica.name]
+        replica.actor.kill()
+        self.counts["deaths"] += 1
+        if replacing:
+            self._coming.add(replica.name)
+            self._background(self._revive(replica.name, error))
+        self._left()
+
+    async def _revive(self, name: str, error: Exception) -> None:
+        while self._restarted[name] < self.limits.restarts:
+            self._restarted[name] += 1
+            self.counts["restarts"] += 1
+            try:
+                await self._join(name)
+            except Exception as failure:  # noqa: BLE001  a task's boundary: requests wait for what becomes of it
+                error = failure
+                logger.warning("rollout replica %s could not be started again: %s", name, _first_line(failure))
+            else:
+                self._coming.discard(name)
+                return
+        self._coming.discard(name)
+        self._given_up = WorkerDiedError(
+            f"no replica of the rollout service is left: {name} was lost after {self._restarted[name]} restarts "
+            f"(actor_rollout_ref.rollout.replica_restarts); last: {_first_line(error)}",
+            role=ROLE,
+            rank=0,
+        )
+        self._given_up.__cause__ = error
+        self._left()
+
+    def _left(self) -> None:
+        """Where nobody is left and nobody comes, because one was given up, nothing will ever serve."""
+        if not (self.replicas or self._coming or self._closed or self.failure):
+            self.failure = self._given_up
+        self._notify()
+
+    async def _guard(self, replica: Replica) -> None:
+        """Find out at once when a replica dies, also where nobody waits for it."""
+        await replica.actor.until_ended()
+        self.lost(replica, WorkerDiedError("its process ended", role=replica.name, rank=0))
+
+    async def _watch(self, replica: Replica) -> None:
+        """Find out when it hangs, or its engine dies, while nobody waits for it."""
+        while replica.state != "dead":
+            await self.look_at(replica)
+            await asyncio.sleep(self.limits.ping_s)
+
+    async def look_at(self, replica: Replica) -> ReplicaStatus | None:
+        """Its status; None, and it is lost, where it does not answer or cannot generate any more."""
+        try:
+            status: ReplicaStatus = await replica.actor.call("status", deadline_s=self.limits.ping_deadline_s)
+        except (WorkerError, DeadlineError) as error:
+            self.lost(replica, error)
+            return None
+        if status.failure:
+            self.lost(replica, EngineError(status.failure))
+            return None
+        return status
+
+    # -- weights -----------------------------------------------------------------------------------------------------------
+
+    async def update(self, folder: str, version: int) -> list[tuple[str, UpdateReport]]:
+        """Give every replica the weights `version` of the folder; (replica, report) of those that have them on return.
+
+        Where one replica is all there is and it is pinned, waits for its release.  Raises the error of a replica that could
+        not take weights that are there (damaged, another model's), and `failure`.
+        """
+        async with self._publishing:
+            while len(self.replicas) == 1 and all(replica.pins for replica in self.replicas.values()):
+                await self.changed()
+            self.raise_failure()
+            if self._late_error is not None:
+                raise self._late_error
+            number = self.newest.number + 1 if self.newest else 0
+            self.newest = PublishedWeights(number=number, folder=folder, version=version)
+            self.updates = []
+            tasks = [asyncio.create_task(self._catch_up(replica)) for replica in self.replicas.values() if not replica.pins]
+            await self._with_patience(tasks)
+            self._settled = number
+            self._notify()
+            return list(self.updates)
+
+    async def _with_patience(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Until all are done, or the first has been for long enough; raises an error of any."""
+        clock, limit, waiting = asyncio.get_running_loop().time, None, set(tasks)
+        started = clock()
+        while waiting:
+            elapsed = clock() - started
+            if limit is None and self.updates:
+                limit = elapsed + max(self.limits.patience_s, PATIENCE_FACTOR * elapsed)
+            if limit is not None and elapsed >= limit:
+                break
+            left = None if limit is None else limit - elapsed
+            _, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            self._background_task(task)
+        for task in set(tasks) - waiting:
+            task.result()
+
+    async def _catch_up(self, replica: Replica) -> None:
+        """Bring a replica that is in the fleet to the newest weights."""
+        try:
+            await self._take_newest(replica)
+        except (WorkerDiedError, DeadlineError) as error:
+            self.lost(replica, error)
+        except RlhubError as error:
+            engine_failed = isinstance(error, WorkerError) and await self.look_at(replica) is None
+            self.lost(replica, error)  # it must not serve weights that are not whole
+            if not engine_failed:
+                raise
+
+    async def _take_newest(self, replica: Replica) -> None:
+        """Read until there is nothing newer; then it may serve."""
+        async with replica.turn:
+            while self.newest is not None and replica.publication < self.newest.number and not replica.pins:
+                await self._take(replica, self.newest)
+            if replica.state == "fresh" and (replica.publication >= 0 or self._own_weights):
+                replica.state = "serving"
+        self._notify()
+
+    async def _take(self, replica: Replica, goal: PublishedWeights) -> None:
+        try:
+            report: UpdateReport = await replica.actor.call(
+                "update_weights", goal.folder, goal.version, deadline_s=self.limits.update_s
+            )
+        except (WorkerDiedError, DeadlineError):
+            raise
+        except WorkerError:
+            if goal is self.newest:
+                raise
+            return  # those weights may be gone; newer ones are there
+        expected = self._fingerprints.setdefault(goal.number, report.fingerprint)
+        if report.fingerprint != expected or report.version != goal.version:
+            raise WeightMismatchError(
+                f"replica {replica.name} was to take version {goal.version} of the weights (fingerprint {expected}) and holds "
+                f"version {report.version} ({report.fingerprint}): its samples would not come from that policy",
+                weight="",
+            )
+        replica.version, replica.publication = goal.version, goal.number
+        if goal is self.newest:
+            self.updates.append((replica.name, report))
+        self._fingerprints = {number: value for number, value in self._fingerprints.items() if number >= goal.number - 1}
+
+    def unpin(self, replica: Replica) -> None:
+        """One pin less; without any, the replica goes on to the newest weights."""
+        replica.pins -= 1
+        if not replica.pins and replica.state != "dead":
+            self._background(self._catch_up(replica))
+        self._notify()
+
+    # -- all of them -------------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """No replica samples until `resume`, those that join meanwhile neither."""
+        self._paused = True
+        await self._on_all("pause")
+
+    async def resume(self) -> None:
+        self._paused = False
+        await self._on_all("resume")
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests, wherever they are."""
+        await self._on_all("abort", list(request_ids))
+
+    async def _on_all(self, method: str, *args: Any) -> None:
+        async def one(replica: Replica) -> None:
+            try:
+                await replica.actor.call(method, *args, deadline_s=self.limits.update_s)
+            except (WorkerError, DeadlineError) as error:
+                self.lost(replica, error)
+
+        await asyncio.gather(*(one(replica) for replica in list(self.replicas.values())))
+
+    async def close(self) -> None:
+        """End all replicas.  Idempotent."""
+        self._closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.failure is None:
+            self.failure = EngineError(CLOSED)
+        self._notify()  # to those who wait for a replica
+        await asyncio.gather(*(self._end(replica) for replica in list(self.replicas.values())), self._end_joining())
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        self._background_task(asyncio.get_running_loop().create_task(work))
+
+    def _background_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._late_error = task.exception()  # nobody waits for it: the next update raises it
+            logger.error("rollout service: %s", self._late_error)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,306 @@
+"""Router: one engine in front of all replicas of the rollout service.  Episodes, servers and validation generate through it.
+
+A request goes to the replica with the least work under way, counted in tokens; requests of one session go where the session's
+first one went, for its prefix is cached there.  When a replica dies, its requests start again elsewhere: equal seeds give equal
+noise, so where the weights are the same the completion is too.  What the dead one had sampled is lost, and counted; but who
+follows a request was told of it, so such a request goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Self, cast
+
+from rlhub.agents.remote.streaming import Following
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
+from rlhub.errors import DeadlineError, EngineError, WorkerDiedError, WorkerError
+from rlhub.rollout_service.fleet import Fleet, FleetLimits, StartReplica
+from rlhub.rollout_service.replica import Replica
+from rlhub.rollout_service.server import UpdateReport
+
+logger = logging.getLogger(__name__)
+
+MAX_SESSIONS = 1 << 16
+"""Sessions remembered; of more, those not used for longest are routed anew."""
+CLOSE_S = 5.0
+"""For requests to be told that the service has ended."""
+
+
+class Router:
+    """See the module docstring.  It implements `EpisodeEngine` and lives on one event loop, on which all methods are called.
+
+    retries: how often a request is sent again after the replica that had it died.  generate_s: longest wait for a completion;
+    a replica that needs longer hangs and is ended.  max_sessions: how many sessions are remembered.
+    own_weights: see Fleet.
+    """
+
+    def __init__(
+        self,
+        start_replica: StartReplica,
+        limits: FleetLimits | None = None,
+        *,
+        retries: int = 3,
+        generate_s: float | None = None,
+        max_sessions: int = MAX_SESSIONS,
+        own_weights: bool = False,
+    ) -> None:
+        self.fleet = Fleet(start_replica, limits or FleetLimits(), own_weights=own_weights)
+        self.counts: Counter[str] = Counter()
+        self._retries, self._generate_s, self._max_sessions = retries, generate_s, max_sessions
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._numbers = itertools.count()
+        self._under_way, self._idle = 0, asyncio.Event()
+        self._idle.set()
+
+    # -- requests ----------------------------------------------------------------------------------------------------------
+
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+        """One completion.  Waits while no replica serves; raises the service's `failure` where none will any more."""
+        return await self._tracked(request, params, follow, None)
+
+    async def _tracked(
+        self, request: GenerationRequest, params: SamplingParams, follow: Follow | None, pin: Pin | None
+    ) -> Completion:
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            if not request.request_id:
+                request = replace(request, request_id=f"r{next(self._numbers)}")
+            following = Following(request, params, follow) if follow is not None else None
+            return await self._persistently(request, params, following, pin)
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+
+    async def _persistently(
+        self, request: GenerationRequest, params: SamplingParams, following: Following | None, pin: Pin | None
+    ) -> Completion:
+        self.counts["requests"] += 1
+        wasted_s = 0.0
+        for attempt in itertools.count():
+            chosen = await self._choose(request.session) if pin is None else await pin.place()
+            started = time.monotonic()
+            try:
+                completion = await self._ask(chosen, request, params, following)
+            except (WorkerDiedError, DeadlineError) as error:
+                self.fleet.lost(chosen, error)
+                wasted_s += time.monotonic() - started
+                if attempt >= self._retries:
+                    raise
+                self.counts["retries"] += 1
+                if following is None:
+                    continue
+                request, wasted_s = following.again(), 0.0
+                if (finished := following.finished()) is None:
+                    continue
+                completion = finished
+            self._count(completion, wasted_s, time.monotonic() - started)
+            return completion
+        raise AssertionError("unreachable")
+
+    async def _ask(
+        self, replica: Replica, request: GenerationRequest, params: SamplingParams, following: Following | None
+    ) -> Completion:
+        cost = len(request.prompt_ids) + params.max_new_tokens
+        replica.begin(cost)
+        try:
+            if following is not None:
+                return following.whole(await self._ask_along(replica, request, params, following))
+            completion: Completion = await replica.actor.call("agenerate", request, params, deadline_s=self._generate_s)
+        except (WorkerDiedError, DeadlineError):
+            raise
+        except WorkerError as error:
+            if await self.fleet.look_at(replica) is None:  # the engine failed, not this request alone
+                raise WorkerDiedError(str(error), role=error.role, rank=error.rank, node=error.node) from error
+            raise
+        finally:
+            replica.end(cost)
+        return completion
+
+    async def _ask_along(
+        self, replica: Replica, request: GenerationRequest, params: SamplingParams, following: Following
+    ) -> Completion:
+        """The completion; until it is there its tokens are told."""
+        name = f"f{next(self._numbers)}"
+        call = replica.actor.call("agenerate", request, params, name, deadline_s=self._generate_s)
+        asking = asyncio.ensure_future(call)
+        telling = asyncio.ensure_future(_tell(replica, name, following))
+        try:
+            await asyncio.wait({asking, telling}, return_when=asyncio.FIRST_COMPLETED)
+            if telling.done():
+                telling.result()  # raises what the follower raised
+            return cast("Completion", await asking)
+        finally:
+            asking.cancel()
+            telling.cancel()
+
+    def _count(self, completion: Completion, wasted_s: float, seconds: float) -> None:
+        """lost_tokens is an estimate: what was sampled elsewhere before, at the pace of the attempt that came through."""
+        sampled = len(completion.token_ids)
+        self.counts["tokens"] += sampled
+        if wasted_s:
+            self.counts["lost_tokens"] += min(sampled, round(sampled * wasted_s / max(seconds, 1e-6)))
+
+    async def _choose(self, session: str) -> Replica:
+        while True:
+            self.fleet.raise_failure()
+            home = self.fleet.replicas.get(self._sessions.get(session, "")) if session else None
+            if home is not None and self.fleet.serves(home):
+                self._sessions.move_to_end(session)
+                return home
+            if serving := self.fleet.serving():
+                chosen = min(serving, key=lambda replica: (replica.cost, replica.requests))
+                self._settle(session, chosen)
+                return chosen
+            await self.fleet.changed()
+
+    def _settle(self, session: str, chosen: Replica) -> None:
+        """Where the session's next request goes."""
+        if session:
+            self._sessions[session] = chosen.name
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > self._max_sessions:
+                self._sessions.popitem(last=False)
+
+    # -- replicas ----------------------------------------------------------------------------------------------------------
+
+    async def add(self, name: str) -> None:
+        """Start a replica; it serves as soon as it has the newest weights."""
+        await self.fleet.add(name)
+
+    async def remove(self, name: str) -> None:
+        """Take a replica out when its requests are done; new ones go elsewhere from now on."""
+        await self.fleet.remove(name)
+
+    async def restart(self, name: str) -> None:
+        """Replace a replica by a fresh one."""
+        await self.fleet.restart(name)
+
+    async def update(self, folder: str, version: int) -> list[tuple[str, UpdateReport]]:
+        """New weights for all; see Fleet.update."""
+        return await self.fleet.update(folder, version)
+
+    async def pause(self) -> None:
+        """Sample nothing; requests wait with their tokens."""
+        await self.fleet.pause()
+
+    async def resume(self) -> None:
+        await self.fleet.resume()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End the requests with these ids where they are: they come back as "abort", with the tokens that they have."""
+        await self.fleet.abort(request_ids)
+
+    async def pin(self, version: int) -> Pin:
+        """A view that generates with `version`, whatever is published, until its release: for validation beside training.
+
+        One replica stays at the version and serves no other requests once newer weights are there; where there is only one,
+        updates wait for the release.  Raises EngineError when no replica has the version (pin it before the next is
+        published), or another version is pinned.
+        """
+        return Pin(self, await self._hold(version), version)
+
+    async def _hold(self, version: int) -> Replica:
+        """Pin the replica that is pinned already, else the one with the least to do of those that have the version.  Waits
+        where none has it now, but those that join will."""
+        while True:
+            self.fleet.raise_failure()
+            pinned = [replica for replica in self.fleet.replicas.values() if replica.pins]
+            if pinned and pinned[0].version != version:
+                raise EngineError(f"version {pinned[0].version} is pinned; release it before version {version} is pinned")
+            serving = [replica for replica in self.fleet.replicas.values() if replica.state == "serving"]
+            holders = pinned or [replica for replica in serving if replica.version == version and not replica.turn.locked()]
+            if holders:
+                chosen = min(holders, key=lambda replica: (replica.cost, replica.requests))
+                chosen.pins += 1
+                return chosen
+            if self.fleet.newest is None or self.fleet.newest.version != version:
+                held = ", ".join(f"{replica.name} {replica.version}" for replica in serving) or "none serves"
+                raise EngineError(f"no replica has version {version} ({held}); pin a version before the next one is published")
+            await self.fleet.changed()
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start, and the last update's times."""
+        pauses = [report.pause_s for _, report in self.fleet.updates]
+        replicas = self.fleet.replicas.values()
+        metrics = {f"rollout/{name}": float(self.counts[name]) for name in ("requests", "tokens", "retries", "lost_tokens")}
+        metrics |= {f"rollout/replica_{name}": float(self.fleet.counts[name]) for name in ("deaths", "restarts")}
+        metrics |= {
+            "rollout/num_replicas": float(len(replicas)),
+            "rollout/requests_under_way": float(self._under_way),
+        }
+        if pauses:
+            metrics["rollout/pause_s"] = sum(pauses) / len(pauses)
+            metrics["rollout/pause_s_max"] = max(pauses)
+            metrics["rollout/update_s"] = max(report.read_s for _, report in self.fleet.updates)
+        return metrics
+
+    async def close(self) -> None:
+        """End all replicas; requests under way fail."""
+        await self.fleet.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), CLOSE_S)
+
+
+async def _tell(replica: Replica, name: str, following: Following) -> None:
+    have = 0
+    while True:
+        try:
+            progress: Progress | None = await replica.actor.call("progress", name, have)
+        except WorkerError:  # the request's own call raises what happened
+            return
+        if progress is None:
+            return
+        have += len(progress.token_ids)
+        following.tell(progress)
+
+
+class Pin:
+    """A view of the router that generates with one version.  An asynchronous context manager; implements `EpisodeEngine`."""
+
+    def __init__(self, router: Router, replica: Replica, version: int) -> None:
+        self.version = version
+        self._router, self._replica = router, replica
+        self._released = False
+        self._turn = asyncio.Lock()
+
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+        """One completion, all of whose tokens the pinned version samples."""
+        return await self._router._tracked(request, params, follow, self)
+
+    async def place(self) -> Replica:
+        """The replica.  Where it died, another that still has the version; EngineError if none has."""
+        async with self._turn:
+            self._refuse_released()
+            if self._replica.state == "dead":
+                found = await self._router._hold(self.version)
+                self._refuse_released(found)
+                self._replica = found
+            return self._replica
+
+    def _refuse_released(self, found: Replica | None = None) -> None:
+        """found: what was pinned for this view meanwhile."""
+        if self._released:
+            if found is not None:
+                self._router.fleet.unpin(found)
+            raise EngineError(f"the pin of version {self.version} was released; pin the version anew")
+
+    def release(self) -> None:
+        """Let the replica go on to the newest weights.  Idempotent."""
+        if not self._released:
+            self._released = True
+            self._router.fleet.unpin(self._replica)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.release()

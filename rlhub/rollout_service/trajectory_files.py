@@ -1,0 +1,317 @@
+"""Trajectories through a folder that two jobs reach: one collects while another trains, with nothing else between them.
+
+    <url>/<writer>-<number>.jsonl.gz        groups, one JSON object a line
+    <url>/<writer>-<number>.manifest.json   checksum, size, how many groups, of which versions; written last
+    <url>/<writer>.end.json                 the writer is done, and how many files it wrote
+
+The url is any that fsspec knows (a path, s3://..., memory://...).  What has no manifest does not exist.  Each writer numbers its
+files without gaps, so a cursor is one number a writer and a line; a reader that starts again from its cursor gets every group
+once.  Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import fsspec
+import numpy as np
+from fsspec.implementations.local import LocalFileSystem
+
+from rlhub.errors import DataError, DeadlineError
+from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, mask_older
+from rlhub.utils.atomic import write_bytes
+
+FORMAT = 1
+POLL_S = 0.05
+MAX_POLL_S = 1.0  # object stores charge for listings
+WRITER = re.compile(r"[A-Za-z0-9_.]+")
+MANIFEST = ".manifest.json"
+COMPRESSION = 3  # token ids shrink about as much as with the highest level, in a third of the time
+
+StalePolicy = Literal["drop", "mask", "correct"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Folder:
+    """Whole files below a URL."""
+
+    url: str
+    _fs: Any = field(init=False)
+    _root: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._fs, self._root = fsspec.core.url_to_fs(self.url)
+        self._fs.makedirs(self._root, exist_ok=True)
+
+    def write(self, name: str, data: bytes) -> None:
+        """A reader finds all of it or nothing: by a rename on disks, and object stores show what is whole only."""
+        if isinstance(self._fs, LocalFileSystem):
+            write_bytes(Path(self._root) / name, data)
+        else:
+            self._fs.pipe_file(f"{self._root}/{name}", data)
+
+    def read(self, name: str) -> bytes:
+        return bytes(self._fs.cat_file(f"{self._root}/{name}"))
+
+    def names(self) -> list[str]:
+        """Returns the names of all files, as they are now."""
+        self._fs.invalidate_cache(self._root)
+        return [str(path).rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
+
+
+class TrajectoryWriter:
+    """name: of this writer in the folder; one that starts again under its name goes on with its numbers."""
+
+    def __init__(self, url: str, name: str = "collector") -> None:
+        if not WRITER.fullmatch(name):
+            raise ValueError(f"a writer is named by letters, digits, _ and . only, got {name!r}")
+        self.name, self._folder = name, Folder(url=url)
+        self.next_number = max((number + 1 for number in _numbers(self._folder.names(), name)), default=0)
+
+    def write(self, groups: Sequence[Group]) -> str:
+        """One file; returns its name.  When this returns a reader can have it."""
+        lines = "".join(json.dumps(encode(group), default=_plain) + "\n" for group in groups)
+        data = gzip.compress(lines.encode(), COMPRESSION, mtime=0)
+        stem = f"{self.name}-{self.next_number:08d}"
+        versions = [version for group in groups for t in group.trajectories for version in t.versions if version >= 0]
+        manifest = {
+            "format": FORMAT,
+            "groups": len(groups),
+            "bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "versions": [min(versions, default=-1), max(versions, default=-1)],
+        }
+        self._folder.write(f"{stem}.jsonl.gz", data)
+        self._folder.write(stem + MANIFEST, json.dumps(manifest).encode())
+        self.next_number += 1
+        return f"{stem}.jsonl.gz"
+
+    def end(self) -> None:
+        """No more will come: readers do not wait for it."""
+        self._folder.write(f"{self.name}.end.json", json.dumps({"files": self.next_number}).encode())
+
+
+def encode(group: Group) -> dict[str, Any]:
+    """A group with its prompt and the prompt's other columns."""
+    item = group.item
+    return {"prompt_ids": list(item.prompt_ids), "row": dict(item.row), **group.to_json()}
+
+
+def decode(state: Mapping[str, Any], ordinal: int) -> Group:
+    """The inverse, under another ordinal: those of several writers are the same."""
+    item = PromptItem(prompt_ids=tuple(state["prompt_ids"]), ordinal=ordinal, row=state["row"])
+    group = Group.from_json(state, item)
+    for trajectory in group.trajectories:
+        trajectory.check()
+    return group
+
+
+@dataclass(slots=True)
+class _TakenGroups:
+    """Groups that training has for a step, and where reading goes on after them."""
+
+    step: int
+    cursor: dict[str, Any]
+
+
+class TrajectoryReader:
+    """Groups in the order of files, with the face of a WorkflowExecutor.
+
+    max_staleness: in versions behind the newest, by stale_policy (drop, mask old tokens, or correct: nothing is done here); None:
+    no bound, for files of whatever age.  Ordinals are running numbers of this reader.
+    """
+
+    def __init__(self, url: str, *, max_staleness: int | None = None, stale_policy: StalePolicy = "drop") -> None:
+        self._folder = Folder(url=url)
+        self._max_staleness, self._policy = max_staleness, stale_policy
+        self._version = 0
+        self._done: dict[str, int] = {}  # files of each writer that were read to their end
+        self._file: tuple[str, int] | None = None
+        self._line = 0  # of that file, the next
+        self._lines: list[str] = []
+        self._ordinal = 0
+        self._taken: list[_TakenGroups] = []
+        self._trained = self._cursor()
+        self._counts = {"accepted_groups": 0, "dropped_groups": 0, "masked_tokens": 0}
+        self._wait_s = 0.0
+
+    # What training calls.
+
+    @property
+    def first_ordinal(self) -> int:
+        """All before it are trained or dropped."""
+        return int(self._trained["ordinal"])
+
+    def start(self, source: Iterator[PromptItem] | None = None) -> None:
+        """Prompts come with their trajectories: the source is not read."""
+
+    def next_groups(self, count: int, timeout: float | None = None, *, step: int | None = None) -> list[Group]:
+        """`count` groups to train at `step` (None: the one after the present version).
+
+        Waits for files; fewer come only when every writer has ended.  DeadlineError after `timeout` seconds; nothing is lost.
+        DataError for a damaged file.
+        """
+        step = self._version + 1 if step is None else step
+        before, started, pause = self._cursor(), time.monotonic(), POLL_S
+        groups: list[Group] = []
+        while len(groups) < count:
+            group = self._next(step)
+            if group is not None:
+                groups.append(group)
+                pause = POLL_S
+                continue
+            if self._ended():
+                break
+            waited = time.monotonic() - started
+            if timeout is not None and waited >= timeout:
+                self._go_to(before)
+                self._wait_s += waited
+                hint = f"{len(groups)} are there; does the job that collects still run?"
+                raise DeadlineError(f"{count} groups in {self._folder.url}", timeout, hint)
+            time.sleep(pause if timeout is None else min(pause, timeout - waited))
+            pause = min(2 * pause, MAX_POLL_S)
+        self._wait_s += time.monotonic() - started
+        self._counts["accepted_groups"] += len(groups)
+        self._taken.append(_TakenGroups(step, self._cursor()))
+        return groups
+
+    def trained(self, step: int) -> None:
+        """Step `step` is over: what was taken for it, or before, is trained."""
+        for taken in self._taken:
+            if taken.step <= step:
+                self._trained = taken.cursor
+        self._taken = [taken for taken in self._taken if taken.step > step]
+
+    def set_version(self, version: int) -> None:
+        """Step `version` is over."""
+        self.trained(version)
+        self._version = version
+
+    def pause(self) -> None:
+        """Nothing to do: reading happens in `next_groups`."""
+
+    def resume(self) -> None:
+        """Nothing to do."""
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call."""
+        found = {f"rollout/{name}": float(value) for name, value in self._counts.items()} | {"rollout/wait_s": self._wait_s}
+        self._counts, self._wait_s = dict.fromkeys(self._counts, 0), 0.0
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: after what is trained.  Groups of a step that is not over are read again."""
+        return {"cursor": self._trained, "version": self._version, "finished": []}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; before the first `next_groups`."""
+        self._version = int(state["version"])
+        self._trained = dict(state["cursor"])
+        self._go_to(self._trained)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    # Reading.
+
+    def _cursor(self) -> dict[str, Any]:
+        return {"files": dict(self._done), "file": self._file, "line": self._line, "ordinal": self._ordinal}
+
+    def _go_to(self, cursor: Mapping[str, Any]) -> None:
+        self._done, self._line, self._ordinal = dict(cursor["files"]), int(cursor["line"]), int(cursor["ordinal"])
+        self._file = None
+        self._lines = []
+        if cursor["file"] is not None:
+            writer, number = cursor["file"]
+            self._file = (str(writer), int(number))
+            self._lines = self._read(self._file)
+
+    def _next(self, step: int) -> Group | None:
+        """The next that may train at this step; None while there is no file with one."""
+        while True:
+            if self._file is not None and self._line < len(self._lines):
+                group = decode(json.loads(self._lines[self._line]), self._ordinal)
+                self._line += 1
+                self._ordinal += 1
+                if self._fresh(group, step):
+                    return group
+            elif not self._open_next():
+                return None
+
+    def _fresh(self, group: Group, step: int) -> bool:
+        if self._max_staleness is None or self._policy == "correct":
+            return True
+        oldest = step - 1 - self._max_staleness
+        if group.first_version >= oldest:
+            return True
+        if self._policy == "mask":
+            self._counts["masked_tokens"] += mask_older(group, oldest)
+            if group.num_tokens:
+                return True
+        self._counts["dropped_groups"] += 1
+        return False
+
+    def _open_next(self) -> bool:
+        """The writer that was read least comes first."""
+        if self._file is not None:
+            writer, number = self._file
+            self._done[writer] = number + 1
+            self._file, self._line, self._lines = None, 0, []
+        names = self._folder.names()
+        waiting = []
+        for writer in sorted({_split(name)[0] for name in names if name.endswith(MANIFEST)}):
+            number = self._done.get(writer, 0)
+            if f"{writer}-{number:08d}{MANIFEST}" in names:
+                waiting.append((number, writer))
+        if not waiting:
+            return False
+        number, writer = min(waiting)
+        lines = self._read((writer, number))
+        self._file, self._line, self._lines = (writer, number), 0, lines
+        return True
+
+    def _read(self, file: tuple[str, int]) -> list[str]:
+        stem = f"{file[0]}-{file[1]:08d}"
+        manifest = json.loads(self._folder.read(stem + MANIFEST))
+        if manifest["format"] != FORMAT:
+            raise DataError(f"{self._folder.url}/{stem}: format {manifest['format']}, this rlhub reads {FORMAT}; use its version")
+        data = self._folder.read(f"{stem}.jsonl.gz")
+        if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
+            raise DataError(
+                f"{self._folder.url}/{stem}.jsonl.gz is not what its manifest says ({len(data)} bytes, {manifest['bytes']} "
+                "written): it was damaged after it was written; remove the two files of this number's writer, or collect anew"
+            )
+        return gzip.decompress(data).decode().splitlines()
+
+    def _ended(self) -> bool:
+        names = self._folder.names()
+        writers = {_split(name)[0] for name in names if name.endswith(MANIFEST)}
+        ends = {name.removesuffix(".end.json") for name in names if name.endswith(".end.json")}
+        if not ends or not writers <= ends:
+            return False
+        return all(self._done.get(name, 0) >= json.loads(self._folder.read(f"{name}.end.json"))["files"] for name in ends)
+
+
+def _split(name: str) -> tuple[str, int]:
+    writer, _, number = name.removesuffix(MANIFEST).rpartition("-")
+    return writer, int(number)
+
+
+def _numbers(names: Sequence[str], writer: str) -> list[int]:
+    split = (_split(name) for name in names if name.endswith(MANIFEST))
+    return [number for owner, number in split if owner == writer]
+
+
+def _plain(value: Any) -> Any:
+    """What rows of data sets hold and JSON has no form for: numpy's values."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a trajectory's row holds a {type(value).__name__}, which has no form in JSON: {value!r:.100}")

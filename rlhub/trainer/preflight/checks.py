@@ -1,0 +1,476 @@
+"""What can be found wrong before any process starts, beyond the configuration's own rules: names, files, model, machine.
+
+Loads no torch (unless the user set an algorithm's own knobs, which only its module can judge), so that a wrong path costs
+half a second and not the start of a cluster.  Everything found is returned, to be shown with the other problems.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
+from rlhub.checkpoint.store import CheckpointStore
+from rlhub.config.devices import count_gpus, driver_problem, gpu_memory_gb, torch_has_cuda
+from rlhub.config.rules import checks, effects, placement
+from rlhub.config.rules.engines import Engine, engines, role_ranks
+from rlhub.config.rules.parallel import check_section
+from rlhub.config.sections import rollout_correction
+from rlhub.config.sections.ppo import DataConfig, PPOConfig
+from rlhub.config.sections.preference import DPOConfig, PreferenceDataConfig, RMConfig
+from rlhub.config.sections.reward import CustomRewardConfig, ScoringModelConfig
+from rlhub.config.sections.sft import SFTConfig, SFTDataConfig
+from rlhub.config.sections.trainer import TrainerConfig
+from rlhub.config.sections.training import ModelConfig
+from rlhub.data import check_columns, check_files
+from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, resolve_engine_name
+from rlhub.engines.training.registry import TRAIN_ENGINES
+from rlhub.errors import ConfigError
+from rlhub.models.shape import LANGUAGE_MODEL, ModelShape, read_labels, read_model_shape, read_model_values, reward_problem
+from rlhub.models.weight_files import file_problems
+from rlhub.registry import Registry, knobs_for
+from rlhub.rewards.judge_prompt import read_pattern, read_prompt
+from rlhub.rewards.registry import REWARD_MANAGERS
+from rlhub.tracking.registry import TRACKERS, login_problems, package_problems
+from rlhub.tracking.run_folder import RunFolder
+from rlhub.trainer.named import read_source, unknown
+from rlhub.trainer.ppo.requirements import check_group_metric
+from rlhub.trainer.preflight.memory import check_memory
+from rlhub.trainer.preflight.rollout import check_episodes, check_rollout_engine, check_weights_reach
+
+logger = logging.getLogger(__name__)
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # "gpt2" or "Qwen/Qwen2.5-0.5B"
+CONVERSATION_COLUMN = "messages"  # as rlhub.data.sft reads it, which loads torch
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_SHARED_KNOBS = {
+    "algorithm": ("gamma", "lam", "norm_adv_by_std_in_grpo"),
+    _ACTOR: ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
+    "dpo": ("beta", "label_smoothing"),
+}
+"""Settings that only some estimators or losses have as a knob of the same name."""
+
+
+@functools.singledispatch
+def check(config: Any, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
+    """Problems of a derived configuration; [] if it may start.  set_keys: what the user set, for warnings."""
+    raise TypeError(f"no preflight for {type(config).__name__}")
+
+
+@check.register
+def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
+    problems = [
+        *import_plugins(config.trainer.plugins),
+        *check_names(config),
+        *check_data(config.data),
+        *check_custom_reward(config.custom_reward_function),
+        *check_group_metric(config),
+        *check_models(config),
+        *check_engines(config),
+        *check_scoring_models(config),
+        *check_machine(config.trainer),
+        *check_folders(config.trainer),
+        *check_replay(config.trainer),
+        *check_episodes(config),
+        *check_rollout_engine(config),
+    ]
+    if config.algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:
+        requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
+        problems += checks.check_requirements(config, requires)
+    for warning in [] if problems else [*warnings(config, set_keys), *checks.notes(config), *surprises(config)]:
+        logger.warning(warning)
+    return problems
+
+
+def check_training(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
+    """As `check`, of a configuration that is to train and not only to evaluate."""
+    problems = [*check(config, set_keys), *check_weights_reach(config)]
+    return problems or _memory_problems(config)
+
+
+@check.register
+def _(config: SFTConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
+    return _check_supervised(config, check_demonstrations(config.data))
+
+
+@check.register
+def _(config: DPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
+    problems = _check_supervised(config, check_pairs(config.data))
+    loss, mentioned = config.dpo.loss_type, [name for name in _SHARED_KNOBS["dpo"] if f"dpo.{name}" in set_keys]
+    problems += unknown("dpo.loss_type", PREFERENCE_LOSSES, loss)
+    problems += _check_knobs("dpo", PREFERENCE_LOSSES, loss, config.dpo, config.dpo.kwargs, always=bool(mentioned))
+    if mentioned and not problems:
+        unread = tuple(f"dpo.{name}" for name in mentioned if name not in _knob_names(PREFERENCE_LOSSES, loss))
+        for warning in effects.without_effect(config, set_keys, [(True, unread, f"dpo.loss_type={loss} does not read it")]):
+            logger.warning(warning)
+    return problems
+
+
+@check.register
+def _(config: RMConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
+    return _check_supervised(config, check_pairs(config.data, config.margin_key))
+
+
+def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, data_problems: list[str]) -> list[str]:
+    problems = [
+        *import_plugins(config.trainer.plugins),
+        *check_trackers(config.trainer.logger),
+        *data_problems,
+        *check_machine(config.trainer),
+        *check_folders(config.trainer),
+    ]
+    problems += check_engines(config)
+    shape = read_shape(config.model, "model", problems)
+    if shape is not None:
+        problems += check_length(shape, config.data.max_length, f"data.max_length={config.data.max_length}", "model")
+    return problems or _memory_problems(config)
+
+
+def warnings(config: PPOConfig, set_keys: AbstractSet[str]) -> list[str]:
+    """Settings the user made that the chosen algorithm does not read.  Call it for a configuration without problems."""
+    requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
+    estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    loss = f"{_ACTOR}.policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}"
+    rules: list[effects.Dead] = [
+        ("values" not in requires, ("critic.", "trainer.critic_warmup"), f"{estimator} has no critic"),
+        _twice_weighted(config, loss),
+        *_components_only(config, estimator, requires),
+    ]
+    for section, registry, name, chosen in (
+        ("algorithm", ADVANTAGE_ESTIMATORS, config.algorithm.adv_estimator, estimator),
+        (_ACTOR, POLICY_LOSSES, config.actor_rollout_ref.actor.policy_loss.loss_mode, loss),
+    ):
+        mentioned = [knob for knob in _SHARED_KNOBS[section] if f"{section}.{knob}" in set_keys]
+        if mentioned:
+            unread = tuple(f"{section}.{knob}" for knob in mentioned if knob not in _knob_names(registry, name))
+            rules.append((True, unread, f"{chosen} does not read it"))
+    return effects.without_effect(config, set_keys, rules)
+
+
+def _components_only(config: PPOConfig, estimator: str, requires: AbstractSet[str]) -> list[effects.Dead]:
+    """What changes the tokens' rewards, where the estimator compares the scorer's own numbers instead."""
+    holds, why = "components_only" in requires, f"{estimator} reads the reward function's own numbers alone"
+    kl = ("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.")
+    return [
+        (
+            holds and config.algorithm.use_kl_in_reward,
+            kl,
+            f"{why}; {_ACTOR}.use_kl_loss=true has a KL",
+        ),
+        (holds, ("algorithm.whiten_rewards",), why),
+    ]
+
+
+def _twice_weighted(config: PPOConfig, loss: str) -> effects.Dead:
+    """Importance weights where the loss's own ratio is pi / mu already."""
+    requires = POLICY_LOSSES.row(config.actor_rollout_ref.actor.policy_loss.loss_mode).requires
+    keys = ("rollout_is", "rollout_is_threshold")
+    return (
+        config.algorithm.rollout_correction.bypass_mode and "weights" not in requires,
+        tuple(f"{rollout_correction.KEY}.{key}" for key in keys),
+        f"in bypass mode the ratio in {loss} is pi / mu itself, and a weight on top would count it twice",
+    )
+
+
+def surprises(config: PPOConfig) -> list[str]:
+    """Warnings where parts that are chosen together do what few would expect."""
+    actor, correction, found = config.actor_rollout_ref.actor, config.algorithm.rollout_correction, []
+    name, loss = actor.kl_loss_type, actor.policy_loss.loss_mode
+    if actor.use_kl_loss and "value_only" in KL_ESTIMATORS.row(name).requires:
+        found.append(
+            f"{_ACTOR}.kl_loss_type={name}: its value estimates the KL, its gradient does not lower it as the KL's would; "
+            f"{name}+ has the same value and the gradient of the KL"
+        )
+    if correction.rollout_is and not correction.bypass_mode and "rollout_log_probs" in POLICY_LOSSES.row(loss).requires:
+        found.append(
+            f"{rollout_correction.KEY}.rollout_is={correction.rollout_is}: {_ACTOR}.policy_loss.loss_mode={loss} compares with "
+            "the rollout policy itself; weights pi_old / mu on top count that twice; leave rollout_is null (rollout_rs is fine)"
+        )
+    return found
+
+
+def _knob_names(registry: Registry[Any], name: str) -> frozenset[str]:
+    knobs = registry.knobs_class(name)
+    return frozenset(getattr(knobs, "__dataclass_fields__", ()))
+
+
+def import_plugins(modules: Sequence[str]) -> list[str]:
+    """Import the user's modules, so that what they register is known."""
+    problems = []
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001  # a plugin is foreign code: whatever it raises belongs to its name
+            problems.append(f"trainer.plugins: importing {name!r} failed: {type(error).__name__}: {error}")
+    return problems
+
+
+def check_names(config: PPOConfig) -> list[str]:
+    """Every part named in the configuration exists, and its knobs are its own."""
+    algorithm, actor, reward = config.algorithm, config.actor_rollout_ref.actor, config.reward_model
+    engine = resolve_engine_name(config.actor_rollout_ref.rollout.name)
+    named: list[tuple[str, Registry[Any], str]] = [
+        ("algorithm.adv_estimator", ADVANTAGE_ESTIMATORS, algorithm.adv_estimator),
+        ("algorithm.kl_penalty", KL_ESTIMATORS, algorithm.kl_penalty),
+        (f"{_ACTOR}.policy_loss.loss_mode", POLICY_LOSSES, actor.policy_loss.loss_mode),
+        (f"{_ACTOR}.kl_loss_type", KL_ESTIMATORS, actor.kl_loss_type),
+        (f"{_ROLLOUT}.name", ROLLOUT_ENGINES, engine),
+        ("reward_model.reward_manager", REWARD_MANAGERS, reward.reward_manager),
+    ]
+    problems = [problem for key, registry, name in named for problem in unknown(key, registry, name)]
+    packages = ROLLOUT_ENGINES.row(engine).requires if engine in ROLLOUT_ENGINES else frozenset()
+    if missing := [package for package in sorted(packages) if find_spec(package) is None]:
+        free = ", ".join(name for name in ROLLOUT_ENGINES.names() if not ROLLOUT_ENGINES.row(name).requires)
+        advice = f"bash scripts/setup_env.sh installs it; engines that do without: {free}"
+        problems.append(f"{_ROLLOUT}.name={engine}: {', '.join(missing)} is not installed ({advice})")
+    problems += check_trackers(config.trainer.logger)
+    for key, registry, name, section, kwargs in (
+        ("algorithm.adv_kwargs", ADVANTAGE_ESTIMATORS, algorithm.adv_estimator, algorithm, algorithm.adv_kwargs),
+        (f"{_ACTOR}.policy_loss.kwargs", POLICY_LOSSES, actor.policy_loss.loss_mode, actor, actor.policy_loss.kwargs),
+        ("reward_model.reward_kwargs", REWARD_MANAGERS, reward.reward_manager, reward, reward.reward_kwargs),
+    ):
+        problems += _check_knobs(key, registry, name, section, kwargs)
+    return problems
+
+
+def check_trackers(names: Sequence[str]) -> list[str]:
+    """Trackers exist and the packages they need are installed."""
+    return [problem for name in names for problem in unknown("trainer.logger", TRACKERS, name)] + package_problems(names)
+
+
+def check_login(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
+    """The trackers' accounts can be used; asked last, since it may ask the user."""
+    return login_problems(config.trainer.logger)
+
+
+def _check_knobs(
+    key: str, registry: Registry[Any], name: str, section: Any, kwargs: Mapping[str, Any], *, always: bool = False
+) -> list[str]:
+    """always: also where only the section's own fields say anything; that loads the algorithm's module."""
+    if not (kwargs or always) or name not in registry:
+        return []
+    try:
+        knobs_for(registry.knobs_class(name), section, kwargs, where=key)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def check_data(data: DataConfig) -> list[str]:
+    """The files exist, are not empty and have the columns that are read."""
+    given = [(split, files) for split, files in (("train", data.train_files), ("val", data.val_files)) if files]
+    return [problem for split, files in given for problem in check_files(files, data.prompt_key, split)]
+
+
+def check_demonstrations(data: SFTDataConfig) -> list[str]:
+    """As `check_data`, for files with prompt and response, or with whole conversations."""
+    problems = []
+    for split, files in (("train", data.train_files), ("val", data.val_files)):
+        pairs = check_files(files, data.prompt_key, split, (data.response_key,)) if files else []
+        if pairs and check_files(files, CONVERSATION_COLUMN, split, ()):
+            problems += pairs
+    return problems
+
+
+def check_pairs(data: PreferenceDataConfig, margin_key: str | None = None) -> list[str]:
+    """As `check_data`, for preference pairs.  A prompt may also stand in the answers: that shows when the rows are read."""
+    columns = {data.chosen_key: "data.chosen_key", data.rejected_key: "data.rejected_key"}
+    columns |= {margin_key: "margin_key"} if margin_key else {}
+    given = [(split, files) for split, files in (("train", data.train_files), ("val", data.val_files)) if files]
+    return [problem for split, files in given for problem in check_columns(files, split, columns)]
+
+
+def check_custom_reward(custom: CustomRewardConfig) -> list[str]:
+    """The file exists and defines the function; read, not run."""
+    if custom.path is None:
+        return []
+    source = read_source(custom.path)
+    if source.problem:
+        return [f"custom_reward_function.path={custom.path}: {source.problem}"]
+    problem = source.lacks(custom.name)
+    return [f"custom_reward_function.name={custom.name}: {problem}"] if problem else []
+
+
+def check_models(config: PPOConfig) -> list[str]:
+    """The model folder is one; heads fit the tensor parallelism and positions the lengths."""
+    problems: list[str] = []
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    shape = read_shape(model, "actor_rollout_ref.model", problems)
+    critic = config.critic.model
+    if critic is not None and critic.path != model.path:
+        read_shape(critic, "critic.model", problems)
+    if shape is None:
+        return problems
+    size, heads = rollout.tensor_model_parallel_size, shape.num_heads
+    if heads % size:
+        arithmetic = f"{heads} = {heads // size} x {size} + {heads % size}"
+        problems.append(f"{_ROLLOUT}.tensor_model_parallel_size={size} does not divide the model's {heads} heads: {arithmetic}")
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    arithmetic = f"data.max_prompt_length={prompt} + data.max_response_length={response} = {prompt + response}"
+    return problems + check_length(shape, prompt + response, arithmetic, "actor_rollout_ref.model")
+
+
+def check_engines(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
+    """Training engines are installed and can hold their models; a fault that roles share is named once."""
+    by_fault: dict[tuple[str, ...], list[str]] = {}
+    for engine in engines(config):
+        model, ranks = engine.role_model, role_ranks(config.trainer, engine.role)
+        missing = [name for name in sorted(TRAIN_ENGINES.row(model.strategy or "").requires) if find_spec(name) is None]
+        needs = f"{', '.join(missing)} is not installed (bash scripts/setup_env.sh installs it)"
+        absent = f"{model.strategy_key}={model.strategy}: {needs}"
+        by_fault.setdefault((str(model.strategy), "installed"), [absent] if missing else [])
+        if not check_section(engine.section, "", ranks):  # else sizes that cannot be are named by the configuration's own rules
+            nameless = tuple(_unfit(engine, ranks.count, ""))
+            by_fault.setdefault((str(model.model.path), *nameless), _unfit(engine, ranks.count, engine.key))
+    return [problem for problems in by_fault.values() for problem in problems]
+
+
+def _unfit(engine: Engine, num_ranks: int, key: str) -> list[str]:
+    """What keeps a local model from being trained by the engine, read from its config.json."""
+    path = Path(engine.role_model.model.path or "").expanduser()
+    judge = TRAIN_ENGINES.companion(engine.role_model.strategy or "", "problems")
+    if judge is None or not engine.role_model.model.path:
+        return []
+    try:
+        read_model_shape(path, engine.role_model.model.override_config)
+        values = read_model_values(path, engine.role_model.model.override_config)
+    except ConfigError:
+        return []  # a hub name, or named where the model itself is looked at
+    found: list[str] = judge(values, engine.section, num_ranks, where=key)
+    return found
+
+
+def check_scoring_models(config: PPOConfig) -> list[str]:
+    """The reward model is one, and the judge can be asked."""
+    scoring, judge, problems = config.reward_model, config.reward_model.judge, list[str]()
+    if scoring.enable:
+        problems += _check_reward_model(scoring.model)
+    if not judge.model.path:
+        return problems
+    for read in (lambda: read_prompt(judge.prompt_template), lambda: read_pattern(judge.score_pattern)):
+        try:
+            read()
+        except ConfigError as error:
+            problems += error.problems
+    problems += unknown("reward_model.judge.name", ROLLOUT_ENGINES, resolve_engine_name(judge.name or ""))
+    problems += model_problems(judge.name or "", judge.model.as_model(), where="reward_model.judge.name")
+    shape = read_shape(judge.model.as_model(), "reward_model.judge.model", problems)
+    if shape is not None:
+        prompt, answer = judge.max_prompt_length, judge.max_tokens
+        arithmetic = f"reward_model.judge.max_prompt_length={prompt} + reward_model.judge.max_tokens={answer} = {prompt + answer}"
+        problems += check_length(shape, prompt + answer, arithmetic, "reward_model.judge.model")
+    return problems
+
+
+def _check_reward_model(model: ScoringModelConfig) -> list[str]:
+    problems: list[str] = []
+    shape = read_shape(model.as_model(), "reward_model.model", problems)
+    given = model.input_tokenizer
+    if given is not None and not Path(given).expanduser().is_dir() and not HUB_NAME.fullmatch(given):
+        problems.append(f"reward_model.model.input_tokenizer={given}: no such folder (looked for {Path(given).resolve()})")
+    if shape is None or model.path is None:
+        return problems
+    architectures, num_labels = read_labels(Path(model.path).expanduser())
+    problem = reward_problem(model.path, architectures, num_labels)
+    if problem is not None:
+        problems.append(f"reward_model.model.path: {problem}")
+    elif any(name.endswith(LANGUAGE_MODEL) for name in architectures):
+        logger.warning(
+            "reward_model.model.path=%s is a language model without a reward head: its scores come from random weights; train "
+            "one with rlhub.trainer.main_rm", model.path
+        )  # fmt: skip
+    return problems
+
+
+def check_length(shape: ModelShape, length: int, arithmetic: str, key: str) -> list[str]:
+    """The longest sequence fits the model's positions."""
+    if 0 < shape.max_positions < length:
+        return [f"{arithmetic} tokens, but {key} has {shape.max_positions} positions (max_position_embeddings)"]
+    return []
+
+
+def read_shape(model: ModelConfig, key: str, problems: list[str]) -> ModelShape | None:
+    """The model's sizes if it is a local folder; faults go to `problems`.  A hub name is looked at when it is loaded."""
+    if not model.path:
+        return None
+    path = Path(model.path).expanduser()
+    if path.is_dir():
+        problems += [f"{key}.path={model.path}: {text}" for text in file_problems(path)]
+        try:
+            return read_model_shape(path, model.override_config)
+        except ConfigError as error:
+            problems += [f"{key}.path={model.path}: {text}" for text in error.problems]
+    elif not HUB_NAME.fullmatch(model.path) or path.exists():
+        problems.append(f"{key}.path={model.path}: no such folder (looked for {path.resolve()})")
+    elif os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON") and not _is_cached(model.path):
+        problems.append(f"{key}.path={model.path}: no such folder, and not in the hub's cache while HF_HUB_OFFLINE is set")
+    return None
+
+
+def _is_cached(name: str) -> bool:
+    """As huggingface_hub lays its cache out: models--<owner>--<name>/snapshots."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    return (cache / f"models--{name.replace('/', '--')}" / "snapshots").is_dir()
+
+
+def check_machine(trainer: TrainerConfig) -> list[str]:
+    """This machine has the GPUs asked for, and its driver can be used; a cluster that is joined is asked when it is there."""
+    if not _uses_gpus_here(trainer):
+        return []
+    found, wanted = count_gpus(), trainer.n_gpus_per_node
+    if found == 0:
+        return ["trainer.device=cuda: no GPU found on this machine; trainer.device=cpu runs without"]
+    if not torch_has_cuda():
+        return ["trainer.device=cuda: the installed torch is a CPU build: make the environment on a GPU machine"]
+    if problem := driver_problem():
+        return [f"trainer.device=cuda: {problem}; trainer.device=cpu runs without"]
+    if wanted is not None and wanted > found:
+        return [f"trainer.n_gpus_per_node={wanted}, but this machine has {found} GPUs"]
+    return placement.on_machine(trainer, found)
+
+
+def _uses_gpus_here(trainer: TrainerConfig) -> bool:
+    """Whether the run's GPUs are this machine's, and no others."""
+    joins_cluster = "address" in trainer.ray_init or "RAY_ADDRESS" in os.environ
+    return trainer.device == "cuda" and trainer.nnodes == 1 and not (joins_cluster and trainer.backend == "ray")
+
+
+def _memory_problems(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
+    """What this machine's GPUs cannot hold."""
+    device_gb = gpu_memory_gb() if _uses_gpus_here(config.trainer) else None
+    return [] if device_gb is None else check_memory(config, device_gb)
+
+
+def check_folders(trainer: TrainerConfig) -> list[str]:
+    """The run folder can be written and holds nothing of others', the checkpoint to resume from is there."""
+    if not trainer.default_local_dir.strip():
+        return ["trainer.default_local_dir is empty; name a folder for what the run writes, for example checkpoints/run"]
+    problems = []
+    folder = Path(trainer.default_local_dir)
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        problems.append(f"trainer.default_local_dir={trainer.default_local_dir}: {existing} is not a folder we may write to")
+    elif problem := RunFolder(folder).problem():
+        problems.append(f"trainer.default_local_dir={trainer.default_local_dir}: {problem}")
+    resume = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
+    if resume and not CheckpointStore(folder).find(Path(resume)).is_dir():
+        problems.append(f"trainer.resume_from_path={resume}: no such folder, neither from here nor in {folder.absolute()}")
+    return problems
+
+
+def check_replay(trainer: TrainerConfig) -> list[str]:
+    """The folder of recorded batches holds some."""
+    folder = Path(trainer.replay_from).expanduser() if trainer.replay_from else None
+    if folder is None or any(folder.glob("step-*.safetensors")):
+        return []
+    found = "has no step-*.safetensors" if folder.is_dir() else "is no folder"
+    return [f"trainer.replay_from={folder} {found}; name the folder `batches` of a run with trainer.record_batches=true"]

@@ -1,0 +1,186 @@
+"""What can be found wrong with generation before any process starts: workflows and their settings, servers of other jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhub.agents.workflows.knobs import AgentKnobs, EnvironmentKnobs, ToolKnobs
+from rlhub.agents.workflows.registry import WHERE, WORKFLOWS, default_workflow, fill_knobs, workflow_kwargs
+from rlhub.config.rules import asynchronous
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rollout import MultiTurnConfig
+from rlhub.data import AGENT_NAME, has_column
+from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, resolve_engine_name
+from rlhub.envs.registry import ENVIRONMENTS
+from rlhub.errors import ConfigError
+from rlhub.registry import suggest
+from rlhub.tools.load import read_tool_file
+from rlhub.tools.registry import TOOL_FORMATS, TOOLS
+from rlhub.trainer.named import read_source, settings_problems, target_problems, unknown
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def check_episodes(config: PPOConfig) -> list[str]:
+    """The workflow exists and its settings fit, and groups can be filtered as they finish."""
+    if not asynchronous.is_async(config):
+        return []
+    scoring = config.reward_model
+    problems = [*_check_workflow(config), *_check_tools(config)]
+    if config.algorithm.filter_groups.enable and (scoring.function_weight == 0 or scoring.enable or scoring.judge.model.path):
+        problems.append(
+            f"algorithm.filter_groups.enable=true with {_ROLLOUT}.mode=async compares the samples of a prompt once they are "
+            "finished, which takes a reward function alone: switch reward_model.enable and the judge off (and function_weight "
+            f"on), or set {_ROLLOUT}.mode=sync"
+        )
+    return problems
+
+
+def check_rollout_engine(config: PPOConfig) -> list[str]:
+    """Returns what the engine's own part of the configuration lacks, and why it cannot run the model."""
+    return _engine_problems(config, trains=False)
+
+
+def check_weights_reach(config: PPOConfig) -> list[str]:
+    """What keeps the engine from getting the weights that are trained, beyond `check_rollout_engine`."""
+    known = set(check_rollout_engine(config))
+    return [problem for problem in _engine_problems(config, trains=True) if problem not in known]
+
+
+def _engine_problems(config: PPOConfig, *, trains: bool) -> list[str]:
+    rollout, name = config.actor_rollout_ref.rollout, resolve_engine_name(config.actor_rollout_ref.rollout.name)
+    if config.trainer.replay_from or asynchronous.is_collected(config) or name not in ROLLOUT_ENGINES:
+        return []  # nothing generates here, or the name is a problem of its own
+    judge = ROLLOUT_ENGINES.companion(name, "problems")
+    found: list[str] = judge(rollout, trains=trains) if judge is not None else []
+    return [*found, *model_problems(name, config.actor_rollout_ref.model, where=f"{_ROLLOUT}.name")]
+
+
+def _check_workflow(config: PPOConfig) -> list[str]:
+    """The one of rows that name none."""
+    name, key = default_workflow(config.actor_rollout_ref.rollout), f"{_ROLLOUT}.agent.default_agent_loop"
+    if ":" in name:
+        return target_problems(key, name) or _check_own_workflow(config, key, name)
+    if problems := unknown(key, WORKFLOWS, name):
+        return problems
+    knobs = WORKFLOWS.knobs_class(name)
+    if knobs is None or _rows_choose(config):
+        return _check_settings_read(config, WORKFLOWS.get, name)
+    return _check_knobs(config, knobs, name)
+
+
+def _rows_choose(config: PPOConfig) -> bool:
+    """Whether the settings may be those of workflows that the data names."""
+    return any(has_column(files, AGENT_NAME) for files in (config.data.train_files, config.data.val_files))
+
+
+def _check_own_workflow(config: PPOConfig, key: str, name: str) -> list[str]:
+    """A class of the user's own is loaded, and torch with it, as the run would."""
+    from rlhub.agents.workflows.registry import workflow_class
+    from rlhub.trainer.preflight.own_workflows import class_problems, knobs_of
+
+    try:
+        found = workflow_class(name)
+    except ConfigError as error:
+        return [f"{key}: {problem}" for problem in error.problems]
+    if problems := class_problems(found):
+        return [f"{key}={name}: {problem}" for problem in problems]
+    knobs = knobs_of(found)
+    if knobs is None or _rows_choose(config):
+        return _check_settings_read(config, workflow_class, name)
+    return _check_knobs(config, knobs, name)
+
+
+def _check_settings_read(config: PPOConfig, load: Callable[[str], Any], name: str) -> list[str]:
+    """That a workflow without knobs reads the settings that it is given; it is loaded only where some are."""
+    given = [key for key in config.actor_rollout_ref.rollout.agent.kwargs if key not in MultiTurnConfig.__dataclass_fields__]
+    if not given or _rows_choose(config):
+        return []
+    from rlhub.trainer.preflight.own_workflows import settings_read
+
+    read = settings_read(load(name))
+    if read is None:
+        return []
+    known = f"it reads: {', '.join(sorted(read))}" if read else "it takes none"
+    return [f"{WHERE}.{key}: no such setting of workflow {name}{suggest(key, read)}; {known}" for key in given if key not in read]
+
+
+def _check_knobs(config: PPOConfig, cls: type, name: str) -> list[str]:
+    try:
+        knobs: Any = fill_knobs(cls, workflow_kwargs(config.actor_rollout_ref.rollout))
+    except ConfigError as error:
+        return [f"{problem} (workflow {name})" for problem in error.problems]
+    except TypeError as error:  # of a class of the user's own
+        return [f"{WHERE}: {cls.__name__} of workflow {name} must have a default for every setting: {error}"]
+    return _check_named(knobs, name)
+
+
+def _check_named(knobs: Any, workflow: str) -> list[str]:
+    """What a workflow's settings name exists."""
+    problems: list[str] = []
+    if isinstance(knobs, ToolKnobs):
+        problems += unknown(f"{_ROLLOUT}.multi_turn.format", TOOL_FORMATS, knobs.format)
+        problems += _check_entries(knobs.tools, f"{WHERE}.tools")
+    if isinstance(knobs, EnvironmentKnobs):
+        problems += _check_environment(knobs, workflow)
+    if isinstance(knobs, AgentKnobs):
+        problems += unknown(f"{WHERE}.format", TOOL_FORMATS, knobs.format)
+        problems += _check_agent(knobs.agent, workflow)
+    return problems
+
+
+def _check_environment(knobs: EnvironmentKnobs, workflow: str) -> list[str]:
+    key, name = f"{WHERE}.environment", knobs.environment
+    if not name:
+        there = ", ".join(ENVIRONMENTS.names())
+        return [f"{key} is not set, and workflow {workflow} plays one: path/to/file.py:ClassName, or of {there}"]
+    if ":" not in name:
+        return unknown(key, ENVIRONMENTS, name)
+    return target_problems(key, name) or settings_problems(f"{WHERE}.environment_kwargs", name, knobs.environment_kwargs)
+
+
+def _check_agent(agent: str, workflow: str) -> list[str]:
+    key = f"{WHERE}.agent"
+    if not agent:
+        return [f"{key} is not set, and workflow {workflow} runs one: path/to/agent.py:run or path/to/script.py"]
+    if agent.endswith(".py"):
+        problem = read_source(agent).problem
+        return [f"{key}={agent}: {problem}"] if problem else []
+    given = dict.fromkeys(("base_url", "api_key", "row"))
+    return target_problems(key, agent) or [
+        f"{key}={agent}: must take base_url, api_key and row by these names ({problem.partition(': ')[2]})"
+        for problem in settings_problems(key, agent, given)
+    ]
+
+
+def _check_tools(config: PPOConfig) -> list[str]:
+    """The file that lists them, and what it lists."""
+    path = workflow_kwargs(config.actor_rollout_ref.rollout).get("tool_config_path")
+    if path is None:
+        return []
+    key = f"{_ROLLOUT}.multi_turn.tool_config_path={path}"
+    if not Path(str(path)).expanduser().is_file():
+        return [
+            f"{key}: no such file (looked for {Path(str(path)).expanduser().resolve()}); name the YAML file that lists the tools"
+        ]
+    try:
+        return _check_entries(read_tool_file(str(path)), key)
+    except ConfigError as error:
+        return [f"{_ROLLOUT}.multi_turn.{problem}" for problem in error.problems]
+
+
+def _check_entries(entries: Sequence[Any], key: str) -> list[str]:
+    """What can be told of them before the tools are made."""
+    return [problem for number, entry in enumerate(entries) for problem in _check_entry(entry, f"{key}, entry {number}")]
+
+
+def _check_entry(entry: Any, where: str) -> list[str]:
+    given = entry if isinstance(entry, Mapping) else {"name": entry}
+    name, settings = given.get("name"), given.get("settings") or {}
+    if not isinstance(name, str) or not isinstance(settings, Mapping) or given.keys() - {"name", "settings"}:
+        return [f"{where} ({entry!r:.80}): expected a name, or a mapping with 'name' and 'settings'"]
+    if ":" not in name:
+        return unknown(where, TOOLS, name)
+    return target_problems(where, name) or settings_problems(where, name, settings, complete=False)

@@ -1,1 +1,0 @@
-"""Asynchronous episodes: what an agent does with a policy, how many run at once, and what becomes of each prompt."""

@@ -1,0 +1,110 @@
+"""Transcripts, and what chat templates add between turns."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlhub.agents.workflows.turns import Transcript, TurnTemplate, turn_seed
+from rlhub.engines.rollout.base import Completion
+from tests.support.chat_model import CHAT_TEMPLATE
+from tests.support.chatml import QWEN_TEMPLATE, chatml_tokenizer
+
+# Drops the reasoning of turns before the last question and fills in an empty one for the last answer, as Qwen3's does.
+THINKING = """{%- set ns = namespace(last=0) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.last and loop.index0 > ns.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+        {{- message.content + '<|im_end|>\\n' }}
+    {%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def words_tokenizer() -> PreTrainedTokenizerFast:
+    """Words between spaces are tokens, as in recipes/arithmetic."""
+    words = ["<pad>", "<end>", "<unknown>", "user:", "tool:", "assistant:", "wrong", *map(str, range(10))]
+    inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unknown>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }} {% if m.role == 'assistant' %}<end> {% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>", chat_template=template
+    )
+
+
+def spaced_tokenizer() -> PreTrainedTokenizerFast:
+    """Puts a mark before the first word of every text, as Llama's sentencepiece models do."""
+    tokenizer = chatml_tokenizer()
+    inner = Tokenizer(models.BPE({**tokenizer.get_vocab(), "▁": len(tokenizer)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    inner.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<|pad|>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=QWEN_TEMPLATE,
+    )
+
+
+def test_what_stands_between_turns_is_tokenized_as_in_the_whole_text() -> None:
+    for tokenizer in (chatml_tokenizer(), words_tokenizer(), chatml_tokenizer(CHAT_TEMPLATE.replace("end>", "|im_end|>"))):
+        template = TurnTemplate(tokenizer, roles=["tool", "user"])
+        chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+        added = [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}]
+        whole = tokenizer.apply_chat_template([*chat, *added], tokenize=False, add_generation_prompt=True)
+        first = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+        prompt, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (first, "2"))
+        ended = [*prompt, *answer, tokenizer.eos_token_id]
+        expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
+        assert [*ended, *template.between(added)] == expected
+        assert [*prompt, *answer, *template.between(added, turn_ended=False)] == expected
+
+
+def test_a_template_that_drops_reasoning_adds_what_it_adds() -> None:
+    tokenizer = chatml_tokenizer(THINKING)
+    for role in ("tool", "user"):
+        added = TurnTemplate(tokenizer, roles=["tool", "user"]).between([{"role": role, "content": "x"}])
+        assert tokenizer.decode(added) == f"\n<|im_start|>{role}\nx<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_no_mark_of_a_texts_beginning_comes_between_turns() -> None:
+    tokenizer = spaced_tokenizer()
+    added = TurnTemplate(tokenizer, roles=["user"]).between([{"role": "user", "content": "x"}])
+    alone = tokenizer("\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    mark = tokenizer.convert_tokens_to_ids("▁")
+    assert alone[0] == mark != added[0] and alone[1:] == added
+
+
+def test_a_transcript_keeps_its_columns_together() -> None:
+    transcript = Transcript(prompt_ids=[1, 2], budget=8, scored=True)
+    transcript.add_completion(Completion(token_ids=[5, 6], log_probs=[-1.0, -2.0], finish_reason="stop", versions=[3, 3]))
+    assert transcript.add_context([7, 8]) and transcript.room == 4
+    transcript.add_reward(0.5)
+    transcript.add_completion(Completion(token_ids=[9], log_probs=[], finish_reason="stop", versions=[4]))
+    transcript.add_reward(0.25)
+    assert not transcript.add_context([1, 1, 1]), "no token of the policy would fit after it"
+    found = transcript.trajectory({"x": 1.0})
+    found.check()
+    assert found.response_ids == [5, 6, 7, 8, 9] and found.response_mask == [1, 1, 0, 0, 1]
+    assert found.rewards == [0.0, 0.5, 0.0, 0.0, 0.25] and found.versions == [3, 3, -1, -1, 4]
+    assert found.finish_reason == "length" and found.metrics == {"num_turns": 2.0, "x": 1.0}
+
+
+def test_every_turn_has_noise_of_its_own() -> None:
+    assert turn_seed(5, 0) == 5
+    assert len({turn_seed(seed, turn) for seed in range(20) for turn in range(1, 20)}) == 380
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "a<|im_start|>b<|im_end|>", "plain"])
+def test_text_from_outside_holds_no_special_token(text: str) -> None:
+    tokenizer = chatml_tokenizer()
+    neutral = TurnTemplate(tokenizer, roles=["user"]).neutral(text)
+    assert not set(tokenizer.all_special_ids) & set(tokenizer(neutral, add_special_tokens=False)["input_ids"])
+    assert neutral.replace(" ", "") == text

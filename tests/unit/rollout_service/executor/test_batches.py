@@ -1,0 +1,145 @@
+"""Groups of episodes and whole batches of prompts give the same training columns."""
+
+import numpy as np
+import pytest
+import torch
+
+from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.engines.rollout.base import FINISH_CODES, Completion
+from rlhub.errors import WorkflowError
+from rlhub.rollout_service.executor.batches import ADDED, add_rewards, episode_metrics, to_batch
+from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, mask_older
+from rlhub.workers import generation
+
+PAD, VOCABULARY = 0, 50
+
+
+def group(ordinal: int, prompt: tuple[int, ...], *completions: Completion) -> Group:
+    trajectories = [
+        Trajectory(
+            prompt_ids=list(prompt),
+            response_ids=c.token_ids,
+            response_mask=[1] * len(c.token_ids),
+            rollout_log_probs=c.log_probs,
+            versions=c.versions,
+            finish_reason=c.finish_reason,
+        )
+        for c in completions
+    ]
+    return Group(
+        item=PromptItem(prompt_ids=prompt, ordinal=ordinal, row={"data_source": f"d{ordinal}"}), trajectories=trajectories
+    )
+
+
+def completion(*tokens: int, version: int = 0, finish_reason: str = "stop") -> Completion:
+    return Completion(
+        token_ids=list(tokens),
+        log_probs=[-token / 10 for token in tokens],
+        finish_reason=finish_reason,
+        versions=[version] * len(tokens),
+    )
+
+
+GIVEN = {
+    4: ((7, 8, 9), (completion(3), completion(4, 5, 6, 1, finish_reason="length"))),
+    9: ((7,), (completion(3, 2), completion(9, 9, 1))),
+}
+
+
+def test_columns_are_those_of_batch_generation() -> None:
+    groups = [group(ordinal, prompt, *completions) for ordinal, (prompt, completions) in GIVEN.items()]
+    batch = to_batch(groups, pad_id=PAD, vocab_size=VOCABULARY)
+    flat = [c for _, completions in GIVEN.values() for c in completions]
+    padded = generation.pad_completions(flat, pad_id=PAD, with_log_probs=True, widest=lambda width: width)
+    prompts, mask = torch.tensor([[7, 8, 9], [PAD, PAD, 7]]), torch.tensor([[1, 1, 1], [0, 0, 1]])
+    expected = generation.training_columns(prompts, mask, padded, 2)
+    for name, column in expected.items():
+        assert torch.equal(batch.batch[name], column) and batch.batch[name].dtype == column.dtype, name
+    assert batch.batch["ordinal"].tolist() == [4, 4, 9, 9] and batch.batch["uid"].tolist() == [0, 0, 1, 1]
+    assert batch.non_tensor_batch["data_source"].tolist() == ["d4", "d4", "d9", "d9"]
+    assert set(batch.batch.keys()) - set(expected) == {"ordinal", "uid", "policy_version"}
+    assert batch.batch["policy_version"][0].tolist() == [0] + [NOT_SAMPLED] * 3
+    assert FINISH_CODES == generation.FINISH_CODES
+
+
+def test_rewards_become_the_columns_of_scoring() -> None:
+    one = group(0, (7,), completion(3, 2), completion(4))
+    for trajectory, reward in zip(one.trajectories, (1.5, 0.0), strict=True):
+        trajectory.set_reward(reward)
+    one.valid, one.numbers = [True, False], [{"acc": 1.0}, {}]
+    columns = to_batch([one], pad_id=PAD).batch
+    assert columns["token_level_scores"].tolist() == [[0.0, 1.5], [0.0, 0.0]]
+    assert columns["scores"].tolist() == [1.5, 0.0] and columns["valid"].tolist() == [True, False]
+    assert columns["reward/acc"].tolist() == [1.0, 0.0] and columns["reward/acc"].dtype == torch.float64
+
+
+def test_rewards_of_tools_are_added_to_the_configured_ones_once() -> None:
+    """Where samples have rewards of their own at once, elsewhere when they are scored; and masked tokens keep none of them."""
+    one = group(0, (5,), completion(1, 2), completion(3, 4))
+    one.trajectories[0].added_rewards = [0.5, 0.0]
+    columns = to_batch([one], pad_id=0).batch
+    assert columns[ADDED].tolist() == [[0.5, 0.0], [0.0, 0.0]] and "token_level_scores" not in columns.keys()
+    columns["token_level_scores"] = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    columns["scores"], columns["valid"] = torch.ones(2), torch.tensor([True, True])
+    for _ in range(2):
+        add_rewards(columns)
+        assert columns["token_level_scores"].tolist() == [[0.5, 1.0], [0.0, 1.0]] and columns["scores"].tolist() == [1.5, 1.0]
+    for trajectory in one.trajectories:
+        trajectory.set_reward(2.0)
+    assert to_batch([one], pad_id=0).batch["token_level_scores"].tolist() == [[0.5, 2.0], [0.0, 2.0]]
+    one.trajectories[0].versions = [0, 1]
+    mask_older(one, 1)
+    assert one.trajectories[0].added_rewards == [0.0, 0.5]
+
+
+def test_what_others_wrote_is_not_the_policys() -> None:
+    one = group(0, (7,), completion(3, 20, 21, 4, version=2))
+    one.trajectories[0].response_mask = [1, 0, 0, 1]
+    one.trajectories[0].versions = [2, NOT_SAMPLED, NOT_SAMPLED, 3]
+    columns = to_batch([one], pad_id=PAD).batch
+    assert columns["response_mask"].tolist() == [[1, 0, 0, 1]] and columns["response_length"].tolist() == [4]
+    assert columns["attention_mask"].tolist() == [[1] * 5]
+    assert one.first_version == 2 and one.num_tokens == 2
+    assert mask_older(one, 3) == 1
+    assert one.trajectories[0].response_mask == [0, 0, 0, 1] and one.valid == [True]
+    assert mask_older(one, 4) == 1 and one.valid == [False]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.response_ids.__setitem__(0, VOCABULARY), "token id 50, outside the vocabulary of 50"),
+        (lambda t: t.response_ids.__setitem__(0, -2), "token id -2"),
+        (lambda t: t.rollout_log_probs.__setitem__(0, float("nan")), "not finite"),
+        (lambda t: t.set_reward(1.0), "samples without rewards in a batch in which others have them"),
+    ],
+)
+def test_what_would_corrupt_training_is_refused(change, message: str) -> None:
+    one = group(3, (7,), completion(3), completion(4))
+    change(one.trajectories[0])
+    with pytest.raises(WorkflowError, match=f"prompt 3.*{message}"):
+        to_batch([one], pad_id=PAD, vocab_size=VOCABULARY)
+
+
+def test_a_number_that_only_some_samples_have_is_refused() -> None:
+    one = group(3, (7,), completion(3), completion(4))
+    for trajectory in one.trajectories:
+        trajectory.set_reward(1.0)
+    one.numbers = [{"acc": 1.0}, {}]
+    with pytest.raises(WorkflowError, match="no 'acc' for a sample of prompt 3"):
+        to_batch([one], pad_id=PAD)
+
+
+def test_metrics_are_means_over_those_that_have_them() -> None:
+    one = group(0, (7,), completion(3), completion(4))
+    one.trajectories[0].metrics = {"turns": 2.0, "calls": 1.0}
+    one.trajectories[1].metrics = {"turns": 4.0}
+    assert episode_metrics([one]) == {"episode/turns": 3.0, "episode/calls": 1.0}
+
+
+def test_groups_survive_a_checkpoint() -> None:
+    one = group(4, *[(7, 8), completion(3, 4, version=5)])
+    one.trajectories[0].set_reward(0.25)
+    one.numbers = [{"acc": 1.0}]
+    again = Group.from_json(one.to_json(), one.item)
+    assert again == one and np.isclose(again.trajectories[0].rewards[-1], 0.25)
