@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 
-from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
-from rlhub.engines.rollout.elsewhere import WeightsElsewhere
+from rlhub.engines.rollout.base import ExternalWeights, RolloutEngine, WeightBucket
 from rlhub.engines.rollout.weight_stream import abbreviate, apply_buckets
 from rlhub.errors import EngineError, RequestError, RlhubError
 from rlhub.protocol.weights.fingerprint import nonfinite_names
@@ -93,7 +92,7 @@ class EngineAdministration:
 
     def _from_model(self, folder: Path, version: int) -> Callable[[], object]:
         engine = self._engine
-        if isinstance(engine, WeightsElsewhere):
+        if isinstance(engine, ExternalWeights):
             target = f"{__name__}:{WorkerFolder.__name__}"
             engine.call_workers(target, "check", str(folder))
 
@@ -120,7 +119,7 @@ class Weights(Protocol):
 
 
 class WorkerFolder:
-    """In each worker of an engine whose weights are elsewhere: reads a Hugging Face folder for itself."""
+    """Reads a Hugging Face folder in each worker of an engine with external weights."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights

@@ -1,6 +1,6 @@
-"""Which rollout engines exist, and building one from the configuration.
+"""Which rollout engines exist, building one from the configuration, and what of a configuration an engine cannot do.
 
-Importing this module loads neither torch nor an engine, so names can be checked before anything starts.
+Importing this module loads neither torch nor an engine, so names and settings can be checked before anything starts.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ replicas a service can have: (rollout section) -> number; without it, as many as
 of a GPU's memory an engine takes: (rollout or judge section) -> share; without it, what it needs."""
 
 PARALLEL_SERVICE, MOST_REPLICAS, MEMORY_SHARE = "parallel_service", "most_replicas", "memory_share"
-_CHECKS = "rlhub.engines.rollout.service_checks"
+_CHECKS = "rlhub.engines.rollout.registry"
 _PROCESSES = "rlhub.engines.rollout.vllm.async_engine:AsyncVLLMEngine"
-_SHARE = {MEMORY_SHARE: f"{_CHECKS}:memory_share"}
+_SHARE = {MEMORY_SHARE: f"{_CHECKS}:gpu_memory_utilization"}
 ROLLOUT_ENGINES.add_lazy(
     "vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"}, companions={PARALLEL_SERVICE: _PROCESSES, **_SHARE}
 )
@@ -87,7 +87,7 @@ def resolve_engine_name(name: str) -> str:
 
 
 def engine_factory(config: RolloutConfig) -> EngineFactory:
-    """The engine of this configuration.  Raises RegistryError for an unknown `config.name`."""
+    """Returns the engine of this configuration.  Raises RegistryError for an unknown `config.name`."""
     name = resolve_engine_name(config.name)
     if config.mode == "async" and config.tensor_model_parallel_size > 1:
         in_its_place: EngineFactory | None = ROLLOUT_ENGINES.companion(name, PARALLEL_SERVICE)
@@ -96,13 +96,13 @@ def engine_factory(config: RolloutConfig) -> EngineFactory:
 
 
 def most_replicas(config: RolloutConfig) -> int | None:
-    """Of a service of single requests; None: the engine knows no limit."""
+    """Returns how many replicas a service of single requests can have; None: the engine knows no limit."""
     limit: Callable[[RolloutConfig], int] | None = ROLLOUT_ENGINES.companion(resolve_engine_name(config.name), MOST_REPLICAS)
     return None if limit is None else limit(config)
 
 
 def memory_share(name: str, config: RolloutConfig | JudgeConfig) -> float:
-    """Of a GPU's memory, which the engine of that name takes for itself; 0 for one that takes what it needs."""
+    """Returns the share of a GPU's memory that the engine of that name takes for itself; 0 for one that takes what it needs."""
     name = resolve_engine_name(name)
     if name not in ROLLOUT_ENGINES:
         return 0.0
@@ -113,3 +113,31 @@ def memory_share(name: str, config: RolloutConfig | JudgeConfig) -> float:
 def build_rollout_engine(setup: RolloutSetup) -> RolloutEngine:
     """Returns the configured engine, not yet initialized.  Raises RegistryError for an unknown `config.name`."""
     return engine_factory(setup.config)(setup)
+
+
+# --- what the rows of the table name ----------------------------------------------------------------------------------------
+
+KEY = "actor_rollout_ref.rollout"
+
+
+def one_device_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
+    """Returns what is wrong with the section for an engine without tensor parallelism."""
+    size = config.tensor_model_parallel_size
+    if size == 1:
+        return []
+    return [
+        f"{KEY}.tensor_model_parallel_size={size} with {KEY}.name={config.name}: this engine has one device a copy; set it to 1, "
+        f"or {KEY}.name=vllm"
+    ]
+
+
+def service_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
+    """Returns what is wrong with the section for an engine that serves single requests alone."""
+    if config.mode == "async":
+        return []
+    return [f"{KEY}.name={config.name} with {KEY}.mode={config.mode}: this engine is for mode=async; set that, or name=vllm"]
+
+
+def gpu_memory_utilization(config: RolloutConfig | JudgeConfig) -> float:
+    """Returns what vLLM takes of a GPU's whole memory, weights and key-value cache together."""
+    return config.gpu_memory_utilization
