@@ -24,7 +24,7 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.errors import ConfigError, DeadlineError
-from rlhub.models.vocabulary import read_vocabulary
+from rlhub.models.tokenizer import read_vocabulary
 from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager

@@ -65,7 +65,7 @@ class TrackedEngine:
         self.written = data.partial
 
     def request_ids(self) -> list[str]:
-        """Of the generations that run now; each is awaited by `settled`."""
+        """Returns the requests of the generations that run now; `settled` awaits each."""
         self._awaited |= self._running.keys()
         return list(self._running.values())
 

@@ -62,7 +62,7 @@ class Trajectory:
 
     @property
     def first_version(self) -> int:
-        """Of the first token that the policy wrote: what staleness is counted from."""
+        """The policy version of the first token that the policy wrote; staleness counts from it."""
         return self.versions[self.response_mask.index(1)]
 
     def set_reward(self, reward: float) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoint files: what is recorded of each, and a safetensors writer that hashes while it writes.
+"""Checkpoint files: the entry that records each, and a safetensors writer that hashes while it writes.
 
 The format is safetensors' own (8-byte little-endian header length, JSON header, raw tensors without holes), written here
 rather than by the library so that one pass over memory writes, checksums and flushes, and so that nothing is copied:
@@ -50,7 +50,7 @@ class RawTensor:
 
 @contextmanager
 def storage_errors(what: str) -> Iterator[None]:
-    """Turn an OSError (disk full, no permission, vanished folder) into a CheckpointError that says what was being done."""
+    """Turns an OSError (disk full, no permission, vanished folder) into a CheckpointError that says what was being done."""
     try:
         yield
     except OSError as error:
@@ -61,7 +61,7 @@ def storage_errors(what: str) -> Iterator[None]:
 
 
 def write_safetensors(path: Path, tensors: Sequence[RawTensor], metadata: dict[str, str] | None = None) -> FileEntry:
-    """Write and flush one safetensors file; returns its size and checksum.  Names must differ.
+    """Writes and flushes one safetensors file; returns its size and checksum.  Names must differ.
 
     Wide dtypes come first so that every tensor starts at a multiple of its item size.
     """
@@ -109,12 +109,12 @@ def _write_hashed(path: Path, parts: Iterable[Callable[[], memoryview]]) -> File
 
 
 def write_file(path: Path, data: bytes) -> FileEntry:
-    """Write and flush a small file of a checkpoint; returns its entry."""
+    """Writes and flushes a small file of a checkpoint; returns its entry."""
     return _write_hashed(path, [lambda: memoryview(data)])
 
 
 def entry_of(path: Path) -> FileEntry:
-    """Read a file that somebody else wrote and describe it.  Raises OSError when it cannot be read."""
+    """Reads a file that another program wrote and describes it.  Raises OSError when it cannot be read."""
     digest = xxhash.xxh3_128()
     size = 0
     with open(path, "rb", buffering=0) as stream:
@@ -125,7 +125,7 @@ def entry_of(path: Path) -> FileEntry:
 
 
 def problem_with(path: Path, entry: FileEntry, *, verify: bool) -> str | None:
-    """Why the file at `path` is not the one recorded, or None.  verify=False compares sizes only."""
+    """Returns why the file at `path` is not the one recorded, or None.  verify=False compares sizes only."""
     try:
         size = path.stat().st_size
         if size != entry.size:

@@ -1,6 +1,6 @@
 """Weights as Hugging Face safetensors files, written from a stream of buckets.
 
-The stream's tensors live only until the next bucket is asked for, so one file's worth is held in host memory: that, not
+The stream's tensors live only until the next bucket is asked for, so one file's worth is kept in host memory: that, not
 the model, bounds what a save needs.  https://huggingface.co/docs/safetensors and transformers' sharded index format.
 """
 
@@ -28,7 +28,7 @@ def write_hf_weights(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: torch.dtype | None = None,
 ) -> list[FileEntry]:
-    """Write `model.safetensors`, or numbered files and `model.safetensors.index.json`, that transformers can load.
+    """Writes `model.safetensors`, or numbered files and `model.safetensors.index.json`, that transformers can load.
 
     Every rank that shares the stream calls it, because producing a bucket is collective; one passes the folder, the
     others None, walk the stream and write nothing.  dtype: cast floating-point weights to it.  Blocks until all is on
@@ -41,21 +41,21 @@ def write_hf_weights(
     folder.mkdir(parents=True, exist_ok=True)
     parts: list[FileEntry] = []
     names: list[list[str]] = []
-    held: dict[str, Tensor] = {}
-    held_bytes = total_bytes = 0
+    tensors: dict[str, Tensor] = {}  # of the next file
+    file_bytes = total_bytes = 0
     for bucket in buckets:
         for name, tensor in bucket:
-            kept = _own_copy(tensor, dtype)
-            num_bytes = kept.numel() * kept.element_size()
-            if held and held_bytes + num_bytes > max_shard_bytes:
-                parts.append(_write_part(folder, len(parts), held))
-                names.append(list(held))
-                held, held_bytes = {}, 0
-            held[name] = kept
-            held_bytes += num_bytes
+            copied = _own_copy(tensor, dtype)
+            num_bytes = copied.numel() * copied.element_size()
+            if tensors and file_bytes + num_bytes > max_shard_bytes:
+                parts.append(_write_part(folder, len(parts), tensors))
+                names.append(list(tensors))
+                tensors, file_bytes = {}, 0
+            tensors[name] = copied
+            file_bytes += num_bytes
             total_bytes += num_bytes
-    parts.append(_write_part(folder, len(parts), held))
-    names.append(list(held))
+    parts.append(_write_part(folder, len(parts), tensors))
+    names.append(list(tensors))
     return _name_parts(folder, parts, names, total_bytes)
 
 
@@ -69,7 +69,7 @@ def _write_part(folder: Path, number: int, tensors: dict[str, Tensor]) -> FileEn
 
 
 def _name_parts(folder: Path, parts: list[FileEntry], names: list[list[str]], total_bytes: int) -> list[FileEntry]:
-    """Give the files the names loaders look for, which hold the number of files and so are known only now."""
+    """Gives the files the names that loaders look for, which contain the number of files and so are known only now."""
     count = len(parts)
     finals = ["model.safetensors"] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     entries = []

@@ -4,7 +4,7 @@ It is written last, lists every other file with its size and checksum, and carri
 save of a run folder.  The newest checkpoint is the one with the highest serial, not the highest step: after going back
 to an earlier step, what the abandoned branch left behind is older.
 
-Its own content has a checksum too: a step or a size that changed on the disk is seen, as in every other file.
+Its own content has a checksum too: a step or a size that changed on the disk is detected, as in every other file.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ READ_THREADS = 4  # checksums are computed outside the interpreter lock; four re
 
 @dataclass(slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint's own manifest says.  `metrics` are the validation figures known when it was saved.  finite: whether
-    all that it holds was tested to be; False of a manifest that does not say."""
+    """The content of a manifest.  metrics: the validation figures known when it was saved.  finite: whether all its weights were
+    tested to be; False for a manifest without the entry."""
 
     step: int
     serial: int
@@ -48,27 +48,27 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `folder/manifest.json` atomically; non-finite metrics are left out, they cannot be the best."""
+    """Writes `folder/manifest.json` atomically; non-finite metrics are left out, they cannot be the best."""
     finite = {name: value for name, value in manifest.metrics.items() if math.isfinite(value)}
     value = {"version": FORMAT_VERSION, **asdict(manifest), "metrics": finite}
     write_json(folder / MANIFEST, {**value, "checksum": _checksum(value)})
 
 
 def _checksum(value: Mapping[str, Any]) -> str:
-    """Of the content, however it is laid out, without the checksum itself."""
+    """Returns the checksum of the content, whatever its layout, without the checksum itself."""
     content = {name: item for name, item in value.items() if name != "checksum"}
     return f"{CHECKSUM}:{xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode('utf-8'))}"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a folder's manifest.  Raises CheckpointError when it is missing, cut short or of another format."""
+    """Reads a folder's manifest.  Raises CheckpointError when it is missing, cut short or of another format."""
     path = folder / MANIFEST
     try:
         value = json.loads(path.read_bytes())
         if value["version"] not in (FORMAT_VERSION, WITHOUT_CHECKSUM):
             raise CheckpointError(f"{path}: written in format {value['version']}, this rlhub reads format {FORMAT_VERSION}")
         if value["version"] == WITHOUT_CHECKSUM and "checksum" not in value:
-            _tell_of_older(path)
+            _warn_of_older_format(path)
         elif value["checksum"] != _checksum(value):
             raise CheckpointError(
                 f"{path} has another checksum than its content: it changed after it was written; use another checkpoint"
@@ -85,13 +85,13 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 @functools.cache
-def _tell_of_older(path: Path) -> None:
-    """Once a checkpoint, however often it is looked at."""
-    logger.warning("%s is of an older format without a checksum of its own: a changed step would not be seen", path)
+def _warn_of_older_format(path: Path) -> None:
+    """Warns once a checkpoint, however often it is read."""
+    logger.warning("%s is of an older format without a checksum of its own: a changed step would not be detected", path)
 
 
 def problems_in(folder: Path, manifest: Manifest, *, verify: bool) -> list[str]:
-    """What is wrong with the files a manifest lists; empty when the checkpoint is whole.
+    """Returns the problems with the files a manifest lists; empty when the checkpoint is whole.
 
     verify=True reads every byte (several files at a time); False compares sizes, which costs nothing.
     """
@@ -110,7 +110,7 @@ def _found(problems: Iterable[str | None]) -> list[str]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The trainer's own state of a checkpoint, as it was given to `commit`."""
+    """Reads the trainer's own state of a checkpoint, as it was given to `commit`."""
     path = folder / STATE
     try:
         value: Mapping[str, Any] = json.loads(path.read_bytes())

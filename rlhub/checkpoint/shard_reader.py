@@ -25,7 +25,7 @@ DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class _StoredPiece:
+class _StoredRegion:
     """A region of a tensor, and where its elements are."""
 
     file: Path
@@ -34,19 +34,19 @@ class _StoredPiece:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Stored:
-    """What all indexes together say of one tensor."""
+class _StoredTensor:
+    """A stored tensor, as all indexes together describe it."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: list[_StoredPiece] = field(default_factory=list)
+    pieces: list[_StoredRegion] = field(default_factory=list)
 
 
 class ShardReader:
     """Reads regions of the tensors that were written into `folder`.
 
-    Files are memory-mapped: only what is asked for is read.  Use it as a context manager, or call `close`, to let the
-    mappings go.  Content is not compared with the checksums of the checkpoint's manifest: whoever opens the checkpoint
+    Files are memory-mapped: only requested regions are read.  Use it as a context manager, or call `close`, to end the
+    mappings.  Content is not compared with the checksums of the checkpoint's manifest: whoever opens the checkpoint
     (`CheckpointStore.latest`, `open_checkpoint`) has done that for all files at once.
 
     Raises CheckpointError when there is no index, one cannot be read, or that of a rank is missing.
@@ -55,26 +55,26 @@ class ShardReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[Path, Any] = {}
-        self._stored: dict[str, _Stored] = {}
+        self._stored: dict[str, _StoredTensor] = {}
         paths = sorted(folder.glob("shards-rank*.json"))
         if not paths:
             raise CheckpointError(f"{folder}: no shard index (shards-rank*.json) here; is this a folder of a checkpoint?")
         self._check_ranks({path.name: self._add_index(path) for path in paths})
 
     def _check_ranks(self, num_ranks: dict[str, int | None]) -> None:
-        """Every index says how many ranks wrote, and all of them must be here."""
+        """Raises CheckpointError unless the indexes of all ranks are here; every index says how many ranks wrote."""
         known = {count for count in num_ranks.values() if count is not None}
         if len(known) > 1:
             raise CheckpointError(f"{self.folder}: files of several saves, by {sorted(known)} ranks; use another checkpoint")
-        lost = [index_name(rank) for count in known for rank in range(count) if index_name(rank) not in num_ranks]
-        if lost:
+        missing = [index_name(rank) for count in known for rank in range(count) if index_name(rank) not in num_ranks]
+        if missing:
             raise CheckpointError(
-                f"{self.folder}: was written by {known.pop()} ranks, but {', '.join(lost)} of them is missing; "
+                f"{self.folder}: was written by {known.pop()} ranks, but {', '.join(missing)} of them is missing; "
                 "restore the file or use an earlier checkpoint"
             )
 
     def _add_index(self, path: Path) -> int | None:
-        """Take in what one rank wrote; returns the number of ranks, None where the format does not say."""
+        """Adds the index of one rank; returns the number of ranks, None where the format does not say."""
         with storage_errors(f"reading {path}"):
             text = path.read_bytes()
         try:
@@ -92,28 +92,28 @@ class ShardReader:
 
     def _add_tensor(self, path: Path, name: str, row: dict[str, Any]) -> None:
         shape = tuple(row["shape"])
-        stored = self._stored.setdefault(name, _Stored(dtype=row["dtype"], shape=shape))
+        stored = self._stored.setdefault(name, _StoredTensor(dtype=row["dtype"], shape=shape))
         if (stored.dtype, stored.shape) != (row["dtype"], shape):
             raise CheckpointError(f"{path}: {name} is {row['dtype']} {shape} here, {stored.dtype} {stored.shape} before")
         stored.pieces += [
-            _StoredPiece(file=self.folder / piece["file"], key=piece["key"], region=as_region(piece["region"]))
+            _StoredRegion(file=self.folder / piece["file"], key=piece["key"], region=as_region(piece["region"]))
             for piece in row["pieces"]
         ]
 
     def names(self) -> list[str]:
-        """Names of all tensors stored, sorted."""
+        """Returns the names of all tensors stored, sorted."""
         return sorted(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Full shape of a stored tensor."""
+        """Returns the full shape of a stored tensor."""
         return self._find(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """As it is stored."""
+        """Returns the dtype that a tensor is stored in."""
         return DTYPES[self._find(name).dtype]
 
     def read(self, piece: Piece) -> Tensor:
-        """The piece's region, a new CPU tensor of its sizes and dtype.
+        """Reads the piece's region: a new CPU tensor of its sizes and dtype.
 
         `piece.tensor` is only looked at, never written; a tensor on the meta device will do.  Raises CheckpointError when
         the name is unknown, shape or dtype differ, or an element was never written.
@@ -133,11 +133,11 @@ class ShardReader:
         return self.region(piece.name, piece.region)
 
     def whole(self, name: str) -> Tensor:
-        """All of a tensor, in the dtype it is stored in."""
+        """Reads all of a tensor, in the dtype it is stored in."""
         return self.region(name, whole(self.shape(name)))
 
     def region(self, name: str, region: Region) -> Tensor:
-        """Part of a tensor, in the dtype it is stored in: joined from the pieces that have it; they may overlap (replicas)."""
+        """Reads part of a tensor, in the dtype it is stored in: joined from pieces, which may overlap (replicas)."""
         stored = self._find(name)
         result = torch.empty(sizes(region), dtype=DTYPES[stored.dtype])
         missing = [region] if num_elements(region) else []
@@ -150,8 +150,8 @@ class ShardReader:
             )
         return result
 
-    def _copy(self, piece: _StoredPiece, box: Region, target: Tensor) -> Iterator[Region]:
-        """Fill what the piece has of `box`; yields what is left of it."""
+    def _copy(self, piece: _StoredRegion, box: Region, target: Tensor) -> Iterator[Region]:
+        """Copies the part of `box` that the piece has; yields the rest of `box`."""
         common = intersection(box, piece.region)
         if common is None:
             yield box
@@ -159,7 +159,7 @@ class ShardReader:
         take(target, relative(common, box)).copy_(self._load(piece, relative(common, piece.region)))
         yield from remainder(box, common)
 
-    def _load(self, piece: _StoredPiece, region: Region) -> Tensor:
+    def _load(self, piece: _StoredRegion, region: Region) -> Tensor:
         handle = self._handle(piece.file)
         try:
             if sizes(region) == sizes(piece.region):
@@ -172,7 +172,7 @@ class ShardReader:
             raise CheckpointError(f"{piece.file}: {piece.key} is not {list(sizes(piece.region))}, as its index says")
         return loaded
 
-    def _find(self, name: str) -> _Stored:
+    def _find(self, name: str) -> _StoredTensor:
         if name not in self._stored:
             raise CheckpointError(f"{name!r} is not in the checkpoint {self.folder}{suggest(name, self._stored)}")
         return self._stored[name]
@@ -186,7 +186,7 @@ class ShardReader:
         return self._open[path]
 
     def close(self) -> None:
-        """Let the files go."""
+        """Closes the files."""
         self._open.clear()
 
     def __enter__(self) -> ShardReader:
@@ -197,7 +197,7 @@ class ShardReader:
 
 
 def _from_rows(index: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of an index of the format before, in today's form."""
+    """Returns the tensors of an index of the format before, in today's form."""
     tensors = {}
     for name, row in index["pieces"].items():
         region = [[row["start"], row["stop"]], *([0, size] for size in row["shape"][1:])] if row["shape"] else []

@@ -1,7 +1,7 @@
 """Sharded tensors on disk: every rank writes the pieces it holds, any number of ranks reads any pieces.
 
 Rank r of a save writes `shards-rank<r>-<k>.safetensors` and `shards-rank<r>.json`, an index that says of each piece which
-region of which tensor it is, and how many ranks wrote, so that the loss of a whole rank's files is seen.  A reader
+region of which tensor it is, and how many ranks wrote, so that the loss of a whole rank's files is detected.  A reader
 (`shard_reader`) knows only the indexes: how the writers had cut the tensors never matters.
 """
 
@@ -40,12 +40,12 @@ DTYPE_CODES: dict[torch.dtype, str] = {
 
 
 def index_name(rank: int) -> str:
-    """The file name of a rank's index."""
+    """Returns the file name of a rank's index."""
     return f"shards-rank{rank:05d}.json"
 
 
 def raw_tensor(name: str, tensor: Tensor) -> RawTensor:
-    """Describe a tensor for `write_safetensors`; contiguous CPU memory is read in place, other memory is copied one tensor at
+    """Describes a tensor for `write_safetensors`; contiguous CPU memory is read in place, other memory is copied one tensor at
     a time."""
     if tensor.dtype not in DTYPE_CODES:
         raise CheckpointError(f"{name}: dtype {tensor.dtype} has no form in a checkpoint; known: {sorted(DTYPE_CODES.values())}")
@@ -62,16 +62,16 @@ def raw_tensor(name: str, tensor: Tensor) -> RawTensor:
 def write_shards(
     folder: Path, rank: int, num_ranks: int, pieces: Iterable[Piece], *, max_file_bytes: int = MAX_FILE_BYTES
 ) -> list[FileEntry]:
-    """Write this rank's pieces below `folder`; each of the `num_ranks` ranks calls it with its own number, into one folder.
+    """Writes this rank's pieces below `folder`; each of the `num_ranks` ranks calls it with its own number, into one folder.
 
     A piece's memory is read when its file is written and must stay as it is until then; what is contiguous on the CPU is
-    not copied.  The stream is consumed a file at a time, so at most `max_file_bytes` of it is held.  Blocks until everything
+    not copied.  The stream is consumed a file at a time, so at most `max_file_bytes` of it is in memory.  Blocks until everything
     is on the disk.  Raises CheckpointError (disk full, a piece outside its tensor or over another one of this rank).
     """
     folder.mkdir(parents=True, exist_ok=True)
     writer = _Writer(folder, rank)
     for piece in pieces:
-        if writer.batch and writer.held_bytes + piece.info.num_bytes > max_file_bytes:
+        if writer.batch and writer.file_bytes + piece.info.num_bytes > max_file_bytes:
             writer.flush()
         writer.add(piece)
     writer.flush()
@@ -89,14 +89,14 @@ class _Writer:
     entries: list[FileEntry] = field(default_factory=list)
     index: dict[str, dict[str, Any]] = field(default_factory=dict)
     batch: list[RawTensor] = field(default_factory=list)
-    held_bytes: int = 0
+    file_bytes: int = 0
 
     @property
     def file(self) -> str:
         return f"shards-rank{self.rank:05d}-{len(self.entries):05d}.safetensors"
 
     def add(self, piece: Piece) -> None:
-        """Put the piece into the index and into the file; one without elements only makes the tensor known."""
+        """Adds the piece to the index and to the file; one without elements only adds the tensor to the index."""
         raw = raw_tensor(piece.name, piece.tensor)
         known = self.index.setdefault(piece.name, {"dtype": raw.dtype, "shape": list(piece.shape), "pieces": []})
         _check(piece, raw, known)
@@ -105,17 +105,17 @@ class _Writer:
         raw = raw_tensor(_key(piece.name, len(known["pieces"])), piece.tensor)
         known["pieces"].append({"file": self.file, "key": raw.name, "region": [list(bounds) for bounds in piece.region]})
         self.batch.append(raw)
-        self.held_bytes += raw.num_bytes
+        self.file_bytes += raw.num_bytes
 
     def flush(self) -> None:
-        """Write the file, if anything is to go into it."""
+        """Writes the file, unless it would be empty."""
         if self.batch:
             self.entries.append(write_safetensors(self.folder / self.file, self.batch))
-            self.batch, self.held_bytes = [], 0
+            self.batch, self.file_bytes = [], 0
 
 
 def _key(name: str, number: int) -> str:
-    """A rank's first piece of a tensor is filed under the tensor's own name."""
+    """Returns the name in the file: a rank's first piece of a tensor has the tensor's own."""
     return f"{name}#{number}" if number else name
 
 
@@ -140,5 +140,5 @@ def _is_inside(region: Region, shape: tuple[int, ...]) -> bool:
 
 
 def as_region(bounds: list[list[int]]) -> Region:
-    """A region as JSON has it."""
+    """Returns a region from its JSON form."""
     return tuple((start, stop) for start, stop in bounds)

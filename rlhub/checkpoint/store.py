@@ -38,9 +38,9 @@ DELETING = ".deleting_"
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Checkpoint:
-    """A checkpoint that was found whole.
+    """A whole checkpoint.
 
-    path: its folder.  step: the last finished step it holds.  state: what the trainer gave to `commit`.
+    path: its folder.  step: its last finished step.  state: as the trainer gave it to `commit`.
     metrics: the figures it is ranked by.
     """
 
@@ -57,7 +57,7 @@ class _Found:
 
 
 def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
-    """Load the checkpoint in folder `path`, or raise CheckpointError naming every damaged file and the remedy.
+    """Loads the checkpoint in folder `path`, or raises CheckpointError naming every damaged file and the remedy.
 
     verify=True reads every byte of it and compares checksums.
     """
@@ -78,11 +78,11 @@ class CheckpointStore:
         self.root = root.absolute()
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of `step` is or would be."""
+        """Returns the folder of the checkpoint of `step`, whether it exists or not."""
         return self.root / f"{PREFIX}{step}"
 
     def begin(self, step: int) -> Path:
-        """Clear away what an interrupted save left and return a new empty folder for the files of `step`, absolute."""
+        """Deletes the rest of an interrupted save and returns a new empty folder for the files of `step`, absolute."""
         aside = self.root / f"{ASIDE}{PREFIX}{step}"
         with storage_errors(f"starting to save step {step}"):
             self.root.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class CheckpointStore:
         return aside
 
     def _settle(self) -> None:
-        """Finish or undo what a killed process left half-done."""
+        """Completes or undoes the interrupted renames of a killed process."""
         for path in self.root.glob(REPLACED + PREFIX + "*"):
             final = self.root / path.name.removeprefix(REPLACED)
             if not final.exists():
@@ -109,16 +109,16 @@ class CheckpointStore:
         metrics: Mapping[str, float] | None = None,
         finite: bool = False,
     ) -> Path:
-        """Make the folder that `begin(step)` returned the checkpoint of `step`; returns its final path.
+        """Makes the folder that `begin(step)` returned the checkpoint of `step`; returns its final path.
 
         files: entries that the writers (`write_shards`, `write_hf_weights`) returned on every rank.  A file of the folder
             that is in no entry (tokenizer, configs) is read, flushed and listed too.
         state: JSON-able, comes back as `Checkpoint.state`.
-        metrics: what `retain(best_metric=...)` ranks by.
-        finite: whoever wrote the files has tested that all weights in them are.
+        metrics: the figures that `retain(best_metric=...)` ranks by.
+        finite: the writers have tested that all weights in the files are finite.
 
-        An existing checkpoint of the same step is replaced.  Raises CheckpointError when an entry's file cannot be seen
-        from here or has another size: ranks wrote to folders of their own.
+        An existing checkpoint of the same step is replaced.  Raises CheckpointError when an entry's file does not exist
+        here or has another size: ranks wrote to folders of their own.
         """
         aside = self.root / f"{ASIDE}{PREFIX}{step}"
         with storage_errors(f"saving step {step}"):
@@ -142,7 +142,7 @@ class CheckpointStore:
             path = aside / entry.path
             if not path.exists() or path.stat().st_size != entry.size:
                 raise CheckpointError(
-                    f"{path}: written by a worker, but not seen whole from the driver; "
+                    f"{path}: written by a worker, but the driver does not find it whole; "
                     "trainer.default_local_dir must be on a file system that all nodes share"
                 )
             listed[entry.path] = entry
@@ -167,8 +167,8 @@ class CheckpointStore:
             shutil.rmtree(replaced)
 
     def _found(self, *, warn: bool) -> list[_Found]:
-        """Checkpoints with a readable manifest, newest first.  One that was being replaced counts until its successor is
-        in place."""
+        """Returns the checkpoints with a readable manifest, newest first.  One that was being replaced counts until its successor
+        is in place."""
         found = []
         for path in self.candidates():
             try:
@@ -179,14 +179,14 @@ class CheckpointStore:
         return sorted(found, key=lambda one: (one.manifest.serial, one.manifest.step), reverse=True)
 
     def candidates(self) -> list[Path]:
-        """Folders that are called like checkpoints, whole or not."""
+        """Returns the folders that are called like checkpoints, whole or not."""
         paths = {path.name: path for path in self.root.glob(PREFIX + "*")}
         for path in self.root.glob(REPLACED + PREFIX + "*"):
             paths.setdefault(path.name.removeprefix(REPLACED), path)
         return list(paths.values())
 
     def latest(self, *, verify: bool = True) -> Checkpoint | None:
-        """The newest whole checkpoint, or None.  Each damaged one is skipped with a warning that names file and cause.
+        """Returns the newest whole checkpoint, or None.  Each damaged one is skipped with a warning that names file and cause.
 
         Changes nothing on disk, so other programs may ask while a run saves.
         """
@@ -202,46 +202,46 @@ class CheckpointStore:
         pointer = self.root / POINTER
         if not pointer.is_file():
             return
-        named = pointer.read_text(encoding="utf-8", errors="replace").strip()
-        if not (self.root / f"{PREFIX}{named}").is_dir():
-            logger.warning("%s names step %s, but there is no such checkpoint; looking for the newest whole one", pointer, named)
+        step = pointer.read_text(encoding="utf-8", errors="replace").strip()
+        if not (self.root / f"{PREFIX}{step}").is_dir():
+            logger.warning("%s names step %s, but there is no such checkpoint; looking for the newest whole one", pointer, step)
 
     def open(self, path: Path, *, verify: bool = True) -> Checkpoint:
-        """`open_checkpoint` of the folder that `find` gives."""
+        """Opens the checkpoint in the folder that `find` returns."""
         return open_checkpoint(self.find(path), verify=verify)
 
     def find(self, path: Path) -> Path:
-        """The folder that the user means: a relative path that is not found from here is looked up in the run folder."""
+        """Returns the folder that the user means: a relative path that is not found from here is looked up in the run folder."""
         inside = self.root / path
         return inside if not path.exists() and inside.exists() else path
 
     def folders(self) -> list[Path]:
-        """Checkpoints whose manifest can be read, the newest first; their files may be damaged."""
+        """Returns the checkpoints whose manifest can be read, the newest first; their files may be damaged."""
         return [found.path for found in self._found(warn=False)]
 
     def steps(self) -> list[int]:
-        """Steps with a checkpoint whose manifest can be read, ascending."""
+        """Returns the steps with a checkpoint whose manifest can be read, ascending."""
         return sorted(found.manifest.step for found in self._found(warn=False))
 
     def note_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add figures that became known after the save of `step` (a later validation of the same weights)."""
+        """Adds figures that became known after the save of `step` (a later validation of the same weights)."""
         manifest = read_manifest(self.folder(step))
         manifest.metrics.update(metrics)
         with storage_errors(f"noting metrics of step {step}"):
             write_manifest(self.folder(step), manifest)
 
     def best(self, metric: str, *, higher_is_better: bool = True) -> int | None:
-        """The step whose checkpoint has the best `metric`, the earliest of equals; None when none has it."""
+        """Returns the step whose checkpoint has the best `metric`, the earliest of equals; None when none has it."""
         one = _best([found for found in self._found(warn=False) if _whole(found, verify=False)], metric, higher_is_better)
         return one.manifest.step if one else None
 
     def retain(
         self, max_to_keep: int | None, best_metric: str | None = None, *, higher_is_better: bool = True, verify: bool = True
     ) -> list[int]:
-        """Delete all but the newest `max_to_keep` whole checkpoints, the best by `best_metric` and the newest that is known to be
-        finite; returns the steps deleted.
+        """Deletes all but the newest `max_to_keep` whole checkpoints, the best by `best_metric` and the newest that is known to
+        be finite; returns the steps deleted.
 
-        None keeps all.  Damaged ones do not count as kept, and before anything is deleted the newest kept one is read
+        None keeps all.  Damaged ones do not count, and before anything is deleted the newest remaining one is read
         back and compared with its checksums (verify=True), so the only good one is never deleted.
         """
         if max_to_keep is None:
@@ -254,20 +254,20 @@ class CheckpointStore:
             return []
         while verify and whole and not _whole(whole[0], verify=True):
             whole.pop(0)
-        kept = whole[:max_to_keep]
+        remaining = whole[:max_to_keep]
         if best_metric is not None and (best := _best(whole, best_metric, higher_is_better)):
-            kept.append(best)
-        kept += [one for one in whole if one.manifest.finite][:1]
-        if not kept:
+            remaining.append(best)
+        remaining += [one for one in whole if one.manifest.finite][:1]
+        if not remaining:
             return []
-        # what is newer than the newest good one is left for people to look at
-        doomed = [one for one in found if one not in kept and one.manifest.serial < kept[0].manifest.serial]
+        # Damaged ones newer than the newest good one stay for people to look at.
+        doomed = [one for one in found if one not in remaining and one.manifest.serial < remaining[0].manifest.serial]
         for one in doomed:
             self._delete(one.path)
         return sorted(one.manifest.step for one in doomed)
 
     def _delete(self, path: Path) -> None:
-        """Rename first: a half-deleted folder must not look like a checkpoint."""
+        """Deletes a checkpoint, renamed first: a half-deleted folder must not look like one."""
         with storage_errors(f"deleting {path}"):
             going = self.root / f"{DELETING}{path.name.removeprefix(REPLACED)}"
             if going.exists():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhub.config import load
-from rlhub.config.compose import is_ours
+from rlhub.config.compose import example_names, is_ours
 from rlhub.config.rules import checks, effects
 from rlhub.config.rules.derive import derive
 from rlhub.config.schema import describe, leaves, scalar, sections, to_dict
@@ -64,9 +64,10 @@ _USAGE = """\
 Settings are given as key=value{example}
 (+key=value and ++key=value mean the same).  A YAML file of your own: --config-dir DIR --config-name NAME; to build on ours
 start it with `defaults: [{name}, _self_]`.  --config-path means the same as --config-dir, but where the file is ours it may
-name a folder that is not here.  Without data or model of your own: bash scripts/quickstart.sh"""
+name a folder that is not here.  Without data or model of your own: bash scripts/quickstart.sh{machines}"""
 _EXAMPLE = ", for example\n  data.train_files=train.parquet data.val_files=[a.parquet,b.jsonl] trainer.total_epochs=3"
 """For the mains that train; a main without data has one in its description."""
+_MACHINES = "Starting points for real machines, with the reason for every line: --config-name=NAME, of "
 
 
 def run(
@@ -129,7 +130,7 @@ def _folder_here(folder: str | None, config_name: str) -> str | None:
 
 
 def _at_fault(error: RlhubError) -> BaseException:
-    """Of a worker that found a setting, data or weights wrong, what it found: where in the worker is nothing that would help."""
+    """Returns what a worker found wrong in a setting, data or weights: where in the worker it was would not help."""
     cause = error.__cause__
     return cause if isinstance(error, WorkerError) and isinstance(cause, ConfigError | DataError | NonFiniteError) else error
 
@@ -174,7 +175,9 @@ def _parse(config_name: str, description: str, argv: Sequence[str], config_class
         add_help=False,
         usage="%(prog)s [--help] [--cfg job | --check] [--config-dir DIR] [--config-name NAME] [key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_USAGE.format(name=config_name, example=_EXAMPLE if _reads_data(config_class) else ""),
+        epilog=_USAGE.format(
+            name=config_name, example=_EXAMPLE if _has_section(config_class, "data") else "", machines=_machines(config_class)
+        ),
     )
     parser.add_argument("-h", "--help", action="store_true", help="all settings with their defaults and meaning")
     parser.add_argument("-c", "--cfg", choices=("job",), help="print the configuration this command would run with, and stop")
@@ -194,8 +197,16 @@ def _parse(config_name: str, description: str, argv: Sequence[str], config_class
     return arguments
 
 
-def _reads_data(config_class: type) -> bool:
-    return any(key == "data" for key, _ in sections(config_class))
+def _has_section(config_class: type, name: str) -> bool:
+    return any(key == name for key, _ in sections(config_class))
+
+
+def _machines(config_class: type) -> str:
+    """Lists the examples in trainer_configs, all of which are configurations of a policy and its rollout."""
+    if not _has_section(config_class, "actor_rollout_ref"):
+        return ""
+    names = textwrap.fill(_MACHINES + ", ".join(example_names()), TEXT_WIDTH, break_on_hyphens=False)
+    return f"\n{names}"
 
 
 def _program() -> str | None:

@@ -35,6 +35,12 @@ def config_dir() -> Path:
     raise ConfigError(f"no trainer_configs folder in {package} or beside it; the installation is incomplete, install rlhub again")
 
 
+def example_names() -> list[str]:
+    """Returns the names of the starting points for real machines, as --config-name takes them."""
+    folder = config_dir()
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob("examples/*.yaml"))
+
+
 def is_ours(config_name: str) -> bool:
     """Whether `trainer_configs` has a file of that name, with or without .yaml."""
     return (config_dir() / f"{config_name.removesuffix('.yaml')}.yaml").is_file()
@@ -91,8 +97,8 @@ def compose(config_name: str, overrides: Sequence[str], folder: str | None, prob
 
 
 def _no_such_file(config_name: str, folders: Sequence[Path]) -> str:
-    """Where a file was looked for, and which there are."""
-    names = sorted({file.stem for place in folders for file in place.glob("*.yaml")})
+    """Says where a file was looked for, and which there are."""
+    names = [*sorted({file.stem for place in folders for file in place.glob("*.yaml")}), *example_names()]
     places = " and ".join(str(place) for place in folders)
     hint = "" if len(folders) > 1 else "; for a file of your own name its folder with --config-dir"
     return f"--config-name {config_name}: no {config_name}.yaml in {places}; there are {', '.join(names)}{hint}"

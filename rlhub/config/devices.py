@@ -61,7 +61,7 @@ def gpu_memory_gb() -> float | None:
 
 
 def driver_version() -> str | None:
-    """Of the NVIDIA driver, for example 580.65.06, from nvidia-smi or the kernel module; None where there is none."""
+    """Returns the version of the NVIDIA driver, for example 580.65.06, from nvidia-smi or the kernel module; None without one."""
     texts = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")[:1]
     texts += [KERNEL_MODULE.read_text()] if KERNEL_MODULE.is_file() else []
     found = re.search(r"\b\d{3,}(\.\d+)+\b", "\n".join(texts))

@@ -21,7 +21,7 @@ from rlhub.config import compose
 from rlhub.config.aliases import translate as foreign
 from rlhub.config.schema import (
     LARGEST_INT,
-    Bounds,
+    Range,
     default_of,
     describe,
     hints,
@@ -108,7 +108,7 @@ def _convert_one(option: Any, value: Any, *, infinite: bool = False) -> Any:
     return _scalar(option, value, infinite=infinite)
 
 
-def _within(value: Any, bounds: Bounds) -> Any:
+def _within(value: Any, bounds: Range) -> Any:
     if bounds.holds(value):
         return value
     raise _MismatchError(f"out of range, must be {bounds}")
@@ -121,7 +121,7 @@ def _choice(choices: tuple[Any, ...], value: Any) -> Any:
 
 
 def _refuse_nan(value: Any, where: str = "") -> None:
-    """Of a mapping whose keys are the user's own: what a number means is not known here, but NaN means nothing anywhere."""
+    """Refuses NaN in a mapping whose keys are the user's own: what a number means there is not known, but NaN means nothing."""
     if isinstance(value, Mapping | list | tuple):
         for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             _refuse_nan(inner, f"{where}.{name}" if where else str(name))
@@ -174,7 +174,7 @@ SHORTEST_PART = 3
 
 
 @dataclass(slots=True, kw_only=True)
-class Loaded(Generic[C]):
+class LoadedConfig(Generic[C]):
     """config: typed, faulty settings at their defaults; set_keys: what the user set (YAML or command line);
     problems: all faults found; faulty: the keys they are about (cross-checks that involve these would only confuse);
     notes: of keys that are accepted and have no effect here, why."""
@@ -194,14 +194,14 @@ def load(cls: type[C], config_name: str, overrides: Sequence[str] = (), *, confi
     return loaded.config
 
 
-def collect(cls: type[C], config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> Loaded[C]:
+def collect(cls: type[C], config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> LoadedConfig[C]:
     """As `load`, but returns the problems with what could be made of the rest."""
     problems: list[str] = []
     tree = compose.compose(config_name, overrides, config_dir, problems)
     return interpret(cls, tree, problems)
 
 
-def interpret(cls: type[C], tree: Mapping[str, Any], problems: list[str]) -> Loaded[C]:
+def interpret(cls: type[C], tree: Mapping[str, Any], problems: list[str]) -> LoadedConfig[C]:
     """What the user said, as nested containers, over the defaults; `problems` are those found before."""
     free = free_keys(cls)
     given = _lifted(dict(flatten(tree, free)), free)
@@ -228,7 +228,7 @@ def interpret(cls: type[C], tree: Mapping[str, Any], problems: list[str]) -> Loa
     before = len(problems)
     config = build(cls, values, problems)
     faulty |= {problem.partition(":")[0] for problem in problems[before:]}
-    return Loaded(
+    return LoadedConfig(
         config=config,
         set_keys=frozenset(accepted),
         problems=problems,

@@ -1,6 +1,6 @@
 """What the section files are written with, and how the loader and `--help` read them.
 
-A configuration is a tree of dataclasses.  A field's type carries its range (`Annotated` with `Bounds`), the string under
+A configuration is a tree of dataclasses.  A field's type carries its range (`Annotated` with `Range`), the string under
 the field is its documentation, so meaning, range and default of a setting each live in exactly one place.
 """
 
@@ -21,7 +21,7 @@ from rlhub.utils.redact import redact, redact_override
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class Range:
     """Range of a number; None is open.  ge, le include the end, gt, lt do not.
 
     off: a number outside the range that is allowed and switches the setting off.  infinite: infinity is allowed and means no
@@ -60,16 +60,16 @@ LARGEST_INT = 2**63 - 1
 """What files, tensors and other programs hold."""
 
 
-PositiveInt = Annotated[int, Bounds(ge=1)]
-NonNegativeInt = Annotated[int, Bounds(ge=0)]
-IntOrOff = Annotated[int, Bounds(ge=-1)]
-PositiveFloat = Annotated[float, Bounds(gt=0)]
-NonNegativeFloat = Annotated[float, Bounds(ge=0)]
-UnitFloat = Annotated[float, Bounds(ge=0, le=1)]
-Seed = Annotated[int, Bounds(ge=0, le=2**32 - 1)]  # numpy's generators take no more
-PositiveOrInf = Annotated[float, Bounds(gt=0, infinite=True)]
-NonNegativeOrInf = Annotated[float, Bounds(ge=0, infinite=True)]
-PositiveUnitFloat = Annotated[float, Bounds(gt=0, le=1)]
+PositiveInt = Annotated[int, Range(ge=1)]
+NonNegativeInt = Annotated[int, Range(ge=0)]
+IntOrOff = Annotated[int, Range(ge=-1)]
+PositiveFloat = Annotated[float, Range(gt=0)]
+NonNegativeFloat = Annotated[float, Range(ge=0)]
+UnitFloat = Annotated[float, Range(ge=0, le=1)]
+Seed = Annotated[int, Range(ge=0, le=2**32 - 1)]  # numpy's generators take no more
+PositiveOrInf = Annotated[float, Range(gt=0, infinite=True)]
+NonNegativeOrInf = Annotated[float, Range(ge=0, infinite=True)]
+PositiveUnitFloat = Annotated[float, Range(gt=0, le=1)]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 files       rows of parquet and jsonl; checks before start (no torch)
 tokenizing  prompt text or chat messages -> token ids; length policy
-order       which rows come when: seed, epoch, cursor
+order       the order of rows: seed, epoch, cursor
 prompts     PromptDataset, PromptLoader: prompts for reinforcement learning
 sft         SFTDataset, SFTLoader: demonstrations with a loss mask
 preference  PreferenceDataset: pairs of a chosen and a rejected answer

@@ -1,35 +1,42 @@
-"""Rows of parquet and jsonl files, and the cheap checks that run before anything heavy is loaded (no torch here,
-and pyarrow only once a parquet file is met)."""
+"""Rows of parquet and jsonl files, and the cheap checks that run before anything heavy is loaded.
+
+No torch here, and pyarrow only for a parquet file: it takes 0.3 s to import, and the command line's --help imports this module.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhub.errors import DataError
 from rlhub.registry import suggest
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
 
 AGENT_NAME = "agent_name"
 """Column that names the workflow of a row's episodes."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Row:
-    """One row: its columns, and where it is: number of the row (parquet) or line (jsonl), from 1."""
+class DataRow:
+    """A row of a file.  number: of the row (parquet) or line (jsonl), from 1."""
 
     values: dict[str, Any]
     file: str
     number: int
 
     def problem(self, column: str, text: str) -> DataError:
-        """An error that names file, row and column."""
+        """Returns an error that names file, row and column."""
         return DataError(f"{self.file}, row {self.number}, column {column!r}: {text}")
 
     def get(self, column: str) -> Any:
-        """The column's value.  DataError when the row has no such column or nothing in it."""
+        """Returns the column's value.  DataError when the row has no such column or nothing in it."""
         if column not in self.values:
             raise self.problem(column, f"missing{suggest(column, self.values)}; columns: {', '.join(self.values) or 'none'}")
         value = self.values[column]
@@ -39,17 +46,17 @@ class Row:
 
 
 def file_list(files: str | Sequence[str] | None) -> list[Path]:
-    """One path or several, `~` expanded."""
-    named = [files] if isinstance(files, (str, Path)) else list(files or ())
-    return [Path(name).expanduser() for name in named]
+    """Returns one path or several as a list, `~` expanded."""
+    names = [files] if isinstance(files, (str, Path)) else list(files or ())
+    return [Path(name).expanduser() for name in names]
 
 
-def load_rows(files: str | Sequence[str]) -> list[Row]:
-    """All rows of the files, in order.  DataError names a file that is missing, unreadable or empty."""
+def load_rows(files: str | Sequence[str]) -> list[DataRow]:
+    """Returns all rows of the files, in order.  DataError names a file that is missing, unreadable or empty."""
     paths = file_list(files)
     if not paths:
         raise DataError("no data files are given")
-    rows: list[Row] = []
+    rows: list[DataRow] = []
     for path in paths:
         found = _reader(path)(path)
         if not found:
@@ -61,15 +68,15 @@ def load_rows(files: str | Sequence[str]) -> list[Row]:
 def check_files(
     files: str | Sequence[str] | None, prompt_key: str, split: str, columns: Sequence[str] = ("data_source",)
 ) -> list[str]:
-    """Problems that can be seen without reading the rows: missing, unreadable or empty files, missing columns.
+    """Returns the problems that need no reading of rows: missing, unreadable or empty files, missing columns.
 
-    `split` ("train", "val") names the setting in the messages.  `columns` are required beside `prompt_key`.
+    `split` ("train", "val") names the setting in the messages.  `columns` are required besides `prompt_key`.
     """
     return check_columns(files, split, {prompt_key: "data.prompt_key", **dict.fromkeys(columns, "")})
 
 
 def check_columns(files: str | Sequence[str] | None, split: str, columns: Mapping[str, str]) -> list[str]:
-    """As `check_files`; columns: name -> the setting that gave it, or an empty string."""
+    """Returns the problems as `check_files` does.  columns: name -> the setting that gave it, or an empty string."""
     setting = f"data.{split}_files"
     paths = file_list(files)
     if not paths:
@@ -91,7 +98,7 @@ def check_columns(files: str | Sequence[str] | None, split: str, columns: Mappin
 
 
 def has_column(files: str | Sequence[str] | None, column: str) -> bool:
-    """Whether any of the files has it; one that cannot be read has nothing."""
+    """Returns whether any of the files has the column; a file that cannot be read has none."""
     for path in file_list(files):
         try:
             if column in _columns(path):
@@ -101,8 +108,8 @@ def has_column(files: str | Sequence[str] | None, column: str) -> bool:
     return False
 
 
-def _reader(path: Path) -> Callable[[Path], list[Row]]:
-    """The reader for the file's suffix, after checking that the file is there."""
+def _reader(path: Path) -> Callable[[Path], list[DataRow]]:
+    """Returns the reader for the file's suffix, after checking that the file is there."""
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_jsonl}
     if path.suffix not in readers:
         raise DataError(f"{path}: unknown kind of file {path.suffix!r}; known: .parquet, .jsonl (one JSON object a line)")
@@ -114,11 +121,12 @@ def _reader(path: Path) -> Callable[[Path], list[Row]]:
 
 
 def _columns(path: Path) -> list[str]:
-    """Column names, from the parquet footer or the first line."""
+    """Returns the column names, from the parquet footer or the first line."""
     if _reader(path) is _read_parquet:
-        from rlhub.data.parquet import column_names
-
-        return column_names(path)
+        with _parquet_file(path) as file:
+            if file.metadata.num_rows == 0:
+                raise DataError(f"{path} has no rows")
+            return list(file.schema_arrow.names)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -126,17 +134,38 @@ def _columns(path: Path) -> list[str]:
     raise DataError(f"{path} has no rows")
 
 
-def _read_parquet(path: Path) -> list[Row]:
-    # pyarrow takes 0.3 s to import, and the command line's --help comes by here.
-    from rlhub.data.parquet import read_records
+def _read_parquet(path: Path) -> list[DataRow]:
+    with _parquet_file(path) as file:
+        records = file.read().to_pylist()
+    return [DataRow(values=record, file=str(path), number=number) for number, record in enumerate(records, 1)]
 
-    return [Row(values=record, file=str(path), number=number) for number, record in enumerate(read_records(path), 1)]
+
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[ParquetFile]:
+    """Opens a parquet file; a fault of the file, then and while it is read, is a DataError that names it."""
+    import pyarrow as pa  # 0.3 s
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        file = ParquetFile(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} is not a readable parquet file: {error}") from error
+    with file:
+        counts = Counter(file.schema_arrow.names)
+        if twice := sorted(name for name, count in counts.items() if count > 1):
+            raise DataError(
+                f"{path} has more than one column of the name {', '.join(map(repr, twice))}; rename or drop all but one"
+            )
+        try:
+            yield file
+        except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path} is damaged: {error}") from error
 
 
-def _read_jsonl(path: Path) -> list[Row]:
+def _read_jsonl(path: Path) -> list[DataRow]:
     with path.open("rb") as lines:
         return [
-            Row(values=_parse_line(path, number, line), file=str(path), number=number)
+            DataRow(values=_parse_line(path, number, line), file=str(path), number=number)
             for number, line in enumerate(lines, 1)
             if line.strip()
         ]

@@ -1,4 +1,4 @@
-"""Which rows come when: a function of seed, epoch and cursor, so that a run can stop and go on anywhere.
+"""The order of rows: a function of seed, epoch and cursor, so that a run can stop and go on anywhere.
 
 Every prompt of a run has a running number, its ordinal; the noise of its samples is seeded by it.
 """
@@ -17,7 +17,7 @@ from rlhub.utils.seeding import permutation
 
 
 class IndexedData(Protocol):
-    """What a loader reads: rows, their batches, and a fingerprint of them all."""
+    """A data set as a loader reads it: rows, their batches, and a fingerprint of them all."""
 
     fingerprint: str
 
@@ -74,12 +74,12 @@ class ResumableLoader:
             yield batch
 
     def endless(self) -> Iterator[DataProto]:
-        """The batches from the cursor on, epoch after epoch."""
+        """Yields the batches from the cursor on, epoch after epoch."""
         while True:
             yield from self
 
     def _least(self) -> int:
-        """The fewest rows that make a batch."""
+        """Returns the fewest rows that make a batch."""
         return self.batch_size if self.drop_last else 1
 
     def _rows_left(self) -> int:
@@ -90,11 +90,12 @@ class ResumableLoader:
 
     @property
     def extras_fingerprint(self) -> str | None:
-        """Of what rewards and workflows read of the rows beside prompt and ground truth; None where rows have none of it."""
+        """A fingerprint of the columns that rewards and workflows read besides prompt and ground truth; None for a data set
+        without."""
         return None
 
     def state(self) -> dict[str, Any]:
-        """JSON-able position."""
+        """Returns the position as JSON-able values."""
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -105,7 +106,7 @@ class ResumableLoader:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`.  DataError when the data or its order are no longer the same."""
+        """Continues from `state`.  DataError when the data or its order are no longer the same."""
         if state["dataset_hash"] != self.dataset.fingerprint:
             raise DataError(
                 "the data set is not the one the run was started with (its rows, tokenizer, prompt template or length settings "

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rlhub.config.sections.preference import PreferenceDataConfig
-from rlhub.data.files import Row, load_rows
+from rlhub.data.files import DataRow, load_rows
 from rlhub.data.prompts import fingerprint_of
 from rlhub.data.tokenizing import (
     Tokenizer,
@@ -82,14 +82,14 @@ class PreferenceDataset:
         if margin_key is not None:
             for row, pair in zip(rows, pairs, strict=True):
                 pair.margin = _number(row, margin_key)
-        self.pairs = _telling(rows, pairs)
+        self.pairs = _without_ties(rows, pairs)
         self.fingerprint = fingerprint_of([dataclasses.astuple(pair) for pair in self.pairs])
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def batch(self, indices: np.ndarray) -> DataProto:
-        """Those pairs, the chosen answer first: `input_ids` and `attention_mask` (pairs, 2, P + T), `responses` and
+        """Returns those pairs, the chosen answer first: `input_ids` and `attention_mask` (pairs, 2, P + T), `responses` and
         `response_mask` (pairs, 2, T), all int64; with a margin_key `margin` (pairs,) float64.  Prompts are left padded,
         answers right padded."""
         pairs = [self.pairs[index] for index in indices]
@@ -109,7 +109,7 @@ class PreferenceDataset:
         return DataProto.from_dict(tensors)
 
 
-def _tokenized(config: PreferenceDataConfig, tokenizer: Tokenizer, rows: Sequence[Row]) -> list[Pair]:
+def _tokenized(config: PreferenceDataConfig, tokenizer: Tokenizer, rows: Sequence[DataRow]) -> list[Pair]:
     prompted = [_with_prompt(config, row) for row in rows]
     texts, prompts = encode_prompts(tokenizer, prompted, config.prompt_key, None)
     answers = [
@@ -124,8 +124,9 @@ def _tokenized(config: PreferenceDataConfig, tokenizer: Tokenizer, rows: Sequenc
     ]
 
 
-def _with_prompt(config: PreferenceDataConfig, row: Row) -> Row:
-    """The row as it is, or with the messages that both conversations begin with as its prompt, and one message an answer."""
+def _with_prompt(config: PreferenceDataConfig, row: DataRow) -> DataRow:
+    """Returns the row as it is, or with the messages that both conversations begin with as its prompt and one message an
+    answer."""
     chosen, rejected = row.get(config.chosen_key), row.get(config.rejected_key)
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise row.problem(config.rejected_key, f"must have the form of {config.chosen_key!r}: both texts, or both messages")
@@ -138,8 +139,8 @@ def _with_prompt(config: PreferenceDataConfig, row: Row) -> Row:
     return dataclasses.replace(row, values={**row.values, config.prompt_key: won[:-1], **answers})
 
 
-def _conversation(config: PreferenceDataConfig, row: Row, column: str) -> list[dict[str, Any]]:
-    """At least two messages, the last the assistant's."""
+def _conversation(config: PreferenceDataConfig, row: DataRow, column: str) -> list[dict[str, Any]]:
+    """Returns the column's messages: at least two, the last the assistant's."""
     messages = checked_messages(row, column, row.get(column))
     if len(messages) == 1 and messages[0]["role"] == "assistant":
         messages = [*checked_messages(row, config.prompt_key, row.get(config.prompt_key)), *messages]
@@ -148,8 +149,8 @@ def _conversation(config: PreferenceDataConfig, row: Row, column: str) -> list[d
     return messages
 
 
-def _answer(tokenizer: Tokenizer, row: Row, column: str, prompt_key: str, prompt: str) -> str:
-    """Its text as it follows the prompt's; row is one of `_with_prompt`."""
+def _answer(tokenizer: Tokenizer, row: DataRow, column: str, prompt_key: str, prompt: str) -> str:
+    """Returns the answer's text as it follows the prompt's.  row: one of `_with_prompt`."""
     value = row.values[column]
     if isinstance(value, str):
         return checked_text(row, column, value)
@@ -159,8 +160,8 @@ def _answer(tokenizer: Tokenizer, row: Row, column: str, prompt_key: str, prompt
     return checked_text(row, column, whole[len(prompt) : end_of_answer(whole, len(prompt), tokenizer.eos_token)])
 
 
-def _cut(config: PreferenceDataConfig, row: Row, pair: Pair) -> Pair:
-    """Within `config.max_length`, or a DataError.  "left" takes the same tokens from the prompt for both answers."""
+def _cut(config: PreferenceDataConfig, row: DataRow, pair: Pair) -> Pair:
+    """Cuts a pair to `config.max_length`, or raises DataError.  "left" takes the same tokens from the prompt for both answers."""
     size = len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
     excess, limit = size - config.max_length, f"data.max_length={config.max_length}"
     if excess <= 0:
@@ -170,23 +171,23 @@ def _cut(config: PreferenceDataConfig, row: Row, pair: Pair) -> Pair:
     if config.truncation == "left":
         pair.prompt = pair.prompt[excess:]
     else:
-        room = max(config.max_length - len(pair.prompt), 0)
-        pair.chosen, pair.rejected = pair.chosen[:room], pair.rejected[:room]
+        most = max(config.max_length - len(pair.prompt), 0)
+        pair.chosen, pair.rejected = pair.chosen[:most], pair.rejected[:most]
     if not (pair.prompt and pair.chosen and pair.rejected):
         left = "prompt" if config.truncation == "left" else "answer"
         raise DataError(f"{row.file}, row {row.number}: of {size} tokens nothing of the {left} is left ({limit})")
     return pair
 
 
-def _number(row: Row, column: str) -> float:
+def _number(row: DataRow, column: str) -> float:
     value = row.get(column)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise row.problem(column, f"must be a finite number, got {type(value).__name__} {value!r:.80}")
     return float(value)
 
 
-def _telling(rows: Sequence[Row], pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs whose answers differ."""
+def _without_ties(rows: Sequence[DataRow], pairs: Sequence[Pair]) -> list[Pair]:
+    """Returns the pairs whose answers differ."""
     same = [row for row, pair in zip(rows, pairs, strict=True) if pair.chosen == pair.rejected]
     if not same:
         return list(pairs)

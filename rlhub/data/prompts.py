@@ -1,4 +1,4 @@
-"""Prompts for reinforcement learning: token ids left padded, and what the reward needs to know of each."""
+"""Prompts for reinforcement learning: token ids left padded, and the columns that rewards read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rlhub.config.sections.ppo import DataConfig
-from rlhub.data.files import AGENT_NAME, Row, load_rows
+from rlhub.data.files import AGENT_NAME, DataRow, load_rows
 from rlhub.data.order import ResumableLoader
 from rlhub.data.tokenizing import Tokenizer, check_policy, check_vocabulary, encode_prompts, left_padded, pad_id, truncate
 from rlhub.errors import DataError
@@ -60,7 +60,7 @@ class PromptDataset:
         return len(self.prompt_ids)
 
     def batch(self, indices: np.ndarray) -> DataProto:
-        """Those rows: `prompts` and `attention_mask` (rows, longest) int64, left padded; object columns `data_source`,
+        """Returns those rows: `prompts` and `attention_mask` (rows, longest) int64, left padded; object columns `data_source`,
         `ground_truth`, `extra_info`, `raw_prompt` (the text the tokens came from), `raw_chat` (the prompt as the file has it);
         `agent_name` where the files have it."""
         tokens = [self.prompt_ids[index] for index in indices]
@@ -84,7 +84,7 @@ class PromptLoader(ResumableLoader):
 
 
 def fingerprint_of(*columns: Any) -> str:
-    """Hash of JSON-able columns (other values enter by their repr)."""
+    """Returns a hash of JSON-able columns (other values enter by their repr)."""
     digest = hashlib.blake2b(digest_size=16)
     for column in columns:
         for value in column:
@@ -93,8 +93,8 @@ def fingerprint_of(*columns: Any) -> str:
     return digest.hexdigest()
 
 
-def _within_limit(config: DataConfig, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> list[int]:
-    """Indices of the rows to keep."""
+def _within_limit(config: DataConfig, rows: Sequence[DataRow], ids: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the indices of the rows to keep."""
     limit = config.max_prompt_length
     long = [index for index, tokens in enumerate(ids) if len(tokens) > limit]
     if not long:
@@ -118,15 +118,15 @@ def _within_limit(config: DataConfig, rows: Sequence[Row], ids: Sequence[Sequenc
     return list(range(len(rows)))
 
 
-def _data_source(row: Row) -> str:
+def _data_source(row: DataRow) -> str:
     value = row.get("data_source")
     if not isinstance(value, str):
         raise row.problem("data_source", f"must be text, got {type(value).__name__}")
     return value
 
 
-def _ground_truth(row: Row) -> Any:
-    """None where the file has no `reward_model` column: a reward function may not need one."""
+def _ground_truth(row: DataRow) -> Any:
+    """Returns the row's ground truth; None without a `reward_model` column: a reward function may not need one."""
     if "reward_model" not in row.values:
         return None
     spec = row.get("reward_model")
@@ -140,7 +140,7 @@ def _ground_truth(row: Row) -> Any:
 
 
 def _has_nan(value: Any) -> bool:
-    """Whether NaN is anywhere in nested lists and mappings."""
+    """Returns whether NaN is anywhere in nested lists and mappings."""
     open_values = [value]
     while open_values:
         match open_values.pop():
@@ -153,14 +153,14 @@ def _has_nan(value: Any) -> bool:
     return False
 
 
-def _agent_name(row: Row) -> str | None:
+def _agent_name(row: DataRow) -> str | None:
     value = row.values.get(AGENT_NAME)
     if value is not None and not isinstance(value, str):
         raise row.problem(AGENT_NAME, f"must be the name of a workflow, got {value!r:.80}")
     return value
 
 
-def _extra_info(row: Row) -> dict[str, Any]:
+def _extra_info(row: DataRow) -> dict[str, Any]:
     value = row.values.get("extra_info")
     if value is not None and not isinstance(value, Mapping):
         raise row.problem("extra_info", f"must be an object, got {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""Demonstrations for supervised fine-tuning: prompt and response, or chat messages, with a mask over what is to be learned.
+"""Demonstrations for supervised fine-tuning: prompt and response, or chat messages, with a mask over the tokens to be learned.
 
 Batches have the shape of rollouts (prompts left padded, responses right padded), so one engine trains on both.  Prompts are
 tokenized exactly as for generation, and answers as they follow them: what is learned is what will be sampled.
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rlhub.config.sections.sft import SFTDataConfig
-from rlhub.data.files import Row, load_rows
+from rlhub.data.files import DataRow, load_rows
 from rlhub.data.order import ResumableLoader
 from rlhub.data.prompts import fingerprint_of
 from rlhub.data.tokenizing import (
@@ -52,7 +52,8 @@ class Demonstration:
     learned: list[int]
 
     def start(self) -> int:
-        """Where the response part begins: at the first learned token, but never at the first token, which nothing predicts."""
+        """Returns where the response part begins: at the first learned token, but never at the first token, which nothing
+        predicts."""
         return max(1, self.learned.index(1))
 
 
@@ -86,7 +87,7 @@ class SFTDataset:
         return len(self.demonstrations)
 
     def batch(self, indices: np.ndarray) -> DataProto:
-        """Those rows, int64: `prompts` (rows, P) left padded, `responses` and `response_mask` (rows, T) right padded,
+        """Returns those rows, int64: `prompts` (rows, P) left padded, `responses` and `response_mask` (rows, T) right padded,
         `input_ids` and `attention_mask` (rows, P + T)."""
         items = [self.demonstrations[index] for index in indices]
         starts = [item.start() for item in items]
@@ -109,7 +110,7 @@ class SFTLoader(ResumableLoader):
     """Batches of demonstrations in a resumable order; see ResumableLoader and SFTDataset.batch."""
 
 
-def _of_pairs(config: SFTDataConfig, tokenizer: Tokenizer, rows: Sequence[Row]) -> list[Demonstration]:
+def _of_pairs(config: SFTDataConfig, tokenizer: Tokenizer, rows: Sequence[DataRow]) -> list[Demonstration]:
     _, prompts = encode_prompts(tokenizer, rows, config.prompt_key, None)
     texts = [checked_text(row, config.response_key, row.get(config.response_key)) for row in rows]
     responses = [ended(tokenizer, tokens) for tokens in encode(tokenizer, texts, add_special_tokens=False)]
@@ -119,8 +120,8 @@ def _of_pairs(config: SFTDataConfig, tokenizer: Tokenizer, rows: Sequence[Row]) 
     ]
 
 
-def _of_messages(tokenizer: Tokenizer, row: Row) -> Demonstration:
-    """The conversation up to its last assistant turn, tokenized as generation would meet it turn by turn."""
+def _of_messages(tokenizer: Tokenizer, row: DataRow) -> Demonstration:
+    """Returns the conversation up to its last assistant turn, tokenized as generation would meet it turn by turn."""
     pieces = _pieces(tokenizer, row, checked_messages(row, MESSAGES, row.get(MESSAGES)))
     item = _whole(tokenizer, pieces) or _piecewise(tokenizer, pieces)
     item.tokens = ended(tokenizer, item.tokens)
@@ -128,8 +129,8 @@ def _of_messages(tokenizer: Tokenizer, row: Row) -> Demonstration:
     return item
 
 
-def _tools(row: Row) -> dict[str, Any]:
-    """What the chat template is told besides the messages."""
+def _tools(row: DataRow) -> dict[str, Any]:
+    """Returns the chat template's arguments besides the messages."""
     tools = row.values.get(TOOLS)
     if tools is None:
         return {}
@@ -139,7 +140,7 @@ def _tools(row: Row) -> dict[str, Any]:
 
 
 def _whole(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> Demonstration | None:
-    """All pieces tokenized as one text, or None where a token lies across the border of two.
+    """Tokenizes all pieces as one text; None where a token lies across the border of two.
 
     A piece alone would not do: many tokenizers put a space before the first word of every text.
     """
@@ -164,8 +165,8 @@ def _piecewise(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> Demonstr
     return item
 
 
-def _pieces(tokenizer: Tokenizer, row: Row, messages: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """The chat template's text cut into `(text, written by the assistant)`, the last piece an answer."""
+def _pieces(tokenizer: Tokenizer, row: DataRow, messages: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """Returns the chat template's text cut into `(text, written by the assistant)`, the last piece an answer."""
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[0] == 0:
         raise row.problem(MESSAGES, "needs an assistant turn, and a turn before it")
@@ -185,8 +186,8 @@ def _pieces(tokenizer: Tokenizer, row: Row, messages: list[dict[str, Any]]) -> l
     return [piece for piece in pieces if piece[0]]
 
 
-def _cut(config: SFTDataConfig, row: Row, item: Demonstration) -> Demonstration:
-    """Within `config.max_length`, or a DataError."""
+def _cut(config: SFTDataConfig, row: DataRow, item: Demonstration) -> Demonstration:
+    """Cuts a demonstration to `config.max_length`, or raises DataError."""
     size = len(item.tokens)
     if size > config.max_length and config.truncation == "error":
         raise DataError(

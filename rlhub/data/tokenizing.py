@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jinja2
 import numpy as np
 
-from rlhub.data.files import Row
+from rlhub.data.files import DataRow
 from rlhub.errors import DataError
 
 _BATCH = 1024
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
 
 def pad_id(tokenizer: Tokenizer) -> int:
-    """The id that fills short rows.  DataError if the tokenizer has none."""
+    """Returns the id that fills short rows.  DataError if the tokenizer has none."""
     found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if found is None:
         raise DataError("the tokenizer has neither a pad token nor an end-of-sequence token to pad with")
@@ -42,15 +42,15 @@ def pad_id(tokenizer: Tokenizer) -> int:
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-    """Token ids of each text."""
+    """Returns the token ids of each text."""
     ids: list[list[int]] = []
     for start in range(0, len(texts), _BATCH):
         ids += tokenizer(list(texts[start : start + _BATCH]), add_special_tokens=add_special_tokens)["input_ids"]
     return ids
 
 
-def checked_text(row: Row, column: str, value: Any) -> str:
-    """`value` if it is text that can be written as UTF-8 and is not blank."""
+def checked_text(row: DataRow, column: str, value: Any) -> str:
+    """Returns `value`; DataError unless it is text that can be written as UTF-8 and is not blank."""
     if not isinstance(value, str):
         raise row.problem(column, f"must be text, got {type(value).__name__} {value!r:.80}")
     try:
@@ -62,8 +62,8 @@ def checked_text(row: Row, column: str, value: Any) -> str:
     return value
 
 
-def checked_messages(row: Row, column: str, value: Any) -> list[dict[str, Any]]:
-    """`value` as chat messages: a list of {"role": text, "content": text, ...}; null entries (parquet's filling) dropped.
+def checked_messages(row: DataRow, column: str, value: Any) -> list[dict[str, Any]]:
+    """Returns `value` as chat messages: a list of {"role": text, "content": text, ...}; null entries (parquet's filling) dropped.
     A message of nothing but tool calls has an empty content."""
     messages = list(value) if isinstance(value, (list, tuple, np.ndarray)) else []
     if not messages:
@@ -83,14 +83,14 @@ def checked_messages(row: Row, column: str, value: Any) -> list[dict[str, Any]]:
 
 def render_chat(
     tokenizer: Tokenizer,
-    row: Row,
+    row: DataRow,
     column: str,
     messages: list[dict[str, Any]],
     *,
     generation: bool,
     kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The chat template's text; with `generation` it ends where the assistant's answer begins."""
+    """Returns the chat template's text; with `generation` it ends where the assistant's answer begins."""
     if not tokenizer.chat_template:
         raise row.problem(
             column,
@@ -104,9 +104,9 @@ def render_chat(
 
 
 def encode_prompts(
-    tokenizer: Tokenizer, rows: Sequence[Row], column: str, chat_kwargs: Mapping[str, Any] | None
+    tokenizer: Tokenizer, rows: Sequence[DataRow], column: str, chat_kwargs: Mapping[str, Any] | None
 ) -> tuple[list[str], list[list[int]]]:
-    """Prompts as the model reads them: `(texts, token ids)`.
+    """Returns prompts as the model reads them: `(texts, token ids)`.
 
     A text prompt is tokenized as it is, with the special tokens that the tokenizer adds by itself; chat messages go through
     the chat template, whose text already has its special tokens.
@@ -134,8 +134,8 @@ def encode_prompts(
     return texts, ids
 
 
-def check_vocabulary(rows: Sequence[Row], column: str, ids: Sequence[Sequence[int]], vocab_size: int | None) -> None:
-    """DataError for the first row with a token id that the model has no embedding for; None: nobody knows how many it has."""
+def check_vocabulary(rows: Sequence[DataRow], column: str, ids: Sequence[Sequence[int]], vocab_size: int | None) -> None:
+    """Raises DataError for the first row with a token id that the model has no embedding for.  vocab_size: None if not known."""
     if vocab_size is None:
         return
     for row, tokens in zip(rows, ids, strict=True):
@@ -149,20 +149,20 @@ def check_vocabulary(rows: Sequence[Row], column: str, ids: Sequence[Sequence[in
 
 
 def end_of_answer(text: str, start: int, eos: str | None) -> int:
-    """Where the answer from `start` on ends.  Templates write e.g. a line break after the end-of-sequence token (or another
-    token that ends a turn), which a model never gets to sample."""
+    """Returns where the answer from `start` on ends.  Templates write e.g. a line break after the end-of-sequence token (or
+    another token that ends a turn), which a model never gets to sample."""
     found = text.rfind(eos, start) if eos else -1
     return max(start, len(text.rstrip())) if found < 0 or eos is None else found + len(eos)
 
 
 def ended(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
-    """The tokens with the end-of-sequence token as their last, if the tokenizer has one."""
+    """Returns the tokens with the end-of-sequence token as their last, if the tokenizer has one."""
     eos = tokenizer.eos_token_id
     return tokens if eos is None or (tokens and tokens[-1] == eos) else [*tokens, eos]
 
 
 def truncate(tokens: Sequence[int], limit: int, policy: str) -> Sequence[int]:
-    """At most `limit` entries: "left" drops the first, "right" the last, "middle" keeps both ends."""
+    """Returns at most `limit` entries: "left" drops the first, "right" the last, "middle" keeps both ends."""
     if len(tokens) <= limit:
         return tokens
     if policy == "left":
@@ -179,7 +179,7 @@ def check_policy(policy: str) -> None:
 
 
 def left_padded(rows: Sequence[Sequence[int]], fill: int) -> np.ndarray:
-    """(rows, longest) int64, short rows filled on the left."""
+    """Returns (rows, longest) int64, short rows filled on the left."""
     width = max(map(len, rows), default=0)
     out = np.full((len(rows), width), fill, dtype=np.int64)
     for line, tokens in zip(out, rows, strict=True):
@@ -188,5 +188,5 @@ def left_padded(rows: Sequence[Sequence[int]], fill: int) -> np.ndarray:
 
 
 def right_padded(rows: Iterable[Sequence[int]], fill: int) -> np.ndarray:
-    """(rows, longest) int64, short rows filled on the right."""
+    """Returns (rows, longest) int64, short rows filled on the right."""
     return np.ascontiguousarray(left_padded([row[::-1] for row in rows], fill)[:, ::-1])

@@ -1,4 +1,4 @@
-"""The two kinds of environment.
+"""The two kinds of environment, and the limits of their calls.
 
 Environment      offers tools and keeps a state behind them: a file system, a shop, a game with an API.
 StepEnvironment  takes actions and gives observations and rewards, as gymnasium's do.
@@ -31,7 +31,7 @@ class EnvDiedError(EnvError):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ImageObservation:
-    """pixels: (height, width, channels) uint8.  text: what goes with it; policies without eyes read only this."""
+    """pixels: (height, width, channels) uint8.  text: belongs to the image; a policy that takes no images reads only this."""
 
     pixels: np.ndarray
     text: str = ""
@@ -42,6 +42,24 @@ StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 """(observation, reward, terminated, truncated, info)."""
 
 
+@dataclass(slots=True, kw_only=True)
+class EnvironmentLimits:
+    """reset_timeout_s: for a reset, and for all else that is no step.  step_timeout_s: for a step or a tool call.  memory_gb: of
+    the process that runs it."""
+
+    reset_timeout_s: float = 60.0
+    step_timeout_s: float = 30.0
+    memory_gb: float = 8.0
+
+    @property
+    def longest_s(self) -> float:
+        return max(self.reset_timeout_s, self.step_timeout_s)
+
+    def timeout_s(self, method: str) -> float:
+        """Returns the seconds that a call of this method may take."""
+        return self.step_timeout_s if method in ("step", "aexecute") else self.reset_timeout_s
+
+
 class Environment(ABC):
     """Tools with a state behind them.  Deadlines are the caller's.
 
@@ -49,18 +67,18 @@ class Environment(ABC):
     """
 
     async def ainitialize(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> None:  # noqa: B027
-        """Make ready for one episode; called once, before the rest."""
+        """Prepares one episode; called once, before the other methods."""
 
     @abstractmethod
     async def list_tools(self) -> list[ToolSchema]:
-        """The tools as chat templates describe them."""
+        """Returns the tools as chat templates describe them."""
 
     @abstractmethod
     async def aexecute(self, tool_name: str, tool_args: Mapping[str, Any]) -> ToolResult | str:
-        """One call.  Whatever it raises becomes text for the policy; `done` in the result ends the episode."""
+        """Executes one call.  Whatever it raises becomes text for the policy; `done` in the result ends the episode."""
 
     async def aclose(self) -> None:  # noqa: B027
-        """Release everything.  Called however the episode ends, once."""
+        """Releases everything.  Called once, however the episode ends."""
 
 
 class StepEnvironment(ABC):
@@ -70,23 +88,23 @@ class StepEnvironment(ABC):
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Begin an episode; equal seeds and options begin equal ones.  Returns the first observation and what else is known."""
+        """Begins an episode; equal seeds and options begin equal ones.  Returns the first observation and an info."""
 
     @abstractmethod
     async def step(self, action: Any) -> StepResult:
-        """Act.  terminated: the episode has come to its end; truncated: it was cut off."""
+        """Takes an action.  terminated: the episode has come to its end; truncated: it was cut off."""
 
     async def get_state(self) -> Any:
-        """The whole state as JSON-able values.  EnvError if the environment cannot say it."""
+        """Returns the whole state as JSON-able values.  EnvError if the environment cannot save it."""
         raise EnvError(f"{type(self).__name__} cannot save its state: it has no get_state")
 
     async def load_state(self, state: Any) -> None:
-        """Go on from a state of `get_state`."""
+        """Continues from a state of `get_state`."""
         raise EnvError(f"{type(self).__name__} cannot load a state: it has no load_state")
 
     @abstractmethod
     async def close(self) -> None:
-        """Release everything.  Idempotent."""
+        """Releases everything.  Idempotent."""
 
 
 class EnvironmentClass(Protocol):

@@ -1,63 +1,140 @@
-"""What runs in a pool's process: one simulator, called by name.  Loaded by utils/children/child.py."""
+"""The program of a pool's process: a simulator, or one tool environment after the other, whose methods are called by name.
+
+utils/children/child.py loads `serve` and calls it for every request of pool.py.  Requests and replies are JSON, so this module
+also has the JSON form of observations and tool results, in both directions.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from rlhub.envs.base import EnvError, ImageObservation, Observation, StepEnvironment
+from rlhub.envs.base import EnvError, Environment, ImageObservation, Observation, StepEnvironment
 from rlhub.envs.local import observed, optional_method
+from rlhub.errors import RlhubError
 from rlhub.utils.aio.loop_thread import LoopThread
 from rlhub.utils.children.wire import WireError, encode
+from rlhub.utils.tool_calls import ToolResult, as_result
 from rlhub.utils.user_code import load_target
 
-_held: list[Any] = []  # the process's simulator, once made
+TIMED_OUT = "timed_out"
+
+
+class _Served(Protocol):
+    def call(self, method: str, arguments: Mapping[str, Any]) -> Any: ...
+
+
+_served: list[_Served] = []  # the process's only one, once `make` has been called
 
 
 def serve(operation: str, arguments: dict[str, Any]) -> Any:
-    """make(target, settings), reset(seed, options), step(action), get_state(), load_state(state), close()."""
+    """Makes the environment for make(target, settings, offers_tools); every later operation is a method of it."""
     if operation == "make":
-        _held.append(_made(load_target(arguments["target"]), arguments["settings"]))
+        serving = _ServedTools if arguments["offers_tools"] else _ServedSimulator
+        _served.append(serving(load_target(arguments["target"]), arguments["settings"]))
         return None
-    simulator = _held[-1]
-    if operation == "reset":
-        observation, info = _result(simulator.reset(**arguments))
-        return [packed(observed(observation)), plain(info)]
-    if operation == "step":
-        observation, reward, terminated, truncated, info = _result(simulator.step(arguments["action"]))
-        return [packed(observed(observation)), float(reward), bool(terminated), bool(truncated), plain(info)]
-    if operation == "close":
-        return _result(simulator.close())
-    return _result(optional_method(simulator, operation)(**arguments))
+    return _served[-1].call(operation, arguments)
 
 
 @cache
 def _loop() -> LoopThread:
-    """Of a StepEnvironment, whose methods are coroutines."""
+    """Returns the event loop that coroutines of environments run on; it runs between calls too, as everywhere."""
     return LoopThread("env-loop")
 
 
-def _made(factory: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
-    """The simulator; a StepEnvironment is made on its event loop, as elsewhere."""
-    if not (isinstance(factory, type) and issubclass(factory, StepEnvironment)):
-        return factory(**settings)
+class _ServedSimulator:
+    """Serves one simulator, which is made once and lives as long as the process; with plain methods or as a StepEnvironment."""
 
-    async def make() -> StepEnvironment:
-        return factory(**settings)
+    def __init__(self, factory: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+        is_async = isinstance(factory, type) and issubclass(factory, StepEnvironment)
+        self._simulator = _loop().run(_make(factory, settings)) if is_async else factory(**settings)
 
-    return _loop().run(make())
+    def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Calls reset(seed, options), step(action), get_state(), load_state(state) or close()."""
+        simulator = self._simulator
+        if method == "reset":
+            observation, info = _result(simulator.reset(**arguments))
+            return [packed(observed(observation)), plain(info)]
+        if method == "step":
+            observation, reward, terminated, truncated, info = _result(simulator.step(arguments["action"]))
+            return [packed(observed(observation)), float(reward), bool(terminated), bool(truncated), plain(info)]
+        if method == "close":
+            return _result(simulator.close())
+        return _result(optional_method(simulator, method)(**arguments))
+
+
+class _ServedTools:
+    """Serves tool environments; every episode has a new one."""
+
+    def __init__(self, factory: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+        self._factory, self._settings = factory, settings
+        # The first is made at once: an environment that cannot be made is an error of the start.
+        self._environment: Environment | None = _loop().run(_make(factory, settings))
+
+    def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Calls ainitialize(seed, options), list_tools(), aexecute(tool_name, tool_args) or aclose()."""
+        return _loop().run(self._call(method, arguments))
+
+    async def _call(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        if self._environment is None:
+            self._environment = await _make(self._factory, self._settings)
+        environment = self._environment
+        match method:
+            case "ainitialize":
+                return await environment.ainitialize(**arguments)
+            case "list_tools":
+                return await environment.list_tools()
+            case "aexecute":
+                return await _execute(environment, **arguments)
+            case "aclose":
+                self._environment = None
+                return await environment.aclose()
+        raise EnvError(f"{type(environment).__name__} offers tools and has no {method}")
+
+
+async def _make(factory: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
+    """Makes an asynchronous environment on the event loop it will run on."""
+    return factory(**settings)
 
 
 def _result(value: Any) -> Any:
     return _loop().run(value) if inspect.iscoroutine(value) else value
 
 
+async def _execute(environment: Environment, tool_name: str, tool_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tool result's fields.  An error of the call becomes text for the policy here, where its type is known."""
+    try:
+        result = as_result(await environment.aexecute(tool_name, tool_args))
+    except MemoryError:
+        raise
+    except TimeoutError as error:
+        return {TIMED_OUT: str(error)}
+    except RlhubError as error:
+        result = ToolResult(text=f"Error: {error}", failed=True)
+    except Exception as error:  # noqa: BLE001  boundary to code of the user's
+        result = ToolResult(text=f"Error: {type(error).__name__}: {error}", failed=True)
+    text = {"text": result.text, "failed": result.failed}
+    return text | {"reward": float(result.reward), "done": bool(result.done), "metrics": dict(result.metrics)}
+
+
+def decoded(method: str, value: Any) -> Any:
+    """Returns the result of a method from its JSON form.  EnvError for what is none; TimeoutError where the tool raised it."""
+    if method in ("reset", "step"):
+        observation, *others = value
+        return (unpacked(observation), *others)
+    if method != "aexecute":
+        return value
+    if TIMED_OUT in value:
+        raise TimeoutError(value[TIMED_OUT])
+    return ToolResult(**value)
+
+
 def packed(observation: Observation) -> Any:
-    """An image as its bytes and shape."""
+    """Returns an observation as text, or as an image's bytes, shape and text."""
     if isinstance(observation, str):
         return observation
     pixels = np.ascontiguousarray(observation.pixels, dtype=np.uint8)
@@ -65,7 +142,7 @@ def packed(observation: Observation) -> Any:
 
 
 def unpacked(value: Any) -> Observation:
-    """The inverse of `packed`; EnvError for anything else."""
+    """Returns the observation of a `packed` one; EnvError for anything else."""
     if isinstance(value, str):
         return value
     if not isinstance(value, dict) or not isinstance(value.get("pixels"), bytes):
@@ -75,12 +152,12 @@ def unpacked(value: Any) -> Observation:
 
 
 def plain(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that have a JSON form: simulators put all sorts of objects there."""
-    kept = {}
+    """Returns the entries that have a JSON form: simulators put all sorts of objects there."""
+    entries = {}
     for key, value in info.items():
         try:
             encode(value)
         except WireError:
             continue
-        kept[str(key)] = value
-    return kept
+        entries[str(key)] = value
+    return entries

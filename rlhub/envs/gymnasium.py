@@ -26,7 +26,7 @@ DIGITS = 4  # of the numbers in a text observation
 
 
 class GymnasiumEnvironment:
-    """id, make_kwargs: of gymnasium.make.
+    """id, make_kwargs: the arguments of gymnasium.make.
 
     actions: words for a discrete environment's actions, in their order; without them the action is a number in the text.
     Actions of any other space are JSON.  What cannot be read is answered by a note and a reward of `invalid_reward`, without a
@@ -50,9 +50,9 @@ class GymnasiumEnvironment:
             raise EnvError(f"{id}: {len(actions)} names of actions, but its action space is {space}")
 
     def reset(self, *, seed: int | None, options: Mapping[str, Any] | None) -> tuple[Observation, dict[str, Any]]:
-        kept = None if options is None else dict(options)
-        observation, info = self._env.reset(seed=seed, options=kept)
-        self._history = {"seed": seed, "options": kept, "actions": []}
+        given = None if options is None else dict(options)
+        observation, info = self._env.reset(seed=seed, options=given)
+        self._history = {"seed": seed, "options": given, "actions": []}
         return shown(observation, self._describe), dict(info)
 
     def step(self, action: Any) -> StepResult:
@@ -67,7 +67,7 @@ class GymnasiumEnvironment:
         return shown(observation, ""), float(reward), bool(terminated), bool(truncated), dict(info)
 
     def _read(self, action: Any) -> Any:
-        """The action of the space; ValueError in words for the policy."""
+        """Returns the action of the space; ValueError in words for the policy."""
         space = self._env.action_space
         if isinstance(space, gymnasium.spaces.Discrete):
             number = self._number(action)
@@ -113,7 +113,7 @@ class GymnasiumEnvironment:
 
 
 def shown(observation: Any, before: str) -> Observation:
-    """Pictures as images, text as it is, anything else as compact JSON."""
+    """Returns images as ImageObservations, text as it is, anything else as compact JSON."""
     if isinstance(observation, np.ndarray) and observation.dtype == np.uint8 and observation.ndim == 3:
         return ImageObservation(pixels=observation, text=before)
     text = observation if isinstance(observation, str) else json.dumps(_listed(observation), separators=(", ", ": "))

@@ -1,28 +1,30 @@
-"""A simulator with plain methods as a StepEnvironment in this process.
+"""Environments in this process, with a deadline on every call.
 
-Each call runs in a thread, so that a slow one does not hold up other episodes.  A thread cannot be ended: after a passed
-deadline the environment takes no more calls, and the thread runs on.  What may hang belongs into a pool.
+LocalEnvironment     makes a StepEnvironment of a simulator with plain methods: each call runs in a thread, so that a slow one
+                     does not hold up other episodes.  A thread cannot be ended: after a passed deadline the environment takes no
+                     more calls, and the thread runs on.  Simulators that may hang belong into a pool.
+BoundedEnvironment   a user's StepEnvironment, whose calls run on the caller's event loop and are cancelled at their deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from rlhub.envs.base import EnvError, ImageObservation, Observation, StepEnvironment, StepResult
+from rlhub.envs.base import EnvError, EnvironmentLimits, ImageObservation, Observation, StepEnvironment, StepResult
 from rlhub.errors import DeadlineError
 
 
 def observed(value: Any) -> Observation:
-    """Text and images as they are; EnvError for anything else."""
+    """Returns text and images as they are; EnvError for anything else."""
     if isinstance(value, str | ImageObservation):
         return value
     raise EnvError(f"an observation is text or an ImageObservation, not a {type(value).__name__}: {value!r:.80}")
 
 
 def optional_method(simulator: Any, name: str) -> Callable[..., Any]:
-    """A method that not every simulator has; EnvError if this one lacks it."""
+    """Returns a method that not every simulator has; EnvError if this one lacks it."""
     method = getattr(simulator, name, None)
     if method is None:
         raise EnvError(f"{type(simulator).__name__} has no {name}")
@@ -34,7 +36,7 @@ class LocalEnvironment(StepEnvironment):
 
     def __init__(self, simulator: Any, *, timeout_s: float) -> None:
         self._simulator, self._timeout_s = simulator, timeout_s
-        self._lost = ""
+        self._unusable = ""
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -53,16 +55,53 @@ class LocalEnvironment(StepEnvironment):
         await self._call("load_state", optional_method(self._simulator, "load_state"), state)
 
     async def close(self) -> None:
-        if not self._lost:
+        if not self._unusable:
             await self._call("close", self._simulator.close)
-            self._lost = "it is closed"
+            self._unusable = "it is closed"
 
     async def _call(self, what: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        if self._lost:
-            raise EnvError(f"the environment takes no more calls: {self._lost}")
+        if self._unusable:
+            raise EnvError(f"the environment takes no more calls: {self._unusable}")
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.to_thread(function, *arguments, **keywords)
         except TimeoutError as error:
-            self._lost = f"its {what} was not done after {self._timeout_s:g} s"
+            self._unusable = f"its {what} was not done after {self._timeout_s:g} s"
             raise DeadlineError(f"environment {what}", self._timeout_s, "a pool of processes can end it") from error
+
+
+class BoundedEnvironment(StepEnvironment):
+    """Wraps a StepEnvironment of the user's; see the module docstring."""
+
+    def __init__(self, environment: StepEnvironment, limits: EnvironmentLimits) -> None:
+        self._environment, self._limits = environment, limits
+
+    async def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        observation, info = await self._within("reset", self._environment.reset(seed=seed, options=options))
+        return observed(observation), info
+
+    async def step(self, action: Any) -> StepResult:
+        observation, reward, terminated, truncated, info = await self._within("step", self._environment.step(action))
+        return observed(observation), float(reward), bool(terminated), bool(truncated), info
+
+    async def get_state(self) -> Any:
+        return await self._within("get_state", self._environment.get_state())
+
+    async def load_state(self, state: Any) -> None:
+        await self._within("load_state", self._environment.load_state(state))
+
+    async def close(self) -> None:
+        await self._within("close", self._environment.close())
+
+    async def _within(self, method: str, work: Awaitable[Any]) -> Any:
+        """Waits for `work`; DeadlineError at its deadline, while a TimeoutError of the environment's own stays one."""
+        seconds = self._limits.timeout_s(method)
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return await work
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise DeadlineError(f"environment {method}", seconds) from error

@@ -9,14 +9,14 @@ from rlhub.registry import Registry
 from rlhub.utils.user_code import load_target
 
 ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("environment")
-"""Name -> what makes the environment from its settings, given as keywords."""
-ENVIRONMENTS.add_lazy("guess_number", "rlhub.envs.guess_number:GuessNumber")
-ENVIRONMENTS.add_lazy("grid_walk", "rlhub.envs.grid_walk:GridWalk")
+"""Name -> the class or function that makes the environment from its settings, given as keywords."""
+ENVIRONMENTS.add_lazy("guess_number", "rlhub.envs.games:GuessNumber")
+ENVIRONMENTS.add_lazy("grid_walk", "rlhub.envs.games:GridWalk")
 ENVIRONMENTS.add_lazy("gymnasium", "rlhub.envs.gymnasium:GymnasiumEnvironment")
 
 
 def environment_target(name: str) -> str:
-    """A registered name as `module:attribute`, which another process can load; a path as it is.  RegistryError if unknown."""
+    """Returns a registered name as `module:attribute`, which another process can load; a path as it is.  RegistryError."""
     if ":" in name:
         return name
     target = ENVIRONMENTS.row(name).target
@@ -24,5 +24,5 @@ def environment_target(name: str) -> str:
 
 
 def environment_factory(name: str) -> Callable[..., Any]:
-    """What makes the environment; RegistryError or LoadError if there is none."""
+    """Returns the class or function that makes the environment; RegistryError or LoadError if there is none."""
     return load_target(name) if ":" in name else ENVIRONMENTS.get(name)

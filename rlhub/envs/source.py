@@ -1,30 +1,29 @@
-"""Where episodes get their environments: `EnvironmentSource`, and the one of a process that runs them itself.
+"""How episodes get their environments: EnvironmentSource, the source of this process, and the table of a host's leases.
 
     async with source.lease(spec, data.session) as environment:
         observation, info = await environment.reset(seed=3)
 
-Workflows lease and never make environments, so that these may live here, or in actors on other machines.
+Workflows lease environments and never make them, so that these may run here, or in actors on other machines.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlhub.envs.base import Environment, StepEnvironment
-from rlhub.envs.bounded import BoundedEnvironment
-from rlhub.envs.local import LocalEnvironment
-from rlhub.envs.pool import EnvironmentPool, PoolLimits
+from rlhub.envs.base import EnvDiedError, Environment, EnvironmentLimits, StepEnvironment
+from rlhub.envs.local import BoundedEnvironment, LocalEnvironment
+from rlhub.envs.pool import EnvironmentPool
 from rlhub.envs.registry import environment_factory, environment_target
-from rlhub.envs.tool_pool import ToolPool
+from rlhub.envs.remote import METHODS
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EnvironmentSpec:
-    """Which environment, and how it runs; it travels to where that is.
+    """Which environment, and how it runs; it is sent to the process that runs it.
 
     name: registered, `module:name` or `path/to/file.py:name`, called with `settings`.
     num_workers: processes that run it, in each place where it runs; 0: none of their own, and as many as are asked for.  Only a
@@ -36,7 +35,7 @@ class EnvironmentSpec:
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     num_workers: int = 0
-    limits: PoolLimits = field(default_factory=PoolLimits)
+    limits: EnvironmentLimits = field(default_factory=EnvironmentLimits)
     offers_tools: bool = False
     env: tuple[str, ...] = ()
 
@@ -52,17 +51,18 @@ class EnvironmentSpec:
 
 
 class EnvironmentSource(Protocol):
-    """Lends environments to episodes."""
+    """Leases environments to episodes."""
 
     def lease(self, spec: EnvironmentSpec, session: str) -> AbstractAsyncContextManager[StepEnvironment | Environment]:
-        """One for the episode `session`, its own until the context ends; waits while all are taken.
+        """Leases one to the episode `session`, its own until the context ends; waits while all are taken.
 
-        LoadError if it cannot be made.  EnvDiedError, then and later: what runs it has ended, and the episode's state is lost.
+        LoadError if it cannot be made.  EnvDiedError, then and later: the process or actor that runs it has ended, and the
+        episode's state is lost.
         """
         ...
 
 
-class OwnEnvironments:
+class LocalEnvironmentSource:
     """An EnvironmentSource that runs them in this process and in processes of its own.  Belongs to one event loop."""
 
     def __init__(self) -> None:
@@ -72,45 +72,104 @@ class OwnEnvironments:
     async def lease(self, spec: EnvironmentSpec, session: str) -> AsyncIterator[StepEnvironment | Environment]:
         """See EnvironmentSource."""
         if spec.places:
-            pool = self.pool(spec)
-            async with pool.lease_tools() if isinstance(pool, ToolPool) else pool.lease() as leased:
+            async with self.pool(spec).lease() as leased:
                 yield leased
             return
-        made = environment_factory(spec.name)(**spec.settings)
-        if isinstance(made, Environment):
+        environment = environment_factory(spec.name)(**spec.settings)
+        if isinstance(environment, Environment):
             try:
-                yield made
+                yield environment
             finally:
-                await made.aclose()
+                await environment.aclose()
             return
-        environment = (
-            BoundedEnvironment(made, spec.limits)
-            if isinstance(made, StepEnvironment)
-            else LocalEnvironment(made, timeout_s=spec.limits.longest_s)
+        steps = (
+            BoundedEnvironment(environment, spec.limits)
+            if isinstance(environment, StepEnvironment)
+            else LocalEnvironment(environment, timeout_s=spec.limits.longest_s)
         )
         try:
-            yield environment
+            yield steps
         finally:
-            await environment.close()
+            await steps.close()
 
     def pool(self, spec: EnvironmentSpec) -> EnvironmentPool:
-        """The processes for this spec; they start as they are needed."""
+        """Returns the pool for this spec; its processes start as they are needed."""
         if spec.key not in self._pools:
-            target, make = environment_target(spec.name), ToolPool if spec.offers_tools else EnvironmentPool
-            self._pools[spec.key] = make(target, spec.settings, num_workers=spec.num_workers, limits=spec.limits, env=spec.env)
+            self._pools[spec.key] = EnvironmentPool(
+                environment_target(spec.name),
+                spec.settings,
+                num_workers=spec.num_workers,
+                offers_tools=spec.offers_tools,
+                limits=spec.limits,
+                env=spec.env,
+            )
         return self._pools[spec.key]
 
     @property
     def pools(self) -> list[EnvironmentPool]:
-        """All that were asked for."""
+        """All pools that were asked for."""
         return list(self._pools.values())
 
     async def aclose(self) -> None:
-        """End all processes.  Idempotent."""
+        """Ends all processes.  Idempotent."""
         pools, self._pools = self.pools, {}
         await asyncio.gather(*(pool.aclose() for pool in pools))
 
 
 def offers_tools(factory: Any) -> bool:
-    """Whether what the user named makes an `Environment`; else it makes something with steps."""
+    """Returns whether a factory that the user named makes an `Environment`; else it makes something with steps."""
     return isinstance(factory, type) and issubclass(factory, Environment)
+
+
+class _Lease:
+    """A leased environment, the context that holds it, and the turns of its calls."""
+
+    def __init__(self) -> None:
+        self.stack = AsyncExitStack()
+        self.one_at_a_time = asyncio.Lock()
+        self.environment: Any = None
+
+
+class LeaseTable:
+    """Environments of a source by the numbers of their leases, which their users choose.  Belongs to one event loop.
+
+    An actor that hosts environments, and a driver that leases them for episodes in other processes, answer calls with it; the
+    episode's side of those calls is remote.py.  Arguments and results travel as they are, images as arrays.
+    """
+
+    def __init__(self, source: EnvironmentSource) -> None:
+        self._source = source
+        self._leases: dict[int, _Lease] = {}
+        self.calls = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    async def open(self, number: int, spec: EnvironmentSpec, session: str) -> None:
+        """Leases an environment; waits while all are taken."""
+        lease = _Lease()
+        lease.environment = await lease.stack.enter_async_context(self._source.lease(spec, session))
+        self._leases[number] = lease
+
+    async def call(self, number: int, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Calls a method of a leased environment, after earlier calls have ended.  EnvDiedError: there is no such lease."""
+        if method not in METHODS:
+            raise ValueError(f"environments have no method {method!r}; known: {', '.join(sorted(METHODS))}")
+        lease = self._leases.get(number)
+        if lease is None:
+            raise EnvDiedError(f"{method}: the environment is not leased any more")
+        async with lease.one_at_a_time:
+            self.calls += 1
+            return await getattr(lease.environment, method)(**arguments)
+
+    async def release(self, number: int) -> None:
+        """Ends a lease, after the call that runs.  Does nothing for one that has ended."""
+        lease = self._leases.get(number)
+        if lease is not None:
+            async with lease.one_at_a_time:
+                if self._leases.pop(number, None) is not None:
+                    await lease.stack.aclose()
+
+    async def release_all(self) -> None:
+        """Ends all leases."""
+        await asyncio.gather(*(self.release(number) for number in list(self._leases)), return_exceptions=True)

@@ -1,1 +1,13 @@
-"""Hugging Face models as rlhub trains them: building, tokenizers, LoRA, and the facts of a model's configuration."""
+"""Models as rlhub trains them.
+
+shape             the facts of a model's config.json, without torch
+tokenizer         the tokenizer, and the token ids that a model can write
+hf                Hugging Face models for training, and the files saved with their weights
+weight_files      the safetensors files of a model folder, by their headers
+required_weights  the weights that a loaded model must have
+experts           a mixture of experts' weights under checkpoint names
+lora              low-rank adapters
+packed_attention  causal attention over packed rows
+throughput        floating-point throughput of training
+megatron/         models of Megatron-core's parts
+"""

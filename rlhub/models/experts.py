@@ -1,6 +1,6 @@
 """A mixture of experts' weights under checkpoint names.
 
-transformers holds the experts of a layer in two tensors, `mlp.experts.gate_up_proj` (experts, 2 x intermediate, hidden) and
+transformers keeps the experts of a layer in two tensors, `mlp.experts.gate_up_proj` (experts, 2 x intermediate, hidden) and
 `mlp.experts.down_proj` (experts, hidden, intermediate); checkpoints of the Qwen families, vLLM and Megatron-core know a weight
 for each expert and projection.  The mapping is by name and holds for models whose checkpoints name experts as Qwen's do.
 """
@@ -19,15 +19,12 @@ DOWN = ".mlp.experts.down_proj"
 
 
 def is_fused(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether this is a tensor of all experts of a layer."""
+    """Returns whether this is a tensor of all experts of a layer."""
     return len(shape) == 3 and name.endswith((GATE_UP, DOWN))
 
 
 def unfused(piece: Piece) -> Iterator[Piece]:
-    """The piece as the checkpoint names it: itself, or a piece for each expert and projection that it holds a part of.
-
-    All are views.
-    """
+    """Yields the piece as the checkpoint names it: itself, or a view for each expert and projection that it has a part of."""
     if not is_fused(piece.name, piece.shape):
         yield piece
         return
@@ -36,15 +33,15 @@ def unfused(piece: Piece) -> Iterator[Piece]:
     for expert in range(first, last):
         for name, (start, stop) in _projections(piece.name, expert, rows):
             box: Region = ((expert, expert + 1), (start, stop), (0, columns))
-            held = intersection(box, piece.region)
-            if held is not None:
-                view = take(piece.tensor, relative(held, piece.region))[0]
-                region = relative(held, box)[1:]
+            common = intersection(box, piece.region)
+            if common is not None:
+                view = take(piece.tensor, relative(common, piece.region))[0]
+                region = relative(common, box)[1:]
                 yield Piece(name=name, tensor=view, shape=(stop - start, columns), region=region)
 
 
 def _projections(name: str, expert: int, rows: int) -> list[tuple[str, tuple[int, int]]]:
-    """(checkpoint name, rows of the expert's matrix)."""
+    """Returns (checkpoint name, rows of the expert's matrix)."""
     if name.endswith(DOWN):
         return [(f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", (0, rows))]
     prefix, half = f"{name.removesuffix('gate_up_proj')}{expert}", rows // 2
@@ -52,7 +49,7 @@ def _projections(name: str, expert: int, rows: int) -> list[tuple[str, tuple[int
 
 
 def unfused_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """`unfused` for whole tensors."""
+    """Yields whole tensors as `unfused` yields pieces."""
     for name, tensor in named:
         for piece in unfused(whole_piece(name, tensor)):
             yield piece.name, piece.tensor

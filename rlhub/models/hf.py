@@ -1,26 +1,49 @@
-"""Building Hugging Face models for training: policies with a language-model head, value and reward models with a scalar head."""
+"""Hugging Face models for training: building policies with a language-model head and value and reward models with a scalar head,
+and saving the files that make their weights a loadable model."""
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
-from rlhub.models.kinds import SCALAR_HEAD, ModelKind, reward_problem
 from rlhub.models.required_weights import check_files, load_checked
+from rlhub.models.shape import SCALAR_HEAD, ModelKind, reward_problem
+from rlhub.models.tokenizer import load_tokenizer
 
-__all__ = ["SCALAR_HEAD", "ModelKind", "backbone", "build_model", "check_weights", "load_config", "transformer_layers"]
+__all__ = [
+    "SCALAR_HEAD",
+    "ModelKind",
+    "backbone",
+    "build_model",
+    "check_weights",
+    "load_config",
+    "save_sidecars",
+    "transformer_layers",
+]
+
+logger = logging.getLogger(__name__)
 
 HEAD_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Settings by which some models change logits after the head's matrix; log-probs computed without them would be wrong."""
 
 
 def load_config(model: ModelConfig) -> PreTrainedConfig:
-    """The model's configuration with the user's overrides; dropout is off unless overridden.
+    """Loads the model's configuration with the user's overrides; dropout is off unless overridden.
 
     Dropout would make the policy being stepped differ from the one whose log-probs were taken.
     """
@@ -44,10 +67,10 @@ def load_config(model: ModelConfig) -> PreTrainedConfig:
 def build_model(
     model: ModelConfig, kind: ModelKind, *, dtype: torch.dtype, attention: str, seed: int, empty: bool = False
 ) -> PreTrainedModel:
-    """A model with the checkpoint's weights in `dtype` on the CPU; `empty`: on the meta device, without weights.
+    """Builds a model with the checkpoint's weights in `dtype` on the CPU; `empty`: on the meta device, without weights.
 
     attention: name of the attention implementation.  seed: of weights the checkpoint lacks (a new value head); the
-    process's own random state is left alone.
+    process's own random state stays as it is.
     """
     config, loader = _config_and_loader(model, kind)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": model.trust_remote_code}
@@ -72,7 +95,7 @@ def build_model(
 
 
 def check_weights(model: ModelConfig, kind: ModelKind) -> None:
-    """Compare the names and shapes in the model's files with what the model is made of, without reading any weight.
+    """Compares the names and shapes in the model's files with those of the model, without reading any weight.
 
     Raises ConfigError naming each tensor or file that is missing, damaged, of another shape, or of another model.
     """
@@ -81,7 +104,7 @@ def check_weights(model: ModelConfig, kind: ModelKind) -> None:
 
 
 def _config_and_loader(model: ModelConfig, kind: ModelKind) -> tuple[PreTrainedConfig, Any]:
-    """The configuration as this kind has it, and the class of transformers that loads it."""
+    """Returns the configuration of this kind of model, and the class of transformers that loads it."""
     config = load_config(model)
     if kind == "reward" and (problem := reward_problem(str(model.path), config.architectures or [], config.num_labels)):
         raise ConfigError(problem)
@@ -102,12 +125,48 @@ def _refuse_transformed_logits(model: PreTrainedModel) -> None:
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """The transformer below the head: token ids to last hidden states."""
+    """Returns the transformer below the head: token ids to last hidden states."""
     inner: nn.Module = model.base_model
     return inner
 
 
 def transformer_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, in order: the units of sharding."""
+    """Returns the repeated blocks, in order: the units of sharding."""
     kinds = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
+def save_sidecars(model: ModelConfig, folder: Path, kind: ModelKind = "policy", *, dtype: torch.dtype | None = None) -> None:
+    """Writes the files without which weights do not load as a Hugging Face model into `folder`, which is created: config.json
+    (with the overrides), generation_config.json if the model has one, and the tokenizer with its chat template.  Call on one
+    rank.
+
+    kind: of the weights; those of a value or reward model load as a sequence classifier with one label.
+    dtype: of the weights, by which transformers loads them; None: as the model's configuration says.
+    """
+    assert model.path is not None, "checked when the configuration is loaded"
+    folder.mkdir(parents=True, exist_ok=True)
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, **model.override_config)
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    if kind != "policy":
+        _as_classifier(config, tokenizer)
+    if dtype is not None:
+        config.dtype = dtype
+    config.save_pretrained(folder)
+    try:
+        GenerationConfig.from_pretrained(model.path).save_pretrained(folder)
+    except OSError:  # the model has no generation settings of its own: then neither has the copy
+        (folder / "generation_config.json").unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+
+
+def _as_classifier(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Sets one label, and the padding token by which transformers finds a row's last token."""
+    config.num_labels = 1
+    config.architectures = [AutoModelForSequenceClassification._model_mapping[type(config)].__name__]
+    config.pad_token_id = tokenizer.pad_token_id
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+        logger.warning(
+            "the tokenizer pads with its end token: transformers' own classifier reads a score at the last token that is no "
+            "padding, so before an end token, where rlhub reads it at the end token"
+        )

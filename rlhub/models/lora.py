@@ -2,8 +2,8 @@
 
 The model stays the Hugging Face class it was; an adapted layer q_proj becomes a peft layer that holds the frozen weight as
 `q_proj.base_layer.weight` and trains `q_proj.lora_A.default.weight` (rank, in) and `q_proj.lora_B.default.weight` (out, rank).
-Everything outside this file sees the frozen weight under the name it had before.  peft is imported by who has adapters: most
-processes have none, and it takes as long to load as the rest of rlhub.
+Everything outside this file sees the frozen weight under the name it had before.  peft is imported only for a model with
+adapters: it takes as long to load as the rest of rlhub.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from rlhub.models.hf import SCALAR_HEAD, ModelKind
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from peft.tuners.lora import LoraLayer
 
 ADAPTER = "default"  # peft's own name for the only adapter
 PEFT_MODEL = "base_model.model."  # where peft.PeftModel keeps the model it wraps; its files name tensors from there
@@ -42,7 +41,7 @@ class LoraNames:
 
 
 def add_lora(model: nn.Module, config: ModelConfig, *, head: nn.Module | None, seed: int) -> None:
-    """Freeze the model and put adapters on its linear layers: A random, B zero, so that it computes what it did before.
+    """Freezes the model and puts adapters on its linear layers: A random, B zero, so that its outputs stay the same.
 
     head: output layer, never adapted (its matrix is read directly).  seed: alone decides A; the process's random state is
     neither read nor changed.  Raises ConfigError when target_modules names no linear layer.
@@ -69,7 +68,7 @@ def _peft_config(config: ModelConfig, targets: list[str], **others: Any) -> Lora
 
 
 def _targets(model: nn.Module, config: ModelConfig, head: nn.Module | None) -> list[str]:
-    """Full names of the layers to adapt.  Resolved here, because peft accepts a list in which only some names match."""
+    """Returns full names of the layers to adapt.  Resolved here, because peft accepts a list in which only some names match."""
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if config.target_modules == "all-linear":
         return linears
@@ -85,8 +84,8 @@ def _is_called(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
-    """(name, layer) of all adapted layers, in the model's order."""
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields (name, peft's LoraLayer) of all adapted layers, in the model's order."""
     lora = sys.modules.get("peft.tuners.lora")
     if lora is None:
         return iter(())  # nobody in this process has adapted anything
@@ -94,7 +93,7 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 
 
 def set_adapters(model: nn.Module, enabled: bool) -> None:
-    """Switch all adapters on or off for what is computed; what is trained stays as it is.
+    """Switches all adapters on or off in the computation; which parameters train stays as it is.
 
     peft's switch also switches requires_grad, of whichever parameters the layer has at the moment: gathered ones, when a
     sharded model is between two passes, and then the shards would never be trained again.
@@ -107,7 +106,7 @@ def set_adapters(model: nn.Module, enabled: bool) -> None:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """As model.named_parameters(), but the frozen weights of adapted layers under their Hugging Face names."""
+    """Yields model.named_parameters(), but the frozen weights of adapted layers under their Hugging Face names."""
     owners = {f"{name}.base_layer": name for name, _ in lora_layers(model)}
     for name, param in model.named_parameters():
         owner, _, own = name.rpartition(".")
@@ -115,7 +114,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def lora_names(model: nn.Module) -> list[LoraNames]:
-    """The adapted layers' weights, for merging."""
+    """Returns the names of the adapted layers' weights, for merging."""
     return [
         LoraNames(
             weight=f"{name}.weight",
@@ -128,7 +127,7 @@ def lora_names(model: nn.Module) -> list[LoraNames]:
 
 
 def saved_names(model: nn.Module, kind: ModelKind) -> dict[str, str]:
-    """Name in the model -> name in peft's adapter_model.safetensors, of all trained weights: the adapters and a scalar
+    """Returns name in the model -> name in peft's adapter_model.safetensors, of all trained weights: the adapters and a scalar
     head."""
     names = [name for layer in lora_names(model) for name in (layer.lora_a, layer.lora_b)]
     saved = {name: PEFT_MODEL + re.sub(rf"\.{ADAPTER}\.weight$", ".weight", name) for name in names}
@@ -136,7 +135,7 @@ def saved_names(model: nn.Module, kind: ModelKind) -> dict[str, str]:
 
 
 def saved_config(model: nn.Module, config: ModelConfig, kind: ModelKind) -> dict[str, Any]:
-    """The content of peft's adapter_config.json, JSON-able."""
+    """Returns the content of peft's adapter_config.json, JSON-able."""
     lora = _peft_config(
         config,
         [name for name, _ in lora_layers(model)],

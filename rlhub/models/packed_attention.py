@@ -1,7 +1,7 @@
 """Causal attention over packed rows, registered with transformers as `rlhub_packed`.
 
 Rows of similar length are gathered into a few right-padded batches and go through the ordinary causal kernel: a real query
-never sees the padding to its right, so the result is exact without any mask.  The plan is made once per micro-batch and all
+never attends to the padding to its right, so the result is exact without any mask.  The plan is made once per micro-batch and all
 layers use it.  On CUDA with half precision the variable-length kernel needs no padding at all.
 """
 
@@ -27,7 +27,7 @@ MIN_GROUP_TOKENS = 1024  # ... once the group is worth a kernel call of its own
 
 @dataclass(slots=True, kw_only=True)
 class AttentionPlan:
-    """Where rows lie in the packed token axis of N tokens, and in groups of M >= N places in all.
+    """The places of rows in the packed token axis of N tokens, and in groups of M >= N places in all.
 
     shapes: (rows, longest) of each group, in the order the groups are laid out.
     gather: (M,) the token at each place; at padding some token of the same row.
@@ -46,7 +46,7 @@ class AttentionPlan:
 
 
 def group_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Row indices of each group, longest rows first."""
+    """Returns the row indices of each group, longest rows first."""
     groups: list[list[int]] = []
     longest = tokens = 0
     for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -59,7 +59,7 @@ def group_lengths(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPlan:
-    """Plan for rows of these lengths (all > 0) packed one after the other."""
+    """Returns the plan for rows of these lengths (all > 0) packed one after the other."""
     starts = [0, *accumulate(lengths)]
     boundaries = torch.tensor(starts, dtype=torch.int32)
     longest = max(lengths)
@@ -139,7 +139,10 @@ def packed_attention(
     packing: AttentionPlan | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query (1, heads, tokens, width); key, value (1, kv heads, tokens, width).  Returns (1, tokens, heads, width)."""
+    """Computes attention as transformers calls it.  query (1, heads, tokens, width); key, value (1, kv heads, tokens, width).
+
+    Returns (1, tokens, heads, width).
+    """
     if packing is None or packing.num_tokens != query.shape[2]:
         raise EngineError(
             f"packed attention was given no plan for its {query.shape[2]} tokens: this model does not pass attention arguments "
@@ -150,33 +153,33 @@ def packed_attention(
             f"packed attention is causal over the whole row, but a layer has a window of {sliding_window} tokens and a row has "
             f"{packing.longest}; set model.use_remove_padding=False"
         )
-    tokens = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    return attend_packed(*tokens, packing, scaling=scaling, dropout=dropout)[None], None
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return attend_packed(query, key, value, packing, scaling=scaling, dropout=dropout)[None], None
 
 
 def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, *, scaling: float | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Causal attention of each row over itself: query (tokens, heads, width); key, value (tokens, kv heads, width); returns
-    (tokens, heads, width).  scaling: of the scores; None: 1 / sqrt(width)."""
+    """Computes causal attention of each row over itself: query (tokens, heads, width); key, value (tokens, kv heads, width);
+    returns (tokens, heads, width).  scaling: of the scores; None: 1 / sqrt(width)."""
     if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
         return _variable_length(query, key, value, plan, scaling)
     tokens = [query, key, value]
     if plan.gather is not None and plan.restore is not None:
-        tokens = [_ToGroups.apply(tensor, plan.gather, plan.restore) for tensor in tokens]
+        tokens = [_ToGroups.apply(tensor, plan.gather, plan.restore) for tensor in tokens]  # type: ignore[no-untyped-call]
     out = _attend(tokens, plan.shapes, scaling, dropout)
     if plan.gather is not None:
-        out = _FromGroups.apply(out, plan.gather, plan.restore, plan.padding)
+        out = _FromGroups.apply(out, plan.gather, plan.restore, plan.padding)  # type: ignore[no-untyped-call]
     return out
 
 
 def _attend(tokens: list[Tensor], shapes: list[tuple[int, int]], scaling: float | None, dropout: float) -> Tensor:
-    """Each group through the causal kernel: (M, heads, width) tensors in and out."""
+    """Computes each group by the causal kernel: (M, heads, width) tensors in and out."""
     grouped = tokens[0].shape[1] != tokens[1].shape[1]
     outs, first = [], 0
     for rows, longest in shapes:
         size = rows * longest
-        q, k, v = (tensor[first : first + size].unflatten(0, (rows, longest)).transpose(1, 2) for tensor in tokens)
+        q, k, v = (torch.unflatten(tensor[first : first + size], 0, (rows, longest)).transpose(1, 2) for tensor in tokens)
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=grouped)
         outs.append(out.transpose(1, 2).flatten(0, 1))
         first += size

@@ -1,8 +1,8 @@
-"""What a loaded model must have: every engine asks here, before it reads a weight and after.
+"""The weights that a loaded model must have: every engine checks them here, before it reads a weight and after.
 
 transformers fills weights that a folder lacks with random numbers and passes over those it does not know, with a report in the
-log.  Here both are errors.  What a folder may lack: tied weights, which are stored once, and the scalar head of a value or
-reward model that is made from a language model.  What it may have besides: the head of the other kind of model, and what the
+log.  Here both are errors.  A folder may lack tied weights, which are stored once, and the scalar head of a value or reward
+model that begins as a language model.  It may have the head of the other kind of model besides, and the tensors that the
 architecture itself says to ignore.
 """
 
@@ -24,19 +24,19 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlhub.errors import ConfigError
 from rlhub.models.experts import DOWN, GATE_UP, unfused_tensors
-from rlhub.models.kinds import CLASSIFIER, SCALAR_HEAD, ModelKind
+from rlhub.models.shape import CLASSIFIER, SCALAR_HEAD, ModelKind
 from rlhub.models.weight_files import StoredTensor, stored_tensors
 from rlhub.protocol.weights.fingerprint import nonfinite_names
 
 HEADS = ("lm_head.", f"{SCALAR_HEAD}.", "v_head.")
 """Beginnings of the names of heads, of which a model of one kind leaves aside those of another."""
-SHOWN = 6
+MAX_LISTED = 6
 """Most tensors that an error lists of each fault."""
 REMEDY = "name the folder of a whole model, or copy it again"
 
 
 def load_checked(loader: Any, path: str, config: PreTrainedConfig, kind: ModelKind, **options: Any) -> PreTrainedModel:
-    """`loader.from_pretrained`, of a model that has all its weights, of their shapes and finite.  Raises ConfigError."""
+    """Calls `loader.from_pretrained`; the model has all its weights, of their shapes and finite.  Raises ConfigError."""
     trusted = {"trust_remote_code": options.get("trust_remote_code", False)}
     check_files(loader, path, config, kind, **trusted)
     with _without_report():
@@ -46,7 +46,7 @@ def load_checked(loader: Any, path: str, config: PreTrainedConfig, kind: ModelKi
 
 
 def check_files(loader: Any, path: str, config: PreTrainedConfig, kind: ModelKind, **options: Any) -> None:
-    """Compare the files' names and shapes with the model's.  No weight is read.
+    """Compares the files' names and shapes with the model's.  No weight is read.
 
     Models that transformers has no class for, and quantized ones, whose files have other names, are their engines' business.
     Raises ConfigError naming tensors and files.
@@ -71,7 +71,7 @@ def check_files(loader: Any, path: str, config: PreTrainedConfig, kind: ModelKin
 
 
 def refuse_nonfinite(path: str, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ConfigError for weights of the model, by their names in its files, that are NaN or infinite."""
+    """Raises ConfigError for weights of the model, by their names in its files, that are NaN or infinite."""
     found = nonfinite_names(named)
     if not found:
         return
@@ -87,7 +87,7 @@ def _faults(
     mismatched: Mapping[str, str],
     stored: Mapping[str, StoredTensor],
 ) -> list[str]:
-    """In words."""
+    """Returns the faults as sentences."""
     new_head = kind != "policy" and not any(name.endswith(CLASSIFIER) for name in config.architectures or ())
     lacking = sorted(name for name in missing if not (new_head and name.startswith(f"{SCALAR_HEAD}.")))
     unknown = sorted(name for name in unexpected if not name.startswith(HEADS))
@@ -101,7 +101,7 @@ def _faults(
 
 
 def _differences(loader: Any, config: PreTrainedConfig, stored: Mapping[str, StoredTensor], kind: ModelKind) -> list[str]:
-    """Name by name as they are in the files, where transformers puts the experts of a layer into one tensor and one is wrong."""
+    """Returns the faults by the names in the files, where transformers puts the experts of a layer into one tensor."""
     if not stored:
         return []
     with torch.device("meta"):
@@ -125,15 +125,14 @@ def _refuse(path: str, faults: list[str]) -> None:
 
 
 def _listed(names: list[str], stored: Mapping[str, StoredTensor]) -> str:
-    """The first few, with their files where these are known, and how many more there are."""
-    shown = [f"{name} ({stored[name].file})" if name in stored else name for name in names[:SHOWN]]
-    return ", ".join(shown) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    """Lists the first few, with their files where these are known, and how many more there are."""
+    shown = [f"{name} ({stored[name].file})" if name in stored else name for name in names[:MAX_LISTED]]
+    return ", ".join(shown) + (f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "")
 
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """transformers reports every weight it makes up in a table of its own; what is wrong becomes an error here.  Nor does a
-    progress bar a rank and model say anything."""
+    """Silences transformers' table of the weights it draws itself, which are errors here, and its progress bars."""
     disable_progress_bar()
     logger = logging.getLogger("transformers")
     level = logger.level

@@ -1,4 +1,5 @@
-"""Facts of a model read from its `config.json`: for checks before anything starts, and for counting floating-point work.
+"""The facts of a model in its `config.json`: its sizes, for checks before anything starts and for counting floating-point work,
+and which kind of model it can be.
 
 Reads JSON only, so it costs milliseconds and loads neither torch nor transformers.
 """
@@ -6,15 +7,24 @@ Reads JSON only, so it costs milliseconds and loads neither torch nor transforme
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhub.errors import ConfigError
 
+ModelKind = Literal["policy", "value", "reward"]
+"""policy: a distribution over the next token; value: a number a token; reward: a number a row."""
+SCALAR_HEAD = "score"
+"""The linear layer of transformers' sequence classifiers: hidden size -> 1, without bias."""
+
+CLASSIFIER = "ForSequenceClassification"
+LANGUAGE_MODEL = "ForCausalLM"
+DEFAULT_LABELS = 2  # what transformers takes where config.json names no labels
+
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What configurations call the experts of a layer."""
+"""The names that configurations have for the number of a layer's experts."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -41,18 +51,19 @@ class ModelShape:
         mlp = 3 * self.hidden_size * self.mlp_columns
         return self.num_layers * attention + mlp + self.vocab_size * self.hidden_size
 
-    def training_flops(self, num_tokens: int, mean_length: float) -> float:
-        """Floating-point operations of forward and backward over `num_tokens` tokens in sequences of `mean_length`.
+    def forward_flops(self, num_tokens: int, mean_length: float, *, head: bool = True) -> float:
+        """Returns the floating-point operations of a forward pass over `num_tokens` tokens in sequences of `mean_length`.
 
-        6 per weight and token, plus 6 * layers * heads * head_dim * length for causal attention (half of the square),
-        as counted in PaLM (arXiv 2204.02311, appendix B).
+        2 per weight and token, plus 2 * layers * heads * head_dim * length for causal attention (half of the square), as
+        counted in PaLM (arXiv 2204.02311, appendix B); a backward pass takes twice as many.  head: with the language-model head.
         """
-        attention = 6.0 * self.num_layers * self.num_heads * self.head_dim * mean_length
-        return num_tokens * (6.0 * self.num_matmul_params + attention)
+        attention = 2.0 * self.num_layers * self.num_heads * self.head_dim * mean_length
+        weights = self.num_matmul_params - (0 if head else self.vocab_size * self.hidden_size)
+        return num_tokens * (2.0 * weights + attention)
 
 
 def read_model_values(path: str | Path, override_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A local folder's config.json with the user's entries.  Raises ConfigError: there is none, or it is not JSON."""
+    """Reads a local folder's config.json, with the user's entries.  Raises ConfigError: there is none, or it is not JSON."""
     file = Path(path) / "config.json"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -64,7 +75,8 @@ def read_model_values(path: str | Path, override_config: Mapping[str, Any] | Non
 
 
 def read_model_shape(path: str | Path, override_config: Mapping[str, Any] | None = None) -> ModelShape:
-    """Shape of the model in a local folder.  Raises ConfigError: no config.json, not JSON, or without the sizes needed."""
+    """Reads the shape of the model in a local folder.  Raises ConfigError: no config.json, not JSON, or without the sizes
+    needed."""
     try:
         return _shape(read_model_values(path, override_config))
     except KeyError as error:
@@ -74,8 +86,8 @@ def read_model_shape(path: str | Path, override_config: Mapping[str, Any] | None
 
 
 def count_params(path: str | Path, override_config: Mapping[str, Any] | None = None, *, language_model: bool = True) -> int:
-    """Elements of all matrices of the model in a local folder, those of all experts too; norms, biases and routers, thousands of
-    times fewer, are left out.  language_model: with its head, where that is not the embedding itself.  Raises as
+    """Counts the elements of all matrices of the model in a local folder, those of all experts too; norms, biases and routers,
+    thousands of times fewer, are left out.  language_model: with its head, where that is not the embedding itself.  Raises as
     `read_model_shape`."""
     shape, values = read_model_shape(path, override_config), read_model_values(path, override_config)
     experts = next((int(values[name]) for name in NUM_EXPERTS if values.get(name)), 1)
@@ -104,7 +116,8 @@ def _shape(values: Mapping[str, Any]) -> ModelShape:
 
 
 def _mlp_columns(values: Mapping[str, Any], dense: int, experts: int) -> int:
-    """Over all layers, with that many experts in a sparse one; sparse are those that configurations of Qwen's mixtures say."""
+    """Counts inner columns over all layers, with `experts` experts in a sparse one, as configurations of Qwen's mixtures name
+    them."""
     width, step = values.get("moe_intermediate_size"), int(values.get("decoder_sparse_step") or 1)
     shared = int(values.get("shared_expert_intermediate_size") or 0)
     total = 0
@@ -112,3 +125,23 @@ def _mlp_columns(values: Mapping[str, Any], dense: int, experts: int) -> int:
         is_dense = not width or layer in (values.get("mlp_only_layers") or ()) or (layer + 1) % step
         total += dense if is_dense else int(width or 0) * experts + shared
     return total
+
+
+def reward_problem(path: str, architectures: Sequence[str], num_labels: int) -> str | None:
+    """Returns why a checkpoint cannot be a reward model, or None: it must be a sequence classifier with one label, or a causal
+    language model (which gets a new head)."""
+    if not all(name.endswith((CLASSIFIER, LANGUAGE_MODEL)) for name in architectures):
+        return (
+            f"{path!r} holds {', '.join(architectures)}: a reward model is a sequence classifier with one label or a causal "
+            "language model (which gets a new head); name another model"
+        )
+    if any(name.endswith(CLASSIFIER) for name in architectures) and num_labels != 1:
+        return f"{path!r} is a classifier with {num_labels} labels: a reward model has 1; name another model"
+    return None
+
+
+def read_labels(folder: Path) -> tuple[list[str], int]:
+    """Returns (architectures, number of labels) of a model folder whose config.json can be read."""
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    labels = values.get("id2label")
+    return list(values.get("architectures") or ()), len(labels) if labels else int(values.get("num_labels", DEFAULT_LABELS))

@@ -1,6 +1,6 @@
-"""The weight files of a local model folder, told from their headers: what they hold, and whether they are whole.
+"""The weight files of a local model folder, by their headers: their tensors, and whether they are whole.
 
-Reads a few kilobytes a file and loads neither torch nor transformers, so that a download that broke off is found before any
+Reads a few kilobytes a file and loads neither torch nor transformers, so that an incomplete download is found before any
 process starts.  The format: https://github.com/huggingface/safetensors#format
 """
 
@@ -20,14 +20,14 @@ REMEDY = "copy or download the model again"
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class StoredTensor:
-    """Where a tensor is and its shape."""
+    """A tensor's file and shape."""
 
     file: str
     shape: tuple[int, ...]
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """By name, all tensors of a folder's safetensors files; {} for a folder that has none (older ones have PyTorch's files).
+    """Returns all tensors of a folder's safetensors files by name; {} for a folder without (older ones have PyTorch's files).
 
     Raises ConfigError listing every file that is missing, cut short or unreadable, and every tensor that is not where the
     index says.
@@ -47,7 +47,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def file_problems(folder: Path) -> list[str]:
-    """What is wrong with the weight files of a local folder; [] for a folder without any."""
+    """Returns the problems of the weight files of a local folder; [] for a folder without any."""
     try:
         stored_tensors(folder)
     except ConfigError as error:
@@ -56,7 +56,7 @@ def file_problems(folder: Path) -> list[str]:
 
 
 def _indexed(folder: Path, problems: list[str]) -> dict[str, str]:
-    """Tensor -> file by the index; {} where one file has all, which transformers takes before an index."""
+    """Returns tensor -> file by the index; {} where one file has all, which transformers takes before an index."""
     if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
         return {}
     try:
@@ -68,7 +68,7 @@ def _indexed(folder: Path, problems: list[str]) -> dict[str, str]:
 
 
 def _tensors(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
-    """Of one file."""
+    """Reads the header of one file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as stream:

@@ -27,12 +27,15 @@ from rlhub.errors import ProtocolError
 from rlhub.protocol.columns import (
     Index,
     all_gather_rows,
+    check_columns,
     check_rectangular,
     chunk_bounds,
     column_of_values,
     copy_containers,
     join_columns,
     join_meta,
+    leading_shape,
+    merge_tensordict,
     num_array_rows,
     object_array,
     pick,
@@ -40,6 +43,7 @@ from rlhub.protocol.columns import (
     same_array,
     same_tensor,
     same_value,
+    split_tensordict,
     stack_rows,
     take_rows,
     without,
@@ -48,7 +52,6 @@ from rlhub.protocol.disk import read_columns, write_columns
 from rlhub.protocol.future import RowsFuture
 from rlhub.protocol.pickling import Packed, pack_tensor, unpack_tensor
 from rlhub.protocol.readonly_tensor import own
-from rlhub.protocol.tensordicts import check_columns, leading_shape, merge_tensordict, split_tensordict
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,25 @@
-"""What a reward manager is, what it is built from, and what it returns."""
+"""Reward managers: their interface, the parts they are built from, the rewards they return, and the policy for failed samples."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 from torch import Tensor
 
+from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
-from rlhub.rewards.pool import RewardPool
+from rlhub.rewards.pool import RewardOutcome, RewardPool, RewardRequest
+
+logger = logging.getLogger(__name__)
+MAX_EXAMPLES = 3  # in the report of failures
+FAILED = "reward/num_failed"
+"""Metric: samples whose scoring failed; FAILED/<kind>: those of a kind."""
+FAILED_SHARE = "reward/failed_share"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,7 +30,7 @@ class RewardResult:
     a token has no place for it: its row is 0).
     scores: (B,) float32, the rewards themselves.
     valid: (B,) bool; False: scoring failed and the sample must not train.
-    extra: what else the reward function and the manager know of each row, (B,) float64, or objects with None where a row has
+    extra: further entries of each row by the reward function and the manager, (B,) float64, or objects with None where a row has
     no such entry; "acc", where given, is the correctness that validation reports.
     metrics: reward/num_failed, reward/failed_share, and means of the numeric extras under `naive.metric_of` their names.
     """
@@ -36,11 +46,11 @@ class RewardManager(Protocol):
     """Turns a rollout batch into rewards.  Lives in the driver, called by one thread at a time."""
 
     def __call__(self, batch: DataProto) -> RewardResult:
-        """Score all rows.  Blocking.  Raises RewardError when failures exceed what the policy allows."""
+        """Scores all rows.  Blocking.  Raises RewardError when failures exceed what the policy allows."""
         ...
 
     def close(self) -> None:
-        """End the processes behind it."""
+        """Ends its processes."""
         ...
 
 
@@ -52,7 +62,7 @@ class Decoder(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class ManagerParts:
-    """What every manager is built from: reward_model's settings, ready to use.
+    """The parts of every manager: reward_model's settings, ready to use.
 
     max_response_length: in tokens; max_error_rate: share of failed rows of a batch that on_error mask or zero may pass over.
     """
@@ -62,3 +72,56 @@ class ManagerParts:
     max_response_length: int
     on_error: Literal["fail", "mask", "zero"]
     max_error_rate: float
+
+
+def max_failures(num_rows: int, *, on_error: Literal["fail", "mask", "zero"], max_error_rate: float) -> int:
+    """Returns how many failures among `num_rows` samples the policy lets pass."""
+    return 0 if on_error == "fail" else int(max_error_rate * num_rows)
+
+
+def check_failures(
+    request: Callable[[int], RewardRequest],
+    outcomes: Sequence[RewardOutcome],
+    *,
+    on_error: Literal["fail", "mask", "zero"],
+    max_error_rate: float,
+) -> dict[str, float]:
+    """Returns metrics of the failures; RewardError if `on_error` or `max_error_rate` does not let them pass.
+
+    request: returns the request of a row; called for the few rows that a message shows.
+    """
+    kinds: Counter[str] = Counter(outcome.error.kind for outcome in outcomes if outcome.error is not None)
+    num_skipped = kinds.pop("skipped", 0)
+    num_failed = sum(kinds.values())
+    share = num_failed / max(len(outcomes), 1)
+    if num_failed:
+        report = _report(request, outcomes, kinds)
+        if on_error == "fail":
+            raise RewardError(
+                f"{report}\nThe run stops because reward_model.on_error=fail; mask and zero go on without such samples."
+            )
+        if share > max_error_rate or num_skipped:
+            compared = (
+                f"{num_failed} of {len(outcomes)} = {share:.0%} is more than reward_model.max_error_rate={max_error_rate:g}"
+            )
+            rest = f" The other {num_skipped} were not scored." if num_skipped else ""
+            raise RewardError(f"{report}\n{compared} allows.{rest}")
+        logger.warning("%s", report)
+    return {
+        FAILED: float(num_failed),
+        FAILED_SHARE: share,
+        **{f"{FAILED}/{kind}": float(count) for kind, count in sorted(kinds.items())},
+    }
+
+
+def _report(request: Callable[[int], RewardRequest], outcomes: Sequence[RewardOutcome], kinds: Counter[str]) -> str:
+    """Returns counts by kind, and one example each of the first few kinds."""
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    lines = [f"scoring failed for {sum(kinds.values())} of {len(outcomes)} samples ({counts})"]
+    for kind in list(kinds)[:MAX_EXAMPLES]:
+        row, error = next((i, o.error) for i, o in enumerate(outcomes) if o.error is not None and o.error.kind == kind)
+        shown = request(row)
+        lines.append(
+            f"row {row}, data_source {shown.data_source!r}, {len(shown.solution_str)} characters: {kind}: {error.message}"
+        )
+    return "\n".join(lines)

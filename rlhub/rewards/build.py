@@ -11,13 +11,13 @@ from rlhub.rewards.base import Decoder, ManagerParts, RewardManager
 from rlhub.rewards.pool import RewardPool
 from rlhub.rewards.registry import REWARD_MANAGERS
 
-DEFAULT_TARGET = "rlhub.rewards.default:compute_score"
+DEFAULT_TARGET = "rlhub.rewards.registry:compute_score"
 
 
 def build_reward_manager(
     reward_model: RewardModelConfig, custom: CustomRewardConfig, tokenizer: Decoder, max_response_length: int
 ) -> RewardManager:
-    """The configured manager.  Starts a child process and loads the reward function in it; `close()` ends it.
+    """Builds the configured manager.  Starts a child process and loads the reward function in it; `close()` ends it.
 
     Raises ConfigError for an unknown manager or knob and for a function that cannot be loaded.
     """
@@ -51,7 +51,8 @@ def build_reward_manager(
 
 
 def reward_target(custom: CustomRewardConfig) -> str:
-    """The function's name for the pool; a relative path counts from the working directory.  ConfigError without the file."""
+    """Returns the function's name for the pool; a relative path counts from the working directory.  ConfigError without the
+    file."""
     if custom.path is None:
         return DEFAULT_TARGET
     path = Path(custom.path).expanduser().resolve()

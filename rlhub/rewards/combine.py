@@ -18,8 +18,7 @@ from torch import Tensor
 
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
-from rlhub.rewards.base import Decoder, RewardManager, RewardResult
-from rlhub.rewards.failures import FAILED, FAILED_SHARE, check_failures
+from rlhub.rewards.base import FAILED, FAILED_SHARE, Decoder, RewardManager, RewardResult, check_failures
 from rlhub.rewards.naive import as_rewards, numeric_means, on_last_token, response_lengths, reward_requests, written_tokens
 from rlhub.rewards.pool import LARGEST_SCORE, RewardFailure, RewardOutcome
 
@@ -29,15 +28,15 @@ CORRECT_ABOVE = 0.5  # of the function's score, where it gives no "acc" of its o
 
 @dataclass(slots=True, kw_only=True)
 class PartScores:
-    """outcomes: one a row.  metrics: what else the scorer counted."""
+    """outcomes: one a row.  metrics: the scorer's own counts."""
 
     outcomes: list[RewardOutcome]
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
-    """A scorer besides the function.  start: called once a batch, sends what can be sent and returns at once; what it returns
+class RewardPart:
+    """A scorer besides the function.  start: called once a batch, sends its requests and returns at once; the function it returns
     waits, and gives each row a score or a failure."""
 
     name: str
@@ -52,7 +51,7 @@ class CombinedManager:
 
     function: RewardManager | None
     function_weight: float
-    parts: Sequence[Part]
+    parts: Sequence[RewardPart]
     tokenizer: Decoder
     on_error: Literal["fail", "mask", "zero"]
     max_error_rate: float
@@ -73,7 +72,7 @@ class CombinedManager:
             self.function.close()
 
     def _start(self, batch: DataProto) -> RewardResult:
-        """The function's weighted share, or nothing yet."""
+        """Returns the function's weighted share, zeros without a function."""
         if self.function is None:
             shape = batch.batch["responses"].shape
             return RewardResult(
@@ -94,7 +93,7 @@ class CombinedManager:
             metrics=result.metrics | part_means(own),
         )
 
-    def _add(self, result: RewardResult, part: Part, found: PartScores, batch: DataProto, lengths: Tensor) -> None:
+    def _add(self, result: RewardResult, part: RewardPart, found: PartScores, batch: DataProto, lengths: Tensor) -> None:
         counted = self._check(part.name, found.outcomes, batch, lengths)
         scored = np.array([outcome.error is None for outcome in found.outcomes], dtype=bool)
         raw = np.array([outcome.score for outcome in found.outcomes], dtype=np.float64)
@@ -118,12 +117,12 @@ class CombinedManager:
 
 
 def part_means(own: dict[str, np.ndarray]) -> dict[str, float]:
-    """reward/<part>: mean of its unweighted scores."""
+    """Returns reward/<part>: mean of its unweighted scores."""
     return {f"reward/{name}": mean for name, mean in numeric_means(own).items()}
 
 
 def column_of(raw: np.ndarray, scored: np.ndarray) -> np.ndarray:
-    """Scores (B,) as a column of `extra`: float64, or objects with None where scoring failed."""
+    """Returns scores (B,) as a column of `extra`: float64, or objects with None where scoring failed."""
     if scored.all():
         return raw
     column = raw.astype(object)
@@ -132,7 +131,7 @@ def column_of(raw: np.ndarray, scored: np.ndarray) -> np.ndarray:
 
 
 def accuracy(own: np.ndarray | None, scores: np.ndarray) -> np.ndarray:
-    """The function's "acc" (B,), and where it gives none whether its score is above 0.5."""
+    """Returns the function's "acc" (B,), and where it gives none whether its score is above 0.5."""
     default = (scores > CORRECT_ABOVE).astype(np.float64)
     if own is None:
         return default
@@ -140,7 +139,7 @@ def accuracy(own: np.ndarray | None, scores: np.ndarray) -> np.ndarray:
 
 
 def add_failures(metrics: dict[str, float], more: dict[str, float], num_rows: int) -> dict[str, float]:
-    """`metrics` with another scorer's failures counted in; a row that two scorers fail on counts twice."""
+    """Returns `metrics` with another scorer's failures added; a row that two scorers fail on counts twice."""
     total = dict(metrics)
     for name, count in more.items():
         if name.startswith(FAILED):
@@ -150,7 +149,7 @@ def add_failures(metrics: dict[str, float], more: dict[str, float], num_rows: in
 
 
 def outcomes_of(scores: Tensor) -> list[RewardOutcome]:
-    """Scores (rows,) of a reward model; one that is no finite float32 is a failure."""
+    """Returns the outcomes of a reward model's scores (rows,); one that is no finite float32 is a failure."""
     return [
         RewardOutcome(score=score)
         if abs(score) <= LARGEST_SCORE  # false of NaN

@@ -80,7 +80,7 @@ class DapoManager(NaiveManager):
 
 
 def overlong_penalty(lengths: np.ndarray, *, limit: int, buffer: OverlongBuffer) -> np.ndarray:
-    """min(0, (limit - len_b - |y|) / len_b) * factor, (B,) float64: 0 up to limit - len_b tokens, -factor at the limit.
+    """Returns min(0, (limit - len_b - |y|) / len_b) * factor, (B,) float64: 0 up to limit - len_b tokens, -factor at the limit.
 
     lengths: (B,) tokens |y|; limit: data.max_response_length.
     """

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from rlhub.rewards.final_answer import after_hashes, boxed, stated
-from rlhub.rewards.numbers import LONGEST, clean, leading_number, whole_number
+from rlhub.rewards.answers import LONGEST, after_hashes, boxed, clean, leading_number, stated, whole_number
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """1.0 for the right number, 0.0 for another or none.  ValueError if the ground truth is no number."""
+    """Returns 1.0 for the right number, 0.0 for another or none.  ValueError if the ground truth is no number."""
     text = str(ground_truth)
     expected = whole_number(clean(text.rsplit("####", 1)[-1]), units=False)
     if expected is None:
@@ -25,7 +24,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number of the last statement of an answer, None without one."""
+    """Returns the number of the last statement of an answer, None without one."""
     candidates = sorted(_candidates(text), key=lambda candidate: candidate[0])
     if candidates:
         return candidates[-1][1]
@@ -34,7 +33,7 @@ def final_number(text: str) -> Fraction | None:
 
 
 def _candidates(text: str) -> Iterator[tuple[int, Fraction | None]]:
-    """(position, number) of the last valid statement of each form; a box counts as a statement whatever is in it."""
+    """Yields (position, number) of the last valid statement of each form; a box counts as a statement whatever is in it."""
     for statements in (after_hashes(text), stated(text)):
         numbers = ((position, leading_number(clean(answer))) for position, answer in statements)
         yield from ((position, number) for position, number in _first_valid(numbers))

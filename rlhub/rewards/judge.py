@@ -1,7 +1,7 @@
 """A language model as judge (Zheng et al. 2023, arXiv 2306.05685): it is asked for a number in words, which is read back.
 
 What it writes is matched against a regular expression and never evaluated.  The engine behind it is a rollout engine that
-someone else owns: this file is given a `generate` callable.
+the judge worker owns: this file is given a `generate` callable.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Judge:
         self._pattern = read_pattern(self.config.score_pattern)
 
     async def __call__(self, batch: DataProto) -> PartScores:
-        """Judge every row, all in one call of `generate`."""
+        """Judges every row, all in one call of `generate`."""
         prompts = self.prompts(batch)
         fitting = [row for row, ids in enumerate(prompts) if len(ids) <= self.config.max_prompt_length]
         numbers = running_numbers(batch.batch["ordinal"].tolist())
@@ -73,7 +73,7 @@ class Judge:
         )
 
     def prompts(self, batch: DataProto) -> list[list[int]]:
-        """What the judge is asked about each row, in its tokens."""
+        """Returns the judge's prompt for each row, in its tokens."""
         columns = batch.non_tensor_batch
         filled = [
             self._prompt.fill(question=question_of(chat), response=response, ground_truth=str(truth))
@@ -102,10 +102,11 @@ class Judge:
 
 
 def running_numbers(ordinals: Sequence[int]) -> list[int]:
-    """A number for each row that depends only on its prompt's place in the run and its place among that prompt's samples."""
-    seen: Counter[int] = Counter()
+    """Returns a number for each row that depends only on its prompt's place in the run and its place among that prompt's
+    samples."""
+    counts: Counter[int] = Counter()
     numbers = []
     for ordinal in ordinals:
-        numbers.append(ordinal * SAMPLES + seen[ordinal] % SAMPLES)
-        seen[ordinal] += 1
+        numbers.append(ordinal * SAMPLES + counts[ordinal] % SAMPLES)
+        counts[ordinal] += 1
     return numbers

@@ -1,4 +1,4 @@
-"""What a judge is asked and how its answer is read: plain text in, a number or nothing out.  Nothing is evaluated.
+"""The prompt of a judge and the number in its answer: plain text in, a number or nothing out.  Nothing is evaluated.
 
 The template is filled in one pass over its own places, so braces in a response are text.  Loads no torch: the checks before
 start read templates too.
@@ -29,12 +29,12 @@ class JudgePrompt:
     pieces: tuple[tuple[str, str | None], ...]
 
     def fill(self, **texts: str) -> str:
-        """The template with `texts` (one per place) in it, as they are."""
+        """Returns the template with `texts` (one per place) in it, as they are."""
         return "".join(literal + (texts[place] if place is not None else "") for literal, place in self.pieces)
 
 
 def read_prompt(template: str | None) -> JudgePrompt:
-    """From the setting: null is the built-in template, text without a brace names a file.  ConfigError says what is wrong."""
+    """Reads the setting: null is the built-in template, text without a brace names a file.  ConfigError says what is wrong."""
     text = BUILT_IN if template is None else template
     if "{" not in text:
         text = _file(text)
@@ -66,7 +66,7 @@ def _file(name: str) -> str:
 
 
 def read_pattern(pattern: str) -> re.Pattern[str]:
-    """The compiled score_pattern.  ConfigError unless it is a regular expression with exactly one group."""
+    """Returns the compiled score_pattern.  ConfigError unless it is a regular expression with exactly one group."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:
@@ -80,7 +80,7 @@ _NUMBER = re.compile(r"\s*[-+]?(?:[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s
 
 
 def read_score(judgement: str, pattern: re.Pattern[str], low: float, high: float) -> float | None:
-    """The number at the last place where `pattern` matches; None without one, or if it is not in [low, high]."""
+    """Returns the number at the last place where `pattern` matches; None without one, or if it is not in [low, high]."""
     found = None
     for match in pattern.finditer(judgement):
         found = match[1]

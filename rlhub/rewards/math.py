@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from rlhub.rewards.cpu_limit import OutOfCpuTime, cpu_limit
-from rlhub.rewards.final_answer import MAX_STATED, after_hashes, boxed, stated
-from rlhub.rewards.numbers import clean, whole_number
+from rlhub.rewards.answers import MAX_STATED, after_hashes, boxed, clean, stated, whole_number
 
 CPU_LIMIT_S = 6.0
 """CPU time of a comparison: an answer that takes more (a tower of powers) is a wrong answer, not a failure.  math-verify's own
@@ -25,7 +27,8 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """1.0 for an equivalent answer, 0.0 for another or none.  ground_truth: the answer, or a solution with it in a box."""
+    """Returns 1.0 for an equivalent answer, 0.0 for another or none.  ground_truth: the answer, or a solution with it in a
+    box."""
     truth = str(ground_truth)
     in_box = boxed(truth)
     expected = in_box[1] if in_box else truth
@@ -36,7 +39,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
 
 
 def final_answer(text: str) -> str | None:
-    """What is in the last box, else after the last "the answer is" or `####`."""
+    """Returns the content of the last box, else the text after the last "the answer is" or `####`."""
     in_box = boxed(text)
     if in_box is not None:
         return in_box[1]
@@ -45,7 +48,7 @@ def final_answer(text: str) -> str | None:
 
 
 def equivalent(answer: str, expected: str) -> bool:
-    """Whether two answers, in LaTeX or plain, are the same."""
+    """Returns whether two answers, in LaTeX or plain, are the same."""
     left, right = _bare(answer), _bare(expected)
     if not left or len(left) > MAX_STATED:
         return False
@@ -67,5 +70,32 @@ def equivalent(answer: str, expected: str) -> bool:
 
 
 def _bare(answer: str) -> str:
-    """Cleaned, without outer dollar signs, a final full stop and double spaces."""
+    """Cleans an answer and removes outer dollar signs, a final full stop and double spaces."""
     return " ".join(clean(answer.strip(" $")).rstrip(".").split())
+
+
+class OutOfCpuTime(BaseException):
+    """A limit of CPU time has passed.  Not an Exception: libraries catch those wherever they go on without an answer."""
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Raises OutOfCpuTime inside as soon as this process has used so many seconds of CPU time, however busy the machine is.
+
+    Only Python's main thread can be interrupted; in other threads there is no limit.  Code that never returns to Python is not
+    interrupted, so reward functions also run in processes that can be killed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGPROF, _interrupt)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before or signal.SIG_DFL)
+
+
+def _interrupt(*_: object) -> None:
+    raise OutOfCpuTime

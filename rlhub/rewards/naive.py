@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,12 @@ from torch import Tensor
 
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
-from rlhub.rewards.base import Decoder, ManagerParts, RewardResult
-from rlhub.rewards.failures import check_failures, max_failures
+from rlhub.rewards.base import Decoder, ManagerParts, RewardResult, check_failures, max_failures
 from rlhub.rewards.pool import LARGEST_SCORE, RewardOutcome, RewardRequest
 
 NUMBERS = (bool, int, float)
 OWN_METRICS = ("num_failed", "failed_share", "mean", "std", "greedy_mean", "function", "model", "judge", "judge_unreadable_share")
-"""What a run reports of rewards itself, as reward/<name>."""
+"""The metrics reward/<name> that a run reports itself."""
 OUTCOMES = "reward_outcome"
 """Object column of rows that were scored ahead, each by itself: their RewardOutcome, or None."""
 
@@ -53,24 +52,24 @@ class NaiveManager:
         )
 
     def _outcomes(self, batch: DataProto, lengths: Tensor) -> list[RewardOutcome]:
-        """Of every row; only those that were not scored ahead are decoded and go to the pool."""
+        """Returns the outcome of every row; only rows that were not scored ahead are decoded and sent to the pool."""
         parts = self.parts
         ahead = batch.non_tensor_batch.get(OUTCOMES)
-        known = [None] * len(lengths) if ahead is None else list(ahead)
+        known: list[RewardOutcome | None] = [None] * len(lengths) if ahead is None else list(ahead)
         missing = [row for row, outcome in enumerate(known) if outcome is None]
+        scored: Iterator[RewardOutcome] = iter(())
         if missing:
             requests = reward_requests(batch, lengths, parts.tokenizer, missing)
             allowed = max_failures(len(known), on_error=parts.on_error, max_error_rate=parts.max_error_rate)
-            for row, outcome in zip(missing, parts.pool.score(requests, max_failures=allowed), strict=True):
-                known[row] = outcome
-        return known
+            scored = iter(parts.pool.score(requests, max_failures=allowed))
+        return [next(scored) if outcome is None else outcome for outcome in known]
 
     def lenient(self) -> NaiveManager:
-        """The same scores, from a manager that lets every failure pass as a sample without a valid score."""
+        """Returns a manager of the same scores that lets every failure pass, as a sample without a valid score."""
         return type(self)(dataclasses.replace(self.parts, on_error="mask", max_error_rate=1.0), self.knobs)
 
     def adjust(self, scores: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """scores (B,) float32 and response lengths (B,) in tokens -> rewards (B,) and further entries of `extra`."""
+        """Returns rewards (B,) and further entries of `extra` for scores (B,) float32 and response lengths (B,) in tokens."""
         return scores, {}
 
     def close(self) -> None:
@@ -78,12 +77,12 @@ class NaiveManager:
 
 
 def response_lengths(batch: DataProto) -> Tensor:
-    """(B,) int64 tokens of each response, those included that an environment wrote: attention_mask's part over the response."""
+    """Returns (B,) int64, the tokens of each response, those of an environment included: attention_mask's part over it."""
     return _response_attention(batch).sum(1)
 
 
 def written_tokens(batch: DataProto) -> Tensor:
-    """(B, T), 1 on tokens that the model wrote: response_mask, and without that column the whole response."""
+    """Returns (B, T), 1 on tokens that the model wrote: response_mask, and without that column the whole response."""
     return _tensor(batch, "response_mask") if "response_mask" in batch.batch.keys() else _response_attention(batch)
 
 
@@ -100,7 +99,7 @@ def _tensor(batch: DataProto, name: str) -> Tensor:
 def reward_requests(
     batch: DataProto, lengths: Tensor, tokenizer: Decoder, rows: Sequence[int] | None = None
 ) -> list[RewardRequest]:
-    """One request a row (of `rows`, None: of all), with the response's text less special tokens."""
+    """Returns one request a row (of `rows`, None: of all), with the response's text less special tokens."""
     responses, columns = _tensor(batch, "responses"), batch.non_tensor_batch
     chosen = range(len(lengths)) if rows is None else rows
     texts = tokenizer.batch_decode([responses[row, : int(lengths[row])].tolist() for row in chosen], skip_special_tokens=True)
@@ -116,9 +115,9 @@ def reward_requests(
 
 
 def on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """(B, T) float32: scores (B,) on the last token of the mask, 0 elsewhere and in rows without such a token.
+    """Returns (B, T) float32: scores (B,) on the last token of the mask, 0 on others and in rows without such a token.
 
-    response_mask: (B, T), 1 on tokens that the model wrote: what a tool or an environment wrote after them trains nothing.
+    response_mask: (B, T), 1 on tokens that the model wrote: tokens of a tool or an environment after them train nothing.
     """
     placed = torch.zeros(response_mask.shape, dtype=torch.float32)
     positions = torch.arange(1, response_mask.shape[1] + 1) * response_mask.bool()
@@ -128,7 +127,7 @@ def on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def as_rewards(values: np.ndarray) -> Tensor:
-    """Rewards (B,) as float32.  RewardError, naming the row, for one that float32 cannot hold."""
+    """Returns rewards (B,) as float32.  RewardError, naming the row, for one that float32 cannot hold."""
     too_large = ~(np.abs(values) <= LARGEST_SCORE)
     if too_large.any():
         row = int(too_large.argmax())
@@ -141,14 +140,15 @@ def as_rewards(values: np.ndarray) -> Tensor:
 
 
 def metric_of(name: str) -> str:
-    """The metric's name of a number that the reward function returns beside its score: reward/<name>, or reward/details/<name>
-    where the run reports something of its own under that name."""
+    """Returns the metric's name of a further number that the reward function returns: reward/<name>, or reward/details/<name>
+    where the run reports a metric of its own under that name."""
     taken = name in OWN_METRICS or name.split("/")[0] in OWN_METRICS
     return f"reward/details/{name}" if taken else f"reward/{name}"
 
 
 def collect_details(outcomes: Sequence[RewardOutcome]) -> dict[str, np.ndarray]:
-    """The rows' details as columns (B,): float64 if every row has a number, else objects, None where a row has no entry."""
+    """Returns the rows' details as columns (B,): float64 if every row has a number, else objects, None where a row has no
+    entry."""
     names = dict.fromkeys(name for outcome in outcomes for name in outcome.details)
     return {name: _column([outcome.details.get(name) for outcome in outcomes]) for name in names}
 
@@ -162,7 +162,7 @@ def _column(values: list[Any]) -> np.ndarray:
 
 
 def numeric_means(extra: dict[str, np.ndarray]) -> dict[str, float]:
-    """<name>: mean over the rows that have a finite number, of the columns that have nothing but numbers."""
+    """Returns <name>: mean over the rows that have a finite number, of the columns that have nothing but numbers."""
     means = {}
     for name, column in extra.items():
         numbers = [float(value) for value in column if isinstance(value, NUMBERS) and np.isfinite(value)]

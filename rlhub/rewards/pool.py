@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlhub.utils import faults, faulty_call
+from rlhub.utils import faults
 from rlhub.utils.children.access import Access
-from rlhub.utils.children.pool import KillablePool, Outcome
+from rlhub.utils.children.pool import CallResult, KillablePool
 
 RewardFailureKind = Literal["raised", "timeout", "died", "memory", "bad_value", "bad_input", "skipped"]
 LARGEST_SCORE = 3.4e38  # float32, the dtype of the reward columns
@@ -65,11 +65,11 @@ class RewardPool:
         )
 
     def start(self) -> None:
-        """Load the function in a first child.  Raises LoadError with its traceback, ConfigError for `env`."""
+        """Loads the function in a first child.  Raises LoadError with its traceback, ConfigError for `env`."""
         self._pool.start()
 
     def score(self, requests: Sequence[RewardRequest], *, max_failures: int | None = None) -> list[RewardOutcome]:
-        """One outcome a request, in order, within the deadlines whatever the function does.  Blocking.
+        """Returns one outcome a request, in order, within the deadlines whatever the function does.  Blocking.
 
         max_failures: skip the rest after more failures than that; None: score all.
         """
@@ -84,8 +84,9 @@ class RewardPool:
         return [read_outcome(outcome) for outcome in outcomes]
 
     def _in_child(self) -> tuple[str, tuple[str, ...]]:
-        """What the children load and how it is called; where the fault plan has something for it, what fails in its place."""
-        return (faulty_call.TARGET, faulty_call.PARAMETERS) if self._may_fail else (self._target, PARAMETERS)
+        """Returns the function that the children load and its parameters; under a fault plan, the function that fails by the
+        plan."""
+        return (faults.FAULTY_CALL, faults.FAULTY_CALL_PARAMETERS) if self._may_fail else (self._target, PARAMETERS)
 
     def close(self) -> None:
         self._pool.close()
@@ -95,8 +96,8 @@ def _arguments(request: RewardRequest) -> dict[str, Any]:
     return {name: getattr(request, name) for name in PARAMETERS}
 
 
-def read_outcome(outcome: Outcome) -> RewardOutcome:
-    """A number (True and False are 1 and 0), or a dict with one under "score"; anything else is a bad_value."""
+def read_outcome(outcome: CallResult) -> RewardOutcome:
+    """Reads a number (True and False are 1 and 0), or a dict with one under "score"; anything else is a bad_value."""
     if outcome.failure is not None:
         kinds: dict[str, RewardFailureKind] = {"bad_argument": "bad_input", "bad_result": "bad_value"}
         failure = outcome.failure

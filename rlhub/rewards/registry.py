@@ -1,11 +1,14 @@
-"""Names of reward managers and of the scorers that come with rlhub.  Loads neither torch nor a scorer."""
+"""Names of reward managers and of the scorers that come with rlhub, and the scorer that data sources choose.
+
+Importing this module loads neither torch nor a scorer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from rlhub.registry import Registry
+from rlhub.registry import Registry, suggest
 
 REWARD_MANAGERS: Registry[Callable[..., Any]] = Registry("reward manager")
 """Name -> `(parts: ManagerParts, knobs) -> RewardManager`; the row's knobs are filled from reward_model.reward_kwargs."""
@@ -16,7 +19,7 @@ SCORERS: Registry[Callable[..., Any]] = Registry("scorer")
 """Name -> `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
 SCORERS.add_lazy("gsm8k", "rlhub.rewards.gsm8k:compute_score")
 SCORERS.add_lazy("math", "rlhub.rewards.math:compute_score")
-SCORERS.add_lazy("exact", "rlhub.rewards.exact:compute_score")
+SCORERS.add_lazy("exact", "rlhub.rewards.answers:exact_match")
 
 SOURCES = {
     "gsm8k": "gsm8k",
@@ -31,3 +34,17 @@ SOURCES = {
     "exact": "exact",
 }
 """data_source of a row -> its scorer, under the names the published data sets go by."""
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float | dict[str, Any]:
+    """Scores by the data source's own scorer; the reward function of runs without `custom_reward_function.path`.
+
+    LookupError for a source that has none.
+    """
+    name = SOURCES.get(data_source)
+    if name is None:
+        raise LookupError(
+            f"no reward function for data_source {data_source!r}{suggest(str(data_source), SOURCES)}; "
+            f"known: {', '.join(sorted(SOURCES))}. Name your own with custom_reward_function.path=<file.py>"
+        )
+    return SCORERS.get(name)(data_source, solution_str, ground_truth, extra_info)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Texts of a batch for a model with another tokenizer: questions, answers, and whole conversations rendered anew."""
+"""Texts of a batch for a model with another tokenizer: questions, answers, and whole conversations in its tokens."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class ChatTokenizer(Protocol):
 
 
 def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
-    """The prompt as chat messages; a text is a user's."""
+    """Returns the prompt as chat messages; a text is a user's."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return [dict(message) for message in prompt]
 
 
 def question_of(prompt: Prompt) -> str:
-    """The prompt as text: a single message's own, several with their roles."""
+    """Returns the prompt as text: a single message's own, several with their roles."""
     messages = messages_of(prompt)
     if len(messages) == 1:
         return str(messages[0]["content"])
@@ -45,15 +45,15 @@ def question_of(prompt: Prompt) -> str:
 
 
 def response_texts(batch: DataProto, tokenizer: Decoder) -> list[str]:
-    """Each row's response, without special tokens."""
+    """Returns each row's response, without special tokens."""
     lengths = response_lengths(batch).tolist()
     rows = [ids[:length] for ids, length in zip(batch.batch["responses"].tolist(), lengths, strict=True)]
     return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
 def render(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], *, generation: bool) -> list[int]:
-    """Token ids of a conversation by the tokenizer's chat template; without one the contents are put together, and a whole
-    conversation ends in the end token.  RewardError where the template refuses it."""
+    """Returns token ids of a conversation by the tokenizer's chat template; without one the contents are put together, and a
+    whole conversation ends in the end token.  RewardError where the template refuses it."""
     if not tokenizer.chat_template:
         text = "".join(str(message["content"]) for message in messages)
         ids = list(tokenizer([text], add_special_tokens=True)["input_ids"][0])
@@ -74,7 +74,7 @@ class Rendering:
         self.policy, self.tokenizer, self.max_length = policy, tokenizer, max_length
 
     def __call__(self, batch: DataProto) -> DataProto:
-        """input_ids and attention_mask (rows, longest), right padded."""
+        """Returns input_ids and attention_mask (rows, longest), right padded."""
         texts = response_texts(batch, self.policy)
         prompts = batch.non_tensor_batch["raw_chat"]
         rows = [
@@ -85,7 +85,7 @@ class Rendering:
 
 
 def padded(rows: Sequence[Sequence[int]], *, left: bool) -> DataProto:
-    """input_ids (named prompts if padded on the left) and attention_mask, both (rows, longest) int64; padding is 0."""
+    """Returns input_ids (named prompts if padded on the left) and attention_mask, both (rows, longest) int64; padding is 0."""
     width = max(map(len, rows), default=0)
     ids, mask = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width, dtype=torch.int64)
     for row, tokens in enumerate(rows):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlhub.errors import DeadlineError, EngineError, RlhubError, WeightMismatchError, WorkerDiedError, WorkerError
-from rlhub.rollout_service.replica import Publication, Replica
+from rlhub.rollout_service.replica import PublishedWeights, Replica
 from rlhub.rollout_service.server import ReplicaStatus, UpdateReport
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Fleet:
         self.limits = limits
         self._own_weights = own_weights
         self.replicas: dict[str, Replica] = {}
-        self.newest: Publication | None = None
+        self.newest: PublishedWeights | None = None
         self.failure: RlhubError | None = None  # why nothing will ever serve again
         self.counts: Counter[str] = Counter()
         self.updates: list[tuple[str, UpdateReport]] = []  # of the newest publication
@@ -182,7 +182,7 @@ class Fleet:
             raise EngineError(CLOSED)
 
     async def _start_process(self, name: str) -> AsyncActor:
-        """Of a replica.  A start cannot be stopped half way, so when the wait for it is cancelled `close` ends what comes."""
+        """Starts a replica's process.  A start cannot be stopped half way: if the wait for it is cancelled, `close` ends it."""
         starting = asyncio.ensure_future(self._start_replica(name))
         self._starts.add(starting)
         try:
@@ -301,7 +301,7 @@ class Fleet:
             if self._late_error is not None:
                 raise self._late_error
             number = self.newest.number + 1 if self.newest else 0
-            self.newest = Publication(number=number, folder=folder, version=version)
+            self.newest = PublishedWeights(number=number, folder=folder, version=version)
             self.updates = []
             tasks = [asyncio.create_task(self._catch_up(replica)) for replica in self.replicas.values() if not replica.pins]
             await self._with_patience(tasks)
@@ -347,7 +347,7 @@ class Fleet:
                 replica.state = "serving"
         self._notify()
 
-    async def _take(self, replica: Replica, goal: Publication) -> None:
+    async def _take(self, replica: Replica, goal: PublishedWeights) -> None:
         try:
             report: UpdateReport = await replica.actor.call(
                 "update_weights", goal.folder, goal.version, deadline_s=self.limits.update_s

@@ -14,7 +14,7 @@ ReplicaState = Literal["fresh", "serving", "leaving", "dead"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Publication:
+class PublishedWeights:
     """Weights that were published.  number: of the publication, so that publishing a version again is told apart."""
 
     number: int

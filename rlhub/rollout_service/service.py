@@ -29,8 +29,8 @@ from rlhub.rollout_service.router import Router
 from rlhub.rollout_service.server import RolloutServer, UpdateReport
 from rlhub.rollout_service.weights_folder import WeightsFolder, files_bytes, open_weights_folder
 from rlhub.single_controller import AsyncActor, AsyncActorOptions, ClassWithInitArgs, astart_async_actor
-from rlhub.single_controller.async_actor import Backend
 from rlhub.single_controller.placement import DevicePlace, ReplicaPlaces, is_one_machine
+from rlhub.single_controller.resources import Backend
 from rlhub.utils.aio.loop_thread import LoopThread
 from rlhub.workers.runtime import WorkerRuntime
 
@@ -128,7 +128,7 @@ class RolloutService:
         self._places = ReplicaPlaces(
             device=options.device,
             counts=options.counts,
-            beside=options.beside,
+            actor_ranks=options.beside,
             deadline_s=options.resources_s,
             devices_each=config.rollout.tensor_model_parallel_size,
         )

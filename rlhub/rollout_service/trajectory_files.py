@@ -62,7 +62,7 @@ class Folder:
         return bytes(self._fs.cat_file(f"{self._root}/{name}"))
 
     def names(self) -> list[str]:
-        """Of all files, as they are now."""
+        """Returns the names of all files, as they are now."""
         self._fs.invalidate_cache(self._root)
         return [str(path).rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
 
@@ -115,7 +115,7 @@ def decode(state: Mapping[str, Any], ordinal: int) -> Group:
 
 
 @dataclass(slots=True)
-class _Taken:
+class _TakenGroups:
     """Groups that training has for a step, and where reading goes on after them."""
 
     step: int
@@ -138,7 +138,7 @@ class TrajectoryReader:
         self._line = 0  # of that file, the next
         self._lines: list[str] = []
         self._ordinal = 0
-        self._taken: list[_Taken] = []
+        self._taken: list[_TakenGroups] = []
         self._trained = self._cursor()
         self._counts = {"accepted_groups": 0, "dropped_groups": 0, "masked_tokens": 0}
         self._wait_s = 0.0
@@ -180,7 +180,7 @@ class TrajectoryReader:
             pause = min(2 * pause, MAX_POLL_S)
         self._wait_s += time.monotonic() - started
         self._counts["accepted_groups"] += len(groups)
-        self._taken.append(_Taken(step, self._cursor()))
+        self._taken.append(_TakenGroups(step, self._cursor()))
         return groups
 
     def trained(self, step: int) -> None:

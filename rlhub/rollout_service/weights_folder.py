@@ -24,7 +24,7 @@ from rlhub.engines.rollout.base import ExternalWeights, RolloutEngine
 from rlhub.errors import EngineError, RlhubError
 from rlhub.protocol.weights.fingerprint import combine
 from rlhub.sharding_manager.files import MappedVersion, WeightReader
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def open_weights_folder(
 
 
 def files_bytes(model_path: str | None) -> int:
-    """Of the weights in a model's folder."""
+    """Returns the size of the weights in a model's folder."""
     if model_path is None:
         return 0
     files = (path for kind in ("*.safetensors", "*.bin") for path in Path(model_path).glob(kind))

@@ -1,12 +1,23 @@
-"""One driver, many workers: dispatch by decorator, worker groups, pools, and the two backends (Ray and in process).
+"""One driver, many workers: the controller writes the control flow and calls methods of worker groups.
 
-After the single-controller idea of HybridFlow (Sheng et al., arXiv:2409.19256).  Nothing here imports Ray; `ray/` does.
+After the single-controller idea of HybridFlow (Sheng et al., arXiv:2409.19256).  A call goes
+
+    group.update_actor(batch)        worker_group.py: cut the batch by the method's dispatch mode, send each rank its share
+      -> ray/group.py | local.py       the backend: to the Ray actor of each rank, or into this process
+      -> invoke.py                     in the worker's process: run the method, turn its error into a typed one
+      -> the worker's method           worker.py: its rank, rendezvous and meshes
+
+and comes back through calls.py as a result, a future or an error that names role, rank and node.
+
+decorator.py, dispatch.py   `@register` (where arguments go, who runs, how long it may take) and the built-in dispatch modes
+resources.py, launch.py     what a run asks for, and `launch`, which starts its workers
+async_actor.py              objects with `async def` methods in processes of their own, and the task runner over a pool of them
+placement.py                which nodes and GPUs the replicas of the rollout service get
+local.py, ray/              the backends; only `ray/` imports Ray
 """
 
-from rlhub.single_controller.actor_runner import ActorTaskRunner
-from rlhub.single_controller.async_actor import AsyncActor, AsyncActorOptions, astart_async_actor, start_async_actor
-from rlhub.single_controller.calls import CallFuture, wait_all
-from rlhub.single_controller.colocate import create_colocated_worker_cls
+from rlhub.single_controller.async_actor import ActorTaskRunner, AsyncActor
+from rlhub.single_controller.calls import CallFuture, CallObserver, ObservedCall, WorkerInfo, wait_all
 from rlhub.single_controller.decorator import (
     Dispatch,
     DispatchMode,
@@ -18,23 +29,24 @@ from rlhub.single_controller.decorator import (
     update_dispatch_mode,
 )
 from rlhub.single_controller.dispatch import make_nd_compute_dataproto_dispatch_fn
-from rlhub.single_controller.launch import Launched, launch
-from rlhub.single_controller.observer import Call, CallObserver, WorkerInfo
-from rlhub.single_controller.resource_pool import ResourcePool
-from rlhub.single_controller.worker import ClassWithInitArgs, Worker, WorkerContext
+from rlhub.single_controller.launch import Launched, astart_async_actor, launch, start_async_actor
+from rlhub.single_controller.resources import AsyncActorOptions, Backend, LaunchOptions, ResourcePool
+from rlhub.single_controller.worker import ClassWithInitArgs, Worker, WorkerContext, create_colocated_worker_cls
 from rlhub.single_controller.worker_group import WorkerGroup
 
 __all__ = [
     "ActorTaskRunner",
     "AsyncActor",
     "AsyncActorOptions",
-    "Call",
+    "Backend",
+    "ObservedCall",
     "CallFuture",
     "CallObserver",
     "ClassWithInitArgs",
     "Dispatch",
     "DispatchMode",
     "Execute",
+    "LaunchOptions",
     "Launched",
     "Mesh",
     "ResourcePool",

@@ -1,21 +1,26 @@
-"""`AsyncActor`: an object with `async def` methods that lives elsewhere, called from any event loop, many calls at once.
+"""`AsyncActor`: an object with `async def` methods in a process of its own, called from any event loop, many calls at once.
 
     actor = start_async_actor(ClassWithInitArgs(Server, config), AsyncActorOptions(name="rollout-0"), backend="ray")
     completion = await actor.call("agenerate", request, deadline_s=60.0)
 
-Under Ray it has a process of its own; the local backend gives it a thread with its own event loop in this process.
+The local backend gives it a thread with its own event loop in this process instead.  `ActorTaskRunner` is the task runner over a
+pool of such actors; each task is a method that runs in the least loaded of them.
+
+    runner = ActorTaskRunner([start_async_actor(spec, options) for options in ...], max_concurrent=128)
+    runner.submit("run_episode", prompt)
+    results = runner.wait(1)
+
+To hide the way to the actors and back, let `max_concurrent` be above the sum of their `max_concurrency`: the surplus waits in the
+actors, and starts the moment one of their calls ends.
 """
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from rlhub.errors import ConfigError
-from rlhub.single_controller.worker import ClassWithInitArgs
-
-Backend = Literal["ray", "local"]
+from rlhub.errors import ResourceError
+from rlhub.utils.aio.task_runner import AsyncTaskRunner
 
 
 class AsyncActor(Protocol):
@@ -29,7 +34,8 @@ class AsyncActor(Protocol):
         ...
 
     async def call(self, method: str, *args: Any, deadline_s: float | None = None, **kw: Any) -> Any:
-        """Run a method there and return its result.  From any event loop; calls run concurrently, in the order of sending.
+        """Runs a method in the actor and returns its result.  From any event loop; calls run concurrently, in the order of
+        sending.
 
         Cancelling the await cancels the method.  Raises WorkerError (the method raised; one of rlhub's own errors is its
         cause), WorkerDiedError (the process is gone), DeadlineError (not done after `deadline_s`; the method is cancelled).
@@ -41,54 +47,85 @@ class AsyncActor(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it and what it started, without waiting; calls under way raise WorkerDiedError.  May be called twice."""
+        """Ends it and what it started, without waiting; running calls raise WorkerDiedError.  May be called twice."""
         ...
 
 
-@dataclass(slots=True, kw_only=True)
-class AsyncActorOptions:
-    """How an actor is started.  The local backend uses name, device, plugins and max_concurrency.
+class _LoadedActor:
+    """An actor of the pool and the number of its tasks."""
 
-    name: its role in errors, and its log file (`<name>.log` in log_dir).
-    num_cpus, num_gpus: what it takes of the cluster (of its slot, where it has one).
-    devices: its CUDA_VISIBLE_DEVICES, to share GPUs that others have reserved; "" means those that Ray gave it.
-    worker_env: added to its process.  plugins: modules imported before it is built.
-    max_concurrency: calls that run at the same time; further ones wait there.
-    start_deadline_s: from creation until the object is built.
-    slot: a place of a RayResourcePool (`pool.slots()[rank]`) to live in.  node_id: else the node to live on.
+    __slots__ = ("actor", "load")
+
+    def __init__(self, actor: AsyncActor) -> None:
+        self.actor = actor
+        self.load = 0
+
+
+class ActorTaskRunner(AsyncTaskRunner):
+    """See the module docstring and AsyncTaskRunner, whose limits count the tasks of all actors together.
+
+    The actors belong to the caller: `close` cancels the tasks and leaves the actors.  A task whose actor dies ends as Failed with
+    WorkerDiedError, and the actor gets no more; with no actor left tasks end as Failed with ResourceError.
     """
 
-    name: str
-    device: str = "cpu"
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
-    devices: str = ""
-    worker_env: dict[str, str] = field(default_factory=dict)
-    log_dir: str | None = None
-    plugins: tuple[str, ...] = ()
-    max_concurrency: int = 1024
-    start_deadline_s: float = 1800.0
-    slot: Any = None
-    node_id: str = ""
+    def __init__(self, actors: Sequence[AsyncActor], **limits: Any) -> None:
+        super().__init__(**limits)
+        self._places = tuple(_LoadedActor(actor) for actor in actors)
+
+    @property
+    def loads(self) -> Mapping[str, int]:
+        """Number of tasks by the name of the actor."""
+        return {place.actor.name: place.load for place in self._places}
+
+    def add_actor(self, actor: AsyncActor) -> None:
+        """Gives it tasks from now on."""
+        self._places = (*self._places, _LoadedActor(actor))
+
+    def remove_actor(self, name: str) -> None:
+        """Gives it no more tasks; those that it has go on."""
+        self._places = tuple(place for place in self._places if place.actor.name != name)
+
+    def submit(
+        self,
+        async_fn: Callable[..., Awaitable[Any]] | str,
+        *args: Any,
+        task_id: str | None = None,
+        deadline: float | None = None,
+        **kw: Any,
+    ) -> str:
+        """As AsyncTaskRunner.submit, with the name of the actors' method; a coroutine function runs on the runner's own loop."""
+        if isinstance(async_fn, str):
+            return super().submit(self._invoke, async_fn, args, kw, task_id=task_id, deadline=deadline)
+        return super().submit(async_fn, *args, task_id=task_id, deadline=deadline, **kw)
+
+    async def asubmit(
+        self,
+        async_fn: Callable[..., Awaitable[Any]] | str,
+        *args: Any,
+        task_id: str | None = None,
+        deadline: float | None = None,
+        **kw: Any,
+    ) -> str:
+        """`submit` for a caller on any event loop."""
+        if isinstance(async_fn, str):
+            return await super().asubmit(self._invoke, async_fn, args, kw, task_id=task_id, deadline=deadline)
+        return await super().asubmit(async_fn, *args, task_id=task_id, deadline=deadline, **kw)
+
+    async def _invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        place = self._least_loaded(method)
+        place.load += 1
+        try:
+            return await place.actor.call(method, *args, **kwargs)
+        finally:
+            place.load -= 1
+
+    def _least_loaded(self, method: str) -> _LoadedActor:
+        if any(place.actor.ended for place in self._places):
+            self._places = tuple(place for place in self._places if not place.actor.ended)
+        if not self._places:
+            raise ResourceError(f"{self.name} has no live actor to run {method}; add one with add_actor")
+        return min(self._places, key=_load)
 
 
-def start_async_actor(spec: ClassWithInitArgs, options: AsyncActorOptions, *, backend: Backend = "ray") -> AsyncActor:
-    """Start it and wait until its object is built.  Under Ray the cluster must be connected.
-
-    Raises WorkerError (the constructor failed), WorkerDiedError, DeadlineError, ResourceError (no cluster), ConfigError.
-    On any error nothing that was started is left behind.
-    """
-    if backend == "local":
-        from rlhub.single_controller.local.async_actor import LocalAsyncActor
-
-        return LocalAsyncActor(spec, options)
-    if backend != "ray":
-        raise ConfigError(f"no backend {backend!r}; known: ray, local")
-    from rlhub.single_controller.ray.async_actor import start_ray_actor
-
-    return start_ray_actor(spec, options)
-
-
-async def astart_async_actor(spec: ClassWithInitArgs, options: AsyncActorOptions, *, backend: Backend = "ray") -> AsyncActor:
-    """`start_async_actor` for an event loop; several may start at the same time."""
-    return await asyncio.to_thread(start_async_actor, spec, options, backend=backend)
+def _load(place: _LoadedActor) -> int:
+    return place.load

@@ -1,4 +1,9 @@
-"""What a worker group and its backend say to each other: requests per rank, and calls under way."""
+"""What a worker group, its backend and its observers tell each other about one call.
+
+A `Request` holds each rank's share of a call and the deadline; a backend turns it into a `PendingCall`; who called reads that
+through a `CallFuture` or a DataProtoFuture; and a `Watch` reports the start and the end to the observers, which is how timing and
+traces see every call without the callers knowing.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,95 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol, Self
 
-from rlhub.errors import WorkerDiedError
+from rlhub.errors import DeadlineError, WorkerDiedError
 from rlhub.protocol import DataProtoFuture
-from rlhub.single_controller.observer import Call, CallObserver
 
 GRACE_S = 3.0
 """After a first failure, wait this long for the others': when a rank dies its peers fail too (their collective breaks), often
 sooner, and the death is what to report."""
-UNTOLD_S = 60.0
-"""Wait as much longer for the word of a death that has plainly happened: on a machine that is overloaded it comes late."""
+UNREPORTED_S = 60.0
+"""Wait as much longer for the report of a death that has plainly happened: on a machine that is overloaded it comes late."""
 
 _POLL_S = 0.005
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class WorkerInfo:
+    """Where one rank lives.  log: its log file on that node, empty when its output is left to the backend."""
+
+    rank: int
+    node: str
+    pid: int
+    log: str = ""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ObservedCall:
+    """One call of a worker-group method, as observers see it.  workers: the ranks that run it."""
+
+    role: str
+    method: str
+    blocking: bool
+    workers: tuple[WorkerInfo, ...]
+
+
+class CallObserver(Protocol):
+    """Learns of every call, in the driver's thread.  An exception raised in `on_start` makes the call fail with it."""
+
+    def on_start(self, call: ObservedCall) -> None:
+        """Runs just before the call is sent."""
+        ...
+
+    def on_end(self, call: ObservedCall, seconds: float, error: BaseException | None) -> None:
+        """Runs when the results (or the error) have reached the driver; for a non-blocking call, when its future is read."""
+        ...
+
+
+class Watch:
+    """Reports one call to the observers: its start at construction, its end once.
+
+    As a context manager around the sending it ends the call only where that fails.
+    """
+
+    def __init__(self, call: ObservedCall, observers: Sequence[CallObserver]) -> None:
+        self._call = call
+        self._observers = tuple(observers)
+        self._start = time.perf_counter()
+        self._ended = False
+        for observer in self._observers:
+            observer.on_start(call)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Reports the end; only the first time counts."""
+        if self._ended:
+            return
+        self._ended = True
+        seconds = time.perf_counter() - self._start
+        for observer in self._observers:
+            observer.on_end(self._call, seconds, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.end(error)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Deadline:
+    """The longest wait for a call, counted from its sending.  setting: the setting that holds it, for the error."""
+
+    seconds: float
+    setting: str = ""
+
+    def error(self, name: str, hint: str) -> DeadlineError:
+        """Returns the error of a call that was not done in time."""
+        remedy = f"; raise {self.setting} if it needs longer" if self.setting else ""
+        return DeadlineError(name, self.seconds, hint + remedy)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,15 +118,14 @@ class Request:
 
     materialize: fetch DataProtoFuture arguments in the worker before the method runs.
     as_data: the outputs are DataProto and will be asked for with `data_future`.
-    deadline_s: longest wait for the results, from the moment of sending; None waits for ever.
     """
 
     role: str
     method: str
     ranks: list[RankRequest]
+    deadline: Deadline
     materialize: bool = True
     as_data: bool = False
-    deadline_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -57,40 +137,21 @@ class PendingCall(ABC):
 
     @abstractmethod
     def wait(self) -> dict[int, Any]:
-        """Outputs by rank.  Blocks until all ranks are done, one failed (WorkerError, WorkerDiedError) or the deadline
-        passed (DeadlineError naming the call and the ranks that are late)."""
+        """Returns the outputs by rank.  Blocks until all ranks are done, one failed (WorkerError, WorkerDiedError) or the
+        deadline passed (DeadlineError naming the call, the deadline's setting and the ranks that are late)."""
 
     @abstractmethod
     def done(self) -> bool:
-        """True when `wait` would not block."""
+        """Returns whether `wait` would not block."""
 
     @abstractmethod
     def data_future(self, ranks: Sequence[int], watch: Watch) -> DataProtoFuture:
-        """The outputs of `ranks` as one future batch in that order; reading it here ends `watch`.  Needs `Request.as_data`."""
+        """Returns the outputs of `ranks`, in that order, as one batch that can be split and passed on without waiting; reading it
+        here ends `watch`.  Needs `Request.as_data`."""
 
     def has_lost(self) -> bool:
-        """Whether a rank that has not answered is seen to be dead, though the backend has not said so yet."""
+        """Returns whether a rank that has not answered is plainly dead, though the backend has not reported it yet."""
         return False
-
-
-class Watch:
-    """Tells the observers of one call: start at construction, end once."""
-
-    def __init__(self, call: Call, observers: Sequence[CallObserver]) -> None:
-        self._call = call
-        self._observers = tuple(observers)
-        self._start = time.perf_counter()
-        self._ended = False
-        for observer in self._observers:
-            observer.on_start(call)
-
-    def end(self, error: BaseException | None = None) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        seconds = time.perf_counter() - self._start
-        for observer in self._observers:
-            observer.on_end(self._call, seconds, error)
 
 
 class CallFuture:
@@ -102,18 +163,15 @@ class CallFuture:
         self._watch = watch
 
     def done(self) -> bool:
+        """Returns whether `get` would not block."""
         return self._pending.done()
 
     def has_lost(self) -> bool:
         """See PendingCall."""
         return self._pending.has_lost()
 
-    def as_data(self, ranks: Sequence[int]) -> DataProtoFuture:
-        """The same result as a batch that can be split and passed on without waiting."""
-        return self._pending.data_future(ranks, self._watch)
-
     def get(self) -> Any:
-        """Wait for the result; raises the worker's error or a DeadlineError.  May be called again."""
+        """Waits for the result; raises the worker's error or a DeadlineError.  May be called again."""
         try:
             result = self._finish(self._pending.wait())
         except BaseException as error:
@@ -124,13 +182,13 @@ class CallFuture:
 
 
 def grace_is_over(ends: float, has_lost: Callable[[], bool]) -> bool:
-    """Whether to wait no longer for what explains a failure.  ends: of the grace; asked only after it: `has_lost`."""
+    """Returns whether to wait no longer for what explains a failure.  ends: when the grace ends; `has_lost` is asked after it."""
     now = time.monotonic()
-    return now >= ends and (now >= ends + UNTOLD_S or not has_lost())
+    return now >= ends and (now >= ends + UNREPORTED_S or not has_lost())
 
 
 def cause_of(errors: Sequence[Exception]) -> Exception:
-    """The failure that explains the others: a death that the backend saw, a death that a peer reports, else the first."""
+    """Returns the failure that explains the others: a death that the backend reports, one that a peer reports, or the first."""
 
     def weight(error: Exception) -> int:
         return 1 + bool(error.remote_type) if isinstance(error, WorkerDiedError) else 0
@@ -139,7 +197,7 @@ def cause_of(errors: Sequence[Exception]) -> Exception:
 
 
 def wait_all(futures: Iterable[CallFuture]) -> list[Any]:
-    """The results of calls that were sent to different groups, in order.
+    """Returns the results of calls that were sent to different groups, in order.
 
     Raises as soon as one fails, after a moment for the others to fail as well: a death explains what it did to other groups
     that wait for the dead rank, whichever call noticed first.

@@ -1,4 +1,4 @@
-"""`@register`: how a worker method says where its arguments go, who runs it and how the results come back.
+"""`@register`: how a worker method says where its arguments go, who runs it, how the results come back and how long it may take.
 
 The driver reads these marks off the worker's class and offers the method on the worker group; nothing here runs in the
 call path.  A mode is looked up by name when a call is made, so `update_dispatch_mode` also reaches methods that were
@@ -10,15 +10,20 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
+from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import DispatchError
 from rlhub.registry import suggest
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MARK = "__rlhub_method__"
+
+DEFAULT_DEADLINE = "update"
+"""The deadline of methods that name none: none waits for ever."""
+_DEADLINES = tuple(field.name for field in fields(DeadlineConfig))
 
 
 class Execute(enum.Enum):
@@ -55,7 +60,7 @@ class DispatchTarget(Protocol):
     def world_size(self) -> int: ...
 
     def mesh(self, name: str) -> Mesh:
-        """The arrangement that the workers declared under `name`; asked for once, then cached."""
+        """Returns the arrangement that the workers declared under `name`; asked for once, then cached."""
         ...
 
 
@@ -117,25 +122,25 @@ ModeLike = str | DispatchMode | Mapping[str, Callable[..., Any]]
 
 
 def register_dispatch_mode(name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
-    """Add a mode under a new name; afterwards `Dispatch.<name>` and the plain string both denote it."""
+    """Adds a mode under a new name; afterwards `Dispatch.<name>` and the plain string both denote it."""
     if name in _MODES:
         raise DispatchError(f"dispatch mode {name!r} exists already; use update_dispatch_mode to replace it")
     _MODES[name] = DispatchMode(name=name, dispatch_fn=dispatch_fn, collect_fn=collect_fn)
 
 
 def update_dispatch_mode(name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
-    """Replace an existing mode; methods registered with it before use the new functions from now on."""
+    """Replaces an existing mode; methods registered with it before use the new functions from now on."""
     get_dispatch_mode(name)
     _MODES[name] = DispatchMode(name=name, dispatch_fn=dispatch_fn, collect_fn=collect_fn)
 
 
 def add_dispatch_mode(mode: DispatchMode) -> None:
-    """Put a complete row into the table (used by the built-in modes)."""
+    """Puts a complete row into the table (used by the built-in modes)."""
     _MODES[mode.name] = mode
 
 
 def get_dispatch_mode(mode: ModeLike) -> DispatchMode:
-    """The row that `mode` denotes: a name, a row itself, or a dict of `dispatch_fn` and `collect_fn`."""
+    """Returns the row that `mode` denotes: a name, a row itself, or a dict of `dispatch_fn` and `collect_fn`."""
     if isinstance(mode, DispatchMode):
         return mode
     if isinstance(mode, Mapping):
@@ -155,6 +160,7 @@ class MethodSpec:
     execute_mode: Execute
     blocking: bool
     materialize_futures: bool
+    deadline: str
 
     @property
     def mode(self) -> DispatchMode:
@@ -170,16 +176,24 @@ def register(
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
+    deadline: str = DEFAULT_DEADLINE,
 ) -> Callable[[F], F]:
-    """Make a worker method (sync or `async def`) callable on the worker group.
+    """Makes a worker method (sync or `async def`) callable on the worker group.
 
     blocking: False returns a future at once (a DataProtoFuture where the mode collects DataProto).
     materialize_futures: DataProtoFuture arguments are fetched in the worker before the method sees them.
+    deadline: which field of trainer.deadline_s is the longest wait of the driver for a call.
     """
+    if deadline not in _DEADLINES:
+        raise DispatchError(f"no deadline {deadline!r}{suggest(deadline, _DEADLINES)} known: {', '.join(_DEADLINES)}")
     if isinstance(dispatch_mode, Mapping):
         dispatch_mode = get_dispatch_mode(dispatch_mode)
     spec = MethodSpec(
-        dispatch_mode=dispatch_mode, execute_mode=execute_mode, blocking=blocking, materialize_futures=materialize_futures
+        dispatch_mode=dispatch_mode,
+        execute_mode=execute_mode,
+        blocking=blocking,
+        materialize_futures=materialize_futures,
+        deadline=deadline,
     )
 
     def mark(method: F) -> F:
@@ -190,7 +204,7 @@ def register(
 
 
 def registered_methods(cls: type) -> dict[str, MethodSpec]:
-    """Registered methods of a worker class by name.  An override keeps the mark of the method it overrides."""
+    """Returns the registered methods of a worker class by name.  An override keeps the mark of the method it overrides."""
     found: dict[str, MethodSpec] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():

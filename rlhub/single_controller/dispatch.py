@@ -20,7 +20,7 @@ PerRank = tuple[list[list[Any]], dict[str, list[Any]]]
 
 
 def _map_arguments(spread: Callable[[str, Any], list[Any]], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PerRank:
-    """Apply `spread(argument name, value)` to every argument."""
+    """Applies `spread(argument name, value)` to every argument."""
     return [spread(f"argument {i}", value) for i, value in enumerate(args)], {k: spread(k, v) for k, v in kwargs.items()}
 
 
@@ -34,12 +34,12 @@ def _need_one_per_rank(group: DispatchTarget, mode: str, name: str, value: Seque
 
 
 def dispatch_one_to_all(group: DispatchTarget, *args: Any, **kwargs: Any) -> PerRank:
-    """Every rank gets every argument whole."""
+    """Gives every rank every argument whole."""
     return _map_arguments(lambda _, value: [value] * group.world_size, args, kwargs)
 
 
 def dispatch_all_to_all(group: DispatchTarget, *args: Any, **kwargs: Any) -> PerRank:
-    """A list holds one item per rank (any other length is an error); anything else is the same for all."""
+    """Spreads a list over the ranks, one item each (any other length is an error); anything else is the same for all."""
 
     def spread(name: str, value: Any) -> list[Any]:
         if isinstance(value, list):
@@ -50,7 +50,7 @@ def dispatch_all_to_all(group: DispatchTarget, *args: Any, **kwargs: Any) -> Per
 
 
 def dispatch_dp_compute(group: DispatchTarget, *args: Any, **kwargs: Any) -> PerRank:
-    """Every argument is a list or tuple with one item per rank."""
+    """Spreads every argument, which must be a list or tuple with one item per rank."""
 
     def spread(name: str, value: Any) -> list[Any]:
         if not isinstance(value, list | tuple):
@@ -61,7 +61,7 @@ def dispatch_dp_compute(group: DispatchTarget, *args: Any, **kwargs: Any) -> Per
 
 
 def _split(name: str, value: Any, shards: Sequence[int], num_shards: int) -> list[Any]:
-    """Rank r gets chunk `shards[r]` of a batch, the SAME object as its fellow ranks; other values are replicated."""
+    """Gives rank r chunk `shards[r]` of a batch, the SAME object as its fellow ranks; other values are replicated."""
     if isinstance(value, TensorDictBase):
         raise DispatchError(
             f"{name} is a {type(value).__name__}, which would go whole to every rank of a method that cuts batches: pass "
@@ -74,13 +74,13 @@ def _split(name: str, value: Any, shards: Sequence[int], num_shards: int) -> lis
 
 
 def dispatch_dp_compute_proto(group: DispatchTarget, *args: Any, **kwargs: Any) -> PerRank:
-    """Batches are cut into one chunk per rank; all else is the same for all."""
+    """Cuts batches into one chunk per rank; all else is the same for all."""
     ranks = range(group.world_size)
     return _map_arguments(lambda name, value: _split(name, value, ranks, group.world_size), args, kwargs)
 
 
 def dispatch_dp_compute_proto_with_func(group: DispatchTarget, *args: Any, **kwargs: Any) -> PerRank:
-    """As DP_COMPUTE_PROTO, with a function as the first positional argument."""
+    """Cuts batches as DP_COMPUTE_PROTO does; the first positional argument is a function."""
     if not args or not callable(args[0]):
         raise DispatchError("DP_COMPUTE_PROTO_WITH_FUNC takes a function as its first positional argument")
     return dispatch_dp_compute_proto(group, *args, **kwargs)
@@ -91,17 +91,17 @@ def _dispatch_refused(group: DispatchTarget, *args: Any, **kwargs: Any) -> PerRa
 
 
 def collect_list(group: DispatchTarget, outputs: list[Any]) -> list[Any]:
-    """One output per rank, as they are."""
+    """Returns one output per rank, as they are."""
     return outputs
 
 
 def collect_rank_zero(group: DispatchTarget, outputs: list[Any]) -> Any:
-    """The single output of rank 0."""
+    """Returns the single output of rank 0."""
     return outputs[0]
 
 
 def collect_dp_compute_proto(group: DispatchTarget, outputs: list[Any]) -> DataProto:
-    """One DataProto of all outputs, in shard order."""
+    """Returns one DataProto of all outputs, in shard order."""
     wrong = sorted({type(output).__name__ for output in outputs if not isinstance(output, DataProto)})
     if wrong:
         raise DispatchError(
@@ -112,7 +112,7 @@ def collect_dp_compute_proto(group: DispatchTarget, outputs: list[Any]) -> DataP
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
-    """Mode for methods that run on a mesh with more than the data-parallel dimension.
+    """Returns the mode of methods that run on a mesh with more than the data-parallel dimension.
 
     Batches are cut over the DP dimension of the mesh that the workers declared as `mesh_name`
     (`Worker._register_dispatch_collect_info`); all ranks of one DP shard get the same chunk, and only the ranks that

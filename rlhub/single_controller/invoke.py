@@ -1,6 +1,7 @@
 """The worker's side of a call: build workers, run their methods (sync or async), and turn errors into typed ones.
 
-Shared by both backends, so that a worker behaves alike under Ray and in process.
+`RankWorkers` has the workers of one rank, `ActorObject` the object of an AsyncActor.  Both backends share them, so that a worker
+or an actor behaves alike under Ray and in process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import inspect
 import pickle
 import threading
 import traceback
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlhub.errors import RlhubError, WorkerError
 from rlhub.protocol import DataProtoFuture
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext
 from rlhub.utils import faults
+from rlhub.utils.aio.loop_thread import LoopThread
 
 
 class RemoteError(Exception):
@@ -31,7 +33,7 @@ class RemoteError(Exception):
 
 
 def describe_failure(error: Exception, context: WorkerContext, method: str) -> RemoteError:
-    """Where and how a worker failed.  A failure that came from another worker keeps that worker's name."""
+    """Says where and how a worker failed.  A failure that came from another worker keeps that worker's name."""
     cause = error if isinstance(error, RlhubError) and _pickles(error) else None
     if isinstance(error, WorkerError):
         return RemoteError(error, None)
@@ -56,52 +58,33 @@ def _pickles(error: RlhubError) -> bool:
 
 @contextmanager
 def failures_of(context: WorkerContext, method: str) -> Iterator[None]:
-    """Raise RemoteError for anything that goes wrong inside: the process boundary of a worker."""
+    """Raises RemoteError for anything that goes wrong inside: the process boundary of a worker."""
     try:
         yield
     except Exception as error:
         raise describe_failure(error, context, method) from error
 
 
-class EventLoopThread:
-    """One event loop in a background thread, for the `async def` methods of a process; it keeps running between calls, so
-    tasks that a worker left behind (a server, a pump) go on."""
+class RankWorkers:
+    """The workers of one rank by role, and the way to call them: one call at a time, from whichever thread it comes.
+
+    Their `async def` methods run on one event loop in a background thread.  It keeps running between calls, so tasks that a
+    worker left behind (a server, a pump) go on.
+    """
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run to completion and return the result; the calling thread waits."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="rlhub-worker-loop", daemon=True)
-            self._thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def stop(self) -> None:
-        if self._loop is not None and self._thread is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=5.0)
-            self._loop = None
-
-
-class RoleHost:
-    """The workers of one rank by role, and the way to call them: one call at a time, from whichever thread it comes."""
-
-    def __init__(self) -> None:
-        self._turn = threading.RLock()  # in process the validation beside training calls the same workers as training
+        self._turn = threading.RLock()  # in process a validation that runs during training calls the same workers
         self._workers: dict[str, Any] = {}
         self._contexts: dict[str, WorkerContext] = {}
-        self._loop = EventLoopThread()
+        self._loop: LoopThread | None = None
 
     def add(self, spec: ClassWithInitArgs, context: WorkerContext) -> None:
-        """Construct a role's worker here."""
+        """Constructs a role's worker here."""
         with failures_of(context, "__init__"):
             self._workers[context.role] = spec.build(context)
             self._contexts[context.role] = context
 
-    def call(
+    def run(
         self,
         role: str,
         method: str,
@@ -111,7 +94,7 @@ class RoleHost:
         materialize: bool = True,
         step: int | None = None,
     ) -> Any:
-        """Run a method; raises RemoteError.  step: the caller's, where that is another process."""
+        """Runs a method; raises RemoteError.  step: the caller's, where that is another process."""
         context = self._contexts.get(role) or WorkerContext(role=role)
         with self._turn, failures_of(context, method):
             if role not in self._workers:
@@ -121,21 +104,62 @@ class RoleHost:
                 kwargs = {name: _materialized(value) for name, value in kwargs.items()}
             faults.at_call(role, method, faults.current_step() if step is None else step, context.rank)
             result = getattr(self._workers[role], method)(*args, **kwargs)
-            return self._loop.run(result) if inspect.iscoroutine(result) else result
+            if not inspect.iscoroutine(result):
+                return result
+            self._loop = self._loop or LoopThread("rlhub-worker-loop")
+            return self._loop.run(result)
 
     def close(self) -> None:
-        """Let every worker release what it holds; a failure of one does not stop the others."""
+        """Lets every worker release what it holds; a failure of one does not stop the others."""
         failures: list[RemoteError] = []
         for role in list(self._workers):
             try:
-                self.call(role, "close", (), {})
+                self.run(role, "close", (), {})
             except RemoteError as failure:
                 failures.append(failure)
         self._workers.clear()
-        self._loop.stop()
+        if self._loop is not None:
+            self._loop.stop()
+            self._loop = None
         if failures:
             raise failures[0]
 
 
 def _materialized(value: Any) -> Any:
     return value.get() if isinstance(value, DataProtoFuture) else value
+
+
+class ActorObject:
+    """The object of an AsyncActor, built and called on one event loop.  max_concurrency: methods that run at the same time."""
+
+    def __init__(self, max_concurrency: int) -> None:
+        self._places = asyncio.Semaphore(max_concurrency)
+        self._context = WorkerContext()
+        self._object: Any = None
+
+    async def build(self, spec: ClassWithInitArgs, context: WorkerContext) -> None:
+        """Constructs it here.  Raises RemoteError."""
+        self._context = context
+        with failures_of(context, "__init__"):
+            self._object = spec.build(context)
+
+    async def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a method; one that is not `async def` must be quick, for the others wait.  Raises RemoteError."""
+        async with self._places:
+            try:  # not failures_of, which costs as much as all else here
+                result = getattr(self._object, method)(*args, **kwargs)
+                return await result if inspect.isawaitable(result) else result
+            except Exception as error:
+                raise describe_failure(error, self._context, method) from error
+
+    def cancelled_itself(self, method: str) -> RemoteError:
+        """Returns the failure of a method that ended as cancelled though nobody had asked for that."""
+        context = self._context
+        error = WorkerError(
+            f"{method} was cancelled from within",
+            role=context.role,
+            rank=context.rank,
+            node=context.node,
+            remote_type="CancelledError",
+        )
+        return RemoteError(error, None)

@@ -1,4 +1,4 @@
-"""Where the replicas of the rollout service live: on GPUs of their own pool, beside the actor's ranks, or simply on CPUs."""
+"""Where the replicas of the rollout service live: on GPUs of their own pool, on those of the actor's ranks, or simply on CPUs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlhub.errors import ResourceError
-from rlhub.single_controller import AsyncActorOptions, WorkerContext
-from rlhub.single_controller.worker import VISIBLE_DEVICES
+from rlhub.single_controller.resources import AsyncActorOptions
+from rlhub.single_controller.worker import VISIBLE_DEVICES, WorkerContext
 
 if TYPE_CHECKING:
     from rlhub.single_controller.ray.pool import RayResourcePool
@@ -24,7 +24,7 @@ class DevicePlace:
 
 
 def device_place(context: WorkerContext) -> DevicePlace:
-    """Of the worker in this process."""
+    """Returns the place of the worker in this process."""
     visible = [name for name in os.environ.get(VISIBLE_DEVICES, "").split(",") if name]
     device = visible[context.local_rank] if context.device == "cuda" and visible else ""
     return DevicePlace(node=context.node, device=device)
@@ -33,7 +33,7 @@ def device_place(context: WorkerContext) -> DevicePlace:
 class ReplicaPlaces:
     """Gives the replicas of a Ray backend their places, by number.
 
-    counts: replicas on each machine of a pool of their own; beside: the actor's ranks, where they share its devices.
+    counts: replicas on each machine of a pool of their own; actor_ranks: those of the actor, where they share its devices.
     devices_each: how many devices a replica has, all on one machine.
     """
 
@@ -42,17 +42,18 @@ class ReplicaPlaces:
         *,
         device: str,
         counts: Sequence[int],
-        beside: Sequence[DevicePlace] = (),
+        actor_ranks: Sequence[DevicePlace] = (),
         deadline_s: float = 120.0,
         devices_each: int = 1,
     ) -> None:
-        self._device, self._counts, self._beside, self._each = device, list(counts), list(beside), devices_each
+        self._device, self._counts, self._each = device, list(counts), devices_each
+        self._actor_ranks = list(actor_ranks)
         self._deadline_s = deadline_s
         self._pool: RayResourcePool | None = None
 
     def reserve(self) -> None:
-        """Take the pool's GPUs; raises ResourceError when the cluster cannot give them in time."""
-        if self._device == "cuda" and not self._beside:
+        """Reserves the pool's GPUs; raises ResourceError when the cluster cannot give them in time."""
+        if self._device == "cuda" and not self._actor_ranks:
             from rlhub.single_controller.ray.pool import RayResourcePool
 
             self._pool = RayResourcePool(
@@ -66,15 +67,15 @@ class ReplicaPlaces:
             self._pool = None
 
     def options(self, number: int, common: AsyncActorOptions) -> AsyncActorOptions:
-        """Of replica `number`.  Raises ResourceError where there is no device for it."""
+        """Returns the options of replica `number`.  Raises ResourceError where there is no device for it."""
         if self._device != "cuda":
             return replace(common, num_cpus=0.0, node_id=self._node_of(number))  # CPUs are shared, not reserved
         if self._pool is not None:
             slots = self._pool.slots()
             self._check(number, len(slots))
             return replace(common, num_gpus=float(self._each), slot=slots[number])
-        self._check(number, len(self._beside) // self._each)
-        places = self._beside[number * self._each : (number + 1) * self._each]
+        self._check(number, len(self._actor_ranks) // self._each)
+        places = self._actor_ranks[number * self._each : (number + 1) * self._each]
         devices = ",".join(place.device for place in places)
         return replace(common, num_cpus=0.0, devices=devices, node_id=node_at(places[0].node))
 
@@ -86,7 +87,8 @@ class ReplicaPlaces:
             )
 
     def _node_of(self, number: int) -> str:
-        """Replicas on CPUs fill machine by machine as the pool says, further ones go round; "" leaves it to Ray."""
+        """Returns the node of a replica on CPUs: they fill machine by machine as the pool says, further ones go round; "" leaves
+        it to Ray."""
         from rlhub.single_controller.ray.nodes import live_nodes
 
         nodes = sorted(live_nodes(), key=lambda node: node.address)
@@ -97,7 +99,7 @@ class ReplicaPlaces:
 
 
 def node_at(address: str) -> str:
-    """Ray's name of the machine at this address."""
+    """Returns Ray's name of the machine at this address."""
     from rlhub.single_controller.ray.nodes import live_nodes
 
     found = [node.node_id for node in live_nodes() if node.address == address]
@@ -107,7 +109,7 @@ def node_at(address: str) -> str:
 
 
 def is_one_machine() -> bool:
-    """Whether all of the Ray cluster is on one machine."""
+    """Returns whether all of the Ray cluster is on one machine."""
     from rlhub.single_controller.ray.nodes import live_nodes
 
     return len(live_nodes()) == 1

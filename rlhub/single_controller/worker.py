@@ -1,7 +1,8 @@
 """`Worker`: base of everything that runs on a rank, and `ClassWithInitArgs`, a worker that is yet to be built.
 
-A worker learns its place (rank, world size, rendezvous) from a `WorkerContext` that its host sets around construction, so
-subclasses need not pass it on, and the same class runs under Ray, in process and bare in a unit test.
+A worker learns its place (rank, world size, rendezvous) from a `WorkerContext` that its process sets around construction, so
+subclasses need not pass it on, and the same class runs under Ray, in process and bare in a unit test.  Several roles may be
+colocated in one process per rank: they share the device, and a call to one waits for the other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Self
 
-from rlhub.errors import ConfigError
+from rlhub.errors import ConfigError, DispatchError
 
 _ENV_FIELDS = {
     "WORLD_SIZE": "world_size",
@@ -46,7 +47,7 @@ class WorkerContext:
     device: str = "cpu"
 
     def env(self) -> dict[str, str]:
-        """The environment variables that torch.distributed and the engines read."""
+        """Returns the environment variables that torch.distributed and the engines read."""
         return {
             "WORLD_SIZE": str(self.world_size),
             "RANK": str(self.rank),
@@ -58,7 +59,7 @@ class WorkerContext:
 
 
 def check_worker_env(worker_env: Mapping[str, str]) -> None:
-    """Raise ConfigError (a ValueError) when a user's variables would override the ones that define the rank."""
+    """Raises ConfigError (a ValueError) when a user's variables would override the ones that define the rank."""
     taken = sorted(set(worker_env) & RESERVED_ENV)
     if taken:
         raise ConfigError(f"worker_env may add variables but not override {', '.join(taken)}: rlhub sets these for every rank")
@@ -86,7 +87,7 @@ class MeshInfo:
 
 
 class Worker:
-    """Base class of all workers.  Methods marked with `@register` can be called through the worker group.
+    """The base class of all workers.  Methods marked with `@register` can be called through the worker group.
 
     `self.context`, `self.closing` and the mesh table exist before `__init__` runs, whether or not a subclass calls
     `super().__init__()`.
@@ -94,7 +95,7 @@ class Worker:
 
     context: WorkerContext
     closing: ExitStack
-    """What `close` does, the last first: who builds something that must be released registers it here as soon as it is there."""
+    """What `close` releases, the last first: code that builds something registers its release here as soon as it exists."""
     _meshes: dict[str, MeshInfo]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -117,18 +118,18 @@ class Worker:
         return self.context.local_rank
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Declare this rank's data-parallel shard in mesh `mesh_name`, and whether its results are the shard's.
+        """Declares this rank's data-parallel shard in mesh `mesh_name`, and whether its results are the shard's.
 
         To be called on every rank before the first call that uses the mesh (the driver asks once and caches).
         """
         self._meshes[mesh_name] = MeshInfo(dp_rank=dp_rank, is_collect=is_collect)
 
     def query_mesh(self, mesh_name: str) -> MeshInfo | tuple[str, ...]:
-        """This rank's declaration for a mesh, or the names it knows when there is none."""
+        """Returns this rank's declaration for a mesh, or the names it knows when there is none."""
         return self._meshes.get(mesh_name) or tuple(sorted(self._meshes))
 
     def close(self) -> None:
-        """Release what must not outlive the process (children, servers).  Called once on an orderly shutdown, also where not all
+        """Releases what must not outlive the process (children, servers).  Runs once on an orderly shutdown, also where not all
         was built."""
         self.closing.close()
 
@@ -142,7 +143,7 @@ class ClassWithInitArgs:
         self.kwargs = kwargs
 
     def build(self, context: WorkerContext) -> Any:
-        """Construct the worker in its place."""
+        """Constructs the worker in its place."""
         with worker_context(context):
             return self.cls(*self.args, **self.kwargs)
 
@@ -150,9 +151,26 @@ class ClassWithInitArgs:
         return f"{type(self).__name__}({self.cls.__name__})"
 
 
+class ColocatedClass:
+    """Role name -> worker class with its arguments, all to live in the same process on every rank."""
+
+    def __init__(self, roles: Mapping[str, ClassWithInitArgs]) -> None:
+        if not roles:
+            raise DispatchError("no roles to colocate: give at least one {role: ClassWithInitArgs}")
+        self.roles = dict(roles)
+
+    def __repr__(self) -> str:
+        return f"ColocatedClass({', '.join(self.roles)})"
+
+
+def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ColocatedClass:
+    """Joins roles for one worker group; `group.spawn(set_of_roles)` then gives one group per role over the same processes."""
+    return ColocatedClass(class_dict)
+
+
 @contextmanager
 def applied_env(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables and restore the old values on exit."""
+    """Sets environment variables and restores the old values on exit."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,4 +1,4 @@
-"""Tool: something a model may call in an episode.  ToolSource: tools that are known only once something has been started."""
+"""Tool: something a model may call in an episode.  ToolSource: tools that are known only once a server has been started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhub.utils.tool_calls import ToolResult, ToolSchema
 
 
 class ToolError(RlhubError, ValueError):
-    """A call that cannot be done.  Raised in `execute` the message goes to the model; elsewhere it is the user's."""
+    """A call that cannot be done.  Raised in `execute` its message goes to the model, raised anywhere else to the user."""
 
 
 class Tool(ABC):
@@ -24,29 +24,29 @@ class Tool(ABC):
     @property
     @abstractmethod
     def schema(self) -> ToolSchema:
-        """The tool as chat templates describe it."""
+        """Returns the tool as chat templates describe it."""
 
     async def create(self, instance: str, row: Mapping[str, Any]) -> None:  # noqa: B027  most tools keep nothing
-        """An episode on the prompt `row` is about to call for the first time."""
+        """Prepares for an episode on the prompt `row`, before its first call."""
 
     @abstractmethod
     async def execute(self, instance: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """One call; the arguments fit the schema.  ToolError: its message is what the model reads."""
+        """Executes one call; the arguments fit the schema.  ToolError: the model reads its message."""
 
     async def release(self, instance: str) -> None:  # noqa: B027
-        """The episode is over."""
+        """Releases the episode's instance: the episode is over."""
 
     async def aclose(self) -> None:  # noqa: B027
-        """Release what all episodes shared; no call is under way."""
+        """Releases what all episodes shared.  Called when no call runs."""
 
 
 class ToolSource(ABC):
-    """For example a server that says itself which tools it has."""
+    """Makes tools once it has been started, for example a server that lists its own."""
 
     @abstractmethod
     async def aopen(self) -> Sequence[Tool]:
-        """Start, and say which tools there are.  Called once, on the event loop of the episodes."""
+        """Starts, and returns the tools.  Called once, on the event loop of the episodes."""
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Stop.  Idempotent."""
+        """Stops.  Idempotent."""

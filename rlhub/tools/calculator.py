@@ -30,14 +30,14 @@ _WRITTEN = str.maketrans({"×": "*", "÷": "/", "\u2212": "-", "·": "*"})
 
 
 def calculate(expression: str) -> Fraction:
-    """The exact value.  ToolError on anything that is no arithmetic, or too large."""
+    """Returns the exact value.  ToolError on anything that is no arithmetic, or too large."""
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are read")
     return _Parser(tokens(expression.translate(_WRITTEN))).value()
 
 
 def tokens(expression: str) -> list[str]:
-    """Numbers, operators and brackets."""
+    """Splits an expression into numbers, operators and brackets."""
     found, position = [], 0
     text = expression.rstrip()
     while position < len(text):
@@ -52,7 +52,7 @@ def tokens(expression: str) -> list[str]:
 
 
 class _Parser:
-    """Recursive descent; every intermediate value is bounded."""
+    """Evaluates by recursive descent; every intermediate value is bounded."""
 
     def __init__(self, found: list[str]) -> None:
         self._tokens = [*found, ""]  # the empty token ends the expression
@@ -145,7 +145,7 @@ def _bounded(value: Fraction) -> Fraction:
 
 
 def written(value: Fraction) -> str:
-    """A whole number or a decimal as people write it; cut after MAX_DIGITS where it has no end."""
+    """Writes a whole number or a decimal as people do; cut after MAX_DIGITS where it has no end."""
     if value.denominator == 1:
         return str(value.numerator)
     scaled = abs(value) * 10**MAX_DIGITS

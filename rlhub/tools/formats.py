@@ -22,15 +22,15 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(slots=True, kw_only=True)
 class ParsedReply:
-    """calls: in the order of the text.  problems: what looks like a call and is none, in words for the model.
-    text: the reply without its calls."""
+    """calls: in the order of the text.  problems: texts that look like a call and are none, in words for the model.  text: the
+    reply without its calls."""
 
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def add(self, value: Any) -> None:
-        """One decoded object, as a call or as a problem."""
+        """Adds a decoded object, as a call or as a problem."""
         found = as_call(value)
         if isinstance(found, ToolCall):
             self.calls.append(found)
@@ -39,7 +39,7 @@ class ParsedReply:
 
 
 def parse_hermes(text: str) -> ParsedReply:
-    """The calls between <tool_call> tags; a tag that is never closed is a problem."""
+    """Reads the calls between <tool_call> tags; a tag that is never closed is a problem."""
     reply = ParsedReply(text=HERMES.sub("", text).strip())
     for match in HERMES.finditer(text):
         if not match[2]:
@@ -53,10 +53,10 @@ def parse_hermes(text: str) -> ParsedReply:
 
 
 def parse_json(text: str) -> ParsedReply:
-    """Every JSON object with a "name" and "arguments".  Other objects are part of the answer; a broken one that begins like a
-    call is a problem."""
+    """Reads every JSON object with a "name" and "arguments".  Other objects are part of the answer; a broken one that begins like
+    a call is a problem."""
     reply = ParsedReply()
-    kept, start = [], 0
+    texts, start = [], 0
     for _ in range(MAX_OBJECTS):
         brace = text.find("{", start)
         if brace < 0:
@@ -69,16 +69,16 @@ def parse_json(text: str) -> ParsedReply:
             value, end = None, brace + 1
         if isinstance(value, dict) and "name" in value and ({"arguments", "parameters"} & value.keys()):
             reply.add(value)
-            kept.append(text[start:brace])
+            texts.append(text[start:brace])
         else:
-            kept.append(text[start:end])
+            texts.append(text[start:end])
         start = end
-    reply.text = "".join([*kept, text[start:]]).strip()
+    reply.text = "".join([*texts, text[start:]]).strip()
     return reply
 
 
 def as_call(value: Any) -> ToolCall | str:
-    """A decoded object as a call, or what is wrong with it."""
+    """Returns a decoded object as a call, or a sentence on what is wrong with it."""
     if not isinstance(value, dict):
         return f'a tool call is an object with "name" and "arguments", not a {type(value).__name__}'
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))

@@ -1,4 +1,4 @@
-"""From names and settings to tools.
+"""From names and settings to tools: registered ones, Tool classes, and typed functions, which FunctionTool makes tools of.
 
 tools:
   - calculator                          # a registered name
@@ -10,7 +10,9 @@ tools:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ import yaml
 
 from rlhub.errors import ConfigError, RlhubError
 from rlhub.tools.base import Tool, ToolSource
-from rlhub.tools.functions import FunctionTool
 from rlhub.tools.registry import TOOLS
+from rlhub.tools.schemas import schema_of
+from rlhub.utils.tool_calls import ToolResult, ToolSchema, as_result
 from rlhub.utils.user_code import load_target
 
 
 def read_tool_file(path: str | Path) -> list[Any]:
-    """The entries of a YAML file.  ConfigError if it has none."""
+    """Returns the entries of a YAML file.  ConfigError if it has none."""
     try:
         content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -36,7 +39,8 @@ def read_tool_file(path: str | Path) -> list[Any]:
 
 
 def load_tools(entries: Sequence[Any], *, where: str) -> list[Tool | ToolSource]:
-    """The tools of these entries.  ConfigError lists every one that cannot be made; `where`: the setting they stand in."""
+    """Returns the tools of these entries.  ConfigError lists every one that cannot be made; `where`: the setting they stand
+    in."""
     tools, problems = [], []
     for number, entry in enumerate(entries):
         try:
@@ -60,3 +64,27 @@ def _load(entry: Any) -> Tool | ToolSource:
     if isinstance(target, type) and issubclass(target, Tool | ToolSource):
         return target(**settings)
     return FunctionTool(target, bound=settings)
+
+
+class FunctionTool(Tool):
+    """Calls `function` with the model's arguments and the `bound` ones, which the model does not see.  The function returns text,
+    a tuple (text, reward, metrics), a ToolResult, or a value that is shown as JSON.
+
+    Coroutine functions are awaited; plain ones run in a thread, which a deadline leaves behind but cannot end: what may hang
+    or is not trusted belongs into a process of its own (as in python.py).
+    """
+
+    def __init__(self, function: Callable[..., Any], *, name: str = "", bound: Mapping[str, Any] | None = None) -> None:
+        self._function = function
+        self._bound = dict(bound or {})
+        self._schema = schema_of(function, name=name, hidden=self._bound)
+        self._is_async = inspect.iscoroutinefunction(function)
+
+    @property
+    def schema(self) -> ToolSchema:
+        return self._schema
+
+    async def execute(self, instance: str, arguments: Mapping[str, Any]) -> ToolResult:
+        keywords = {**arguments, **self._bound}
+        value = await (self._function(**keywords) if self._is_async else asyncio.to_thread(self._function, **keywords))
+        return as_result(value)

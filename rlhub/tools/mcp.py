@@ -23,7 +23,7 @@ except ImportError as missing:
 
 
 class McpTool(Tool):
-    """One of a server's tools.  All episodes share the server's session: what it keeps is theirs in common."""
+    """One of a server's tools.  All episodes share the server's session, and with it what the server keeps."""
 
     def __init__(self, server: McpServer, schema: ToolSchema, remote_name: str) -> None:
         self._server, self._schema, self._remote_name = server, schema, remote_name
@@ -64,7 +64,7 @@ class McpServer(ToolSource):
 
     async def aopen(self) -> list[Tool]:
         ready: asyncio.Future[list[Tool]] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._hold(ready))
+        self._task = asyncio.create_task(self._run_session(ready))
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 return await ready
@@ -78,8 +78,8 @@ class McpServer(ToolSource):
             task, self._task = self._task, None
             await asyncio.wait([task])
 
-    async def _hold(self, ready: asyncio.Future[list[Tool]]) -> None:
-        """The session is opened and closed by one and the same task, which its client's cancel scopes ask for."""
+    async def _run_session(self, ready: asyncio.Future[list[Tool]]) -> None:
+        """Opens and closes the session in one and the same task, which its client's cancel scopes ask for."""
         try:
             async with self.client:
                 ready.set_result(await self._tools())
@@ -96,7 +96,7 @@ class McpServer(ToolSource):
         return [McpTool(self, schema, name) for name, schema in described.items() if not self._only or name in self._only]
 
     async def _described(self) -> dict[str, ToolSchema]:
-        """Name at the server -> schema; a server may list its tools on several pages."""
+        """Returns name at the server -> schema; a server may list its tools on several pages."""
         found: dict[str, ToolSchema] = {}
         cursor = None
         while True:
@@ -110,12 +110,12 @@ class McpServer(ToolSource):
 
 
 def text_of(content: Sequence[Any]) -> str:
-    """The text parts of a result; other parts by their kind."""
+    """Returns the text parts of a result; other parts by their kind."""
     return "\n".join(part.text if part.type == "text" else f"({part.type})" for part in content)
 
 
 def _causes(error: BaseException) -> str:
-    """The errors in a group, which task groups wrap around them."""
+    """Returns the errors in a group, which task groups wrap around them."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(_causes(inner) for inner in error.exceptions)
     return f"{type(error).__name__}: {error}"

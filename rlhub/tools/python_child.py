@@ -1,4 +1,4 @@
-"""What runs in the python tool's children.  Standard library only: each call is a fork of this process."""
+"""The program of the python tool's children.  Standard library only: each call is a fork of this process."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _EXIT = os._exit  # before any code could replace it
 ENDED_BADLY = {"text": "Error: the code ended its process", "failed": True}
 
 
-class _Bounded(io.TextIOBase):
+class _BoundedOutput(io.TextIOBase):
     """Keeps the first MAX_OUTPUT characters and counts the rest."""
 
     def __init__(self) -> None:
-        self._kept: list[str] = []
-        self._room = MAX_OUTPUT
-        self._lost = 0
+        self._parts: list[str] = []
+        self._remaining = MAX_OUTPUT
+        self._num_dropped = 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        kept = text[: self._room]
-        self._kept.append(kept)
-        self._room -= len(kept)
-        self._lost += len(text) - len(kept)
+        part = text[: self._remaining]
+        self._parts.append(part)
+        self._remaining -= len(part)
+        self._num_dropped += len(text) - len(part)
         return len(text)
 
     def text(self) -> str:
-        note = f"\n({self._lost} more characters)" if self._lost else ""
-        return "".join(self._kept) + note
+        note = f"\n({self._num_dropped} more characters)" if self._num_dropped else ""
+        return "".join(self._parts) + note
 
 
 def run_code(code: str) -> dict[str, Any]:
-    """{"text": what was printed and the last expression's value, or the error; "failed": whether there was one}."""
+    """Returns {"text": what was printed and the last expression's value, or the error; "failed": whether there was one}."""
     read_end, write_end = os.pipe()
     process = os.fork()
     if process == 0:
@@ -64,7 +64,7 @@ def run_code(code: str) -> dict[str, Any]:
 
 
 def _answer(code: str, write_end: int) -> NoReturn:
-    """In the fork: run, write the reply, end without running anything that the code has left behind.
+    """Runs the code in the fork, writes the reply, and ends without running anything that the code has left behind.
 
     Whatever the code has done to the interpreter, this process must not return into the child's loop: it would answer for it.
     """
@@ -79,7 +79,7 @@ def _answer(code: str, write_end: int) -> NoReturn:
 
 
 def _run(code: str) -> dict[str, Any]:
-    output = _Bounded()
+    output = _BoundedOutput()
     sys.stdout = sys.stderr = output
     try:
         _execute(code)
@@ -100,7 +100,7 @@ def _write(write_end: int, reply: dict[str, Any]) -> None:
 
 
 def _execute(code: str) -> None:
-    """Run the code; if its last statement is an expression, print its value as an interpreter does."""
+    """Runs the code; if its last statement is an expression, prints its value as an interpreter does."""
     tree = ast.parse(code, "<code>")
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     names: dict[str, Any] = {"__name__": "__main__"}

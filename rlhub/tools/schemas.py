@@ -1,4 +1,4 @@
-"""The schema of a tool from a typed Python function, and arguments held against a schema.
+"""The schema of a tool from a typed Python function, and arguments checked against a schema.
 
 def weather(city: str, days: int = 1) -> str:
     '''Forecast for a city.
@@ -27,7 +27,8 @@ _SECTION = re.compile(r"^\s*(?:Args|Arguments|Parameters|Returns|Raises|Yields)\
 
 
 def schema_of(function: Callable[..., Any], *, name: str = "", hidden: Collection[str] = ()) -> ToolSchema:
-    """The schema of a function with annotated parameters and a docstring.  hidden: parameters that the model does not see.
+    """Returns the schema of a function with annotated parameters and a docstring.  hidden: parameters that the model does not
+    see.
 
     ToolError if the function cannot be described.
     """
@@ -61,7 +62,8 @@ def _property(tool: str, parameter: inspect.Parameter, hints: Mapping[str, Any])
 
 
 def json_type(hint: Any, where: str) -> dict[str, Any]:
-    """JSON schema of a type hint: text, numbers, booleans, lists, dicts with text keys, Literal, unions of these and None."""
+    """Returns the JSON schema of a type hint: text, numbers, booleans, lists, dicts with text keys, Literal, unions of these and
+    None."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint in TYPES:
         return {"type": TYPES[hint]}
@@ -83,7 +85,7 @@ def json_type(hint: Any, where: str) -> dict[str, Any]:
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """(summary: the first paragraph, parameter -> description)."""
+    """Returns (summary: the first paragraph, parameter -> description)."""
     summary = " ".join(text.partition("\n\n")[0].split())
     described: dict[str, str] = {}
     current = ""
@@ -99,7 +101,8 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def checked_arguments(schema: ToolSchema, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with the types of the schema (a number written as text becomes one); ToolError in words for the model."""
+    """Returns the arguments with the types of the schema (a number written as text becomes one); ToolError in words for the
+    model."""
     parameters = schema["function"].get("parameters") or {}
     properties = parameters.get("properties") or {}
     for name in arguments:

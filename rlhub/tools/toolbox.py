@@ -1,6 +1,6 @@
 """Toolbox: all tools of a run, shared by its episodes.  ToolSession: one episode's use of them.
 
-What a tool does wrong never ends an episode: an unknown name, wrong arguments, an error or a passed deadline become text
+A fault of a tool or of a call never ends an episode: an unknown name, wrong arguments, an error or a passed deadline become text
 that the model reads, and are counted.
 """
 
@@ -30,7 +30,7 @@ class Toolbox:
         self._tools: dict[str, Tool] = {}
 
     async def aopen(self) -> None:
-        """Start the sources; idempotent, and safe from many episodes at once.  ToolError if two tools have one name."""
+        """Starts the sources; idempotent, and safe from many episodes at once.  ToolError if two tools have one name."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._open())
         await asyncio.shield(self._opening)
@@ -48,11 +48,11 @@ class Toolbox:
         return [tool.schema for tool in self._tools.values()]
 
     def session(self, instance: str, row: Mapping[str, Any]) -> ToolSession:
-        """The use of the tools by the episode `instance` on the prompt `row`."""
+        """Returns the session of the episode `instance` on the prompt `row`."""
         return ToolSession(self._tools, instance, row, self.timeout_s)
 
     async def aclose(self) -> None:
-        """Close everything that was given.  Idempotent."""
+        """Closes all tools and sources.  Idempotent."""
         if self._opening is not None:
             await asyncio.wait([self._opening])
         given, self._given, self._tools = self._given, [], {}
@@ -80,7 +80,7 @@ class ToolSession:
         return [tool.schema for tool in self._tools.values()]
 
     async def execute(self, call: ToolCall) -> ToolResult:
-        """The result, or what went wrong; raises nothing but cancellation."""
+        """Returns the result of a call, or its error as text; raises nothing but cancellation."""
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(self._tools) or "none"

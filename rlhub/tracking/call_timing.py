@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rlhub.single_controller.observer import Call
+from rlhub.single_controller.calls import ObservedCall
 from rlhub.tracking.spans import RecordSpan, ignore_span
 from rlhub.utils.timing import PhaseTimer
 
@@ -25,11 +25,11 @@ class CallTiming:
         self._on_phase = on_phase
         self._last_end = 0.0
 
-    def on_start(self, call: Call) -> None:
+    def on_start(self, call: ObservedCall) -> None:
         if self._on_phase is not None:
             self._on_phase(call.method)
 
-    def on_end(self, call: Call, seconds: float, error: BaseException | None) -> None:
+    def on_end(self, call: ObservedCall, seconds: float, error: BaseException | None) -> None:
         now = time.perf_counter()
         failed = {} if error is None else {"failed": type(error).__name__}
         self._record(call.role, call.method, now - seconds, now, **failed)

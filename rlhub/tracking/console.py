@@ -42,7 +42,7 @@ COLUMNS = (
     Column(title="kl", metrics=("actor/ppo_kl",), form="{:.1e}"),
     Column(title="mismatch", metrics=("mismatch/kl",), form="{:.1e}"),
     Column(title="grad norm", metrics=("actor/grad_norm", "train/grad_norm", "grad_norm"), form="{:.3f}"),
-    Column(title="tokens/s", metrics=("perf/throughput", "perf/tokens_per_s"), form="{:.0f}"),
+    Column(title="tokens/s/device", metrics=("perf/throughput",), form="{:.0f}"),
     Column(title="s/step", metrics=("timing_s/step", "perf/time_per_step"), form="{:.2f}"),
 )
 ALWAYS_SEEN = re.compile(r"(^|[/_])(skipped|nonfinite|failed|errors?)(_|$|/)")

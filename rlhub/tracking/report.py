@@ -55,6 +55,7 @@ class Panel:
 PANELS = (
     Panel(title="Validation", pattern=r"val/(pass@\d+|accuracy)", zero=True, smooth=False),
     Panel(title="Validation by data source", pattern=r"val/(.+/pass@1|pass@1/.+)", zero=True, smooth=False, at_least=2),
+    Panel(title="Validation: mean, best and majority", pattern=r"val-core/.+/(mean|best|maj)@\d+(/mean)?", smooth=False),
     Panel(title="Reward", pattern=r"reward/mean"),
     Panel(title="Loss", pattern=r"((train|sft|val)/)?loss"),
     Panel(title="Response length (tokens)", pattern=r"response_length/mean", zero=True),
@@ -70,7 +71,8 @@ PANELS = (
     Panel(title="Gradient norm", pattern=r"((actor|critic|train)/)?grad_norm"),
     Panel(title="Value loss", pattern=r"critic/vf_loss(/mean)?"),
     Panel(title="Explained variance of the values", pattern=r"critic/vf_explained_var(/mean)?"),
-    Panel(title="Throughput (tokens/s)", pattern=r"perf/throughput", zero=True),
+    Panel(title="Throughput (tokens/s per device)", pattern=r"perf/throughput", zero=True),
+    Panel(title="Model FLOP utilisation", pattern=r"perf/mfu/.+", zero=True),
 )
 
 
@@ -91,7 +93,7 @@ TILES = (
     Tile(title="Response length", metric="response_length/mean"),
     Tile(title="Mismatch KL", metric="mismatch/kl"),
     Tile(title="Time per step", metric=STEP_TIME, seconds=True),
-    Tile(title="Tokens per second", metric="perf/throughput"),
+    Tile(title="Tokens per second and device", metric="perf/throughput"),
 )
 
 

@@ -21,7 +21,7 @@ from rlhub.checkpoint.store import CheckpointStore
 from rlhub.config.sections.export import ExportConfig
 from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import CheckpointError, ConfigError
-from rlhub.single_controller import ClassWithInitArgs, launch
+from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, launch
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.workers.base import ADAPTER_FOLDER, HF_FOLDER
 from rlhub.workers.export import ExportJob, ExportWorker, Verification
@@ -60,7 +60,7 @@ def export(config: ExportConfig) -> int:
         max_shard_bytes=int(config.max_shard_gb * GIB),
     )
     logger.info("exporting %s", folder)
-    with launch({"export": ClassWithInitArgs(ExportWorker, job)}, backend="local") as launched:
+    with launch({"export": ClassWithInitArgs(ExportWorker, job)}, LaunchOptions(backend="local")) as launched:
         worker = launched.groups["export"]
         (written,) = worker.write()
         if config.verify and not _passed(worker.verify()[0]):
@@ -107,8 +107,10 @@ def find_checkpoint(config: ExportConfig, path: Path) -> Path:
 
 def _best(config: ExportConfig, store: CheckpointStore, steps: list[int]) -> int:
     metric = config.best_metric or (_run_config(store.root).get("trainer") or {}).get("keep_best")
-    known = sorted({name for step in steps for name in read_manifest(store.folder(step)).metrics if name.startswith("val/")})
-    has = f"its checkpoints have {', '.join(known) or 'no val/ metrics'}"
+    known = sorted(
+        {name for step in steps for name in read_manifest(store.folder(step)).metrics if name.startswith(("val/", "val-core/"))}
+    )
+    has = f"its checkpoints have {', '.join(known) or 'no validation metrics'}"
     if metric is None:
         raise ConfigError(f"best_metric: {store.root} names no trainer.keep_best, so say which metric; {has}")
     step = store.best(metric)
@@ -164,7 +166,7 @@ def _model(config: ExportConfig, checkpoint: Path, folder: Path) -> ModelConfig:
 
 
 def _sidecars(checkpoint: Path, role: str) -> Manifest:
-    """Of the manifest, the small files beside the Hugging Face weights."""
+    """Returns the manifest of the small files next to the Hugging Face weights."""
     manifest = read_manifest(checkpoint)
     return dataclasses.replace(manifest, files=list(_small_files(manifest, f"{role}/{HF_FOLDER}/")))
 

@@ -29,17 +29,17 @@ from rlhub.workers.base import HF_FOLDER
 TrainingConfig = PPOConfig | SFTConfig | DPOConfig | RMConfig
 
 MADE_WITH = "made_with"
-"""Of a checkpoint's state: what `made_with` gave when it was saved.  Checkpoints that have none are taken as they are."""
+"""Key of a checkpoint's state: what `made_with` gave when it was saved.  Checkpoints without it are taken as they are."""
 EXTRAS = "data_extras"
-"""Of a checkpoint's state: the loader's extras_fingerprint."""
+"""Key of a checkpoint's state: the loader's extras_fingerprint."""
 FILES = "files"
-"""Of what `made_with` gives: setting that names a file of the user's own -> hash of the file."""
+"""Key of what `made_with` gives: setting that names a file of the user's own -> hash of the file."""
 REMEDY = (
     "To go on with that run set it back; for a new run set trainer.experiment_name or trainer.default_local_dir to another name, "
     "or trainer.resume_mode=disable (the old run is moved aside)"
 )
 NOT_COMPARED = {"mlp_columns", "max_positions", "tied"}
-"""Of a model's shape: follow from the others, change no tensor, or stand in a copy's config.json only where they are unusual."""
+"""Fields of a model's shape that follow from others, change no tensor, or are in a copy's config.json only where unusual."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -140,7 +140,7 @@ def _trained(config: TrainingConfig) -> dict[str, Engine]:
 
 
 def _made(engine: Engine) -> Made:
-    model = engine.held.model
+    model = engine.role_model.model
     targets = [model.target_modules] if isinstance(model.target_modules, str) else sorted(model.target_modules)
     return Made(
         path=model.path,
@@ -171,7 +171,7 @@ def _absent(folder: str, config: TrainingConfig) -> str:
 
 def _differences(before: Mapping[str, Any], engine: Engine) -> Iterator[str]:
     """Adapters and dtypes; a setting of adapters means something only where there are some."""
-    now, key = _as_dict(_made(engine)), engine.held.model_key
+    now, key = _as_dict(_made(engine)), engine.role_model.model_key
     names = ["lora_rank"]
     if before.get("lora_rank") == now["lora_rank"] != 0:
         names += ["lora_alpha", "target_modules"]
@@ -191,7 +191,7 @@ def _shown(value: Any) -> str:
 
 def _other_shape(before: Mapping[str, Any], engine: Engine, saved: Path) -> Iterator[str]:
     """Sizes of a model that another path or other entries of its configuration make another."""
-    model = engine.held.model
+    model = engine.role_model.model
     if (before.get("path"), before.get("override_config")) == (model.path, model.override_config):
         return
     try:
@@ -202,4 +202,4 @@ def _other_shape(before: Mapping[str, Any], engine: Engine, saved: Path) -> Iter
     other = [f"{name} {getattr(old, name)} -> {getattr(new, name)}" for name in sizes if getattr(old, name) != getattr(new, name)]
     if other:
         was, now = before.get("path"), model.path
-        yield f"{engine.held.model_key} is of another shape ({', '.join(other)}; path was {was} and is {now} now)"
+        yield f"{engine.role_model.model_key} is of another shape ({', '.join(other)}; path was {was} and is {now} now)"

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from rlhub.checkpoint.files import FileEntry
 from rlhub.checkpoint.store import Checkpoint, CheckpointStore
 from rlhub.config.rules.faults import planned_faults
+from rlhub.config.rules.placement import pools_of
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.errors import CheckpointError, RunFolderError
 from rlhub.tracking.call_timing import CallTiming
@@ -271,11 +272,12 @@ class Run:
         self.spans.record(STEPS, f"step {step}", self._step_started, time.perf_counter())
 
     def _timings(self, metrics: Metrics) -> dict[str, float]:
-        """timing_s/... of the phases and of the whole step, and tokens per second over all ranks."""
+        """Returns timing_s/... of the phases and of the whole step, and tokens per second and device: ranks of all pools."""
         seconds = time.perf_counter() - self._step_started
         timings = {**self.timers.drain(), "timing_s/step": seconds, "perf/time_per_step": seconds}
         if "perf/total_num_tokens" in metrics:
-            timings["perf/throughput"] = float(metrics["perf/total_num_tokens"]) / seconds
+            num_devices = sum(pool.ranks for pool in pools_of(self.config).values())
+            timings["perf/throughput"] = float(metrics["perf/total_num_tokens"]) / (seconds * num_devices)
         return timings
 
     def _save(self, step: int, logged: Metrics, save: SaveFunction, state: StateFunction) -> None:

@@ -19,8 +19,7 @@ from rlhub.engines.rollout.base import ExternalWeights, RolloutEngine, SamplingP
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.errors import ConfigError
 from rlhub.models.shape import read_model_shape
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import check_tokenizer, read_vocabulary
+from rlhub.models.tokenizer import check_tokenizer, load_tokenizer, read_vocabulary
 from rlhub.tools.registry import TOOL_FORMATS
 from rlhub.trainer.serve_engine import ServedEngine, ServeLimits
 from rlhub.utils.atomic import write_text

@@ -27,8 +27,11 @@ class Trainer(Protocol):
 class TrainingData(Protocol):
     """The driver's data; total_steps follows from it and the configuration."""
 
-    loader: ResumableLoader
-    total_steps: int
+    @property
+    def loader(self) -> ResumableLoader: ...
+
+    @property
+    def total_steps(self) -> int: ...
 
 
 C = TypeVar("C", bound=TrainingConfig)

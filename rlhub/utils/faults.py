@@ -7,7 +7,9 @@ folder, also over resumes and in processes that replace others: who strikes firs
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
 import json
 import logging
 import os
@@ -17,11 +19,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rlhub.errors import InjectedFaultError
+from rlhub.utils.children.child import load
 
 logger = logging.getLogger(__name__)
+
 
 FaultKind = Literal[
     "kill", "stop", "segfault", "raise", "delay", "lost", "duplicate", "refused", "reset", "full", "readonly", "truncate", "flip",
@@ -249,3 +253,26 @@ def _damage(path: Path, *, truncate: bool) -> None:
         byte = file.read(1)
         file.seek(half)
         file.write(bytes([byte[0] ^ 1]))
+
+
+FAULTY_CALL = "rlhub.utils.faults:call_with_fault"
+FAULTY_CALL_PARAMETERS = ("target", "fault", "arguments")
+_load = functools.cache(load)
+
+
+def call_with_fault(target: str, fault: str | None, arguments: dict[str, Any]) -> Any:
+    """Returns what `target` returns for the arguments, or fails as a fault plan says: runs in a child of a pool where faults are
+    planned for its function."""
+    function = _load(target)
+    match fault:
+        case "raise":
+            raise RuntimeError("by trainer.faults")
+        case "delay":
+            time.sleep(1e6)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segfault":
+            ctypes.string_at(0)
+        case "nonfinite":
+            return float("nan")
+    return function(**arguments)

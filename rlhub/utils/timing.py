@@ -1,4 +1,4 @@
-"""Wall-clock timing of named phases, collected until somebody asks.
+"""Wall-clock timing of named phases, added up until they are drained.
 
 Phases are disjoint: what is counted inside a measured block (a worker call, an inner block) belongs to its own name and is
 taken off the block's, so the phases of a step add up to at most the step.
@@ -15,7 +15,7 @@ PREFIX = "timing_s/"
 
 
 class _Open(threading.local):
-    """Per thread: for each open block, outermost first, the seconds counted inside it."""
+    """Keeps for each open block of a thread, outermost first, the seconds counted inside it."""
 
     def __init__(self) -> None:
         self.inside: list[float] = []
@@ -29,7 +29,7 @@ class PhaseTimer:
         timer.add("save_checkpoint", 1.7)      # a worker call inside it
     metrics.update(timer.drain())              # {"timing_s/save_checkpoint": 1.7, "timing_s/save": 0.02}
 
-    on_block: told of every measured block with its name, start and end (time.perf_counter()), what is counted inside included.
+    on_block: receives the name, start and end (time.perf_counter()) of every measured block, what is counted inside included.
     """
 
     def __init__(self, on_block: Callable[[str, float, float], None] | None = None) -> None:
@@ -40,7 +40,7 @@ class PhaseTimer:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Count the block's duration, less what is counted inside it, under `name`; also when the block raises."""
+        """Counts the block's duration, less what is counted inside it, under `name`; also when the block raises."""
         start = time.perf_counter()
         self._open.inside.append(0.0)
         try:
@@ -53,7 +53,7 @@ class PhaseTimer:
                 self._on_block(name, start, end)
 
     def add(self, name: str, seconds: float) -> None:
-        """Count a duration measured elsewhere."""
+        """Counts a duration that the caller has measured."""
         self._count(name, seconds)
         self._note_inside(seconds)
 
@@ -65,8 +65,13 @@ class PhaseTimer:
         with self._lock:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
+    def so_far(self) -> dict[str, float]:
+        """Returns the sums as metrics `timing_s/<name>`, in the order in which the names first came; counting goes on."""
+        with self._lock:
+            return {PREFIX + name: value for name, value in self._seconds.items()}
+
     def drain(self) -> dict[str, float]:
-        """The sums as metrics `timing_s/<name>`, in the order the names first came; counting starts anew."""
+        """Returns what `so_far` does; counting starts from zero."""
         with self._lock:
             seconds, self._seconds = self._seconds, {}
         return {PREFIX + name: value for name, value in seconds.items()}

@@ -19,8 +19,8 @@ from rlhub.engines.training.updates import PolicyUpdater
 from rlhub.models.throughput import ThroughputMeter
 from rlhub.protocol import DataProto
 from rlhub.sharding_manager.files import WeightWriter
-from rlhub.sharding_manager.pools import WeightSender
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
+from rlhub.sharding_manager.separate import WeightSender
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.single_controller.placement import DevicePlace, device_place
 from rlhub.workers.base import EngineWorker
@@ -78,16 +78,20 @@ class ActorPart(EngineWorker):
         reference.offload()
         return reference
 
-    @register(dispatch_mode=ACTOR)
+    @register(dispatch_mode=ACTOR, deadline="infer")
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """old_log_probs (rows, response) of the current policy, and sum_pi_squared where meta_info asks for it."""
+        """old_log_probs (rows, response) of the current policy, and sum_pi_squared where meta_info asks for it;
+        meta_info["metrics"] are the throughput's."""
         make_room()
+        started = time.perf_counter()
         extra = ("sum_pi_squared",) if batch.meta_info.get("sum_pi_squared") else ()
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs", *extra))
         columns = {"old_log_probs": outputs["log_probs"]} | {name: outputs[name] for name in extra}
-        return DataProto.from_dict(tensors=columns)
+        seconds = time.perf_counter() - started
+        metrics = self.throughput.metrics("actor_infer", batch.batch["attention_mask"], 1, seconds)
+        return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
 
-    @register(dispatch_mode=ACTOR)
+    @register(dispatch_mode=ACTOR, deadline="infer")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """ref_log_prob (rows, response) of the frozen starting policy."""
         make_room()
@@ -97,7 +101,7 @@ class ActorPart(EngineWorker):
             self.reference.offload()
         return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
 
-    @register(dispatch_mode=ACTOR)
+    @register(dispatch_mode=ACTOR, deadline="update")
     def update_actor(self, batch: DataProto) -> DataProto:
         """All optimizer steps of the batch; meta_info["metrics"] are global.  NonFiniteError where they leave weights that are
         not finite."""
@@ -106,10 +110,10 @@ class ActorPart(EngineWorker):
         metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
         check_finite(self.engine, "after the update")
         seconds = time.perf_counter() - started
-        metrics |= self.throughput.metrics(batch.batch["attention_mask"], self.config.actor.ppo_epochs, seconds)
+        metrics |= self.throughput.training("actor", batch.batch["attention_mask"], self.config.actor.ppo_epochs, seconds)
         return DataProto(meta_info={"metrics": metrics | memory_metrics("actor", self.device)})
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def write_weights(self, folder: str, version: int) -> SyncReport:
         """Leave the policy's weights in the folder as `version` (collective); whoever generates with them goes on meanwhile."""
         make_room()
@@ -120,7 +124,7 @@ class ActorPart(EngineWorker):
             self._writer = folder, writer
         return self._writer[1].write(version)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def device_places(self) -> DevicePlace:
         """Where this rank computes, for a replica of the rollout service beside it."""
         return device_place(self.context)
@@ -129,24 +133,24 @@ class ActorPart(EngineWorker):
 class ActorWorker(ActorPart):
     """The actor alone; the rollout engines are on a pool of their own and get the weights sent."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Build the training engines (collective)."""
         self._init_actor()
         self.sender = WeightSender(self.engine, bucket_bytes=self.config.rollout.update_weights_bucket_mb << 20)
         self.closing.callback(self.sender.close)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    @register(dispatch_mode=Dispatch.RANK_ZERO, deadline="sync")
     def open_transfer(self, num_receivers: int) -> Meeting:
         """Where the ranks of this group and `num_receivers` of the rollout's can meet."""
         return open_meeting(self.context.node, self.world_size, num_receivers)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def join_transfer(self, meeting: Meeting) -> None:
         """Meet the rollout's ranks (collective over both groups)."""
         self.sender.connect(meeting.address, meeting.port, self.rank, meeting.size, self.runtime.deadline_s)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def sync_weights(self, version: int) -> SyncReport:
         """Send the policy's weights as `version` (collective over both groups)."""
         check_finite(self.engine, "before the sync")
@@ -164,7 +168,7 @@ class ReferenceWorker(Worker):
         self.runtime = runtime
         self.device = runtime.torch_device(self.local_rank)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Build the reference's engine (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
@@ -173,7 +177,7 @@ class ReferenceWorker(Worker):
         self.engine.offload()
         self._register_dispatch_collect_info("reference", self.engine.dp_rank, self.engine.is_collect)
 
-    @register(dispatch_mode=REFERENCE)
+    @register(dispatch_mode=REFERENCE, deadline="infer")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """ref_log_prob (rows, response) of the frozen starting policy."""
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs",))

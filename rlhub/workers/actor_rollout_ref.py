@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhub.engines.training.finite import check_finite
 from rlhub.sharding_manager.manager import ShardingManager
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
 from rlhub.single_controller import Dispatch, register
 from rlhub.workers.actor import ActorPart
 from rlhub.workers.generation import spoil_weights
@@ -15,7 +15,7 @@ from rlhub.workers.room import GivesRoom, holds_memory
 class ActorRolloutRefWorker(ActorPart, RolloutPart, GivesRoom):
     """Training and generation take turns on the same devices.  All methods run on every rank."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Build all engines (collective)."""
         self._init_actor()
@@ -28,10 +28,9 @@ class ActorRolloutRefWorker(ActorPart, RolloutPart, GivesRoom):
             self.rollout,
             bucket_bytes=self.bucket_bytes,
             timeout_s=self.runtime.deadline_s,
-            share=self.config.rollout.share_weights,
         )
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def sync_weights(self, version: int) -> SyncReport:
         """Publish the policy's weights to the rollout engine as `version`, checked weight by weight."""
         check_finite(self.engine, "before the sync")

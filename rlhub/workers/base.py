@@ -17,8 +17,7 @@ from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.training.base import Adapter, TrainEngine
 from rlhub.engines.training.finite import check_finite
 from rlhub.errors import CheckpointError
-from rlhub.models.hf import ModelKind
-from rlhub.models.sidecars import save_sidecars
+from rlhub.models.hf import ModelKind, save_sidecars
 from rlhub.single_controller import Dispatch, Worker, register
 
 SCALARS = "scalars.json"
@@ -74,7 +73,7 @@ class EngineWorker(Worker):
     hf_model: ModelConfig | None = None
     hf_kind: ModelKind = "policy"
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="checkpoint")
     def save_checkpoint(self, folder: str) -> list[FileEntry]:
         """This rank's shards below `folder`, and from rank 0 the weights under their Hugging Face names."""
         entries = save_engine(self.engine, Path(folder), self.rank, self.world_size)
@@ -83,7 +82,7 @@ class EngineWorker(Worker):
             save_sidecars(self.hf_model, Path(folder) / HF_FOLDER, self.hf_kind)
         return entries
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="checkpoint")
     def load_checkpoint(self, folder: str) -> None:
         """Weights, optimizer and schedule as they were saved, whatever the number of ranks then."""
         load_engine(self.engine, Path(folder))

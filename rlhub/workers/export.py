@@ -29,9 +29,8 @@ from rlhub.engines.training.base import Rows, TrainEngine
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import CheckpointError
-from rlhub.models.hf import SCALAR_HEAD, ModelKind, load_config
+from rlhub.models.hf import SCALAR_HEAD, ModelKind, load_config, save_sidecars
 from rlhub.models.lora import ADAPTER
-from rlhub.models.sidecars import save_sidecars
 from rlhub.protocol.weights.fingerprint import nonfinite_names
 from rlhub.protocol.weights.pieces import Piece
 from rlhub.single_controller import Dispatch, Worker, register
@@ -74,7 +73,7 @@ class ExportWorker(Worker):
         self.job = job
         self.dtype = None if job.dtype is None else DTYPES[job.dtype]
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="checkpoint")
     def write(self) -> Written:
         """Weights, configuration, tokenizer; holds one file's worth of weights at a time."""
         with ShardReader(self.job.folder) as reader:
@@ -97,7 +96,7 @@ class ExportWorker(Worker):
                 raise CheckpointError(f"{self.job.folder}: {found[0]} is not finite{written}; {remedy}")
             yield bucket
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="checkpoint")
     def verify(self) -> Verification:
         """What plain transformers makes of the output, beside an engine that loads the checkpoint's own shards."""
         adapter = read_adapter(self.job.folder)
@@ -111,7 +110,7 @@ class ExportWorker(Worker):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class AdapterSettings:
-    """Of the LoRA adapters that a checkpoint holds beside the frozen weights.  targets: names of the adapted layers."""
+    """The LoRA adapters that a checkpoint holds next to the frozen weights.  targets: names of the adapted layers."""
 
     rank: int
     alpha: float

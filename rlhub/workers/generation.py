@@ -17,8 +17,7 @@ from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import FINISH_CODES, Completion, GenerationRequest, RolloutEngine
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import Vocabulary, read_vocabulary
+from rlhub.models.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
 from rlhub.utils import faults
 from rlhub.utils.seeding import sample_seed
 from rlhub.workers.runtime import WorkerRuntime

@@ -12,8 +12,7 @@ from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_reward_engine
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import read_vocabulary
+from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.base import EngineWorker
@@ -30,7 +29,7 @@ class RewardModelWorker(EngineWorker):
         self.config, self.runtime = config, runtime
         self.device = runtime.torch_device(self.local_rank)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Build the reward model's engine (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
@@ -39,7 +38,7 @@ class RewardModelWorker(EngineWorker):
         self.engine.offload()
         self._register_dispatch_collect_info("reward_model", self.engine.dp_rank, self.engine.is_collect)
 
-    @register(dispatch_mode=REWARD_MODEL)
+    @register(dispatch_mode=REWARD_MODEL, deadline="infer")
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """rm_scores (rows,), read at the last attended token of input_ids (rows, tokens)."""
         rows = {name: batch.batch[name] for name in ("input_ids", "attention_mask")}
@@ -67,7 +66,7 @@ class JudgeWorker(Worker):
             free_cache_engine=False,  # it never sleeps, and vLLM can let one engine of a process sleep, not two
         )
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Build the engine with the checkpoint's weights (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
@@ -91,7 +90,7 @@ class JudgeWorker(Worker):
         self.engine.initialize()
         self._register_dispatch_collect_info("judge", dp_rank, tp_rank == 0)
 
-    @register(dispatch_mode=JUDGE)
+    @register(dispatch_mode=JUDGE, deadline="generate")
     def generate_judgements(self, prompts: DataProto) -> DataProto:
         """judge.n completions per prompt, neighbours in prompt order: responses (rows * n, max_tokens) and response_length."""
         columns, config = prompts.batch, self.config

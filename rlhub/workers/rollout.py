@@ -13,8 +13,8 @@ from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.protocol import DataProto
-from rlhub.sharding_manager.pools import WeightReceiver
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
+from rlhub.sharding_manager.separate import WeightReceiver
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.generation import (
     check_completions,
@@ -58,7 +58,7 @@ class RolloutPart(Worker):
     def _wake_rollout(self) -> None:
         """Makes sure, before generation, that the engine has its weights and its memory."""
 
-    @register(dispatch_mode=ROLLOUT)
+    @register(dispatch_mode=ROLLOUT, deadline="generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generates meta_info["n"] samples per prompt, neighbours in prompt order, as training columns."""
         self._wake_rollout()
@@ -104,7 +104,7 @@ class RolloutWorker(RolloutPart):
         self.config, self.runtime = config, runtime
         self.device = runtime.torch_device(self.local_rank)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Builds the engine without weights (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
@@ -112,13 +112,13 @@ class RolloutWorker(RolloutPart):
         self.receiver = WeightReceiver(self.rollout, self.device, bucket_bytes=self.bucket_bytes)
         self.closing.callback(self.receiver.close)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def join_transfer(self, meeting: Meeting) -> None:
         """Connects with the actor's ranks (collective over both groups)."""
         rank = meeting.num_senders + self.rank
         self.receiver.connect(meeting.address, meeting.port, rank, meeting.size, self.runtime.deadline_s)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def sync_weights(self, version: int) -> SyncReport:
         """Receives the policy's weights as `version`, checked weight by weight (collective over both groups)."""
         report = self.receiver.receive(version)

@@ -57,7 +57,7 @@ class PreferenceWorker(EngineWorker):
         """What engine and loss read, two rows a pair."""
         return interleave(dict(batch.batch.items()))
 
-    @register(dispatch_mode=MODEL)
+    @register(dispatch_mode=MODEL, deadline="update")
     def train_step(self, batch: DataProto) -> DataProto:
         """One optimizer step over the pairs; meta_info["metrics"] are global: means over the pairs."""
         step = take_pair_step(self.engine, self._rows(batch), self.loss)
@@ -72,7 +72,7 @@ class PreferenceWorker(EngineWorker):
         }
         return DataProto(meta_info={"metrics": metrics | memory_metrics("model", self.device)})
 
-    @register(dispatch_mode=MODEL)
+    @register(dispatch_mode=MODEL, deadline="infer")
     def evaluate(self, batch: DataProto) -> DataProto:
         """meta_info["metrics"]: sums over all ranks' pairs, and their `count`."""
         sums = evaluate_pairs(self.engine, self._rows(batch), self.loss)
@@ -87,7 +87,7 @@ class DPOWorker(PreferenceWorker):
         super().__init__(config, runtime)
         self.config = config
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Build the engines (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
@@ -116,7 +116,7 @@ class RewardTrainingWorker(PreferenceWorker):
         super().__init__(config, runtime)
         self.config = config
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Build the engine (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
@@ -132,7 +132,7 @@ class SFTWorker(EngineWorker):
         self.device = runtime.torch_device(self.local_rank)
         self.hf_model = config.model
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
         """Build the engine (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
@@ -140,7 +140,7 @@ class SFTWorker(EngineWorker):
         self.engine.initialize()
         self._register_dispatch_collect_info("model", self.engine.dp_rank, self.engine.is_collect)
 
-    @register(dispatch_mode=MODEL)
+    @register(dispatch_mode=MODEL, deadline="update")
     def train_step(self, batch: DataProto) -> DataProto:
         """One optimizer step over the batch; meta_info["metrics"] are global."""
         rows = dict(batch.batch.items())
@@ -158,7 +158,7 @@ class SFTWorker(EngineWorker):
         }
         return DataProto(meta_info={"metrics": metrics | memory_metrics("model", self.device)})
 
-    @register(dispatch_mode=MODEL)
+    @register(dispatch_mode=MODEL, deadline="infer")
     def evaluate(self, batch: DataProto) -> DataProto:
         """meta_info["metrics"]: the summed negative log-likelihood and the `count` of tokens, over all ranks."""
         mask = batch.batch["response_mask"]

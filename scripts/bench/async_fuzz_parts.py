@@ -23,7 +23,7 @@ from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, RolloutSetup
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 from tests.support.audit import TrainedGroup, audit
 
 FUZZ_ENGINE = "fuzz"

@@ -205,6 +205,12 @@ class Preloaded:
         self.process.wait(timeout=120)
 
 
+def _with_this_tree(env: dict[str, str] | None) -> dict[str, str]:
+    """A run that is given modules of a test's own still is a run of this tree, not of the one that is installed."""
+    env = dict(env or {})
+    return env | ({"PYTHONPATH": f"{env['PYTHONPATH']}{os.pathsep}{ROOT}"} if "PYTHONPATH" in env else {})
+
+
 class Mains:
     """Starts mains: `start`/`run` from the preloaded process, `start_fresh`/`run_fresh` as from a shell.  `interpreter` is
     called like Python and runs scripts from the preloaded process, and what these start with their `sys.executable` too."""
@@ -240,7 +246,7 @@ class Mains:
         pid = preloaded.ask(
             module=module,
             arguments=[*arguments, *(HOLDING if held else ())],
-            env={**held, **(env or {}), MARK: mark},
+            env={**held, **_with_this_tree(env), MARK: mark},
             cwd=str(self.folder),
             log=str(log),
             watch=str(watch) if watch is not None else None,
@@ -264,7 +270,7 @@ class Mains:
         with log.open("wb") as stream:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments, *(HOLDING if held else ())],
-                env={**self.env, **held, **(env or {}), MARK: mark},
+                env={**self.env, **held, **_with_this_tree(env), MARK: mark},
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,

@@ -33,7 +33,7 @@ EVERYTHING_THAT_HAS_STATE = (
     "trainer.save_freq=1",
     "trainer.max_actor_ckpt_to_keep=2",
 )
-VARYING = ("timing_s/", "perf/", "memory/")
+VARYING = ("timing_", "perf/", "memory/")
 
 
 def stateful(task: Task, run_folder: Path, *more: str) -> list[str]:

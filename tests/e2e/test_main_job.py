@@ -30,7 +30,7 @@ RAY_TIMEOUT_S = 500.0
 SMALL_CLUSTER = "trainer.ray_init.object_store_memory=300000000"
 TWO_RANKS = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", SMALL_CLUSTER)
 LARGEST_MISMATCH = 1e-5
-VARYING = ("timing_s/", "perf/", "memory/", "mismatch/")
+VARYING = ("timing_", "perf/", "memory/", "mismatch/")
 COUNTED = ("critic/vf_clipfrac", "actor/pg_clipfrac")
 """Shares of tokens beyond a bound: one token at the bound may fall to either side."""
 
@@ -118,9 +118,13 @@ EVERY_STEP = (
     "actor/pg_loss", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl", "actor/grad_norm", "actor/lr",
     "critic/score/mean", "critic/rewards/mean", "critic/advantages/mean", "critic/returns/mean",
     "timing_s/step", "timing_s/generate_sequences", "timing_s/update_actor", "timing_s/reward",
-    "perf/throughput", "perf/time_per_step",
+    "perf/throughput", "perf/time_per_step", "perf/tflops/actor",
+    *(f"timing_per_token_ms/{phase}" for phase in ("gen", "adv", "update_actor")),
 )  # fmt: skip
-WITH_CRITIC = ("critic/values/mean", "critic/vf_loss", "critic/vf_explained_var", "timing_s/update_critic")
+WITH_CRITIC = (
+    "critic/values/mean", "critic/vf_loss", "critic/vf_explained_var", "timing_s/update_critic", "perf/tflops/critic",
+    *(f"timing_per_token_ms/{phase}" for phase in ("values", "update_critic")),
+)  # fmt: skip
 
 
 def check_run_folder(folder: Path, *, steps: int, ranks: int) -> list[dict[str, Any]]:
@@ -130,6 +134,9 @@ def check_run_folder(folder: Path, *, steps: int, ranks: int) -> list[dict[str, 
     assert 0.0 <= rows[0]["val/pass@1"] <= 1.0 and "actor/pg_loss" not in rows[0]
     for row in rows[1:]:
         assert [name for name in EVERY_STEP if name not in row] == []
+        assert not any(name.startswith("perf/mfu/") for name in row), "a CPU has no known peak"
+        tokens_per_s = row["perf/total_num_tokens"] / row["timing_s/step"]
+        assert row["perf/throughput"] == pytest.approx(tokens_per_s / ranks)
     assert "timing_s/sync_weights" in rows[0] and all("timing_s/sync_weights" in row for row in rows[2:])
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["trainer"]["n_gpus_per_node"] == ranks
@@ -181,6 +188,10 @@ def test_two_fsdp2_ranks_with_vllm_in_each(mains: Mains, setting: Setting, tmp_p
         ["val/pass@1", "val/pass@2"], [], ["val/pass@1", "val/pass@2"]
     ]  # fmt: skip
     assert "val/words/pass@1" in rows[0]
+    assert {name for name in rows[0] if name.startswith("val-core/")} == {
+        f"val-core/words/reward/{name}" for name in ("mean@2", "best@2/mean", "best@2/std")
+    }
+    assert rows[0]["val-core/words/reward/mean@2"] == pytest.approx(rows[0]["val/reward/mean"])
     for row in rows[1:]:
         assert row["actor/grad_norm"] > 0.0
         assert abs(row["mismatch/kl"]) < LARGEST_MISMATCH

@@ -17,7 +17,7 @@ RAY_TIMEOUT_S = 500.0
 
 TWO_RANKS = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.ray_init.object_store_memory=300000000")
 ACTOR = "actor_rollout_ref.actor"
-VARYING = ("timing_s/", "perf/", "memory/", "mismatch/")
+VARYING = ("timing_", "perf/", "memory/", "mismatch/")
 COUNTED = ("critic/vf_clipfrac", "actor/pg_clipfrac")
 """Shares of tokens beyond a bound: one token at the bound may fall to either side."""
 LARGEST_MISMATCH = 1e-5

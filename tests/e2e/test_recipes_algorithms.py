@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from recipes.arithmetic.run import parse, sft_settings
+from recipes.stages import CHECKPOINTED_MODEL
 from tests.e2e.conftest import Mains
 from tests.e2e.test_recipes import IN_PROCESS, RECIPES, run_recipe
 from tests.support.metrics import rows_of
 
-FAMILIES = ("dapo", "gspo", "cispo", "remax", "ppo")
+FAMILIES = ("dapo", "gspo", "cispo", "remax", "ppo", "custom_advantage")
 STEPS = 3
 
 
@@ -74,7 +75,20 @@ def check_ppo(rows: list[dict[str, Any]]) -> None:
     assert len({row["actor/reward_kl_penalty_coeff"] for row in rows}) == len(rows)
 
 
-CHECKS = {"dapo": check_dapo, "gspo": check_gspo, "cispo": check_cispo, "remax": check_remax, "ppo": check_ppo}
+def check_custom_advantage(rows: list[dict[str, Any]]) -> None:
+    """The estimator's own metric and the reward's second number; no advantage is below half of what eight samples can have."""
+    assert all(0 < row["advantages/blamed_share"] < 1 and row["reward/numbers"] > 1 for row in rows)
+    assert all(-7 / 8**0.5 / 2 < row["critic/advantages/min"] < 0 for row in rows)
+
+
+CHECKS = {
+    "dapo": check_dapo,
+    "gspo": check_gspo,
+    "cispo": check_cispo,
+    "remax": check_remax,
+    "ppo": check_ppo,
+    "custom_advantage": check_custom_advantage,
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -91,6 +105,17 @@ def test_a_familys_recipe(mains: Mains, out: Path, family: str) -> None:
     if family != "dapo":  # the control: the check sees another family's run for what it is
         with pytest.raises((AssertionError, KeyError)):
             check_dapo(rows)
+
+
+def test_the_example_for_a_cpu_runs_as_it_is(mains: Mains, out: Path, tmp_path: Path) -> None:
+    """trainer_configs/examples/tiny_cpu on this data and warm start, in process and for two steps."""
+    files = [f"data.train_files={out / 'data/train.parquet'}", f"data.val_files={out / 'data/val.parquet'}"]
+    model = f"actor_rollout_ref.model.path={out / 'sft/global_step_100' / CHECKPOINTED_MODEL}"
+    reward = f"custom_reward_function.path={RECIPES / 'arithmetic/reward.py'}"
+    short = ["trainer.total_training_steps=2", "trainer.test_freq=2", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    done = mains.run(["--config-name=examples/tiny_cpu", *files, model, reward, *IN_PROCESS, *short])
+    assert done.code == 0, done.output
+    assert [row["step"] for row in rows_of(tmp_path / "run") if "val/pass@1" in row] == [0, 2]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,7 +13,7 @@ import rlhub
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.vllm.engine import VLLMEngine
-from rlhub.models.vocabulary import Vocabulary
+from rlhub.models.tokenizer import Vocabulary
 from rlhub.single_controller import Dispatch, register
 from rlhub.workers.rollout import RolloutPart
 from rlhub.workers.runtime import WorkerRuntime

@@ -17,8 +17,9 @@ from typing import Any
 
 import psutil
 
+from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import ClusterLostError, ConfigError, ResourceError, WorkerDiedError
-from rlhub.single_controller import ClassWithInitArgs, launch
+from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, launch
 from tests.integration.controller_workers import Probe
 from tests.support.processes import alive, all_end
 
@@ -63,7 +64,9 @@ def own_cluster() -> dict[str, Any]:
     """More ranks than cores with a proxy in the way: start, use and close."""
     os.environ.update(http_proxy="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9")
     ranks = (os.cpu_count() or 1) + 2
-    launched = launch({"actor": ClassWithInitArgs(Probe)}, ranks_per_node=ranks, ray_init={"object_store_memory": STORE})
+    launched = launch(
+        {"actor": ClassWithInitArgs(Probe)}, LaunchOptions(ranks_per_node=ranks, ray_init={"object_store_memory": STORE})
+    )
     actor = launched.groups["actor"]
     listening = _listening()  # before the workers' own rendezvous, whose store torch binds to all interfaces
     result = {
@@ -92,7 +95,7 @@ def refusals() -> dict[str, Any]:
         ("join", {"address": "127.0.0.1:1", "num_cpus": 3}, "cpu"),
     ):
         try:
-            launch({"actor": ClassWithInitArgs(Probe)}, ranks_per_node=2, ray_init=ray_init, device=device)  # type: ignore[arg-type]
+            launch({"actor": ClassWithInitArgs(Probe)}, LaunchOptions(ranks_per_node=2, ray_init=ray_init, device=device))  # type: ignore[arg-type]
         except (ResourceError, ConfigError) as error:
             result[name] = str(error)
     result["seconds"] = time.monotonic() - begin
@@ -121,7 +124,7 @@ def two_nodes() -> dict[str, Any]:
         "local": [(env["RANK"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) for env in environments],
         "sum": group.all_reduce(),
     }
-    group.set_deadlines({"replicate": 150.0})
+    group.deadline_s = DeadlineConfig(update=150.0)
     begin = time.monotonic()
     cluster.remove_node(lost, allow_graceful=False)
     try:
@@ -148,7 +151,10 @@ def lost_head() -> dict[str, Any]:
     """The head of an own cluster is killed, and of another one stopped, while a call is under way."""
     result: dict[str, Any] = {}
     for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
-        launched = launch({"actor": ClassWithInitArgs(Probe)}, ray_init={"object_store_memory": STORE}, cluster_deadline_s=4.0)
+        launched = launch(
+            {"actor": ClassWithInitArgs(Probe)},
+            LaunchOptions(ray_init={"object_store_memory": STORE}, deadline_s=DeadlineConfig(cluster=4.0)),
+        )
         actor = launched.groups["actor"]
         pids = [worker.pid for worker in actor.workers] + actor.start_child()
         call = actor.sleep_on.submit(0, 300.0)
@@ -188,7 +194,10 @@ def lost_joined() -> dict[str, Any]:
 
 def join_until_lost() -> dict[str, Any]:
     """A driver of `lost_joined`."""
-    launched = launch({"actor": ClassWithInitArgs(Probe)}, ray_init={"address": sys.argv[2]}, cluster_deadline_s=4.0)
+    launched = launch(
+        {"actor": ClassWithInitArgs(Probe)},
+        LaunchOptions(ray_init={"address": sys.argv[2]}, deadline_s=DeadlineConfig(cluster=4.0)),
+    )
     actor = launched.groups["actor"]
     pids = [worker.pid for worker in actor.workers] + actor.start_child()
     call = actor.sleep_on.submit(0, 300.0)
@@ -218,7 +227,7 @@ def killed_driver() -> dict[str, Any]:
 
 def wait_to_be_killed() -> dict[str, Any]:
     """A driver of `killed_driver`."""
-    launched = launch({"actor": ClassWithInitArgs(Probe)}, ray_init={"object_store_memory": STORE})
+    launched = launch({"actor": ClassWithInitArgs(Probe)}, LaunchOptions(ray_init={"object_store_memory": STORE}))
     launched.groups["actor"].start_child()
     sys.stdout.write("up\n")
     sys.stdout.flush()

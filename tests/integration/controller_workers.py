@@ -141,7 +141,7 @@ class Probe(Worker):
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("connection reset by peer")
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, deadline="infer")
     def sleep_on(self, rank: int, seconds: float) -> int:
         if self.rank == rank:
             time.sleep(seconds)

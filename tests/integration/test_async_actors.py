@@ -24,7 +24,7 @@ from rlhub.single_controller import (
     astart_async_actor,
     start_async_actor,
 )
-from rlhub.utils.outcomes import Accepted, Cancelled, Failed, TimedOut
+from rlhub.utils.aio.results import Accepted, Cancelled, Failed, TimedOut
 from tests.support.hosted import Server
 from tests.support.processes import alive
 

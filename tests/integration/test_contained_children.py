@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
-from rlhub.envs.pool import EnvironmentPool, PoolLimits
+from rlhub.envs.base import EnvironmentLimits
+from rlhub.envs.pool import EnvironmentPool
 from rlhub.errors import ConfigError, LoadError
 from rlhub.rewards import RewardPool, RewardRequest, build_reward_manager
 from rlhub.rewards.pool import RewardOutcome
@@ -384,7 +385,7 @@ def test_an_environment_may_import_in_its_first_step(tmp_path: Path) -> None:
     )
 
     async def play() -> Any:
-        limits = PoolLimits(reset_timeout_s=20.0, step_timeout_s=1.0)
+        limits = EnvironmentLimits(reset_timeout_s=20.0, step_timeout_s=1.0)
         pool = EnvironmentPool(f"{tmp_path / 'lazy_world.py'}:World", {}, num_workers=1, limits=limits)
         try:
             async with pool.lease() as environment:

@@ -12,7 +12,8 @@ import ray
 import torch
 import torch.distributed as dist
 
-from rlhub.protocol import DataProto, DataProtoFuture, all_gather_data_proto
+from rlhub.protocol import DataProto, DataProtoFuture
+from rlhub.protocol.data_proto import all_gather_data_proto
 from tests.support.ports import free_port
 
 MIB = 2**20

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from rlhub.agents.workflows.base import build_workflow
-from rlhub.envs.base import EnvDiedError, EnvError, ImageObservation
-from rlhub.envs.pool import EnvironmentPool, PoolLimits
+from rlhub.envs.base import EnvDiedError, EnvError, EnvironmentLimits, ImageObservation
+from rlhub.envs.pool import EnvironmentPool
 from rlhub.envs.registry import environment_target
 from rlhub.errors import DeadlineError, LoadError
 from tests.support.episode_parts import ScriptedEngine, episode, parts
@@ -65,7 +65,7 @@ def with_pool(
     target: str,
     *,
     num_workers: int = 1,
-    limits: PoolLimits | None = None,
+    limits: EnvironmentLimits | None = None,
     **settings: Any,
 ) -> Any:
     async def run() -> Any:
@@ -80,7 +80,7 @@ def with_pool(
 
 
 def test_every_way_to_fail_is_a_typed_error_and_the_next_episode_has_a_simulator(trouble: str) -> None:
-    limits = PoolLimits()
+    limits = EnvironmentLimits()
     own_s = limits.step_timeout_s
 
     async def use(pool: EnvironmentPool) -> None:

@@ -21,7 +21,7 @@ from rlhub.config.sections.training import FSDPConfig, ModelConfig
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.models.experts import unfused_tensors
-from rlhub.models.sidecars import save_sidecars
+from rlhub.models.hf import save_sidecars
 from rlhub.protocol.weights.pieces import Piece
 from rlhub.protocol.weights.regions import flat_regions, take
 from rlhub.trainer import main_export

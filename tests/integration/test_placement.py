@@ -32,7 +32,7 @@ from tests.support.processes import all_end
 from tests.support.reward_models import save_reward_model
 
 STEPS = 3
-VARYING = ("timing_s/", "perf/", "memory/")
+VARYING = ("timing_", "perf/", "memory/")
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(ord(letter) % 2 for letter in solution_str) / max(len(solution_str), 1)

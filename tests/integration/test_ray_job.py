@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhub.single_controller.ray.runtime_env import build_runtime_env
+from rlhub.single_controller.ray.cluster import build_runtime_env
 from tests.support.chat_model import save_chat_model
 from tests.support.metrics import rows_of
 from tests.support.ports import LOOPBACK, free_port

@@ -39,7 +39,7 @@ def test_rows_load_and_their_own_answers_score_one(tmp_path: Path) -> None:
                 RewardRequest(data_source=source, solution_str=answer, ground_truth=truth, extra_info=values["extra_info"])
             )
             wrong.append(RewardRequest(data_source=source, solution_str=answer.split("####")[0], ground_truth=truth))
-    pool = RewardPool("rlhub.rewards.default:compute_score", num_workers=1)
+    pool = RewardPool("rlhub.rewards.registry:compute_score", num_workers=1)
     assert [outcome.score for outcome in pool.score(requests)] == [1.0] * 12
     assert [outcome.score for outcome in pool.score(wrong)] == [0.0] * 12
     pool.close()

@@ -146,7 +146,7 @@ def test_the_run_stops_where_the_policy_says_so_and_no_child_is_left_waiting(bui
 def test_an_answer_that_is_code_is_text() -> None:
     """The built-in scorers, in their child, on text that would leave a file behind if it were run."""
     mark = Path("/tmp") / f"rlhub-evaluated-{os.getpid()}"
-    pool = RewardPool("rlhub.rewards.default:compute_score", num_workers=1)
+    pool = RewardPool("rlhub.rewards.registry:compute_score", num_workers=1)
     payload = f"__import__('os').system('touch {mark}')"
     texts = [payload, f"#### {payload}", f"\\boxed{{{payload}}}", f"The answer is {payload}"]
     requests = [

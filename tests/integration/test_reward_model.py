@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from rlhub.config.sections.reward import JudgeConfig, JudgeModelConfig, RewardModelConfig, ScoringModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.rewards.rendering import padded
-from rlhub.single_controller import ClassWithInitArgs, Launched, launch
+from rlhub.single_controller import ClassWithInitArgs, Launched, LaunchOptions, launch
 from rlhub.trainer.ppo.reward import JudgeGenerator
 from rlhub.workers.reward_model import JudgeWorker, RewardModelWorker
 from rlhub.workers.runtime import WorkerRuntime
@@ -62,7 +63,7 @@ def launched(ray_cluster: None, folders: dict[str, Path], tmp_path_factory: pyte
         "judge": ClassWithInitArgs(JudgeWorker, judge, RolloutConfig(), runtime),
     }
     logs = tmp_path_factory.mktemp("logs")
-    with launch(roles, ranks_per_node=RANKS, log_dir=logs, start_deadline_s=600.0) as run:
+    with launch(roles, LaunchOptions(ranks_per_node=RANKS, log_dir=logs, deadline_s=DeadlineConfig(start=600.0))) as run:
         for group in run.groups.values():
             group.init_model()
         yield run
@@ -113,7 +114,7 @@ def test_a_greedy_judge_writes_what_its_checkpoint_would(folders: dict[str, Path
         model=JudgeModelConfig(path=str(folders["judge"])), max_prompt_length=16, max_tokens=NEW_TOKENS, name="hf"
     )
     role = ClassWithInitArgs(JudgeWorker, judge, RolloutConfig(), runtime)
-    with launch({"judge": role}, backend="local") as run:
+    with launch({"judge": role}, LaunchOptions(backend="local")) as run:
         run.groups["judge"].init_model()
         answers = asyncio.run(JudgeGenerator(run.groups["judge"], 1)(ROWS, list(range(len(ROWS)))))
     model = AutoModelForCausalLM.from_pretrained(folders["judge"], dtype=torch.float32).eval()

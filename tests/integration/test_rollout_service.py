@@ -27,8 +27,8 @@ from rlhub.rollout_service.server import ReplicaStatus, RolloutServer, UpdateRep
 from rlhub.rollout_service.service import RolloutService, ServiceOptions
 from rlhub.rollout_service.weights_folder import SHARED_MEMORY
 from rlhub.sharding_manager.files import WeightWriter
-from rlhub.single_controller import ClassWithInitArgs, launch
-from rlhub.trainer.workers import DEADLINES
+from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, launch
+from rlhub.single_controller.decorator import registered_methods
 from rlhub.workers.actor import ActorWorker
 from rlhub.workers.runtime import WorkerRuntime
 from tests.support.chat_model import save_chat_model
@@ -218,9 +218,11 @@ def test_a_joiner_that_does_not_read_the_newest_weights_never_serves(job: Job, m
 
 
 def test_the_actor_writes_its_weights_for_the_service(job: Job) -> None:
-    assert DEADLINES["write_weights"] == "sync"
+    assert registered_methods(ActorWorker)["write_weights"].deadline == "sync"
     job.version += 1
-    with launch({"actor": ClassWithInitArgs(ActorWorker, job.config, RUNTIME, train=False)}, backend="local") as launched:
+    with launch(
+        {"actor": ClassWithInitArgs(ActorWorker, job.config, RUNTIME, train=False)}, LaunchOptions(backend="local")
+    ) as launched:
         actor: Any = launched.groups["actor"]
         actor.init_model()
         (written,) = actor.write_weights(str(job.service.folder), job.version)

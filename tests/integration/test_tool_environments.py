@@ -12,12 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
+from rlhub.agents.remote.environment_actors import EnvironmentActorOptions, EnvironmentActors, environment_actor_starter
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import build_workflow
-from rlhub.envs.base import EnvDiedError, EnvError, Environment, StepEnvironment
-from rlhub.envs.pool import PoolLimits
-from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, OwnEnvironments
+from rlhub.envs.base import EnvDiedError, EnvError, Environment, EnvironmentLimits, StepEnvironment
+from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, LocalEnvironmentSource
 from rlhub.errors import DeadlineError, LoadError
 from rlhub.utils.tool_calls import ToolResult
 from tests.support.episode_parts import ScriptedEngine, episode, parts, tokenizer
@@ -106,9 +105,9 @@ async def acted(environment: Any, how: str) -> str:
     return str(found.text if isinstance(found, ToolResult) else found)
 
 
-def own(play: Callable[[OwnEnvironments], Awaitable[None]]) -> None:
+def own(play: Callable[[LocalEnvironmentSource], Awaitable[None]]) -> None:
     async def main() -> None:
-        environments = OwnEnvironments()
+        environments = LocalEnvironmentSource()
         try:
             await play(environments)
         finally:
@@ -147,31 +146,31 @@ def test_a_call_that_hangs_is_ended_and_the_next_episode_has_an_environment(spec
 
 
 def test_in_an_actor_too_and_the_actor_lives(ray_cluster: None, spec: EnvironmentSpec, tmp_path: Path) -> None:
-    options = EnvironmentHostOptions(folder=str(tmp_path), log_dir=str(tmp_path / "logs"))
+    options = EnvironmentActorOptions(folder=str(tmp_path), log_dir=str(tmp_path / "logs"))
 
     async def main() -> None:
-        hosts = EnvironmentHosts(environment_host_starter(options), 1, idle_s=WAIT_S)
-        await hosts.start()
+        pool = EnvironmentActors(environment_actor_starter(options), 1, idle_s=WAIT_S)
+        await pool.start()
         try:
-            host = hosts.hosts[0].actor
-            await hang_and_go_on(hosts, spec, tmp_path)
-            assert hosts.hosts[0].actor is host and not hosts.counts
-            while (status := (await hosts.status())["environments-0"]).leased:  # given back without waiting for its end
+            actor = pool.members[0].actor
+            await hang_and_go_on(pool, spec, tmp_path)
+            assert pool.members[0].actor is actor and not pool.counts
+            while (status := (await pool.status())["environments-0"]).leased:  # given back without waiting for its end
                 await asyncio.sleep(0.005)
             assert (status.alive, status.replaced) == (1, 1)
             for pid in noted(tmp_path, "closed"):
-                assert host.worker.pid in [parent.pid for parent in psutil.Process(pid).parents()]  # type: ignore[attr-defined]
+                assert actor.worker.pid in [parent.pid for parent in psutil.Process(pid).parents()]  # type: ignore[attr-defined]
         finally:
-            await hosts.close()
+            await pool.close()
 
     asyncio.run(asyncio.wait_for(main(), WAIT_S))
     assert all_gone(tmp_path)
 
 
 def test_every_way_to_fail_is_a_typed_error(spec: EnvironmentSpec, tmp_path: Path) -> None:
-    limits = PoolLimits(step_timeout_s=0.05)  # for what never ends
+    limits = EnvironmentLimits(step_timeout_s=0.05)  # for what never ends
 
-    async def play(source: OwnEnvironments) -> None:
+    async def play(source: LocalEnvironmentSource) -> None:
         with pytest.raises(DeadlineError, match="environment aexecute"):
             async with source.lease(replace(spec, limits=limits), "hangs") as environment:
                 await environment.ainitialize()  # type: ignore[union-attr]
@@ -185,7 +184,7 @@ def test_every_way_to_fail_is_a_typed_error(spec: EnvironmentSpec, tmp_path: Pat
                 await acted(environment, "late")
             assert type(caught.value) is TimeoutError
             with pytest.raises(EnvError, match="takes no|unexpected keyword"):
-                await environment._process.call("ainitialize", {"wrong": 1}, WAIT_S)  # type: ignore[union-attr]
+                await environment._call("ainitialize", {"wrong": 1})  # type: ignore[union-attr]
             assert (await acted(environment, "on")).startswith("on 2 in "), "it lives"
             with pytest.raises(EnvError, match="has no get_state"):
                 await source.pool(spec).get_state()
@@ -197,7 +196,7 @@ def test_every_way_to_fail_is_a_typed_error(spec: EnvironmentSpec, tmp_path: Pat
 
 
 def test_what_runs_beside_the_calls_goes_on_between_them(spec: EnvironmentSpec, tmp_path: Path) -> None:
-    async def play(source: OwnEnvironments) -> None:
+    async def play(source: LocalEnvironmentSource) -> None:
         async with source.lease(spec, "first") as environment:
             await environment.ainitialize()  # type: ignore[union-attr]
             await until(lambda: noted(tmp_path, "beside"))
@@ -277,7 +276,7 @@ def test_an_asynchronous_step_environment_runs_in_a_process_too(tmp_path: Path) 
     (tmp_path / "counting.py").write_text(STEPS)
     spec = EnvironmentSpec(name=f"{tmp_path / 'counting.py'}:Counting")
 
-    async def seen(source: OwnEnvironments, num_workers: int) -> list[Any]:
+    async def seen(source: LocalEnvironmentSource, num_workers: int) -> list[Any]:
         async with source.lease(replace(spec, num_workers=num_workers), "") as environment:
             assert isinstance(environment, StepEnvironment)
             found = [await environment.reset(seed=3), await environment.step("up"), await environment.get_state()]
@@ -285,7 +284,7 @@ def test_an_asynchronous_step_environment_runs_in_a_process_too(tmp_path: Path) 
                 await environment.load_state(3)
             return found
 
-    async def play(source: OwnEnvironments) -> None:
+    async def play(source: LocalEnvironmentSource) -> None:
         here, there = await seen(source, 0), await seen(source, 1)
         assert there == here == [("go", {}), ("up 4", 1.0, False, False, {}), 4]
         assert source.pool(replace(spec, num_workers=1)).num_alive == 1

@@ -14,10 +14,9 @@ import torch
 
 from rlhub.errors import ConfigError, DispatchError
 from rlhub.protocol import DataProto, DataProtoFuture
-from rlhub.single_controller import ClassWithInitArgs, launch
-from rlhub.single_controller.observer import Call
+from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, ObservedCall, launch
 from rlhub.single_controller.ray import (
-    HostOptions,
+    ProcessOptions,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
@@ -34,7 +33,7 @@ RANKS = 4
 def fused(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayWorkerGroup]:
     """Two colocated roles on four ranks; Probe arranges them as two shards of two ranks."""
     pool = RayResourcePool([RANKS])
-    options = HostOptions(
+    options = ProcessOptions(
         log_dir=str(tmp_path_factory.mktemp("logs")), worker_env={"MINE": "yes"}, plugins=("json",), start_deadline_s=600
     )
     roles = {"actor": RayClassWithInitArgs(Probe, 10, tp=2), "critic": RayClassWithInitArgs(Second)}
@@ -168,9 +167,9 @@ def test_observers_and_deadlines(fused: RayWorkerGroup) -> None:
     seen: list[tuple[str, float]] = []
 
     class Recorder:
-        def on_start(self, call: Call) -> None: ...
+        def on_start(self, call: ObservedCall) -> None: ...
 
-        def on_end(self, call: Call, seconds: float, error: BaseException | None) -> None:
+        def on_end(self, call: ObservedCall, seconds: float, error: BaseException | None) -> None:
             seen.append((f"{call.role}.{call.method}", seconds))
 
     actor = fused.spawn({"actor"})["actor"]
@@ -184,7 +183,7 @@ def test_observers_and_deadlines(fused: RayWorkerGroup) -> None:
 
 def test_worker_env_may_not_override_the_rank(ray_cluster: None) -> None:
     with pytest.raises(ConfigError, match="RANK"):
-        RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Probe), options=HostOptions(worker_env={"RANK": "7"}))
+        RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Probe), options=ProcessOptions(worker_env={"RANK": "7"}))
 
 
 def test_a_class_decorated_with_ray_remote_is_accepted() -> None:
@@ -202,7 +201,7 @@ class TestPools:
     @pytest.fixture(autouse=True)
     def _ended(self, fused: RayWorkerGroup) -> None:
         fused.close()
-        fused._hosts.pool.release()
+        fused._processes.pool.release()
 
     def test_split_and_merged_pools_use_the_same_places(self) -> None:
         pool = RayResourcePool([1, 2], deadline_s=300)
@@ -218,7 +217,7 @@ class TestPools:
 
     def test_detached_groups_can_be_attached_to(self) -> None:
         pool = RayResourcePool([2], detached=True, deadline_s=300)
-        options = HostOptions(detached=True, start_deadline_s=600)
+        options = ProcessOptions(detached=True, start_deadline_s=600)
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Probe, 5), name_prefix="kept", options=options)
         attached = RayWorkerGroup.from_detached("kept", 2, RayClassWithInitArgs(Probe))
         assert attached.per_rank([1, 2]) == [6, 7]
@@ -227,6 +226,6 @@ class TestPools:
         pool.release()
 
     def test_launch_on_a_cluster_that_runs_leaves_it_running(self, tmp_path: Path) -> None:
-        with launch({"actor": ClassWithInitArgs(Probe, 1)}, ranks_per_node=2, log_dir=tmp_path) as launched:
+        with launch({"actor": ClassWithInitArgs(Probe, 1)}, LaunchOptions(ranks_per_node=2, log_dir=tmp_path)) as launched:
             assert launched.groups["actor"].per_rank([1, 2]) == [2, 3]
         assert ray.is_initialized() and (tmp_path / "actor-rank1.log").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import time
@@ -15,11 +16,13 @@ import pytest
 import ray
 import torch
 
+from rlhub.config.sections.trainer import DeadlineConfig, TrainerConfig
 from rlhub.errors import DataError, DeadlineError, ResourceError, WorkerDiedError, WorkerError
 from rlhub.protocol import DataProto
-from rlhub.single_controller import ClassWithInitArgs, Launched, launch
+from rlhub.single_controller import ClassWithInitArgs, Launched, LaunchOptions, launch
 from rlhub.single_controller.ray import pending
 from rlhub.single_controller.ray.reaper import marked_processes
+from rlhub.trainer.workers import launch_workers
 from tests.integration.controller_workers import Probe, Second
 from tests.support.processes import alive, all_end
 
@@ -32,7 +35,7 @@ def start(ray_cluster: None, tmp_path: Path) -> Iterator[Start]:
     runs: list[Launched] = []
 
     def start_run(**kwargs: Any) -> Launched:
-        runs.append(launch({"actor": ClassWithInitArgs(Probe)}, ranks_per_node=2, log_dir=tmp_path, **kwargs))
+        runs.append(launch({"actor": ClassWithInitArgs(Probe)}, LaunchOptions(ranks_per_node=2, log_dir=tmp_path, **kwargs)))
         return runs[-1]
 
     yield start_run
@@ -71,7 +74,7 @@ def test_exceptions_deadlines_and_a_death_with_hanging_peers(start: Start, monke
         actor.double(failing)
     assert actor.replicate(1) == [(0, 1), (1, 1)], "the workers go on"
 
-    actor.set_deadlines({"sleep_on": 3.0})
+    actor.deadline_s = DeadlineConfig(infer=3.0)
     begin = time.monotonic()
     with monkeypatch.context() as patch:
         late_when_only(patch, 1)
@@ -114,15 +117,44 @@ def test_a_death_is_reported_rather_than_what_it_did_to_its_peers_and_children_a
     assert all_end([*children, *(worker.pid for worker in actor.workers)])
 
 
+PLUGIN = """
+import time
+from rlhub.single_controller import Dispatch, Worker, register
+
+class Guest(Worker):
+    @register(Dispatch.ONE_TO_ALL, deadline="start")
+    def init_model(self): ...
+
+    @register(Dispatch.ONE_TO_ALL, deadline="checkpoint")
+    def hang(self):
+        time.sleep(600)
+"""
+
+
+def test_a_plugins_method_has_the_deadline_that_it_names(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "guest_plugin.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    guest = importlib.import_module("guest_plugin").Guest
+    config = TrainerConfig(device="cpu", n_gpus_per_node=1, plugins=["guest_plugin"], deadline_s=DeadlineConfig(checkpoint=2.0))
+    begin = time.monotonic()
+    words = r"guest.hang: not done after 2 s.*raise trainer.deadline_s.checkpoint"
+    roles = {"guest": ClassWithInitArgs(guest)}
+    with launch_workers(roles, config) as launched, pytest.raises(DeadlineError, match=words) as late:
+        launched.groups["guest"].hang()
+    assert late.value.seconds == 2.0 and time.monotonic() - begin < 120
+
+
 def test_an_idle_death_and_a_stopped_process(start: Start) -> None:
-    run = start(shutdown_deadline_s=90.0)
+    run = start(deadline_s=DeadlineConfig(shutdown=90.0))
     actor = run.groups["actor"]
     assert len(actor.replicate(1)) == 2
-    actor.set_deadlines({}, default=5.0)
+    actor.deadline_s = DeadlineConfig(update=5.0)
     os.kill(actor.workers[1].pid, signal.SIGSTOP)
     with pytest.raises(DeadlineError, match="actor.replicate.*rank 1"):
         actor.replicate(1)
-    actor.set_deadlines({})
+    actor.deadline_s = DeadlineConfig()
     os.kill(actor.workers[0].pid, signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match="rank 0"):
         actor.only_zero(1)
@@ -131,14 +163,14 @@ def test_an_idle_death_and_a_stopped_process(start: Start) -> None:
     assert time.monotonic() - begin < 90 and all_end([worker.pid for worker in actor.workers])
 
 
-def host_processes() -> set[int]:
-    """Processes that host workers, by the title that Ray gives them, of this test process's cluster: whatever a process starts
-    inherits its environment, and a test process beside it has another one."""
+def worker_processes() -> set[int]:
+    """Returns the processes of ranks, by the title that Ray gives them, of this test process's cluster: whatever a process starts
+    inherits its environment, and another test process has another one."""
     mine = {name: value for name, value in os.environ.items() if name.startswith("PYTEST_XDIST_")}
     found = set()
     for process in psutil.process_iter(["cmdline"]):
         with suppress(psutil.Error):
-            if "WorkerHost" in " ".join(process.info["cmdline"] or []) and mine.items() <= process.environ().items():
+            if "WorkerProcess" in " ".join(process.info["cmdline"] or []) and mine.items() <= process.environ().items():
                 found.add(process.pid)
     return found
 
@@ -158,12 +190,12 @@ def test_what_cannot_start_says_why_and_gives_its_places_back(
     ray_cluster: None, kwargs: dict[str, Any], plugins: list[str], message: str
 ) -> None:
     assert wait_for(lambda: free_cpus() == 4.0)
-    before = host_processes()
+    before = worker_processes()
     roles = {"actor": ClassWithInitArgs(Second), "critic": ClassWithInitArgs(Probe, **kwargs)}
     with pytest.raises(WorkerError, match=message):
-        launch(roles, ranks_per_node=2, plugins=plugins)
+        launch(roles, LaunchOptions(ranks_per_node=2, plugins=plugins))
     assert wait_for(lambda: free_cpus() == 4.0)
-    assert [pid for pid in host_processes() - before if alive(pid)] == []
+    assert [pid for pid in worker_processes() - before if alive(pid)] == []
 
 
 def test_a_start_that_hangs_has_a_deadline(ray_cluster: None) -> None:
@@ -173,7 +205,7 @@ def test_a_start_that_hangs_has_a_deadline(ray_cluster: None) -> None:
 
     begin = time.monotonic()
     with pytest.raises(DeadlineError, match=r"(actor.__init__|workers\.\w+): not done"):
-        launch({"actor": ClassWithInitArgs(Stuck)}, start_deadline_s=10.0)
+        launch({"actor": ClassWithInitArgs(Stuck)}, LaunchOptions(deadline_s=DeadlineConfig(start=10.0)))
     assert time.monotonic() - begin < 200
 
 
@@ -200,4 +232,4 @@ def test_marked_processes_are_only_the_runs_own(start: Start) -> None:
     marker = actor.environment()[0]["RLHUB_RUN_MARKER"]
     assert {process.pid for process in marked_processes(marker)} == {worker.pid for worker in actor.workers}
     assert marked_processes("someone else's") == []
-    assert {worker.pid for worker in actor.workers} <= host_processes(), "the control of what is said to have ended above"
+    assert {worker.pid for worker in actor.workers} <= worker_processes(), "the control of what is said to have ended above"

@@ -16,8 +16,7 @@ from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES
 from rlhub.rollout_service.server import RolloutServer
 from rlhub.sharding_manager.files import WeightWriter
-from rlhub.single_controller import ClassWithInitArgs
-from rlhub.single_controller.async_actor import AsyncActor, AsyncActorOptions, astart_async_actor
+from rlhub.single_controller import AsyncActor, AsyncActorOptions, ClassWithInitArgs, astart_async_actor
 from rlhub.workers.runtime import WorkerRuntime
 from tests.support.plain_train_engine import PlainTrainEngine
 

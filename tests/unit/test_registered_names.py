@@ -57,7 +57,7 @@ MEANINGS: dict[tuple[str, str], str] = {
     ("models/megatron/checks.py", "megatron"): "the section's name",
     **{("config/sections/training.py", name): "which section belongs to the engine" for name in ("fsdp", "fsdp2", "megatron")},
     ("models/megatron/compat.py", "wandb"): "a Python package that megatron imports",
-    ("single_controller/ray/runtime_env.py", "wandb"): "the folder that package writes to",
+    ("single_controller/ray/cluster.py", "wandb"): "the folder that package writes to",
     ("tracking/console.py", "kl"): "a column's heading",
     **{("tracking/run_folder.py", name): "the folder that package writes to" for name in ("tensorboard", "wandb")},
     ("engines/rollout/remote/dialects.py", "vllm"): "a kind of server that another job runs",

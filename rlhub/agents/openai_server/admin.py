@@ -13,7 +13,7 @@ from rlhub.errors import RequestError, RlhubError, VersionError
 
 
 class Administration(Protocol):
-    """Of the engine behind the server."""
+    """What an administrator may ask of the engine behind the server: pause, resume, new weights, status."""
 
     @property
     def failure(self) -> str:

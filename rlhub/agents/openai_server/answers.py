@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhub.agents.openai_server.bodies import Message, read_arguments
-from rlhub.agents.openai_server.streaming import Choice, Part, UnderWay
+from rlhub.agents.openai_server.streaming import Choice, RunningAnswer, StreamPart
 from rlhub.engines.rollout.base import Completion
 from rlhub.tools.call_streams import CallPart
 
@@ -88,12 +88,12 @@ class Writer:
         body = {**self._head(chunk=False), "choices": choices, "usage": usage(answers, self.n)}
         return {**body, "prompt_token_ids": answers[0].prompt_ids} if self.chat and self.token_ids else body
 
-    def told(self, under_way: UnderWay) -> Iterator[dict[str, Any]]:
+    def told(self, under_way: RunningAnswer) -> Iterator[dict[str, Any]]:
         """What can be told of the answers under way and was not yet."""
         for index, choice in enumerate(under_way.choices):
             yield from map(self._chunk, self._piece(index, choice, choice.take()))
 
-    def ends(self, answers: Sequence[Answer], under_way: UnderWay) -> Iterator[dict[str, Any]]:
+    def ends(self, answers: Sequence[Answer], under_way: RunningAnswer) -> Iterator[dict[str, Any]]:
         """The rest of each answer, when all of them are there."""
         for index, (answer, choice) in enumerate(zip(answers, under_way.choices, strict=True)):
             yield from map(self._chunk, self._piece(index, choice, choice.rest(answer.written, answer.completion)))
@@ -121,7 +121,7 @@ class Writer:
             **self._extension(written, None if self.chat else answer.prompt_ids),
         }
 
-    def _piece(self, index: int, choice: Choice, part: Part) -> Iterator[dict[str, Any]]:
+    def _piece(self, index: int, choice: Choice, part: StreamPart) -> Iterator[dict[str, Any]]:
         told = [self._content(choice, written) for written in part.written]
         if not told and not (part.token_ids and (self.log_probs or self.token_ids)):
             return
@@ -160,7 +160,7 @@ class Writer:
     def _delta(self, index: int, content: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {"index": index, **content, "logprobs": None, "finish_reason": None, **more}
 
-    def _extension(self, written: Completion | Part, prompt_ids: list[int] | None) -> dict[str, Any]:
+    def _extension(self, written: Completion | StreamPart, prompt_ids: list[int] | None) -> dict[str, Any]:
         if not self.token_ids:
             return {}
         made: dict[str, Any] = {"token_ids": written.token_ids, "token_versions": written.versions}

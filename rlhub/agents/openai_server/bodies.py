@@ -63,7 +63,7 @@ class CompletionBody(Asked):
 
 
 def read_chat(body: Any, defaults: SamplingParams) -> ChatBody:
-    """Of /v1/chat/completions."""
+    """Reads a request to /v1/chat/completions."""
     body = _checked(body, CHAT)
     if body.get("top_logprobs"):
         raise unsupported("top_logprobs", f"{_KEPT}: send logprobs=true without top_logprobs")
@@ -76,7 +76,7 @@ def read_chat(body: Any, defaults: SamplingParams) -> ChatBody:
 
 
 def read_completion(body: Any, defaults: SamplingParams) -> CompletionBody:
-    """Of /v1/completions."""
+    """Reads a request to /v1/completions."""
     body = _checked(body, COMPLETION)
     log_probs = body.get("logprobs")
     if log_probs is not None and (isinstance(log_probs, bool) or log_probs != 0):

@@ -26,8 +26,8 @@ from rlhub.agents.openai_server.answers import Answer, Writer
 from rlhub.agents.openai_server.bodies import Asked, ChatBody, CompletionBody, read_chat, read_completion
 from rlhub.agents.openai_server.errors import ApiError, as_api_error, bad_field, errors, read_json, unavailable, unsupported
 from rlhub.agents.openai_server.rendering import Renderer, as_answer, ending_token, gathered, in_time, sample
-from rlhub.agents.openai_server.sessions import Limits, Session, Turn, carries, has_answers, history_of, tools_key
-from rlhub.agents.openai_server.streaming import Choice, FindCalls, Rules, UnderWay
+from rlhub.agents.openai_server.sessions import Session, SessionLimits, SessionTurn, carries, has_answers, history_of, tools_key
+from rlhub.agents.openai_server.streaming import Choice, FindCalls, Rules, RunningAnswer
 from rlhub.agents.openai_server.tool_choice import ToolUse
 from rlhub.agents.workflows.base import EpisodeEngine
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
@@ -83,7 +83,7 @@ class _Request:
     body: Asked
     session: Session | None
     number: int = 0
-    under_way: UnderWay = field(default_factory=UnderWay)
+    under_way: RunningAnswer = field(default_factory=RunningAnswer)
 
 
 class OpenAIServer:
@@ -158,7 +158,7 @@ class OpenAIServer:
 
     # --- sessions ------------------------------------------------------------------------------------------------------
 
-    def open_session(self, name: str, *, seed: int, limits: Limits, engine: EpisodeEngine | None = None) -> Session:
+    def open_session(self, name: str, *, seed: int, limits: SessionLimits, engine: EpisodeEngine | None = None) -> Session:
         """A new session.  engine: what generates for it; None: the server's.  ValueError if one of this name is open."""
         if name in self._sessions:
             raise ValueError(f"the session {name!r} is open already")
@@ -274,7 +274,9 @@ class OpenAIServer:
         if session is not None:
             for answer in answers:
                 told = (*history, *history_of([answer.recorded]))
-                session.turns.append(Turn(parent=parent, added=added, completion=answer.completion, history=told, tools=tools))
+                session.turns.append(
+                    SessionTurn(parent=parent, added=added, completion=answer.completion, history=told, tools=tools)
+                )
         return answers
 
     async def _answer_prompts(self, asked: _Request, body: CompletionBody) -> list[Answer]:
@@ -289,7 +291,7 @@ class OpenAIServer:
         )
         if session is not None:
             for parent, added, answers in zip(parents, new, found, strict=True):
-                session.turns += [Turn(parent=parent, added=added, completion=answer.completion) for answer in answers]
+                session.turns += [SessionTurn(parent=parent, added=added, completion=answer.completion) for answer in answers]
         return [answer for answers in found for answer in answers]
 
     def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
@@ -309,7 +311,7 @@ class OpenAIServer:
     async def _sample(
         self,
         asked: _Request,
-        parent: Turn | None,
+        parent: SessionTurn | None,
         added: list[int],
         params: SamplingParams,
         use: ToolUse | None = None,
@@ -362,7 +364,7 @@ class OpenAIServer:
             return unavailable(self._admin.failure)
         return ApiError(f"the engine: {error}", status=500, kind="server_error")
 
-    def _params(self, body: Asked, session: Session | None, parent: Turn | None, added: list[int]) -> SamplingParams:
+    def _params(self, body: Asked, session: Session | None, parent: SessionTurn | None, added: list[int]) -> SamplingParams:
         """Sampling of this request, with no more tokens than there is room for.  ApiError, RequestError where it cannot be."""
         params, param = body.sampling, "messages" if isinstance(body, ChatBody) else "prompt"
         check_ids(added, param, "the prompt", self._options.vocab_size)
@@ -382,7 +384,7 @@ class OpenAIServer:
         most = room + _start(body, session)
         return replace(params, max_new_tokens=min(body.max_tokens or most, most))
 
-    def _room(self, session: Session | None, parent: Turn | None, added: list[int]) -> int:
+    def _room(self, session: Session | None, parent: SessionTurn | None, added: list[int]) -> int:
         if session is None:
             return self._options.max_model_len - len(added)
         if parent is None:
@@ -417,7 +419,7 @@ def _start(body: Asked, session: Session | None) -> int:
 
 
 def _seeds(asked: _Request, before: int) -> list[int]:
-    """Of a prompt's answers; before: answers to the request's earlier prompts."""
+    """Returns the seeds of a prompt's answers.  before: number of answers to the request's earlier prompts."""
     body, session = asked.body, asked.session
     named = [None if body.seed is None else body.seed + choice for choice in range(body.n)]
     if session is not None:
@@ -447,7 +449,7 @@ async def _write(request: web.Request, response: web.StreamResponse, told: bytes
 
 
 async def _stream(
-    request: web.Request, writer: Writer, answering: Awaitable[list[Answer]], under_way: UnderWay, write_s: float
+    request: web.Request, writer: Writer, answering: Awaitable[list[Answer]], under_way: RunningAnswer, write_s: float
 ) -> web.StreamResponse:
     """Server-sent events, each as soon as it can be told; comments where there is nothing to tell keep the connection open and
     notice a client that left.  write_s: see `_write`."""
@@ -480,7 +482,7 @@ async def _stream(
     return response
 
 
-def _last_events(request: web.Request, task: asyncio.Future[list[Answer]], writer: Writer, under_way: UnderWay) -> bytes:
+def _last_events(request: web.Request, task: asyncio.Future[list[Answer]], writer: Writer, under_way: RunningAnswer) -> bytes:
     try:
         answers = task.result()
     except Exception as error:  # noqa: BLE001  the request's boundary: its status is sent, so an event tells of the error

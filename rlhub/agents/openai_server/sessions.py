@@ -29,7 +29,7 @@ NAMED, FURTHER = 1, 2
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Limits:
+class SessionLimits:
     """Most tokens in a segment: before its first answer, and from there on, the answers and all that stands between them."""
 
     prompt: int
@@ -37,20 +37,20 @@ class Limits:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Turn:
+class SessionTurn:
     """One answer.  added: the tokens before it that its parent does not have.
 
     history: the conversation with this answer at its end, in a form that compares equal; empty for plain completions.
     """
 
-    parent: Turn | None
+    parent: SessionTurn | None
     added: list[int]
     completion: Completion
     history: tuple[str, ...] = ()
     tools: str = ""
 
     @property
-    def path(self) -> list[Turn]:
+    def path(self) -> list[SessionTurn]:
         """From the segment's first turn to this one."""
         turns = [self]
         while (parent := turns[-1].parent) is not None:
@@ -74,10 +74,10 @@ class Session:
 
     name: str
     seed: int
-    limits: Limits
+    limits: SessionLimits
     engine: EpisodeEngine
     token: str = field(default_factory=lambda: secrets.token_urlsafe(TOKEN_BYTES))
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[SessionTurn] = field(default_factory=list)
     num_requests: int = 0
     num_mismatches: int = 0
     num_overruled: int = 0
@@ -89,7 +89,7 @@ class Session:
         return self.num_requests - 1
 
     def answer_seed(self, request: int, answer: int, wanted: int | None) -> int:
-        """Of the so many-th answer to a request: by the order of requests, so that an agent's run can be repeated.
+        """Returns the seed of an answer by the order of requests, so that an agent's run can be repeated.
 
         wanted: the seed that the client names.  Equal ones give equal answers in this session only: samples of one prompt whose
         agent always names the same would be copies of each other.
@@ -99,23 +99,23 @@ class Session:
         first = turn_seed(self.seed, request)
         return first if answer == 0 else sample_seed(first, answer, FURTHER)
 
-    def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Turn | None:
+    def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> SessionTurn | None:
         """The turn that these messages continue; of several the one with the longest history, then the newest."""
         wanted, told = history_of(messages), tools_key(tools)
         fitting = [turn for turn in self.turns if turn.history and turn.tools == told and _begins(wanted, turn.history)]
         return max(fitting, key=lambda turn: (len(turn.history), self.turns.index(turn)), default=None)
 
-    def find_ids(self, prompt: Sequence[int]) -> Turn | None:
+    def find_ids(self, prompt: Sequence[int]) -> SessionTurn | None:
         """The turn whose tokens are the beginning of this prompt."""
         fitting = [turn for turn in self.turns if len(ids := turn.ids) < len(prompt) and list(prompt[: len(ids)]) == ids]
         return max(fitting, key=lambda turn: len(turn.ids), default=None)
 
-    def leaves(self) -> Iterator[Turn]:
+    def leaves(self) -> Iterator[SessionTurn]:
         """Ends of segments, in the order of their last answers."""
         parents = {id(turn.parent) for turn in self.turns}
         return (turn for turn in self.turns if id(turn) not in parents)
 
-    def metrics(self, chosen: Turn | None = None) -> dict[str, float]:
+    def metrics(self, chosen: SessionTurn | None = None) -> dict[str, float]:
         """Numbers of the whole session; `chosen`: the segment that is trained."""
         written = sum(len(turn.completion.token_ids) for turn in self.turns)
         kept = sum(len(turn.completion.token_ids) for turn in chosen.path) if chosen is not None else 0
@@ -146,7 +146,7 @@ class Session:
         return made
 
 
-def as_trajectory(leaf: Turn) -> Trajectory:
+def as_trajectory(leaf: SessionTurn) -> Trajectory:
     """The segment that ends here."""
     path = leaf.path
     made = Trajectory(
@@ -196,7 +196,7 @@ def _begins(history: tuple[str, ...], beginning: tuple[str, ...]) -> bool:
     return len(beginning) < len(history) and history[: len(beginning)] == beginning
 
 
-def _num_written(path: Sequence[Turn]) -> int:
+def _num_written(path: Sequence[SessionTurn]) -> int:
     return sum(len(turn.completion.token_ids) for turn in path)
 
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from os.path import commonprefix
 
 from rlhub.engines.rollout.base import Completion, Progress
-from rlhub.tools.call_streams import CallStream, beginning, call_stream
-from rlhub.tools.call_streams import Part as Written
+from rlhub.tools.call_streams import CallStream, ReplyPart, beginning, call_stream
 from rlhub.tools.formats import ParsedReply
 
 INCOMPLETE = "\ufffd"
@@ -45,7 +44,7 @@ class Rules:
     one_call: bool = False
 
     def stream(self) -> CallStream:
-        """Of one answer's text, which goes on after the opening."""
+        """Returns the parser of one answer's text, which goes on after the opening."""
         made = call_stream(self.find_calls)
         told = made.add(self.opening)
         assert not told, "an opening alone says nothing for sure"
@@ -91,10 +90,10 @@ class StableText:
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
+class StreamPart:
     """A piece of an answer: text and tool calls in their order.  start: number of its first token."""
 
-    written: list[Written]
+    written: list[ReplyPart]
     start: int
     token_ids: list[int]
     log_probs: list[float]
@@ -147,18 +146,18 @@ class Choice:
         if any(item in recent for item in self.rules.stop):
             self.stopped.set()
 
-    def take(self) -> Part:
+    def take(self) -> StreamPart:
         """What may be told and was not yet."""
         return self._part(self._text.stable[: self._sayable()], self.written)
 
-    def rest(self, text: str, completion: Completion) -> Part:
+    def rest(self, text: str, completion: Completion) -> StreamPart:
         """The answer is complete: all that was not told yet.  text: all of it, calls included."""
         part = self._part(text, completion)
         part.written += self._stream.end()
         return part
 
     def call_id(self, index: int) -> str:
-        """Of the answer's so many-th call."""
+        """Returns the id of the answer's call number `index`."""
         while len(self._call_ids) <= index:
             self._call_ids.append(f"call_{secrets.token_hex(ID_BYTES)}")
         return self._call_ids[index]
@@ -167,10 +166,10 @@ class Choice:
         text, first = self._text.stable, self._told_text
         return first + min((beginning(text[first:], item) for item in self.rules.stop), default=len(text) - first)
 
-    def _part(self, text: str, completion: Completion) -> Part:
+    def _part(self, text: str, completion: Completion) -> StreamPart:
         start, offset = self._told_tokens, self._told_text
         self._told_tokens, self._told_text = len(completion.token_ids), max(offset, len(text))
-        return Part(
+        return StreamPart(
             written=self._stream.add(text[offset:]),
             start=start,
             token_ids=completion.token_ids[start:],
@@ -179,7 +178,7 @@ class Choice:
         )
 
 
-class UnderWay:
+class RunningAnswer:
     """The answers of one request, in the order of their choices, and news of them."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ class ToolUse:
 
 
 def read_tools(body: dict[str, Any]) -> ToolUse:
-    """Of a chat request."""
+    """Reads the tools of a chat request."""
     tools, choice, parallel = _tools(body.get("tools")), body.get("tool_choice"), body.get("parallel_tool_calls")
     if parallel is not None and not isinstance(parallel, bool):
         raise bad_field("parallel_tool_calls", parallel, "true or false")

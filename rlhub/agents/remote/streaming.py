@@ -20,7 +20,7 @@ class Trail:
         self._ended = False
 
     def follow(self, progress: Progress) -> None:
-        """Of the engine."""
+        """Takes the tokens that the engine has added."""
         extend(self._so_far, progress)
         self._changed.set()
 

@@ -28,10 +28,9 @@ from rlhub.agents.workflows.knobs import EnvironmentKnobs
 from rlhub.agents.workflows.registry import WHERE, fill_knobs
 from rlhub.agents.workflows.tool_agent import ToolLoop
 from rlhub.agents.workflows.turns import Message, Transcript, TurnTemplate
-from rlhub.envs.base import EnvDiedError, EnvError, Environment, Observation, StepEnvironment
-from rlhub.envs.pool import PoolLimits
+from rlhub.envs.base import EnvDiedError, EnvError, Environment, EnvironmentLimits, Observation, StepEnvironment
 from rlhub.envs.registry import environment_factory
-from rlhub.envs.source import EnvironmentSpec, OwnEnvironments, offers_tools
+from rlhub.envs.source import EnvironmentSpec, LocalEnvironmentSource, offers_tools
 from rlhub.errors import ConfigError, DeadlineError, LoadError
 from rlhub.tools.base import ToolError
 from rlhub.tools.schemas import checked_arguments
@@ -46,7 +45,7 @@ class EnvironmentEpisodes(RolloutWorkflow):
         self._knobs = fill_knobs(EnvironmentKnobs, parts.kwargs)
         self._factory = _factory(self._knobs.environment)
         self._spec = environment_spec(self._knobs, self._factory)
-        self._own = OwnEnvironments()
+        self._own = LocalEnvironmentSource()
         self._environments = parts.environments or self._own
         if self._spec.offers_tools:
             self._tools = ToolLoop(parts=parts, knobs=self._knobs, scored=True)
@@ -131,7 +130,7 @@ class EnvironmentCalls:
 def environment_spec(knobs: EnvironmentKnobs, factory: Any) -> EnvironmentSpec:
     """What episodes lease."""
     tools = offers_tools(factory)
-    limits = PoolLimits(
+    limits = EnvironmentLimits(
         reset_timeout_s=knobs.reset_timeout_s,
         step_timeout_s=knobs.tool_timeout_s if tools else knobs.step_timeout_s,
         memory_gb=knobs.env_memory_gb,

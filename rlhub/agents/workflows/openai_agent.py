@@ -29,14 +29,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhub.agents.openai_server.server import OpenAIServer, ServerOptions
-from rlhub.agents.openai_server.sessions import Limits, Session
+from rlhub.agents.openai_server.sessions import Session, SessionLimits
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
 from rlhub.agents.workflows.knobs import AgentKnobs
 from rlhub.agents.workflows.registry import fill_knobs
 from rlhub.errors import ConfigError, LoadError, WorkflowError
 from rlhub.tools.registry import TOOL_FORMATS
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 from rlhub.utils.user_code import load_target
 
 SHOWN = 2000  # characters of a failed program's error output in the message
@@ -147,7 +147,7 @@ class OpenAIAgent(RolloutWorkflow):
         self._threads = ThreadPoolExecutor(self.knobs.max_agents, thread_name_prefix="agent")
         reads_reward = self.knobs.reward == "agent"
         self._agent = load_agent(self.knobs.agent, self.knobs.args, self._threads, reads_reward=reads_reward)
-        self._limits = Limits(prompt=parts.max_prompt_length, response=parts.max_response_length)
+        self._limits = SessionLimits(prompt=parts.max_prompt_length, response=parts.max_response_length)
         self._server: OpenAIServer | None = None
         self._starting = asyncio.Lock()
         self._places = asyncio.Semaphore(self.knobs.max_agents)

@@ -8,7 +8,7 @@ from rlhub.agents.partials import join
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.engines.rollout.base import Completion
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 
 
 class SingleTurn(RolloutWorkflow):

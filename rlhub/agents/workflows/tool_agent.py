@@ -113,7 +113,7 @@ class ToolLoop:
         return transcript.add_context(self.template.between(messages, turn_ended=ended))
 
     async def _answers(self, executor: ToolExecutor, reply: ParsedReply, counts: CallCounts) -> list[ToolResult]:
-        """Of the calls, done side by side, and after them of what could not be read."""
+        """Returns the results of the calls, which run concurrently, and then those of what could not be read as a call."""
         calls, most = reply.calls, self.knobs.max_parallel_calls
         started = time.monotonic()
         results = list(await asyncio.gather(*(executor.execute(call) for call in calls[:most])))

@@ -19,7 +19,7 @@ from rlhub.agents.trajectory import NOT_SAMPLED, FinishReason, Trajectory, last_
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.errors import ConfigError, DataError
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 from rlhub.utils.seeding import sample_seed
 from rlhub.utils.tool_calls import ToolSchema, schema_name
 

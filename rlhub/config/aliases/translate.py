@@ -158,7 +158,7 @@ def _our_value(key: str, value: Any) -> Any:
 
 
 def refused_values(values: Mapping[str, Any]) -> dict[str, str]:
-    """Of settings of ours those whose value is another framework's: key -> what to use instead."""
+    """Returns the settings whose value is another framework's: key -> what to use instead."""
     return {
         key: f"{key}={value}: {instead}"
         for key, value in values.items()

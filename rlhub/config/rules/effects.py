@@ -127,14 +127,14 @@ def _supervised(config: SFTConfig | DPOConfig | RMConfig) -> list[Dead]:
 
 
 def _engines(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> Iterator[Dead]:
-    """Of each role the sections that its engine does not read, and what it does not read of the model's and its own."""
+    """Yields the sections that a role's engine does not read, and what it does not read of the model's section and its own."""
     for engine in engines(config):
-        chosen = f"{engine.held.strategy_key} is {engine.held.strategy}"
+        chosen = f"{engine.role_model.strategy_key} is {engine.role_model.strategy}"
         yield True, tuple(f"{key}." for key in engine.unread), f"{chosen}, which reads {engine.key}"
         if isinstance(engine.section, MegatronConfig):
-            model, recomputed = engine.held.model_key, f"{engine.key}.recompute_granularity"
+            model, recomputed = engine.role_model.model_key, f"{engine.key}.recompute_granularity"
             yield True, (f"{model}.use_remove_padding",), f"{chosen}, which always computes on packed rows"
-            off = not engine.held.model.enable_gradient_checkpointing
+            off = not engine.role_model.model.enable_gradient_checkpointing
             yield off, (recomputed,), f"{model}.enable_gradient_checkpointing is off"
 
 

@@ -15,12 +15,12 @@ from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, Section
 
 ONLY_ROLE = "model"
-"""Of a trainer with one model, which cannot be placed."""
+"""The role of a trainer with one model, which cannot be placed."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Held:
-    """A model, and the name of the engine that holds it, with their keys."""
+class RoleModel:
+    """The model of a role and the name of its engine, each with the key that sets it."""
 
     model_key: str
     model: ModelConfig
@@ -33,23 +33,23 @@ class Engine:
     """One role's training engine.  key: of the section it reads; unread: keys of the role's other sections; role: as in
     trainer.placement."""
 
-    held: Held
+    role_model: RoleModel
     section: Section
     key: str
     unread: tuple[str, ...]
     role: str
 
 
-def _engine(held: Held, section: Section, role: str, prefix: str, fsdp_key: str = "fsdp_config") -> Engine:
+def _engine(role_model: RoleModel, section: Section, role: str, prefix: str, fsdp_key: str = "fsdp_config") -> Engine:
     """prefix: of the sections' keys."""
     keys = {FSDPConfig: prefix + fsdp_key, MegatronConfig: f"{prefix}megatron"}
     key = keys[type(section)]
-    return Engine(held=held, section=section, key=key, unread=tuple(set(keys.values()) - {key}), role=role)
+    return Engine(role_model=role_model, section=section, key=key, unread=tuple(set(keys.values()) - {key}), role=role)
 
 
 @functools.singledispatch
 def engines(config: Any) -> list[Engine]:
-    """Of every role that trains or infers, the one that others follow first.  Call it on a derived configuration."""
+    """Returns the engine of every role that trains or infers, the one that others follow first.  Needs a derived config."""
     raise TypeError(f"no training engines in {type(config).__name__}")
 
 
@@ -57,8 +57,8 @@ def engines(config: Any) -> list[Engine]:
 def _(config: PPOConfig) -> list[Engine]:
     parts, actor, critic = config.actor_rollout_ref, config.actor_rollout_ref.actor, config.critic
     root, model = "actor_rollout_ref.", critic.model or parts.model
-    policy = Held(model_key=f"{root}model", model=parts.model, strategy_key=f"{root}actor.strategy", strategy=actor.strategy)
-    value = Held(model_key="critic.model", model=model, strategy_key="critic.strategy", strategy=critic.strategy)
+    policy = RoleModel(model_key=f"{root}model", model=parts.model, strategy_key=f"{root}actor.strategy", strategy=actor.strategy)
+    value = RoleModel(model_key="critic.model", model=model, strategy_key="critic.strategy", strategy=critic.strategy)
     return [
         _engine(policy, actor.section, "actor", f"{root}actor."),
         _engine(policy, parts.ref.section(actor), "reference", f"{root}ref."),
@@ -71,8 +71,10 @@ def _reward_model(config: PPOConfig) -> list[Engine]:
     scoring, key = config.reward_model, "reward_model."
     if not scoring.enable:
         return []
-    held = Held(model_key=f"{key}model", model=scoring.model.as_model(), strategy_key=f"{key}strategy", strategy=scoring.strategy)
-    return [_engine(held, scoring.section, "reward_model", key, "model.fsdp_config")]
+    role_model = RoleModel(
+        model_key=f"{key}model", model=scoring.model.as_model(), strategy_key=f"{key}strategy", strategy=scoring.strategy
+    )
+    return [_engine(role_model, scoring.section, "reward_model", key, "model.fsdp_config")]
 
 
 @engines.register(SFTConfig)
@@ -84,12 +86,12 @@ def _(config: SFTConfig | RMConfig) -> list[Engine]:
 @engines.register
 def _(config: DPOConfig) -> list[Engine]:
     trained = _supervised(config)
-    return [trained, _engine(trained.held, config.ref_section, ONLY_ROLE, "ref_")]
+    return [trained, _engine(trained.role_model, config.ref_section, ONLY_ROLE, "ref_")]
 
 
 def _supervised(config: SFTConfig | DPOConfig | RMConfig) -> Engine:
-    held = Held(model_key="model", model=config.model, strategy_key="strategy", strategy=config.strategy)
-    return _engine(held, config.section, ONLY_ROLE, "")
+    role_model = RoleModel(model_key="model", model=config.model, strategy_key="strategy", strategy=config.strategy)
+    return _engine(role_model, config.section, ONLY_ROLE, "")
 
 
 def role_ranks(trainer: TrainerConfig, role: str) -> Ranks:
@@ -110,8 +112,8 @@ def problems(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
         pool, ranks = placement.pool_name(trainer, engine.role), role_ranks(trainer, engine.role)
         pools.setdefault(pool, {})[engine.key] = engine.section
         by_fault.setdefault((pool, *check_section(engine.section, "", ranks)), check_section(engine.section, engine.key, ranks))
-        held = engine.held
-        adapters = check_adapters(engine.section, held.model, held.model_key, held.strategy_key)
-        by_fault.setdefault((str(held.strategy), f"{held.model.lora_rank} adapters"), adapters)
+        role_model = engine.role_model
+        adapters = check_adapters(engine.section, role_model.model, role_model.model_key, role_model.strategy_key)
+        by_fault.setdefault((str(role_model.strategy), f"{role_model.model.lora_rank} adapters"), adapters)
     found = [problem for faults in by_fault.values() for problem in faults]
     return found + [problem for sections in pools.values() for problem in check_shared_processes(sections)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from rlhub.config.schema import Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveUnitFloat
+from rlhub.config.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveUnitFloat, Range
 
-TopK = Annotated[int, Bounds(ge=1, off=-1)]
+TopK = Annotated[int, Range(ge=1, off=-1)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,8 +130,6 @@ class RolloutConfig:
     """Generate max_response_length tokens regardless of end-of-sequence; for benchmarks."""
     update_weights_bucket_mb: PositiveInt = 256
     """MiB of weights moved to the engine at a time; extra memory is at most two buckets."""
-    share_weights: bool = True
-    """CPU: ranks of one machine that hold the same weights of the engine (hf, vllm) keep one copy, in shared memory."""
     recompute_kv_cache: bool = True
     """async: after a weight update compute the KV cache of running requests anew; False keeps it: faster, less exact."""
     weights_folder: str | None = None

@@ -65,7 +65,7 @@ class RolloutCorrectionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Of a weight or ratio (lower <= x <= upper; lower None: truncate at upper) or of a divergence (x <= upper)."""
+    """Limits a weight or ratio (lower <= x <= upper; lower None: truncate at upper) or a divergence (x <= upper)."""
 
     lower: float | None
     upper: float

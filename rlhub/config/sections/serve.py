@@ -6,11 +6,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from rlhub.config.schema import Bounds, NonNegativeFloat, PositiveFloat, PositiveInt, PositiveUnitFloat, Seed
+from rlhub.config.schema import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveUnitFloat, Range, Seed
 from rlhub.config.sections.rollout import RolloutConfig, TopK
 from rlhub.config.sections.training import ModelConfig
 
-Port = Annotated[int, Bounds(ge=0)]
+Port = Annotated[int, Range(ge=0)]
 MAX_PORT = 65535
 
 
@@ -61,7 +61,7 @@ class ServeConfig:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where the engine computes; auto: cuda if this machine has GPUs."""
     seed: Seed = 1
-    """Of the engine's own noise; requests with a seed do not read it."""
+    """Seed of the engine's own noise; requests with a seed do not read it."""
     plugins: list[str] = field(default_factory=list)
     """Python modules to import first, which register your own parts."""
 

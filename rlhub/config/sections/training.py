@@ -113,6 +113,6 @@ SECTIONS: dict[str, type[FSDPConfig] | type[MegatronConfig]] = {
 
 
 def section_of(strategy: str | None, *sections: Section | None) -> Section:
-    """Of a role's sections the one that its engine reads.  Call it on a derived configuration, where none is open."""
+    """Returns the section that a role's engine reads.  Needs a derived configuration, in which none is open."""
     assert strategy is not None, "derive first"
     return next(section for section in sections if isinstance(section, SECTIONS[strategy]))

@@ -5,14 +5,17 @@ Importing this module loads neither torch nor an engine, so names and settings c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlhub.config.sections.reward import JudgeConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.training import ModelConfig
+from rlhub.errors import ConfigError
+from rlhub.models.shape import NUM_EXPERTS, read_model_values
 from rlhub.registry import Registry
 
 if TYPE_CHECKING:
@@ -53,20 +56,25 @@ ROLLOUT_ENGINES: Registry[EngineFactory] = Registry("rollout engine")
 its part of the section: (rollout section, *, trains: whether the job updates the weights) -> sentences.  A companion
 PARALLEL_SERVICE is the engine to use in its place where single requests are served tensor-parallel.  MOST_REPLICAS says how many
 replicas a service can have: (rollout section) -> number; without it, as many as there are places.  MEMORY_SHARE says what share
-of a GPU's memory an engine takes: (rollout or judge section) -> share; without it, what it needs."""
+of a GPU's memory an engine takes: (rollout or judge section) -> share, 0 for an engine that takes what it needs; without it, the
+engine has no model on the run's GPUs.  MODEL_PROBLEMS, which loads no torch, says what keeps the engine from running a model:
+(content of its config.json, *, where: the key of the engine's name) -> sentences."""
 
 PARALLEL_SERVICE, MOST_REPLICAS, MEMORY_SHARE = "parallel_service", "most_replicas", "memory_share"
+MODEL_PROBLEMS = "model_problems"
 _CHECKS = "rlhub.engines.rollout.registry"
 _PROCESSES = "rlhub.engines.rollout.vllm.async_engine:AsyncVLLMEngine"
-_SHARE = {MEMORY_SHARE: f"{_CHECKS}:gpu_memory_utilization"}
+_VLLM = {MEMORY_SHARE: f"{_CHECKS}:gpu_memory_utilization", MODEL_PROBLEMS: f"{_CHECKS}:expert_problems"}
 ROLLOUT_ENGINES.add_lazy(
-    "vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"}, companions={PARALLEL_SERVICE: _PROCESSES, **_SHARE}
+    "vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"}, companions={PARALLEL_SERVICE: _PROCESSES, **_VLLM}
 )
 ROLLOUT_ENGINES.add_lazy(
-    "vllm_async", _PROCESSES, requires={"vllm"}, companions={"problems": f"{_CHECKS}:service_problems", **_SHARE}
+    "vllm_async", _PROCESSES, requires={"vllm"}, companions={"problems": f"{_CHECKS}:service_problems", **_VLLM}
 )
 ROLLOUT_ENGINES.add_lazy(
-    "hf", "rlhub.engines.rollout.hf.engine:HFEngine", companions={"problems": f"{_CHECKS}:one_device_problems"}
+    "hf",
+    "rlhub.engines.rollout.hf.engine:HFEngine",
+    companions={"problems": f"{_CHECKS}:one_device_problems", MEMORY_SHARE: f"{_CHECKS}:no_share"},
 )
 ROLLOUT_ENGINES.add_lazy(
     "remote",
@@ -101,13 +109,29 @@ def most_replicas(config: RolloutConfig) -> int | None:
     return None if limit is None else limit(config)
 
 
-def memory_share(name: str, config: RolloutConfig | JudgeConfig) -> float:
-    """Returns the share of a GPU's memory that the engine of that name takes for itself; 0 for one that takes what it needs."""
+def memory_share(name: str, config: RolloutConfig | JudgeConfig) -> float | None:
+    """Returns the share of a GPU's memory that the engine of that name takes for itself, weights included; 0 for one that takes
+    what it needs, None for one that has no model on the run's GPUs."""
     name = resolve_engine_name(name)
     if name not in ROLLOUT_ENGINES:
-        return 0.0
+        return None
     share: Callable[[RolloutConfig | JudgeConfig], float] | None = ROLLOUT_ENGINES.companion(name, MEMORY_SHARE)
-    return 0.0 if share is None else share(config)
+    return None if share is None else share(config)
+
+
+def model_problems(name: str, model: ModelConfig, *, where: str) -> list[str]:
+    """Returns what keeps the engine of that name from running a local model, read from its config.json; [] for a hub name, and
+    where the folder itself is what is wrong.  where: the key of the engine's name."""
+    name, path = resolve_engine_name(name), Path(model.path or "").expanduser()
+    judge = ROLLOUT_ENGINES.companion(name, MODEL_PROBLEMS) if name in ROLLOUT_ENGINES else None
+    if judge is None or not model.path or not path.is_dir():
+        return []
+    try:
+        values = read_model_values(path, model.override_config)
+    except ConfigError:
+        return []
+    found: list[str] = judge(values, where=f"{where}={name}")
+    return found
 
 
 def build_rollout_engine(setup: RolloutSetup) -> RolloutEngine:
@@ -136,6 +160,23 @@ def service_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
     if config.mode == "async":
         return []
     return [f"{KEY}.name={config.name} with {KEY}.mode={config.mode}: this engine is for mode=async; set that, or name=vllm"]
+
+
+def expert_problems(values: Mapping[str, Any], *, where: str) -> list[str]:
+    """Refuses a mixture of experts where vLLM generates: it fuses the experts of a layer into tensors of its own layout, which
+    the check of the weights after each sync cannot read back (on CPU it repacks them, so they could not even be written)."""
+    count = next((int(values[name]) for name in NUM_EXPERTS if values.get(name)), 1)
+    if count == 1:
+        return []
+    return [
+        f"{where}: the model is a mixture of {count} experts, which vLLM fuses into a layout of its own: new weights could not "
+        f"be checked there; set {where.partition('=')[0]}=hf (slower), or have a server of another job generate (name=remote)"
+    ]
+
+
+def no_share(config: RolloutConfig | JudgeConfig) -> float:
+    """Returns 0: the engine takes the memory that its weights and its requests need."""
+    return 0.0
 
 
 def gpu_memory_utilization(config: RolloutConfig | JudgeConfig) -> float:

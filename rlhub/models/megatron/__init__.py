@@ -1,1 +1,9 @@
-"""Models built of Megatron-core's parts.  Only `checks` may be imported where megatron is not installed."""
+"""Models built of Megatron-core's parts.  Only `checks` may be imported where megatron is not installed.
+
+checks              the problems of a model and a layout, by its config.json alone
+compat              Megatron-core on machines without CUDA
+transformer_config  Megatron-core's TransformerConfig for a Hugging Face model
+model               a rank's piece of the model: layers, packed attention, context parallelism
+names               Megatron parameters as parts of Hugging Face tensors
+build               building a model and reading its weights
+"""

@@ -1,4 +1,4 @@
-"""What keeps a model from being built with Megatron-core as configured, told from its `config.json` alone.
+"""The problems that keep a model from being built with Megatron-core as configured, by its `config.json` alone.
 
 Loads neither torch nor megatron nor transformers, so the driver can ask before any process starts.
 """
@@ -31,18 +31,18 @@ DERIVED = {
 
 
 def num_virtual_stages(megatron: MegatronConfig) -> int | None:
-    """Pieces of layers a pipeline rank holds; None: one, without interleaving."""
+    """Returns the number of pieces of layers of a pipeline rank; None: one, without interleaving."""
     stages = megatron.virtual_pipeline_model_parallel_size
     return stages if stages is not None and stages > 1 else None
 
 
 def uses_sequence_parallel(megatron: MegatronConfig) -> bool:
-    """Whether activations are cut along the tokens; without tensor parallelism there is nothing to cut for."""
+    """Returns whether activations are cut along the tokens, which only tensor parallelism needs."""
     return megatron.tensor_model_parallel_size > 1 and megatron.sequence_parallel is not False
 
 
 def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
-    """For each layer, whether its feed-forward part is a mixture of experts."""
+    """Returns for each layer whether its feed-forward part is a mixture of experts."""
     count = int(values["num_hidden_layers"])
     if values["model_type"] not in MOE_TYPES or not num_experts(values):
         return [False] * count
@@ -51,14 +51,14 @@ def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
 
 
 def num_experts(values: Mapping[str, Any]) -> int:
-    """Experts of a layer, under either of the names that configurations have for it; 128 is Qwen3-MoE's default."""
+    """Returns the number of experts of a layer, under either of its names; 128 is Qwen3-MoE's default."""
     return int(values.get("num_experts", values.get("num_local_experts", 128)))
 
 
 def megatron_problems(
     values: Mapping[str, Any], megatron: MegatronConfig, world_size: int, *, lora_rank: int = 0, where: str = "megatron"
 ) -> list[str]:
-    """Sentences on all that is wrong; none: the model can be built.
+    """Returns sentences on all problems; none: the model can be built.
 
     values: the content of the model's config.json, the user's overrides applied.  world_size: ranks that train the model.
     where: the configuration section that `megatron` was read from.
@@ -80,7 +80,7 @@ def megatron_problems(
 
 
 def _layout_problems(values: Mapping[str, Any], megatron: MegatronConfig, world_size: int) -> Iterator[str]:
-    """What the sizes of the model and of the groups of ranks do not allow."""
+    """Yields the problems of the model's sizes with those of the groups of ranks."""
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     context, experts = megatron.context_model_parallel_size, megatron.expert_model_parallel_size
     stages = num_virtual_stages(megatron)
@@ -138,7 +138,7 @@ def _expert_problems(values: Mapping[str, Any], megatron: MegatronConfig) -> Ite
 
 
 def _architecture_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    """Variants of the known architectures that are not built."""
+    """Yields the variants of the known architectures that are not built."""
     kind = values["model_type"]
     if kind != "qwen2" and values.get("attention_bias"):
         yield "attention_bias=True (a bias on the attention's output, too) is not built with megatron; use strategy=fsdp2"

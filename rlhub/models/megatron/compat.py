@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 MEGATRON = "megatron.core"
 FACTORIES = (
@@ -28,12 +29,12 @@ FACTORIES = (
     *("empty_like", "zeros_like", "ones_like", "full_like", "empty_strided"),
 )
 MISSING_KERNELS = r"(Apex is|Transformer Engine and Apex are) not installed"
-"""What megatron warns of at import, file by file, where fused CUDA kernels are missing; a machine without CUDA has none."""
+"""Megatron's warnings at import, file by file, of missing fused CUDA kernels; a machine without CUDA has none."""
 NOT_OURS = (
     r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
     r"When using (sequence|async grad|tensor model) parallelism.* CUDA_DEVICE_MAX_CONNECTIONS",
 )
-"""What megatron's calls warn of, once a process and place, and no user without CUDA can change."""
+"""Warnings of megatron's calls, once a process and place, that no user without CUDA can avoid."""
 
 UNUSED = ("wandb", "torch.utils.tensorboard")
 """Trackers that megatron imports for timers of its own: a quarter of the time that its import takes."""
@@ -41,7 +42,7 @@ UNUSED = ("wandb", "torch.utils.tensorboard")
 
 @contextlib.contextmanager
 def _not_found(names: tuple[str, ...]) -> Iterator[None]:
-    """Imports of packages that nobody has loaded yet fail inside, as where they are not installed."""
+    """Makes imports of packages that are not loaded yet fail inside, as where they are not installed."""
     hidden = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: the import system's mark for it
     try:
@@ -53,7 +54,7 @@ def _not_found(names: tuple[str, ...]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uncompiled() -> Iterator[None]:
-    """`torch.compile` leaves functions as they are: megatron has it on functions of its modules' own, and to name it there alone
+    """Makes `torch.compile` leave functions as they are: megatron decorates functions of its modules, which alone
     loads torch's compiler, a second and a half.  On CPU they would be compiled by a C++ compiler, at their first call."""
     real = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]
@@ -73,7 +74,7 @@ if not torch.cuda.is_available():
 
 
 def install() -> None:
-    """Make the megatron modules imported so far run on the CPU.  Idempotent; does nothing where CUDA exists."""
+    """Makes the megatron modules imported so far run on the CPU.  Idempotent; does nothing where CUDA exists."""
     if torch.cuda.is_available():
         return
     _patch_tensor_methods()
@@ -96,7 +97,7 @@ def _silence() -> None:
 
 
 class _Stream:
-    """A CUDA stream or event where everything happens in order anyway: any method does nothing and gives a stream or event."""
+    """A CUDA stream or event where everything happens in order anyway: any method does nothing and returns a stream or event."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -127,10 +128,10 @@ def _zero(*_: Any, **__: Any) -> int:
 
 
 def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A tensor factory that takes a CUDA device and makes a CPU tensor."""
+    """Returns a tensor factory that takes a CUDA device and makes a CPU tensor."""
 
     @functools.wraps(make)
-    def made(*args: Any, **options: Any) -> Tensor:
+    def factory(*args: Any, **options: Any) -> Tensor:
         device = options.get("device")
         if isinstance(device, int) or str(device).startswith("cuda"):
             options["device"] = "cpu"
@@ -138,7 +139,7 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
             options["pin_memory"] = False
         return make(*args, **options)
 
-    return made
+    return factory
 
 
 def _get_generator_state(*_: Any, **__: Any) -> Tensor:
@@ -150,14 +151,14 @@ def _set_generator_state(state: Tensor, *_: Any, **__: Any) -> None:
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Of the counts by which tokens are dealt to experts: megatron makes arrays only of those it brings from a GPU, but
-    collectives take no tensors."""
+    """Returns the numbers of tokens of experts as megatron's own function does: that makes arrays only of tensors from a GPU,
+    but collectives take no tensors."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 @contextlib.contextmanager
 def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """CudaRNGStatesTracker.fork with the CPU's generator as the device's; megatron's own warns when that one moves."""
+    """Forks as CudaRNGStatesTracker.fork, with the CPU's generator; megatron's own warns when that one moves."""
     before = torch.get_rng_state()
     torch.set_rng_state(tracker.states_[name])
     try:
@@ -168,7 +169,7 @@ def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 
 
 def _all_gather(tensors: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """With unequal sizes, too (tokens of experts), which gloo's own has not."""
+    """Gathers tensors of unequal sizes too (tokens of experts), which gloo's own cannot."""
     if async_op or len({target.shape for target in tensors}) == 1:
         return torch.distributed.all_gather(tensors, tensor, group=group, async_op=async_op)
     tensors[torch.distributed.get_rank(group)].copy_(tensor)
@@ -177,13 +178,15 @@ def _all_gather(tensors: list[Tensor], tensor: Tensor, group: Any = None, async_
     return None
 
 
-def _reduce_scatter(output: Tensor, inputs: list[Tensor], *args: Any, group: Any = None, **options: Any) -> Any:
-    """The sum over the ranks of each one's share; with unequal sizes, too, which gloo's own has not."""
-    if args or options or len({share.shape for share in inputs}) == 1:
-        return torch.distributed.reduce_scatter(output, inputs, *args, group=group, **options)
+def _reduce_scatter(
+    output: Tensor, inputs: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    """Sums each rank's share over the ranks, shares of unequal sizes too, which gloo's own cannot."""
+    if op != ReduceOp.SUM or async_op or len({share.shape for share in inputs}) == 1:
+        return torch.distributed.reduce_scatter(output, inputs, op, group, async_op)
     total = torch.cat(inputs)
     torch.distributed.all_reduce(total, group=group)
-    output.copy_(total.split([share.shape[0] for share in inputs])[torch.distributed.get_rank(group)])
+    output.copy_(torch.split(total, [share.shape[0] for share in inputs])[torch.distributed.get_rank(group)])
     return None
 
 
@@ -193,7 +196,7 @@ def _autocast(device_type: str = "cuda", *args: Any, **options: Any) -> Any:
 
 @functools.cache
 def _stand_in() -> types.ModuleType:
-    """The `torch` that megatron modules get."""
+    """Returns the `torch` of megatron modules."""
     cuda = _StandIn(
         torch.cuda,
         {
@@ -223,13 +226,14 @@ def _stand_in() -> types.ModuleType:
 
 
 def _called_by_megatron() -> bool:
-    """Whether the function that asks was called from a megatron module."""
+    """Returns whether the calling function was called from a megatron module."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(MEGATRON)
 
 
 @functools.cache
 def _patch_tensor_methods() -> None:
-    """`Tensor.type()` names CUDA types, by which megatron recognises dtypes, and `Tensor.cuda()` stays where it is."""
+    """Makes `Tensor.type()` name CUDA types, by which megatron recognises dtypes, and `Tensor.cuda()` return the tensor
+    itself."""
     real_type, real_cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def type_(self: Tensor, *args: Any, **options: Any) -> Any:

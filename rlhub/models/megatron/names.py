@@ -1,16 +1,15 @@
-"""Which parts of which Hugging Face tensors a rank's Megatron parameters hold.
+"""Megatron parameters as parts of Hugging Face tensors, by their names.
 
 Megatron fuses query, key and value (group by group: the group's queries, its key, its value) and the two halves of a gated
 feed-forward layer, cuts rows or columns over tensor-parallel ranks, pads the vocabulary, numbers layers and experts from each
-rank's first, and keeps a second copy of tied embeddings.  All of it comes down to boxes, which loading, weight sync and
-checkpoints read from here.
+rank's first, and keeps a second copy of tied embeddings.  All of it comes down to boxes, with which loading, weight sync
+and checkpoints work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import rlhub.models.megatron.compat  # noqa: F401 - before megatron, which it imports quietly
 
@@ -18,14 +17,12 @@ import rlhub.models.megatron.compat  # noqa: F401 - before megatron, which it im
 from megatron.core import parallel_state
 from torch import nn
 
+from rlhub.models.megatron.model import BuiltMegatron
 from rlhub.protocol.weights.regions import Region, whole
-
-if TYPE_CHECKING:
-    from rlhub.models.megatron.build import BuiltMegatron
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Part:
+class TensorPart:
     """A box of a parameter that is a box of a named tensor, of the same sizes.
 
     local: in the parameter.  region: in the tensor `name` of full size `shape`.
@@ -39,11 +36,11 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class ParamParts:
-    """A parameter of this rank and all that it holds; what no part covers is padding.  key: unique on this rank."""
+    """A parameter of this rank and its parts; elements that no part covers are padding.  key: unique on this rank."""
 
     key: str
     param: nn.Parameter
-    parts: list[Part]
+    parts: list[TensorPart]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -55,7 +52,7 @@ class _Share:
 
 
 def parts(built: BuiltMegatron) -> Iterator[ParamParts]:
-    """One entry for each parameter of this rank, in the model's order."""
+    """Yields an entry for each parameter of this rank, in the model's order."""
     for number, chunk in enumerate(built.chunks):
         for key, param in chunk.named_parameters():
             yield ParamParts(key=f"{number}.{key}", param=param, parts=_Namer(built, number).parts(key, param))
@@ -73,7 +70,7 @@ class _Namer:
         self.expert = _Share(
             rank=parallel_state.get_expert_tensor_parallel_rank(), size=parallel_state.get_expert_tensor_parallel_world_size()
         )
-        self.by_place: dict[str, Callable[[str, nn.Parameter], list[Part]]] = {
+        self.by_place: dict[str, Callable[[str, nn.Parameter], list[TensorPart]]] = {
             "self_attention.linear_qkv": self._fused_attention,
             "self_attention.linear_proj": lambda name, param: self._columns(f"{name}self_attn.o_proj.weight", param, self.dense),
             "self_attention.q_layernorm": lambda name, param: _all(f"{name}self_attn.q_norm.weight", param),
@@ -85,8 +82,8 @@ class _Namer:
             "mlp.linear_fc2": lambda name, param: self._columns(f"{name}mlp.down_proj.weight", param, self.dense),
         }
 
-    def parts(self, key: str, param: nn.Parameter) -> list[Part]:
-        """key: the parameter's name in the piece."""
+    def parts(self, key: str, param: nn.Parameter) -> list[TensorPart]:
+        """Returns the parts of a parameter.  key: its name in the piece."""
         match key.split("."):
             case ["embedding", *_]:
                 return self._vocabulary("model.embed_tokens.weight", param)
@@ -102,7 +99,7 @@ class _Namer:
                 return self._layer(f"model.layers.{layer}.", place, param, key)
         raise AssertionError(f"{key}: a parameter that no Hugging Face tensor is known for")
 
-    def _layer(self, name: str, place: list[str], param: nn.Parameter, key: str) -> list[Part]:
+    def _layer(self, name: str, place: list[str], param: nn.Parameter, key: str) -> list[TensorPart]:
         match place:
             case ["mlp", "experts", "local_experts", index, matrix]:
                 experts = parallel_state.get_expert_model_parallel_rank() * self._experts_a_rank()
@@ -115,30 +112,30 @@ class _Namer:
         return self.by_place[".".join(place)](name, param)
 
     def _experts_a_rank(self) -> int:
-        return int(self.built.config.num_moe_experts) // parallel_state.get_expert_model_parallel_world_size()
+        return int(self.built.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size())
 
-    def _vocabulary(self, name: str, param: nn.Parameter) -> list[Part]:
-        """Rows of the padded vocabulary; the last rank's surplus rows, or all of them, are padding."""
+    def _vocabulary(self, name: str, param: nn.Parameter) -> list[TensorPart]:
+        """Returns rows of the padded vocabulary; the last rank's surplus rows, or all of them, are padding."""
         rows, width = param.shape
         first = self.dense.rank * rows
         real = min(first + rows, self.built.vocab_size) - first
         if real <= 0:
             return []
         shape = (self.built.vocab_size, width)
-        return [Part(local=((0, real), (0, width)), name=name, shape=shape, region=((first, first + real), (0, width)))]
+        return [TensorPart(local=((0, real), (0, width)), name=name, shape=shape, region=((first, first + real), (0, width)))]
 
-    def _columns(self, name: str, param: nn.Parameter, share: _Share) -> list[Part]:
+    def _columns(self, name: str, param: nn.Parameter, share: _Share) -> list[TensorPart]:
         rows, width = param.shape
         first = share.rank * width
         region = ((0, rows), (first, first + width))
-        return [Part(local=whole(param.shape), name=name, shape=(rows, width * share.size), region=region)]
+        return [TensorPart(local=whole(param.shape), name=name, shape=(rows, width * share.size), region=region)]
 
-    def _gate_and_up(self, name: str, param: nn.Parameter, share: _Share) -> list[Part]:
-        """The rank's rows of the gate above its rows of the other factor."""
+    def _gate_and_up(self, name: str, param: nn.Parameter, share: _Share) -> list[TensorPart]:
+        """Returns the rank's rows of the gate above its rows of the other factor."""
         rows, width = param.shape[0] // 2, param.shape[1]
         first = share.rank * rows
         return [
-            Part(
+            TensorPart(
                 local=((half * rows, (half + 1) * rows), (0, width)),
                 name=f"{name}.{factor}_proj.weight",
                 shape=(rows * share.size, width),
@@ -147,8 +144,8 @@ class _Namer:
             for half, factor in enumerate(("gate", "up"))
         ]
 
-    def _fused_attention(self, name: str, param: nn.Parameter, entry: str = "weight") -> list[Part]:
-        """Rows of the rank's query groups, one after the other: queries, key, value."""
+    def _fused_attention(self, name: str, param: nn.Parameter, entry: str = "weight") -> list[TensorPart]:
+        """Returns rows of the rank's query groups, one after the other: queries, key, value."""
         config = self.built.config
         heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
         queries = heads // groups
@@ -159,7 +156,7 @@ class _Namer:
         for group in range(self.dense.rank * own, (self.dense.rank + 1) * own):
             for matrix, size in sizes.items():
                 found.append(
-                    Part(
+                    TensorPart(
                         local=((row, row + size), *rest),
                         name=f"{name}self_attn.{matrix}_proj.{entry}",
                         shape=(groups * size, *param.shape[1:]),
@@ -171,6 +168,6 @@ class _Namer:
         return found
 
 
-def _all(name: str, param: nn.Parameter) -> list[Part]:
+def _all(name: str, param: nn.Parameter) -> list[TensorPart]:
     shape = tuple(param.shape)
-    return [Part(local=whole(shape), name=name, shape=shape, region=whole(shape))]
+    return [TensorPart(local=whole(shape), name=name, shape=shape, region=whole(shape))]

@@ -33,7 +33,8 @@ def make_transformer_config(
     recompute: bool,
     expert_tensor_parallel_size: int | None = None,
 ) -> TransformerConfig:
-    """The configuration as asked for, with the user's overrides.  `megatron_problems` must have found nothing.
+    """Returns the configuration that the settings ask for, with the user's overrides.  `megatron_problems` must have found
+    nothing.
 
     recompute: activations in the backward pass, as much of them as `recompute_granularity` says.
     expert_tensor_parallel_size: ranks that share each expert's matrices; None: those that share any layer's.
@@ -62,7 +63,7 @@ def make_transformer_config(
 
 
 def _checked(settings: dict[str, Any]) -> TransformerConfig:
-    """Megatron's own checks as a ConfigError."""
+    """Builds the configuration; an error of Megatron's own checks is a ConfigError."""
     try:
         with warnings.catch_warnings():
             for message in ADVICE:
@@ -73,7 +74,7 @@ def _checked(settings: dict[str, Any]) -> TransformerConfig:
 
 
 def _architecture(hf_config: PreTrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
-    """Sizes and variants of the layers."""
+    """Returns sizes and variants of the layers."""
     return {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,
@@ -96,7 +97,7 @@ def _architecture(hf_config: PreTrainedConfig, values: dict[str, Any]) -> dict[s
 
 
 def _layout(megatron: MegatronConfig) -> dict[str, Any]:
-    """How ranks share the model."""
+    """Returns how ranks share the model."""
     return {
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
@@ -106,15 +107,15 @@ def _layout(megatron: MegatronConfig) -> dict[str, Any]:
         "sequence_parallel": uses_sequence_parallel(megatron),
         "variable_seq_lengths": megatron.pipeline_model_parallel_size > 1,  # packed micro-batches differ in their tokens
         "moe_token_dispatcher_type": "alltoall",  # which variable lengths ask for, experts or not
-        # Of two ranks that hold several pieces each is the other's next and previous: messages forward and back go apart.
+        # With several pieces on each of two ranks, each is the other's next and previous: messages forward and back go apart.
         "overlap_p2p_comm": num_virtual_stages(megatron) is not None,
         "batch_p2p_comm": num_virtual_stages(megatron) is None,
     }
 
 
 def _experts(values: dict[str, Any], megatron: MegatronConfig, expert_tensor_parallel_size: int | None) -> dict[str, Any]:
-    """Mixture of experts as the Hugging Face model computes it: every token reaches its experts, router in float32, no
-    auxiliary loss."""
+    """Returns the mixture of experts as the Hugging Face model computes it: every token reaches its experts, router in float32,
+    no auxiliary loss."""
     sparse = sparse_layers(values)
     if not any(sparse):
         return {}
@@ -132,14 +133,15 @@ def _experts(values: dict[str, Any], megatron: MegatronConfig, expert_tensor_par
 
 
 def head_width(hf_config: PreTrainedConfig) -> int:
-    """Numbers a head has for a token."""
+    """Returns the size of a head."""
     return int(hf_config.to_dict().get("head_dim") or hf_config.hidden_size // hf_config.num_attention_heads)
 
 
 def rotary_frequencies(hf_config: PreTrainedConfig) -> Tensor:
-    """(width / 2,) float32 radians a position turns each pair of a head's numbers by."""
+    """Returns (width / 2,) float32, the radians by which a position turns each pair of a head's numbers."""
     kind = hf_config.rope_parameters.get("rope_type", "default")
     if kind != "default":
+        frequencies: Tensor
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
         assert scale == 1.0, f"rotary embeddings of type {kind} scale the scores"
         return frequencies.float()

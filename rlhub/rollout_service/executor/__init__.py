@@ -2,7 +2,7 @@
 
 executor.py        admits prompts, runs their episodes, hands out finished groups
 staleness.py       the bound on policy versions between sampling and training (AReaL, arXiv 2505.24298, section 5.1)
-ledger.py          where each prompt is; delivery.py: which groups train next
+ledger.py          where each prompt is; delivery.py: which groups train next, and how many may fail
 episode_groups.py  the trajectories of one prompt; batches.py: groups as a training batch
-failure_limit.py   how many failures a run puts up with; statistics.py: what it reports
+statistics.py      what it reports
 """

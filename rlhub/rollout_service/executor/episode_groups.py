@@ -47,7 +47,7 @@ class Group:
 
     @property
     def first_version(self) -> int:
-        """Of the oldest token that would train: what the group's staleness is counted from."""
+        """The policy version of the oldest token that would train; the group's staleness counts from it."""
         return min(trajectory.first_version for trajectory in self.trajectories if any(trajectory.response_mask))
 
     @property

@@ -17,23 +17,23 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhub.agents.partials import Interrupt, TrackedEngine, completion_of, sample_state
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.engines.rollout.base import Completion
 from rlhub.errors import ConfigError, DeadlineError, WorkflowError
-from rlhub.rollout_service.executor.delivery import Delivery, GroupRequest, StalePolicy
+from rlhub.rollout_service.executor.delivery import Delivery, FailureLimit, GroupRequest, StalePolicy
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
-from rlhub.rollout_service.executor.failure_limit import Patience
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.executor.statistics import RolloutStatistics
+from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Reject, Rejected, TaskResult, TimedOut
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
-from rlhub.utils.outcomes import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
 from rlhub.utils.seeding import sample_seed
 
+R = TypeVar("R")
 CALL_DEADLINE_S = 60.0
 """For the event loop to answer; it only ever runs short pieces of work."""
 COLLECT_S = 10.0
@@ -114,8 +114,8 @@ class WorkflowExecutor:
         self._work: dict[int, _Work] = {}
         self._episodes: dict[str, tuple[_Work, int]] = {}
         self._scoring: set[asyncio.Task[None]] = set()
-        self._patience = Patience(options.max_failed_batches * staleness.batch)
-        runner.on_outcome = self._on_outcome
+        self._failure_limit = FailureLimit(options.max_failed_batches * staleness.batch)
+        runner.on_result = self._on_result
 
     # What training calls, from its own thread or on the event loop; `next_groups` and `state` wait, so not on the loop.
 
@@ -203,9 +203,10 @@ class WorkflowExecutor:
 
     # On the event loop.
 
-    def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """What `fn` returns on the event loop."""
-        return self.runner.ask(fn, *args).result(CALL_DEADLINE_S)
+    def _call(self, fn: Callable[..., R], *args: Any) -> R:
+        """Calls `fn` on the event loop, and returns what it returns."""
+        result: R = self.runner.ask(fn, *args).result(CALL_DEADLINE_S)
+        return result
 
     def _start(self, source: Iterator[PromptItem]) -> None:
         self._source, self._exhausted = iter(source), False  # a version may have been announced before there were prompts
@@ -240,7 +241,7 @@ class WorkflowExecutor:
                 self._admit()
                 if self._exhausted:  # perhaps just now
                     self._serve()
-                if too_old := self._patience.dropped(self.delivery.dropped_in_a_row, self.staleness):
+                if too_old := self._failure_limit.dropped(self.delivery.dropped_in_a_row, self.staleness):
                     self._fail(too_old)
             except Exception as error:  # noqa: BLE001  the loop's boundary: training gets the error
                 self._fail(error)
@@ -265,11 +266,11 @@ class WorkflowExecutor:
 
     @property
     def _num_episodes(self) -> int:
-        """Of a group: its samples, and the baseline after them."""
+        """The episodes of a group: its samples, and the baseline after them."""
         return self.options.group_size + (self.baseline_for is not None)
 
     def _workflows(self, row: Mapping[str, Any]) -> list[RolloutWorkflow]:
-        """Of a group's episodes."""
+        """Returns the workflow of each of a group's episodes."""
         samples = [self.workflow_for(row)] * self.options.group_size
         return samples if self.baseline_for is None else [*samples, self.baseline_for(row)]
 
@@ -301,22 +302,22 @@ class WorkflowExecutor:
         workflow = work.workflows[data.sample]
         self.runner.submit(episode, workflow, work.engines[-1], data, task_id=data.session, deadline=deadline)
 
-    def _on_outcome(self, outcome: Outcome) -> None:
-        """An episode has ended."""
-        work, sample = self._episodes.pop(outcome.task_id)
+    def _on_result(self, result: TaskResult) -> None:
+        """Takes the result of an episode that has ended."""
+        work, sample = self._episodes.pop(result.task_id)
         if self._error is not None:
             return
         if self._work.get(work.item.ordinal) is not work:  # its group has ended before
-            if isinstance(outcome, Accepted):
-                self.statistics.wasted_tokens += sum(outcome.value.response_mask)
+            if isinstance(result, Accepted):
+                self.statistics.wasted_tokens += sum(result.value.response_mask)
             return
         try:
-            self._settle(work, sample, outcome)
+            self._settle(work, sample, result)
         except Exception as error:  # noqa: BLE001  the loop's boundary: training gets the error
             self._fail(error)
 
-    def _settle(self, work: _Work, sample: int, outcome: Outcome) -> None:
-        match outcome:
+    def _settle(self, work: _Work, sample: int, result: TaskResult) -> None:
+        match result:
             case Accepted(value=trajectory):
                 work.trajectories[sample] = trajectory
                 if not work.missing:
@@ -325,13 +326,13 @@ class WorkflowExecutor:
                 self._reject(work, "rejected_groups", reason)
             case TimedOut(deadline_s=deadline):
                 self.statistics.counts["timed_out_episodes"] += 1
-                self._failed(work, DeadlineError(f"episode {outcome.task_id}", deadline))
+                self._failed(work, DeadlineError(f"episode {result.task_id}", deadline))
             case Failed(error=ConfigError() as error):  # what is set wrongly is wrong in every episode
                 self._fail(error)
             case Failed(error=error):
                 self._failed(work, error)
             case Cancelled():
-                self._failed(work, WorkflowError(f"episode {outcome.task_id} was cancelled by its own code"))
+                self._failed(work, WorkflowError(f"episode {result.task_id} was cancelled by its own code"))
 
     def _complete(self, work: _Work) -> None:
         done = [trajectory for trajectory in work.trajectories if trajectory is not None]
@@ -355,19 +356,19 @@ class WorkflowExecutor:
             self._fail(error)
 
     def _filter(self, work: _Work, group: Group) -> None:
-        self._patience.complete()
+        self._failure_limit.complete()
         if self.keep is not None and not self.keep(group):
             return self._reject(work, "filtered_groups", "filtered out")
         del self._work[group.ordinal]
         self.ledger.finish(group.ordinal)
         self.staleness.on_accept()
         self.statistics.counts["accepted_groups"] += 1
-        self._patience.accepted()
+        self._failure_limit.accepted()
         self.delivery.add(group)
         self._react()
 
     def _failed(self, work: _Work, error: BaseException) -> None:
-        if stop := self._patience.failed(work.item.ordinal, error):
+        if stop := self._failure_limit.failed(work.item.ordinal, error):
             self._fail(stop)
         else:
             self._reject(work, "failed_groups", f"failed: {type(error).__name__}: {error}")
@@ -380,7 +381,7 @@ class WorkflowExecutor:
             self.runner.cancel(f"{ordinal}-{sample}")
         self.statistics.wasted_tokens += sum(sum(t.response_mask) for t in work.trajectories if t is not None)
         self.statistics.counts[count] += 1
-        self._patience.rejected(reason)
+        self._failure_limit.rejected(reason)
         self.ledger.reject(ordinal, reason)
         self.staleness.on_reject()
         self._react()

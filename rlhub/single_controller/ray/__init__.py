@@ -1,20 +1,29 @@
-"""The Ray backend: the only place of rlhub that imports Ray."""
+"""The Ray backend: the only place of rlhub that imports Ray.
 
-from rlhub.single_controller.colocate import create_colocated_worker_cls
-from rlhub.single_controller.ray.cluster import Connection, connect
+cluster.py      starts or joins a cluster          nodes.py      where its head is, whether it answers, what its nodes have
+pool.py         which bundle of which node each rank of a resource pool runs in
+process.py      the Ray actor of one rank, and how a process becomes a rank
+processes.py    the processes of a pool from creation to their end
+group.py        worker groups over them, and a run: cluster, pools, processes, groups
+pending.py      their pending calls: deadlines, typed errors, futures
+async_actor.py  asynchronous actors                exchange.py   many small calls carried by few Ray calls
+watch.py        is the cluster lost?               reaper.py, orphans.py    end what a run, or a killed driver, left behind
+"""
+
+from rlhub.single_controller.ray.cluster import Connection, build_runtime_env, connect
 from rlhub.single_controller.ray.group import RayClassWithInitArgs, RayWorkerGroup
-from rlhub.single_controller.ray.hosts import HostOptions
 from rlhub.single_controller.ray.pool import (
     RayResourcePool,
     ResourcePoolManager,
     merge_resource_pool,
     split_resource_pool,
 )
-from rlhub.single_controller.ray.runtime_env import build_runtime_env
+from rlhub.single_controller.ray.processes import ProcessOptions
+from rlhub.single_controller.worker import create_colocated_worker_cls
 
 __all__ = [
     "Connection",
-    "HostOptions",
+    "ProcessOptions",
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",

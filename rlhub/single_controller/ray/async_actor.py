@@ -1,14 +1,20 @@
-"""An AsyncActor in a process of its own: an asyncio Ray actor that ends with the driver, also when the driver is killed."""
+"""An AsyncActor in a process of its own: an asyncio Ray actor that ends with the driver, also when the driver is killed.
+
+`RayAsyncActor` is the caller's side; `ActorProcess` is the Ray actor, in whose process the object lives.  The object is built and
+called on the actor's event loop, which is not in the process's main thread.  The two talk through exchange.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import pickle
 import sys
 import threading
 import time
 import uuid
+from collections import defaultdict
 from typing import Any
 
 import ray
@@ -16,24 +22,32 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlhub.errors import ClusterLostError, ResourceError, WorkerDiedError
-from rlhub.single_controller.async_actor import AsyncActorOptions
-from rlhub.single_controller.observer import WorkerInfo
-from rlhub.single_controller.ray.async_host import AsyncActorHost
-from rlhub.single_controller.ray.exchange import Channel
+from rlhub.single_controller.calls import Deadline, WorkerInfo
+from rlhub.single_controller.invoke import ActorObject, RemoteError, describe_failure
+from rlhub.single_controller.ray.exchange import CANCEL, CallChannel, Message, Reply, pack_reply
 from rlhub.single_controller.ray.pending import Gather, typed_error
-from rlhub.single_controller.ray.process import HostIdentity, HostSetup, host_environment, start_environment
+from rlhub.single_controller.ray.process import (
+    ProcessIdentity,
+    ProcessSetup,
+    own_identity,
+    prepare_process,
+    rank_environment,
+    start_environment,
+)
 from rlhub.single_controller.ray.reaper import end_on_nodes
 from rlhub.single_controller.ray.watch import check_cluster
+from rlhub.single_controller.resources import AsyncActorOptions
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext, check_worker_env
 from rlhub.utils import faults
 
 logger = logging.getLogger(__name__)
 
 _OWN_CALLS = 1000
-"""Room in the actor for `deliver` and `collect` calls, which return at once or wait idly; the limit on the object's calls is
-kept by the host."""
+"""Limit on the actor's `deliver` and `collect` calls, which return at once or wait idly; `ActorObject` limits the object's."""
 
 _REAP_S = 30.0
+_COPIES: dict[str | None, int] = {None: 1, "lost": 0, "duplicate": 2}
+"""Number of times that a reply is sent, by the fault that strikes it."""
 
 
 class RayAsyncActor:
@@ -46,7 +60,7 @@ class RayAsyncActor:
         self._ended = False
         self._worker = WorkerInfo(rank=0, node="", pid=0)
         self._node_id = ""
-        self._channels: dict[asyncio.AbstractEventLoop, Channel] = {}
+        self._channels: dict[asyncio.AbstractEventLoop, CallChannel] = {}
         self._actor = _create(options, self._marker)
 
     @property
@@ -55,14 +69,14 @@ class RayAsyncActor:
 
     @property
     def worker(self) -> WorkerInfo:
-        """Where its process is."""
+        """The place of its process."""
         return self._worker
 
     def start(self, spec: ClassWithInitArgs) -> None:
-        """Wait for the process and build the object."""
+        """Waits for the process and builds the object."""
         deadline = time.monotonic() + self._options.start_deadline_s
         try:
-            identity: HostIdentity = self._wait("start", self._actor.identity.remote(), deadline)
+            identity: ProcessIdentity = self._wait("start", self._actor.identity.remote(), deadline)
             self._node_id = identity.node_id
             log = os.path.join(self._options.log_dir, f"{self.name}.log") if self._options.log_dir else ""
             self._worker = WorkerInfo(rank=0, node=identity.node_ip, pid=identity.pid, log=log)
@@ -93,10 +107,10 @@ class RayAsyncActor:
                 threading.Thread(target=self._reap, name=f"end-{self.name}").start()
 
     def _wait(self, what: str, reference: Any, deadline: float) -> Any:
-        left = max(0.1, deadline - time.monotonic())
+        left = Deadline(seconds=max(0.1, deadline - time.monotonic()))
         return Gather(self.name, what, {0: reference}, {0: self._worker}, left, _nothing).wait()[0]
 
-    def _setup(self, identity: HostIdentity) -> HostSetup:
+    def _setup(self, identity: ProcessIdentity) -> ProcessSetup:
         context = WorkerContext(
             role=self.name,
             node=identity.node_ip,
@@ -104,9 +118,9 @@ class RayAsyncActor:
             master_port=identity.free_port,
             device=self._options.device,
         )
-        return HostSetup(
+        return ProcessSetup(
             context=context,
-            env=host_environment(context, self._options.devices or ",".join(identity.gpu_ids)),
+            env=rank_environment(context, self._options.devices or ",".join(identity.gpu_ids)),
             python_path=tuple(entry or os.getcwd() for entry in sys.path),
             log_file=self._worker.log,
             log_level=logging.getLogger().getEffectiveLevel(),
@@ -114,13 +128,13 @@ class RayAsyncActor:
             faults=faults.installed(),
         )
 
-    def _channel(self) -> Channel:
-        """The one of this event loop; those of loops that are closed are forgotten."""
+    def _channel(self) -> CallChannel:
+        """Returns the channel of this event loop; those of loops that are closed are dropped."""
         loop = asyncio.get_running_loop()
         if loop not in self._channels:
             for old in [other for other in self._channels if other.is_closed()]:
                 self._channels.pop(old, None)
-            self._channels[loop] = Channel(self._actor, self.name, uuid.uuid4().hex, self._explain)
+            self._channels[loop] = CallChannel(self._actor, self.name, uuid.uuid4().hex, self._explain)
         return self._channels[loop]
 
     def _explain(self, error: BaseException, method: str) -> BaseException:
@@ -170,7 +184,7 @@ def _create(options: AsyncActorOptions, marker: str) -> Any:
     elif options.node_id:
         placement["scheduling_strategy"] = NodeAffinitySchedulingStrategy(options.node_id, soft=False)
     return (
-        ray.remote(AsyncActorHost)
+        ray.remote(ActorProcess)
         .options(
             max_restarts=0,
             max_concurrency=_OWN_CALLS,
@@ -184,4 +198,85 @@ def _create(options: AsyncActorOptions, marker: str) -> Any:
 
 
 def _nothing() -> None:
-    """A failed start is cleaned up by `start`."""
+    """Does nothing when a start fails: `start` cleans up."""
+
+
+class _Replies:
+    """The replies that one caller's event loop has not fetched yet."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Reply] = []
+        self.filled = asyncio.Event()
+
+    def add(self, reply: Reply) -> None:
+        self.waiting.append(reply)
+        self.filled.set()
+
+    def take(self) -> list[Reply]:
+        taken, self.waiting = self.waiting, []
+        self.filled.clear()
+        return taken
+
+
+class ActorProcess:
+    """The Ray actor; see the module docstring.  max_concurrency: methods of the object that run at the same time."""
+
+    def __init__(self, max_concurrency: int) -> None:
+        self._max_concurrency = max_concurrency
+        self._context = WorkerContext()
+        self._replies: defaultdict[str, _Replies] = defaultdict(_Replies)
+        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
+
+    async def identity(self) -> ProcessIdentity:
+        """Returns where this process is."""
+        return own_identity()
+
+    async def prepare(self, setup: ProcessSetup) -> None:
+        """Takes the environment, log file and import path, and imports the plugins."""
+        self._context = setup.context
+        prepare_process(setup)
+
+    async def build(self, spec: ClassWithInitArgs) -> None:
+        """Constructs the object."""
+        self._object = ActorObject(self._max_concurrency)
+        await self._object.build(spec, self._context)
+
+    async def linger(self) -> None:
+        """Never returns: the call fails when the process dies, which wakes whoever awaits it."""
+        await asyncio.Event().wait()
+
+    async def deliver(self, key: str, messages: list[Message]) -> None:
+        """Starts these calls, or cancels them; returns at once."""
+        for number, payload in messages:
+            place = (key, number)
+            if payload != CANCEL:
+                self._running[place] = asyncio.create_task(self._run(place, payload))
+            elif place in self._running:
+                self._running[place].cancel()
+
+    async def collect(self, key: str, messages: list[Message]) -> list[Reply]:
+        """Does as `deliver`, then returns all replies there are; waits for the first."""
+        await self.deliver(key, messages)
+        replies = self._replies[key]
+        await replies.filled.wait()
+        return replies.take()
+
+    async def _run(self, place: tuple[str, int], payload: bytes) -> None:
+        key, number = place
+        method = "request"
+        value, failure = None, None
+        try:
+            method, args, kwargs, step = pickle.loads(payload)
+            faults.begin_step(step)
+            value = await self._object.run(method, args, kwargs)
+        except RemoteError as error:
+            failure = error
+        except asyncio.CancelledError:
+            failure = self._object.cancelled_itself(method)
+        except Exception as error:  # noqa: BLE001 - the boundary of a process: it is raised at the caller's
+            failure = describe_failure(error, self._context, method)
+        finally:
+            del self._running[place]
+        reply = pack_reply(number, value, failure, lambda error: describe_failure(error, self._context, method))
+        for _ in range(_COPIES[faults.at("replica.reply")]):
+            self._replies[key].add(reply)

@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -30,9 +31,14 @@ from ray._private.node import Node
 
 from rlhub.errors import ConfigError, ResourceError
 from rlhub.single_controller.ray import orphans
-from rlhub.single_controller.ray.address import LOCAL, ClusterAddress, read_address, silence
-from rlhub.single_controller.ray.nodes import describe_nodes, head_address
-from rlhub.single_controller.ray.runtime_env import build_runtime_env
+from rlhub.single_controller.ray.nodes import (
+    LOCAL,
+    ClusterAddress,
+    describe_nodes,
+    head_address,
+    read_address,
+    silence,
+)
 from rlhub.single_controller.ray.watch import head_answers, loss, unwatch, watch_cluster
 from rlhub.single_controller.worker import applied_env
 
@@ -48,6 +54,11 @@ RAYS_FOLDER = os.path.dirname(ray.__file__) + os.sep
 EXEC_SECONDS = 5.0  # milliseconds, unless the machine is very busy
 TIMED_OUT = "The current node timed out during startup"  # how Ray says so
 _ONLY_WHEN_STARTING = ("num_cpus", "num_gpus", "resources", "object_store_memory")
+EXCLUDES = (
+    ".git", ".venv*", "venv", "checkpoints", "outputs", "wandb", "logs", "__pycache__", "*.egg-info",
+    ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "*.safetensors", "*.bin", "*.parquet", ".env",
+)  # fmt: skip
+"""gitignore patterns.  Data and weights are read from paths that all nodes see, not shipped with the code."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,8 +84,8 @@ class Connection:
             self.reaper = None
 
     def _abandon(self) -> None:
-        """Of a cluster that was lost.  Ray would ask its head for minutes, also when the interpreter exits: a cluster of our own
-        is ended first, and one that was joined is left as it is."""
+        """Leaves a cluster that was lost.  Ray would ask its head for minutes, also when the interpreter exits: a cluster of our
+        own is ended first, and one that was joined is left as it is."""
         if self.owned:
             for process in _rays_processes():
                 with suppress(psutil.NoSuchProcess):
@@ -86,7 +97,7 @@ class Connection:
 
 
 def _leave() -> None:
-    """The last of what is done when the interpreter exits after a cluster was lost that was joined: Ray's own end of the process
+    """Ends the interpreter after a joined cluster was lost, when all other exit functions have run: Ray's own end of the process
     would crash.  The status says that it failed."""
     atexit.unregister(_leave)
     atexit._run_exitfuncs()  # those of all others
@@ -98,7 +109,7 @@ def _leave() -> None:
 def connect(
     ray_init: Mapping[str, Any], *, device: str, num_ranks: int, deadline_s: float = 120.0, lost_after_s: float = 30.0
 ) -> Connection:
-    """Use the cluster of this process if there is one, else join `ray_init.address` or RAY_ADDRESS, else start one here.
+    """Uses the cluster of this process if there is one, else joins `ray_init.address` or RAY_ADDRESS, else starts one here.
 
     num_ranks: worker processes to come; a cluster started on this machine gets at least as many logical CPUs, unless
     `ray_init.num_cpus` says otherwise.  `ray_init.runtime_env="auto"` ships the working directory to the other nodes.
@@ -124,8 +135,17 @@ def connect(
     return connection
 
 
+def build_runtime_env(working_dir: str | Path, env_vars: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Returns a Ray runtime environment that can be shipped: the source tree without what is large, local or secret.
+
+    It is for `ray.init(runtime_env=...)` or job submission on several nodes that share no source tree.  A single machine needs
+    none: its workers import what the driver imports.
+    """
+    return {"working_dir": str(working_dir), "excludes": list(EXCLUDES), "env_vars": dict(env_vars or {})}
+
+
 def _join(address: ClusterAddress, options: Mapping[str, Any], deadline_s: float) -> None:
-    """Ray itself is asked only when the head answers.  Should it hang all the same, the thread is left to it."""
+    """Joins the cluster; Ray itself is asked only when the head answers.  Should it hang all the same, its thread is left."""
     ends = time.monotonic() + deadline_s
     late = f"not done after {deadline_s:g} s (trainer.deadline_s.resources)"
     logger.info("joining the Ray cluster at %s (%s)", address.given, address.source)
@@ -135,7 +155,7 @@ def _join(address: ClusterAddress, options: Mapping[str, Any], deadline_s: float
 
     def join() -> None:
         try:
-            with applied_env(_proxies()), _unheard(NO_SIGTERM):
+            with applied_env(_proxies()), _without_warning(NO_SIGTERM):
                 ray.init(address=address.given, **options)
         except BaseException as error:  # noqa: BLE001  handed to the thread that waits
             joined.set_exception(error)
@@ -152,8 +172,8 @@ def _join(address: ClusterAddress, options: Mapping[str, Any], deadline_s: float
 
 
 @contextmanager
-def _unheard(beginning: str) -> Iterator[None]:
-    """Without the warning of Ray's that begins so."""
+def _without_warning(beginning: str) -> Iterator[None]:
+    """Suppresses the warning of Ray's that begins so."""
 
     def wanted(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(beginning)
@@ -167,7 +187,7 @@ def _unheard(beginning: str) -> Iterator[None]:
 
 
 def _start(options: Mapping[str, Any], deadline_s: float) -> subprocess.Popen[bytes]:
-    """Returns the process that ends what is left of the cluster when this one is killed."""
+    """Starts a cluster; returns the process that ends what is left of the cluster when this one is killed."""
     marker = uuid.uuid4().hex
     variables = {**_start_environment(with_dashboard=bool(options.get("include_dashboard"))), CLUSTER_MARKER: marker}
     loopback = _on_loopback(options.get("_node_ip_address") == LOOPBACK)
@@ -195,8 +215,8 @@ def _start_reaper(marker: str) -> subprocess.Popen[bytes]:
 
 
 def _patiently(start: Callable[[], object], deadline_s: float) -> None:
-    """Again where Ray's own limit of 30 s for its processes was too short, as on a machine that is very busy for a while, and the
-    deadline has not passed; what the attempt has started is ended first."""
+    """Starts Ray, again where its own limit of 30 s for its processes was too short, as on a machine that is very busy for a
+    while, and the deadline has not passed; what the attempt has started is ended first."""
     ends = time.monotonic() + deadline_s
     for attempt in range(1, START_ATTEMPTS + 1):
         before = _rays_processes()
@@ -219,7 +239,7 @@ def _patiently(start: Callable[[], object], deadline_s: float) -> None:
 
 
 def _rays_processes() -> set[psutil.Process]:
-    """Of a cluster that this process started or is starting."""
+    """Returns the processes of a cluster that this process started or is starting."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -229,8 +249,8 @@ def _rays_processes() -> set[psutil.Process]:
 
 
 def _command_line(process: psutil.Process) -> list[str]:
-    """Linux lets the starter of a process go on shortly before the new program's arguments can be read: until then they are
-    empty."""
+    """Returns the arguments of a process, once they can be read: Linux lets the starter of a process go on shortly before, and
+    until then they are empty."""
     deadline = time.monotonic() + EXEC_SECONDS
     arguments: list[str] = process.cmdline()
     while not arguments and time.monotonic() < deadline:
@@ -241,7 +261,7 @@ def _command_line(process: psutil.Process) -> list[str]:
 
 @contextmanager
 def _programs_sigterm() -> Iterator[None]:
-    """Keep the program's own answer to SIGTERM, such as saving the step and leaving, where ray.init puts one that exits."""
+    """Keeps the program's own answer to SIGTERM, such as saving the step and leaving, where ray.init puts one that exits."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -252,7 +272,7 @@ def _programs_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _without_helpers(options: Mapping[str, Any]) -> Iterator[None]:
-    """Let Ray start a node without the processes that nothing here reads from.
+    """Lets Ray start a node without the processes that nothing here reads from.
 
     Ray 2.58 has no settings for it, and starts the dashboard's process also where no dashboard is wanted.  They are three Python
     processes of 150 MB; their start needs twice the CPU time of the rest of Ray's, and one reads all logs ten times a second.
@@ -267,8 +287,8 @@ def _without_helpers(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _name_no_dashboard(node: Node) -> None:
-    """The node's agent, which runs nevertheless, asks for an address, and logs an error every second until it has one.  As with
-    Ray's own process of a dashboard that is not wanted, nobody listens there."""
+    """Names an address on which nobody listens, as Ray's own process of a dashboard that is not wanted does: the node's agent,
+    which runs nevertheless, logs an error every second until it has one."""
     key, namespace = ray_constants.DASHBOARD_ADDRESS.encode(), ray_constants.KV_NAMESPACE_DASHBOARD
     client = node.get_gcs_client()  # type: ignore[no-untyped-call]
     client.internal_kv_put(key, f"{LOOPBACK}:{DISCARD_PORT}".encode(), True, namespace=namespace)
@@ -286,7 +306,7 @@ def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def _on_loopback(wanted: bool) -> Iterator[None]:
-    """Let Ray's processes bind 127.0.0.1 alone.  Ray 2.58 replaces that address by an outward one, and then listens on all
+    """Lets Ray's processes bind 127.0.0.1 alone.  Ray 2.58 replaces that address by an outward one, and then listens on all
     interfaces, unless this constant (by default False on desktop systems) says that there will be no second node."""
     with _replaced(ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER and not wanted):
         yield
@@ -313,7 +333,7 @@ def _join_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _start_environment(with_dashboard: bool) -> dict[str, str]:
-    """Variables that Ray's processes read at their start; a user's own setting wins."""
+    """Returns the variables that Ray's processes read at their start; a user's own setting wins."""
     wanted = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
@@ -325,7 +345,7 @@ def _start_environment(with_dashboard: bool) -> dict[str, str]:
 
 
 def _proxies() -> dict[str, str]:
-    """A proxy in the way would swallow the calls between Ray's own processes on this machine."""
+    """Returns the variables that keep proxies out: one would swallow the calls between Ray's own processes on this machine."""
     wanted = {}
     for name in ("no_proxy", "NO_PROXY"):
         hosts = [host for host in os.environ.get(name, "").split(",") if host]

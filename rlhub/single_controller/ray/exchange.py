@@ -1,9 +1,9 @@
 """Many small calls of one Ray actor, carried by few large ones.
 
 A call of a Ray actor costs about a millisecond, whatever it carries.  So one call (`collect`) takes along all requests that have
-come up, waits in the actor, and brings back all results that are there; requests that come up meanwhile travel together in
-another (`deliver`).  The reference of `collect` is awaited; when the process dies it fails, and with it all calls under way.
-Measured with 200 calls under way that return at once: 1,000 a second with one Ray call each, 7,000 a second this way.
+come up, waits in the actor, and brings back all results there are; requests that come up meanwhile travel together in
+another (`deliver`).  The reference of `collect` is awaited; when the process dies it fails, and with it all pending calls.
+Measured with 200 pending calls that return at once: 1,000 a second with one Ray call each, 7,000 a second this way.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ Message = tuple[int, bytes]
 Ray pickles these ten times as fast as dataclasses."""
 
 Reply = tuple[int, bool, bytes]
-"""How a call ended, by its number: whether it failed, and its pickled result or RemoteError."""
+"""The end of a call, by its number: whether it failed, and its pickled result or RemoteError."""
 
 
 @dataclass(slots=True)
-class _Call:
+class _PendingCall:
     method: str
     future: asyncio.Future[Any]
 
 
 def pack(value: Any) -> bytes:
-    """Pickle it.  What the main script or a function defines goes by value, which only the slower cloudpickle does."""
+    """Pickles a value.  What the main script or a function defines goes by value, which only the slower cloudpickle does."""
     try:
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception:  # noqa: BLE001 - a user's object may raise anything while it is pickled; cloudpickle then says what
@@ -57,8 +57,8 @@ def pack(value: Any) -> bytes:
     return bytes(cloudpickle.dumps(value)) if _MAIN in payload else payload  # type: ignore[no-untyped-call]
 
 
-class Channel(Listener):
-    """The calls that one event loop has under way in one actor; to be used on that loop only.  A lost cluster ends them.
+class CallChannel(Listener):
+    """The pending calls of one event loop in one actor; to be used on that loop only.  A lost cluster ends them.
 
     explain: the error to raise for what Ray raised, by method name.
     """
@@ -70,10 +70,10 @@ class Channel(Listener):
         self._explain = explain
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _PendingCall] = {}
         self._outbox: list[Message] = []
         self._collector: asyncio.Task[None] | None = None
-        self._parked = False  # whether a `collect` is under way
+        self._parked = False  # whether a `collect` waits in the actor
         listen(self)
 
     def cluster_lost(self, error: ClusterLostError) -> None:
@@ -81,11 +81,11 @@ class Channel(Listener):
             self._loop.call_soon_threadsafe(self.fail, error)
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], deadline_s: float | None) -> Any:
-        """Send and await one call."""
+        """Sends and awaits one call."""
         check_cluster()
         payload = pack((method, args, kwargs, faults.current_step()))
         number = next(self._numbers)
-        call = self._calls[number] = _Call(method, self._loop.create_future())
+        call = self._calls[number] = _PendingCall(method, self._loop.create_future())
         self._send((number, payload))
         timer = self._loop.call_later(deadline_s, self._expire, number, deadline_s) if deadline_s is not None else None
         try:
@@ -99,7 +99,7 @@ class Channel(Listener):
                 timer.cancel()
 
     def fail(self, error: BaseException) -> None:
-        """End all calls under way because of what Ray raised."""
+        """Ends all pending calls because of what Ray raised."""
         calls, self._calls = self._calls, {}
         for call in calls.values():
             if not call.future.done():
@@ -119,7 +119,7 @@ class Channel(Listener):
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send what came up while `collect` is under way; otherwise that will carry it."""
+        """Sends what came up while `collect` waits in the actor; otherwise that will carry it."""
         if self._outbox and self._parked:
             messages, self._outbox = self._outbox, []
             try:
@@ -161,7 +161,7 @@ class Channel(Listener):
 
 
 def pack_reply(number: int, value: Any, failure: RemoteError | None, describe: Callable[[Exception], RemoteError]) -> Reply:
-    """describe: makes the failure of a result that cannot be pickled."""
+    """Returns the reply of a call.  describe: makes the failure of a result that cannot be pickled."""
     try:
         return number, failure is not None, pack(value if failure is None else failure)
     except Exception as error:  # noqa: BLE001 - a user's object may raise anything while it is pickled

@@ -16,12 +16,12 @@ from contextlib import suppress
 
 LOOK_EVERY_S = 0.5
 QUIET_S = 2.0
-"""So long none was found: what was being started at that moment appears a little later."""
+"""It ends when none was found for so long: what was being started at that moment appears a little later."""
 OPEN_FOR_WRITING = 0o200
 
 
 def left_behind(entry: str, folder: str) -> list[int]:
-    """Processes of this machine, but for this one, that have the variable or write below the folder."""
+    """Returns the processes of this machine, but for this one, that have the variable or write below the folder."""
     others = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
     return [pid for pid in others if _carries(pid, entry.encode()) or _writes(pid, folder.rstrip("/") + "/")]
 
@@ -43,7 +43,7 @@ def _writes(pid: int, folder: str) -> bool:
 
 
 def main(starter: int, entry: str, folder: str) -> None:
-    """Wait for the starter's end, then for that of all others."""
+    """Waits for the starter's end, then ends all that it left."""
     while os.getppid() == starter:
         time.sleep(LOOK_EVERY_S)
     ends = time.monotonic() + QUIET_S

@@ -1,4 +1,4 @@
-"""Calls under way in Ray actors: wait with a deadline, fail fast, and raise typed errors."""
+"""Pending calls of Ray actors: wait with a deadline, fail fast, and raise typed errors."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from ray.exceptions import (
 
 from rlhub.errors import DeadlineError, WorkerDiedError, WorkerError
 from rlhub.protocol import DataProto, DataProtoFuture
-from rlhub.single_controller.calls import GRACE_S, PendingCall, Watch, cause_of, grace_is_over
+from rlhub.single_controller.calls import GRACE_S, Deadline, PendingCall, Watch, WorkerInfo, cause_of, grace_is_over
 from rlhub.single_controller.invoke import RemoteError
-from rlhub.single_controller.observer import WorkerInfo
 from rlhub.single_controller.ray.nodes import own_address
 from rlhub.single_controller.ray.watch import check_cluster, loss
 
@@ -41,7 +40,7 @@ _LOG_TAIL_BYTES = 2000
 
 
 def typed_error(error: BaseException, role: str, worker: WorkerInfo, method: str) -> WorkerError:
-    """The rlhub error for what `ray.get` raised for one rank; an rlhub error of the worker's becomes its cause."""
+    """Returns the rlhub error for what `ray.get` raised for one rank; an rlhub error of the worker's becomes its cause."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, RemoteError):
         cause.error.__cause__ = cause.cause
@@ -56,7 +55,7 @@ def typed_error(error: BaseException, role: str, worker: WorkerInfo, method: str
 
 
 def log_tail(worker: WorkerInfo) -> str:
-    """The end of a worker's log, when it is a file on this machine."""
+    """Returns the end of a worker's log, when it is a file on this machine."""
     if not worker.log or not os.path.isfile(worker.log):
         return f"; log: {worker.log}" if worker.log else ""
     with open(worker.log, "rb") as file:
@@ -65,10 +64,23 @@ def log_tail(worker: WorkerInfo) -> str:
     return f"; log {worker.log} ends:\n{text}" if text else f"; log {worker.log} is empty"
 
 
-class Gather:
-    """Collects one reference per rank.  Results and failures stay, so that waiting again gives the same.
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RankOutput:
+    """One rank's output batch in the object store, and apart from it its number of rows."""
+
+    role: str
+    method: str
+    worker: WorkerInfo
+    data: Any
+    rows: Any
+
+
+class Gather(PendingCall):
+    """A call that was sent to Ray actors: collects one reference per rank.  Results and failures stay, so that waiting again
+    gives the same.
 
     on_failure: called when a rank died, is late or did not answer while another failed, so that it may hang for ever.
+    parts: by rank, for calls whose outputs are read as a DataProtoFuture.
     """
 
     def __init__(
@@ -77,14 +89,16 @@ class Gather:
         method: str,
         references: Mapping[int, Any],
         workers: Mapping[int, WorkerInfo],
-        deadline_s: float | None,
+        deadline: Deadline,
         on_failure: Callable[[], None],
+        parts: Mapping[int, RankOutput] | None = None,
     ) -> None:
         self.name = f"{role}.{method}"
         self._role, self._method = role, method
         self._open: dict[Any, int] = {reference: rank for rank, reference in references.items()}
         self._workers = workers
-        self._deadline_s = deadline_s
+        self._deadline = deadline
+        self._parts = parts or {}
         self._sent = time.monotonic()
         self._next_log = self._sent + _LOG_EVERY_S - 1
         self._outputs: dict[int, Any] = {}
@@ -103,7 +117,7 @@ class Gather:
         return self.failed or not self._open or self._seconds_left() <= 0 or loss() is not None
 
     def wait(self) -> dict[int, Any]:
-        """Outputs by rank; raises WorkerDiedError, WorkerError, DeadlineError or ClusterLostError."""
+        """See PendingCall; raises ClusterLostError, too."""
         if self._late is not None:
             raise self._late
         while self._open and not grace_is_over(self._grace_ends, self.has_lost):
@@ -122,10 +136,14 @@ class Gather:
         return self._outputs
 
     def has_lost(self) -> bool:
-        """See PendingCall; of workers on this machine: process numbers of others mean nothing here."""
+        """See PendingCall; asks about the workers on this machine: process numbers of others mean nothing here."""
         here = own_address()
         late = [worker for rank in self._late_ranks() if (worker := self._workers[rank]).node == here]
         return any(os.path.isfile(worker.log) and not _lives(worker.pid) for worker in late)
+
+    def data_future(self, ranks: Sequence[int], watch: Watch) -> DataProtoFuture:
+        reader = PartReader(self._deadline, time.time() + self._seconds_left(), self, watch)
+        return DataProtoFuture([self._parts[rank] for rank in ranks], reader.resolve, reader.measure)
 
     def _check_cluster(self) -> None:
         if loss() is not None:
@@ -133,10 +151,10 @@ class Gather:
         check_cluster()
 
     def _seconds_left(self) -> float:
-        return float("inf") if self._deadline_s is None else self._sent + self._deadline_s - time.monotonic()
+        return self._sent + self._deadline.seconds - time.monotonic()
 
     def _take_ready(self, timeout: float, num_wanted: int = 1) -> None:
-        """Wait for so many ranks, and keep what those that are done returned or raised."""
+        """Waits for so many ranks, and keeps what those that are done returned or raised."""
         ready, _ = ray.wait(list(self._open), num_returns=num_wanted, timeout=max(timeout, 0.0))
         if not ready and time.monotonic() >= self._next_log:
             self._next_log += _LOG_EVERY_S
@@ -153,7 +171,7 @@ class Gather:
         return sorted(self._open.values())
 
     def _pass_deadline(self) -> DeadlineError:
-        """The error, after asking late workers on this machine for their stacks."""
+        """Returns the error, after asking late workers on this machine for their stacks."""
         late = [self._workers[rank] for rank in self._late_ranks()]
         logs = [worker.log for worker in late if worker.log and os.path.isfile(worker.log)]
         for worker in late:
@@ -161,10 +179,10 @@ class Gather:
                 _ask_for_stacks(worker.pid)
         where = ", ".join(f"rank {worker.rank} on {worker.node} (process {worker.pid})" for worker in late)
         hint = f"still running: {where}" + (f"; their stacks are in {', '.join(logs)}" if logs else "")
-        return DeadlineError(self.name, float(self._deadline_s or 0.0), hint)
+        return self._deadline.error(self.name, hint)
 
     def _worst_error(self) -> Exception:
-        """A death explains its peers' failures; otherwise the first failure is the cause."""
+        """Returns the failure to raise: a death explains its peers' failures; otherwise the first failure is the cause."""
         worst = cause_of(self._errors)
         for error in self._errors:
             if error is not worst:
@@ -186,38 +204,28 @@ def _ask_for_stacks(pid: int) -> None:
         logger.info("process %d is gone", pid)
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Part:
-    """One rank's output batch in the object store, and apart from it its number of rows."""
-
-    role: str
-    method: str
-    worker: WorkerInfo
-    data: Any
-    rows: Any
-
-
 class PartReader:
     """Reads parts for a DataProtoFuture.  On the driver it first waits for all ranks of the call, as a blocking call does; in
-    a worker, to which it was sent within an argument, it reads the parts alone.  deadline: wall-clock time, or None."""
+    a worker, to which it was sent within an argument, it reads the parts alone.  ends: the deadline as wall-clock time."""
 
-    def __init__(self, deadline: float | None, gather: Gather | None = None, watch: Watch | None = None) -> None:
+    def __init__(self, deadline: Deadline, ends: float, gather: Gather | None = None, watch: Watch | None = None) -> None:
         self._deadline = deadline
+        self._ends = ends
         self._gather = gather
         self._watch = watch
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PartReader, (self._deadline,)
+        return PartReader, (self._deadline, self._ends)
 
-    def resolve(self, parts: list[Part]) -> list[DataProto]:
-        """The batches, in order."""
+    def resolve(self, parts: list[RankOutput]) -> list[DataProto]:
+        """Returns the batches, in order."""
         return self._read(parts, [part.data for part in parts])
 
-    def measure(self, parts: list[Part]) -> list[int]:
-        """Rows of each, without fetching the batches."""
+    def measure(self, parts: list[RankOutput]) -> list[int]:
+        """Returns the rows of each, without fetching the batches."""
         return self._read(parts, [part.rows for part in parts])
 
-    def _read(self, parts: Sequence[Part], references: list[Any]) -> list[Any]:
+    def _read(self, parts: Sequence[RankOutput], references: list[Any]) -> list[Any]:
         try:
             if self._gather is not None:
                 self._gather.wait()
@@ -230,37 +238,15 @@ class PartReader:
             self._watch.end()
         return values
 
-    def _get(self, part: Part, reference: Any) -> Any:
-        timeout = float("inf") if self._deadline is None else max(1.0, self._deadline - time.time())
+    def _get(self, part: RankOutput, reference: Any) -> Any:
+        timeout = max(1.0, self._ends - time.time())
         ends = time.monotonic() + timeout
         try:
             while not ray.wait([reference], timeout=min(_CLUSTER_EVERY_S, ends - time.monotonic()))[0]:
                 check_cluster()
                 if ends - time.monotonic() <= 0.0:
-                    name = f"{part.role}.{part.method}"
-                    raise DeadlineError(name, timeout, f"rank {part.worker.rank} on {part.worker.node}")
+                    where = f"rank {part.worker.rank} on {part.worker.node}"
+                    raise self._deadline.error(f"{part.role}.{part.method}", where)
             return ray.get(reference)
         except RayError as error:
             raise typed_error(error, part.role, part.worker, part.method) from None
-
-
-class RayPending(PendingCall):
-    """A call that is under way.  parts: by rank, for calls whose outputs are read as a DataProtoFuture."""
-
-    def __init__(self, gather: Gather, parts: Mapping[int, Part], deadline: float | None) -> None:
-        self._gather = gather
-        self._parts = parts
-        self._deadline = deadline
-
-    def wait(self) -> dict[int, Any]:
-        return self._gather.wait()
-
-    def done(self) -> bool:
-        return self._gather.done()
-
-    def has_lost(self) -> bool:
-        return self._gather.has_lost()
-
-    def data_future(self, ranks: Sequence[int], watch: Watch) -> DataProtoFuture:
-        reader = PartReader(self._deadline, self._gather, watch)
-        return DataProtoFuture([self._parts[rank] for rank in ranks], reader.resolve, reader.measure)

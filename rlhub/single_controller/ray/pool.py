@@ -19,13 +19,13 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from rlhub.errors import ConfigError, ResourceError
 from rlhub.single_controller.ray.nodes import describe_nodes, live_nodes
 from rlhub.single_controller.ray.watch import check_cluster, loss, while_it_lives
-from rlhub.single_controller.resource_pool import ResourcePool, check_mapping
+from rlhub.single_controller.resources import ResourcePool, check_mapping
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Slot:
+class RankSlot:
     """The place of one rank."""
 
     group: PlacementGroup
@@ -60,36 +60,36 @@ class RayResourcePool(ResourcePool):
         self.wait_for_nodes = wait_for_nodes
         self.detached = detached
         self.gpus_per_rank = gpus_per_rank
-        self._slots: list[Slot] | None = None
+        self._slots: list[RankSlot] | None = None
 
-    def slots(self) -> list[Slot]:
-        """Where each rank goes, in rank order.  Raises ResourceError when the cluster cannot give that in time."""
+    def slots(self) -> list[RankSlot]:
+        """Returns where each rank goes, in rank order.  Raises ResourceError when the cluster cannot give that in time."""
         if self._slots is None:
             self._slots = self._reserve()
         return self._slots
 
     def release(self) -> None:
-        """Give the places back (also those that pools split off this one use)."""
+        """Gives the places back (also those that pools split off this one use)."""
         groups = {slot.group.id: slot.group for slot in self._slots or ()}
         self._slots = None
         if ray.is_initialized() and loss() is None:  # else nobody is there to take them
             while_it_lives(lambda: [remove_placement_group(group) for group in groups.values()])
 
     def bundle(self) -> dict[str, float]:
-        """What one rank reserves."""
+        """Returns what one rank reserves."""
         return {"CPU": float(self.max_colocate_count), **({"GPU": float(self.gpus_per_rank)} if self.use_gpu else {})}
 
     def actor_resources(self) -> dict[str, float]:
-        """What one process of a rank takes of its bundle, as options of a Ray actor."""
+        """Returns what one process of a rank takes of its bundle, as options of a Ray actor."""
         return {"num_cpus": 1.0, "num_gpus": 1.0 / self.max_colocate_count if self.use_gpu else 0.0}
 
-    def _reserve(self) -> list[Slot]:
+    def _reserve(self) -> list[RankSlot]:
         deadline = time.monotonic() + self.deadline_s
         if not self.wait_for_nodes and not could_fit([self]):
             raise _refusal([self], "the cluster is too small for it")
         lifetime = "detached" if self.detached else None
         groups: list[PlacementGroup] = []
-        # Largest first, each before the next: a small group placed early may take the room that a large one needs.
+        # Largest first, each before the next: a small group placed early may take the space that a large one needs.
         for count in sorted(self.process_on_nodes, reverse=True):
             groups.append(placement_group([self.bundle()] * count, strategy="STRICT_PACK", lifetime=lifetime))
             if not self._wait(groups[-1], deadline):
@@ -106,18 +106,18 @@ class RayResourcePool(ResourcePool):
             logger.info("waiting for %s; %s", self.describe(), describe_nodes())
         return False
 
-    def _ordered(self, groups: Sequence[PlacementGroup]) -> list[Slot]:
-        """Slots with node entries of equal size sorted by address; the sizes stay in the order asked for."""
+    def _ordered(self, groups: Sequence[PlacementGroup]) -> list[RankSlot]:
+        """Returns the slots, node entries of equal size sorted by address; the sizes stay in the order asked for."""
         addresses = {node.node_id: node.address for node in live_nodes()}
         placed = [placement_group_table(group)["bundles_to_node_id"] for group in groups]
         order = sorted(range(len(groups)), key=lambda i: (_address_key(addresses[placed[i][0]]), placed[i][0]))
-        slots: list[Slot] = []
+        slots: list[RankSlot] = []
         for count in self.process_on_nodes:
             chosen = next(i for i in order if len(placed[i]) == count)
             order.remove(chosen)
             nodes = placed[chosen]
             slots += [
-                Slot(group=groups[chosen], bundle=bundle, node_id=nodes[bundle], node_ip=addresses[nodes[bundle]])
+                RankSlot(group=groups[chosen], bundle=bundle, node_id=nodes[bundle], node_ip=addresses[nodes[bundle]])
                 for bundle in range(count)
             ]
         return slots
@@ -129,7 +129,7 @@ class RayResourcePool(ResourcePool):
 
 
 def could_fit(pools: Sequence[RayResourcePool]) -> bool:
-    """Whether the nodes' totals hold all pools together: first-fit decreasing, enough because entries are packed whole."""
+    """Returns whether the nodes' totals hold all pools: first-fit decreasing, enough because entries are packed whole."""
     totals = [node.total for node in live_nodes()]
     for count, bundle in sorted(((count, pool.bundle()) for pool in pools for count in pool.process_on_nodes), key=_largest):
         need = {kind: amount * count for kind, amount in bundle.items()}
@@ -153,7 +153,7 @@ def _refusal(pools: Sequence[RayResourcePool], why: str) -> ResourceError:
 
 
 def _address_key(address: str) -> tuple[int, int | str]:
-    """Numeric order for IP addresses, alphabetic for names."""
+    """Returns a key that orders IP addresses by number and names by the alphabet."""
     try:
         return 0, int(ipaddress.ip_address(address))
     except ValueError:
@@ -161,7 +161,7 @@ def _address_key(address: str) -> tuple[int, int | str]:
 
 
 def split_resource_pool(pool: RayResourcePool, split_size: int | Sequence[int]) -> list[RayResourcePool]:
-    """Cut a pool into pools of consecutive ranks over the same places; sizes must add up to the pool's."""
+    """Cuts a pool into pools of consecutive ranks over the same places; sizes must add up to the pool's."""
     sizes = [split_size] * (pool.world_size // max(split_size, 1)) if isinstance(split_size, int) else list(split_size)
     if not sizes or min(sizes) < 1 or sum(sizes) != pool.world_size:
         raise ConfigError(
@@ -175,13 +175,13 @@ def split_resource_pool(pool: RayResourcePool, split_size: int | Sequence[int]) 
 
 
 def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> RayResourcePool:
-    """One pool over the places of both, ranks of `first` before those of `second`."""
+    """Returns one pool over the places of both, ranks of `first` before those of `second`."""
     if first.use_gpu != second.use_gpu or first.max_colocate_count != second.max_colocate_count:
         raise ConfigError("pools can be merged only when both use GPUs or both do not, with the same max_colocate_count")
     return _over(first, first.slots() + second.slots())
 
 
-def _over(pool: RayResourcePool, slots: list[Slot]) -> RayResourcePool:
+def _over(pool: RayResourcePool, slots: list[RankSlot]) -> RayResourcePool:
     counts: list[int] = []
     for i, slot in enumerate(slots):
         if i and slots[i - 1].group.id == slot.group.id:
@@ -207,7 +207,7 @@ class ResourcePoolManager:
         }
 
     def create_resource_pool(self) -> None:
-        """Reserve all pools now; gives back what was reserved when one cannot be had.  What could never fit fails at once."""
+        """Reserves all pools now; gives back what was reserved when one cannot be had.  What could never fit fails at once."""
         pools = list(self.resource_pools.values())
         if not any(pool.wait_for_nodes for pool in pools) and not could_fit(pools):
             raise _refusal(pools, "the cluster is too small for it")

@@ -1,4 +1,4 @@
-"""End what a run started: every process that carries the run's marker in its environment, children's children included.
+"""Ends what a run started: every process that carries the run's marker in its environment, children's children included.
 
 Ray kills its own workers, but not what they started (engines, reward children, servers), and a worker that was killed
 cannot clean up after itself.  The marker is inherited, so such processes are found whoever their parent now is.
@@ -26,7 +26,7 @@ TRACKER = "multiprocessing.resource_tracker"
 
 
 def marked_processes(marker: str) -> list[psutil.Process]:
-    """Live processes of this machine whose environment carries `marker` (zombies and other users' do not count)."""
+    """Returns the live processes of this machine whose environment carries `marker` (zombies and other users' do not count)."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -38,7 +38,7 @@ def marked_processes(marker: str) -> list[psutil.Process]:
 
 
 def end_marked(marker: str, deadline_s: float) -> list[int]:
-    """Kill them until none is left or the deadline has passed; returns the pids that are still there.
+    """Kills them until none is left or the deadline has passed; returns the pids that are still there.
 
     Ray is ending its own at this moment and reports one that vanishes first as a crash, so they get a moment.
     """
@@ -55,8 +55,8 @@ def end_marked(marker: str, deadline_s: float) -> list[int]:
 
 
 def _outlive(processes: Collection[psutil.Process], seconds: float, marker: str) -> list[psutil.Process]:
-    """Which of them are not gone after so long, and which are new.  One that is being ended has no environment any more, but
-    for a while its memory and its devices."""
+    """Returns those that are not gone after `seconds`, and those that are new.  A process that is being ended has no environment
+    any more, but for a while its memory and its devices."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     return list({*filter(_is_whole, alive), *marked_processes(marker)})
 
@@ -80,7 +80,7 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 
 def end_on_nodes(marker: str, node_ids: Collection[str], deadline_s: float) -> None:
-    """Make sure that nothing of it is left, here and on these nodes of the cluster; where that is lost, here alone."""
+    """Makes sure that no marked process is left, here and on these nodes of the cluster; where that is lost, here alone."""
     if loss() is not None:
         end_marked(marker, deadline_s)
         return

@@ -1,6 +1,6 @@
-"""Whether the head of the cluster still answers, looked at while a run works.
+"""Watches, while a run works, whether the head of the cluster still answers.
 
-Without it (the GCS, in Ray's words) calls that are under way go on, but nothing new is placed and no death is told.  Ray 2.58
+Without it (the GCS, in Ray's words) pending calls go on, but nothing new is placed and no death is reported.  Ray 2.58
 ends the driver by itself after 60 s, with a line of its own and nothing cleaned up; so a run ends before that, by an error.
 """
 
@@ -14,7 +14,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from rlhub.errors import ClusterLostError
-from rlhub.single_controller.ray.address import silence
+from rlhub.single_controller.ray.nodes import silence
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class ClusterWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """No more looks; `error` stays."""
+        """Ends the watch; `error` stays."""
         self._stopped.set()
 
     def _look(self) -> None:
@@ -73,7 +73,7 @@ class ClusterWatch:
 
 
 class Listener(Protocol):
-    """Told once, by the watch's thread, when the cluster is lost."""
+    """Learns once, from the watch's thread, that the cluster is lost."""
 
     def cluster_lost(self, error: ClusterLostError) -> None: ...
 
@@ -84,14 +84,14 @@ _current: ClusterWatch | None = None
 
 
 def watch_cluster(host: str, port: int, *, deadline_s: float, owned: bool) -> None:
-    """Watch it from now on, in place of another."""
+    """Watches this cluster from now on, in place of another."""
     global _current
     unwatch()
     _current = ClusterWatch(host, port, deadline_s=deadline_s, owned=owned)
 
 
 def unwatch() -> None:
-    """The cluster is left.  That one was lost is remembered until another is watched."""
+    """Ends the watch when the cluster is left.  That one was lost is remembered until another is watched."""
     global _current
     if _current is not None:
         _current.stop()
@@ -99,17 +99,17 @@ def unwatch() -> None:
 
 
 def loss() -> ClusterLostError | None:
-    """The error, when the cluster is lost."""
+    """Returns the error, when the cluster is lost."""
     return _current.error if _current is not None else None
 
 
 def head_answers() -> bool:
-    """Whether the head of the cluster that is watched answers now; asked where it may have ended since the last look."""
+    """Returns whether the head of the cluster that is watched answers now; asked where it may have ended since the last look."""
     return _current is None or silence(_current.host, _current.port, ANSWER_S) is None
 
 
 def while_it_lives(ask: Callable[[], object]) -> None:
-    """Ask the head for something, but wait no longer when the cluster is lost meanwhile: Ray would, for a minute or more."""
+    """Asks the head for something, but waits no longer when the cluster is lost meanwhile: Ray would, for a minute or more."""
     asking = threading.Thread(target=ask, name="ask-head", daemon=True)
     asking.start()
     while asking.is_alive() and loss() is None:
@@ -117,13 +117,13 @@ def while_it_lives(ask: Callable[[], object]) -> None:
 
 
 def check_cluster() -> None:
-    """Raises ClusterLostError when the cluster is lost; every wait in Ray asks now and then."""
+    """Raises ClusterLostError when the cluster is lost; every wait in Ray calls it now and then."""
     if (error := loss()) is not None:
         raise error
 
 
 def listen(listener: Listener) -> None:
-    """Have `listener` told, as long as it is alive; at once where it is too late already."""
+    """Reports a loss to `listener`, as long as it is alive; at once where the cluster is lost already."""
     _listeners.add(listener)
     if (error := loss()) is not None:
         listener.cluster_lost(error)

@@ -12,12 +12,10 @@ from rlhub.config.rules.asynchronous import is_async, is_collected
 from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptDataset, PromptLoader
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import read_vocabulary
+from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Launched
 from rlhub.trainer.ppo.batch_source import BatchSource
-from rlhub.trainer.ppo.beside import ValidationBeside, ValidationInTurn, ValidationSchedule
 from rlhub.trainer.ppo.build_stream import build_evaluation_samples, build_stream
 from rlhub.trainer.ppo.collected import build_collected
 from rlhub.trainer.ppo.groups import CRITIC_ROLE, REFERENCE_ROLE, ROLLOUT_ROLE, Groups, actor_role, groups_of
@@ -31,6 +29,7 @@ from rlhub.trainer.ppo.sampling import Sampler
 from rlhub.trainer.ppo.scoring import Scorer
 from rlhub.trainer.ppo.trainer import PPOTrainer
 from rlhub.trainer.ppo.validation import ValidationSamples, Validator
+from rlhub.trainer.ppo.validation_schedule import BlockingValidation, ConcurrentValidation, ValidationSchedule
 from rlhub.trainer.run import Run
 from rlhub.trainer.workers import launch_workers
 from rlhub.workers.actor import ActorWorker, ReferenceWorker
@@ -193,9 +192,9 @@ def build_generation(
         return build_collected(config, data.loader, data.tokenizer, scorer, groups.actor.write_weights, run.timers), None
     if is_async(config):
         batches, samples = build_stream(config, worker_runtime(config), data.tokenizer, data.loader, groups, scorer, run, stack)
-        beside = ValidationBeside(validator(samples), samples, batches.publisher.wait, run.spans.record)
-        stack.callback(beside.close)
-        return batches, beside if data.val_batches else None
+        concurrent = ConcurrentValidation(validator(samples), samples, batches.publisher.wait, run.spans.record)
+        stack.callback(concurrent.close)
+        return batches, concurrent if data.val_batches else None
     generator = Generator(groups.rollout, groups.weights, config.actor_rollout_ref.rollout)
-    inline = ValidationInTurn(validator(generator))
-    return Sampler(config, data.loader, generator, scorer), inline if data.val_batches else None
+    blocking = BlockingValidation(validator(generator))
+    return Sampler(config, data.loader, generator, scorer), blocking if data.val_batches else None

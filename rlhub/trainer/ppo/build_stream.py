@@ -8,13 +8,13 @@ import logging
 from contextlib import ExitStack
 from typing import Any
 
-from rlhub.agents.remote.environment_hosts import EnvironmentHosts
-from rlhub.agents.remote.episode_hosts import EpisodeHosts
+from rlhub.agents.remote.environment_actors import EnvironmentActors
+from rlhub.agents.remote.episode_actors import EpisodeActors
 from rlhub.agents.workflows.base import Score
 from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
-from rlhub.models.vocabulary import Vocabulary, read_vocabulary
+from rlhub.models.tokenizer import Vocabulary, read_vocabulary
 from rlhub.rewards import RewardManager
 from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import PromptLedger
@@ -126,7 +126,7 @@ def build_evaluation_samples(
 
 def start_hosts(
     config: PPOConfig, vocabulary: Vocabulary, run: Run, runner: AsyncTaskRunner, stack: ExitStack
-) -> EpisodeHosts | None:
+) -> EpisodeActors | None:
     """The processes of agent.num_workers, if any; after the service, which has connected the cluster."""
     hosts = episode_hosts(config, vocabulary, log_dir=run.folder.logs)
     if hosts is not None:
@@ -135,7 +135,7 @@ def start_hosts(
     return hosts
 
 
-def start_environments(config: PPOConfig, run: Run, runner: AsyncTaskRunner, stack: ExitStack) -> EnvironmentHosts | None:
+def start_environments(config: PPOConfig, run: Run, runner: AsyncTaskRunner, stack: ExitStack) -> EnvironmentActors | None:
     """The actors of agent.num_env_hosts, if any; after the service, which has connected the cluster."""
     hosts = environment_hosts(config, log_dir=run.folder.logs)
     if hosts is not None:
@@ -227,8 +227,8 @@ def build_samples(
     vocabulary: Vocabulary,
     score: Score,
     stack: ExitStack,
-    hosts: EpisodeHosts | None,
-    environments: EnvironmentHosts | None,
+    hosts: EpisodeActors | None,
+    environments: EnvironmentActors | None,
 ) -> EpisodeSamples:
     """Validation's episodes: the same workflows with other sampling."""
     rollout = config.actor_rollout_ref.rollout

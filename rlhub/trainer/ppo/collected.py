@@ -16,7 +16,7 @@ from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.errors import WorkflowError
-from rlhub.models.vocabulary import Vocabulary, read_vocabulary
+from rlhub.models.tokenizer import Vocabulary, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.rollout_service.executor.batches import episode_metrics, to_batch
 from rlhub.rollout_service.trajectory_files import TrajectoryReader

@@ -23,7 +23,7 @@ from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.router import Pin, Router
 from rlhub.trainer.ppo.episodes import Workflows
 from rlhub.trainer.ppo.positions import prompt_items
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 from rlhub.utils.seeding import sample_seed
 
 

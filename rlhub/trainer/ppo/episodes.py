@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
-from rlhub.agents.remote.episode_host import HostSettings, WorkflowKey
-from rlhub.agents.remote.episode_hosts import EpisodeHosts, HostOptions, host_starter
+from rlhub.agents.remote.environment_actors import EnvironmentActorOptions, EnvironmentActors, environment_actor_starter
+from rlhub.agents.remote.episode_actor import EpisodeActorSettings, WorkflowKey
+from rlhub.agents.remote.episode_actors import EpisodeActorOptions, EpisodeActors, episode_actor_starter
 from rlhub.agents.remote.workflow import RemoteWorkflow
 from rlhub.agents.workflows.base import RolloutWorkflow, Score, WorkflowParts, build_workflow
 from rlhub.agents.workflows.registry import default_workflow, workflow_class, workflow_kwargs
@@ -21,8 +21,7 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import ValSamplingConfig
 from rlhub.data import AGENT_NAME
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.models.tokenizer import load_tokenizer
-from rlhub.models.vocabulary import Vocabulary
+from rlhub.models.tokenizer import Vocabulary, load_tokenizer
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards.naive import OUTCOMES
@@ -81,8 +80,8 @@ class Workflows:
     sampling: SamplingParams
     score: Score
     purpose: str = TRAINING
-    hosts: EpisodeHosts | None = None
-    environments: EnvironmentHosts | None = None
+    hosts: EpisodeActors | None = None
+    environments: EnvironmentActors | None = None
     _built: dict[str, RolloutWorkflow] = field(init=False, default_factory=dict)
 
     def of(self, row: Mapping[str, Any]) -> RolloutWorkflow:
@@ -115,12 +114,12 @@ class Workflows:
         self._built.clear()
 
 
-def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, *, log_dir: Path) -> EpisodeHosts | None:
+def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, *, log_dir: Path) -> EpisodeActors | None:
     """The processes that run the episodes' own code, where the configuration wants any; not yet started."""
     model, rollout, trainer = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.trainer
     if rollout.agent.num_workers == 0:
         return None
-    settings = HostSettings(
+    settings = EpisodeActorSettings(
         tokenizer=functools.partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code),
         samplings={
             TRAINING: training_sampling(config, vocabulary),
@@ -134,25 +133,25 @@ def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, *, log_dir: Path) -
         lends_environments=rollout.agent.num_env_hosts > 0,
     )
     seconds = trainer.deadline_s
-    options = HostOptions(
+    options = EpisodeActorOptions(
         backend=trainer.backend, start_s=seconds.start, log_dir=str(log_dir.absolute()), plugins=tuple(trainer.plugins)
     )
-    return EpisodeHosts(
-        host_starter(settings, options),
+    return EpisodeActors(
+        episode_actor_starter(settings, options),
         rollout.agent.num_workers,
         restarts=rollout.replica_restarts,
         shutdown_s=seconds.shutdown,
     )
 
 
-def environment_hosts(config: PPOConfig, *, log_dir: Path) -> EnvironmentHosts | None:
+def environment_hosts(config: PPOConfig, *, log_dir: Path) -> EnvironmentActors | None:
     """The actors that run the episodes' environments, where the configuration wants any; not yet started."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     agent, seconds = rollout.agent, trainer.deadline_s
     if agent.num_env_hosts == 0:
         return None
     assert agent.episode_timeout_s is not None, "derive first"
-    options = EnvironmentHostOptions(
+    options = EnvironmentActorOptions(
         backend=trainer.backend,
         num_cpus=agent.env_host_cpus,
         num_gpus=agent.env_host_gpus,
@@ -161,8 +160,8 @@ def environment_hosts(config: PPOConfig, *, log_dir: Path) -> EnvironmentHosts |
         log_dir=str(log_dir.absolute()),
         plugins=tuple(trainer.plugins),
     )
-    return EnvironmentHosts(
-        environment_host_starter(options),
+    return EnvironmentActors(
+        environment_actor_starter(options),
         agent.num_env_hosts,
         idle_s=max(agent.episode_timeout_s, seconds.generate),  # no turn of the policy takes longer
         restarts=rollout.replica_restarts,

@@ -101,7 +101,9 @@ class Learner:
     def join(self, batch: DataProto, passes: Sequence[DataProtoFuture]) -> None:
         """Adds the columns of the forward passes to the batch."""
         for passed in passes:
-            batch.union(passed.get())
+            output = passed.get()
+            self.metrics |= mean_metrics(output.meta_info.pop("metrics", {}))
+            batch.union(output)
         if self.needs.old_log_probs:
             self.metrics |= measure_mismatch(batch)
             self.bound.check(self.metrics)

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from rlhub.protocol import DataProto
+from rlhub.utils.timing import PREFIX
+
+PER_RESPONSE_TOKEN = {"gen": "generate_sequences"}
+PER_TOKEN = {
+    "ref": "compute_ref_log_prob",
+    "values": "compute_values",
+    "adv": "advantages",
+    "update_critic": "update_critic",
+    "update_actor": "update_actor",
+}
+"""The field's name of a phase -> the phase, whose time is divided by the tokens of prompts and responses."""
 
 
 def spread(prefix: str, values: Tensor) -> dict[str, float]:
-    """mean, max and min of a flat tensor; nothing for an empty one.  Sums are float64: float32 has no room for two of its
+    """Returns mean, max and min of a flat tensor; nothing for an empty one.  Sums are float64: float32 has no room for two of its
     largest numbers."""
     if values.numel() == 0:
         return {}
@@ -18,7 +31,7 @@ def spread(prefix: str, values: Tensor) -> dict[str, float]:
 
 
 def batch_metrics(batch: DataProto) -> dict[str, float]:
-    """reward/..., critic/{score,rewards,advantages,returns,values}/..., response_length/..., prompt_length/... of one step.
+    """Returns reward/..., critic/{score,rewards,advantages,returns,values}/..., response_length/... and prompt_length/....
 
     Samples without a valid score count in lengths only: the 0 that stands in for their score would pass for a bad answer.
     """
@@ -46,5 +59,21 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def mean_metrics(collected: dict[str, list[float]] | dict[str, float]) -> dict[str, float]:
-    """One number per metric from what the ranks returned; none for a metric that no rank returned."""
+    """Returns one number per metric from what the ranks returned; none for a metric that no rank returned."""
     return {name: sum(v) / len(v) if isinstance(v, list) else float(v) for name, v in collected.items() if v != []}
+
+
+def timing_per_token(timings: Mapping[str, float], batch: DataProto) -> dict[str, float]:
+    """Returns timing_per_token_ms/{gen,ref,values,adv,update_critic,update_actor} of the phases that a step has had.
+
+    timings: timing_s/... of the step.  Generation is divided by the response tokens of the batch that trains, the other phases
+    by all of its tokens (verl's definition).
+    """
+    num_tokens = batch.batch["attention_mask"].sum().item()
+    num_response_tokens = batch.batch["response_length"].sum().item()
+    found = {}
+    for phases, tokens in ((PER_RESPONSE_TOKEN, num_response_tokens), (PER_TOKEN, num_tokens)):
+        for name, phase in phases.items():
+            if tokens and PREFIX + phase in timings:
+                found[f"timing_per_token_ms/{name}"] = timings[PREFIX + phase] * 1000 / tokens
+    return found

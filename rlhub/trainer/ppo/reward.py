@@ -17,7 +17,7 @@ from rlhub.models.shape import ModelShape, read_model_shape
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager, build_reward_manager
-from rlhub.rewards.combine import JUDGE, MODEL, CombinedManager, Part, PartScores, outcomes_of
+from rlhub.rewards.combine import JUDGE, MODEL, CombinedManager, PartScores, RewardPart, outcomes_of
 from rlhub.rewards.judge import Judge
 from rlhub.rewards.rendering import Rendering, padded
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
@@ -47,9 +47,11 @@ class RewardParts:
         scoring = self.config.reward_model
         parts = []
         if scoring.enable:
-            parts.append(Part(name=MODEL, weight=scoring.weight, start=ModelScorer(groups[REWARD_MODEL_ROLE], self.rendering)))
+            parts.append(
+                RewardPart(name=MODEL, weight=scoring.weight, start=ModelScorer(groups[REWARD_MODEL_ROLE], self.rendering))
+            )
         if scoring.judge.model.path:
-            parts.append(Part(name=JUDGE, weight=scoring.judge.weight, start=self._judge(groups[JUDGE_ROLE])))
+            parts.append(RewardPart(name=JUDGE, weight=scoring.judge.weight, start=self._judge(groups[JUDGE_ROLE])))
         if not parts and scoring.function_weight == 1.0 and self.function is not None:
             return self.function
         return CombinedManager(

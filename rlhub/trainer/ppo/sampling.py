@@ -31,7 +31,7 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.errors import CheckpointError
 from rlhub.protocol import DataProto
-from rlhub.rewards.failures import FAILED
+from rlhub.rewards.base import FAILED
 from rlhub.trainer.ppo.requirements import requirements
 from rlhub.trainer.ppo.rollouts import Generator
 from rlhub.trainer.ppo.scoring import SIGNAL, Scorer

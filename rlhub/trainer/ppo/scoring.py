@@ -15,7 +15,7 @@ from rlhub.registry import suggest
 from rlhub.rewards import RewardManager, RewardResult
 from rlhub.rollout_service.executor.batches import add_rewards
 from rlhub.trainer.ppo.requirements import NAMES_OF_THE_REWARD, requirements
-from rlhub.trainer.ppo.validation import correctness
+from rlhub.trainer.ppo.validation_metrics import correctness
 from rlhub.utils.timing import PhaseTimer
 
 COMPONENT = "reward/"

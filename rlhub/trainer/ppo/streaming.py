@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from rlhub.agents.remote.host_set import HostSet
+from rlhub.agents.remote.actor_pool import ActorPool
 from rlhub.checkpoint.files import FileEntry, write_file
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.errors import RewardError, WorkflowError
-from rlhub.models.vocabulary import Vocabulary
+from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardOutcome
@@ -56,7 +56,7 @@ class StreamSampler:
     vocabulary: Vocabulary
     log: PromptLog
     timers: PhaseTimer
-    hosts: Sequence[HostSet] = ()
+    hosts: Sequence[ActorPool] = ()
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     policy_version: int = field(init=False, default=0)
     positions: Positions = field(init=False)

@@ -17,10 +17,11 @@ from rlhub.data.prompts import PromptLoader
 from rlhub.protocol import DataProto
 from rlhub.tracking.tracker import Metrics
 from rlhub.trainer.ppo.batch_source import BatchSource
-from rlhub.trainer.ppo.beside import ValidationSchedule
 from rlhub.trainer.ppo.groups import Groups
 from rlhub.trainer.ppo.learner import Learner
+from rlhub.trainer.ppo.metrics import timing_per_token
 from rlhub.trainer.ppo.validation import ValidationReport
+from rlhub.trainer.ppo.validation_schedule import ValidationSchedule
 from rlhub.trainer.run import Run
 
 
@@ -66,6 +67,7 @@ class PPOTrainer:
         """One training batch, from as many prompts as sampling takes."""
         batch = self.batches.sample(prompts, step)
         metrics = self.batches.metrics | self.learner.learn(batch, step)
+        metrics |= timing_per_token(self.run.timers.so_far(), batch)  # before a validation generates too
         self.batches.publish(step)
         return metrics | {
             "training/epoch": float(self.loader.epoch),

@@ -32,11 +32,10 @@ from rlhub.config.sections.sft import SFTConfig, SFTDataConfig
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.config.sections.training import ModelConfig
 from rlhub.data import check_columns, check_files
-from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
+from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, resolve_engine_name
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import ConfigError
-from rlhub.models.kinds import LANGUAGE_MODEL, read_labels, reward_problem
-from rlhub.models.shape import ModelShape, read_model_shape, read_model_values
+from rlhub.models.shape import LANGUAGE_MODEL, ModelShape, read_labels, read_model_shape, read_model_values, reward_problem
 from rlhub.models.weight_files import file_problems
 from rlhub.registry import Registry
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
@@ -330,27 +329,26 @@ def check_engines(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[
     """Training engines are installed and can hold their models; a fault that roles share is named once."""
     by_fault: dict[tuple[str, ...], list[str]] = {}
     for engine in engines(config):
-        held, ranks = engine.held, role_ranks(config.trainer, engine.role)
-        missing = [name for name in sorted(TRAIN_ENGINES.row(held.strategy or "").requires) if find_spec(name) is None]
-        absent = (
-            f"{held.strategy_key}={held.strategy}: {', '.join(missing)} is not installed (bash scripts/setup_env.sh installs it)"
-        )
-        by_fault.setdefault((str(held.strategy), "installed"), [absent] if missing else [])
+        model, ranks = engine.role_model, role_ranks(config.trainer, engine.role)
+        missing = [name for name in sorted(TRAIN_ENGINES.row(model.strategy or "").requires) if find_spec(name) is None]
+        needs = f"{', '.join(missing)} is not installed (bash scripts/setup_env.sh installs it)"
+        absent = f"{model.strategy_key}={model.strategy}: {needs}"
+        by_fault.setdefault((str(model.strategy), "installed"), [absent] if missing else [])
         if not check_section(engine.section, "", ranks):  # else sizes that cannot be are named by the configuration's own rules
             nameless = tuple(_unfit(engine, ranks.count, ""))
-            by_fault.setdefault((str(held.model.path), *nameless), _unfit(engine, ranks.count, engine.key))
+            by_fault.setdefault((str(model.model.path), *nameless), _unfit(engine, ranks.count, engine.key))
     return [problem for problems in by_fault.values() for problem in problems]
 
 
 def _unfit(engine: Engine, num_ranks: int, key: str) -> list[str]:
     """What keeps a local model from being trained by the engine, read from its config.json."""
-    path = Path(engine.held.model.path or "").expanduser()
-    judge = TRAIN_ENGINES.companion(engine.held.strategy or "", "problems")
-    if judge is None or not engine.held.model.path:
+    path = Path(engine.role_model.model.path or "").expanduser()
+    judge = TRAIN_ENGINES.companion(engine.role_model.strategy or "", "problems")
+    if judge is None or not engine.role_model.model.path:
         return []
     try:
-        read_model_shape(path, engine.held.model.override_config)
-        values = read_model_values(path, engine.held.model.override_config)
+        read_model_shape(path, engine.role_model.model.override_config)
+        values = read_model_values(path, engine.role_model.model.override_config)
     except ConfigError:
         return []  # a hub name, or named where the model itself is looked at
     found: list[str] = judge(values, engine.section, num_ranks, where=key)
@@ -364,12 +362,13 @@ def check_scoring_models(config: PPOConfig) -> list[str]:
         problems += _check_reward_model(scoring.model)
     if not judge.model.path:
         return problems
-    for read, value in ((read_prompt, judge.prompt_template), (read_pattern, judge.score_pattern)):
+    for read in (lambda: read_prompt(judge.prompt_template), lambda: read_pattern(judge.score_pattern)):
         try:
-            read(value)
+            read()
         except ConfigError as error:
             problems += error.problems
     problems += unknown("reward_model.judge.name", ROLLOUT_ENGINES, resolve_engine_name(judge.name or ""))
+    problems += model_problems(judge.name or "", judge.model.as_model(), where="reward_model.judge.name")
     shape = read_shape(judge.model.as_model(), "reward_model.judge.model", problems)
     if shape is not None:
         prompt, answer = judge.max_prompt_length, judge.max_tokens

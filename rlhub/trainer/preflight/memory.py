@@ -1,12 +1,14 @@
 """Whether a GPU can hold what a run keeps on it, by arithmetic before anything starts.
 
 Counted is what surely is there: parameters, gradients and optimizer states of the models that share a GPU, and the share that a
-rollout engine takes.  Activations and what libraries need come on top, so what passes may still not fit.
+rollout engine takes, or its weights where it takes what it needs.  Activations and what libraries need come on top, so what
+passes may still not fit.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +18,10 @@ from rlhub.config.rules import asynchronous, placement
 from rlhub.config.rules.engines import Engine, engines, role_ranks
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
+from rlhub.config.sections.reward import JudgeConfig
+from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.sft import SFTConfig
-from rlhub.config.sections.training import FSDPConfig, MegatronConfig, Section
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, Section
 from rlhub.engines.rollout.registry import memory_share
 from rlhub.errors import ConfigError
 from rlhub.models.shape import count_params
@@ -25,6 +29,8 @@ from rlhub.trainer.ppo.requirements import requirements
 
 GIB = float(1 << 30)
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
+ENGINE_BYTES = {"float32": 4}
+"""Bytes of a weight in a rollout engine by its dtype, where they are not 2."""
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -49,11 +55,17 @@ class Tenant:
 
 @dataclass(slots=True, kw_only=True)
 class Share:
-    """A part of the GPU's memory that a rollout engine takes.  always: it never gives it back."""
+    """A part of the GPU's memory that a rollout engine takes.  key: of the setting that says so; share: 0 where the engine takes
+    what it needs; weights: bytes of its weights on a GPU, 0 where the model is not here; always: it never gives them back."""
 
     key: str
     share: float
+    weights: float
     always: bool
+
+    def bytes(self, device: float) -> float:
+        """What it surely takes of a GPU with `device` bytes."""
+        return self.share * device if self.share else self.weights
 
 
 @functools.singledispatch
@@ -99,10 +111,10 @@ def check_memory(config: PPOConfig | SFTConfig | DPOConfig | RMConfig, device_gb
         if tenant is not None:
             pools.setdefault(placement.pool_name(config.trainer, engine.role), []).append(tenant)
     shares = _shares(config) if isinstance(config, PPOConfig) else {}
-    found = []
-    for pool, tenants in pools.items():
+    found = [problem for share in itertools.chain(*shares.values()) for problem in _check_share(share, device_gb * GIB)]
+    for pool in dict.fromkeys([*pools, *shares]):
         where = "trainer" if pool == placement.MAIN else f"trainer.pools.{pool}"
-        found += _check_pool(tenants, shares.get(pool, []), device_gb * GIB, f"{where}.n_gpus_per_node")
+        found += _check_pool(pools.get(pool, []), shares.get(pool, []), device_gb * GIB, f"{where}.n_gpus_per_node")
     return found
 
 
@@ -118,12 +130,19 @@ def _models(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[tuple[
     return [(engine, engine.role in ("actor", "critic")) for engine in found if not absent.get(engine.role, False)]
 
 
-def _tenant(engine: Engine, trained: bool, num_ranks: int, *, language_model: bool) -> Tenant | None:
+def _num_params(model: ModelConfig, *, language_model: bool = True) -> int | None:
     """None for a model that is not here yet: its sizes are not known."""
-    model = engine.held.model
     try:
-        num_params = count_params(Path(model.path or "").expanduser(), model.override_config, language_model=language_model)
+        return count_params(Path(model.path or "").expanduser(), model.override_config, language_model=language_model)
     except ConfigError:
+        return None
+
+
+def _tenant(engine: Engine, trained: bool, num_ranks: int, *, language_model: bool) -> Tenant | None:
+    """None for a model whose sizes are not known."""
+    model = engine.role_model.model
+    num_params = _num_params(model, language_model=language_model)
+    if num_params is None:
         return None
     held = bytes_of(engine.section, num_params, num_ranks, trained and model.lora_rank == 0)
     return Tenant(key=engine.key, whole=held, on_gpu=at_rest(engine.section, held), trained=trained)
@@ -133,18 +152,39 @@ def _shares(config: PPOConfig) -> dict[str, list[Share]]:
     """What rollout engines take of each pool's GPUs."""
     found: dict[str, list[Share]] = {}
     rollout, judge, trainer = config.actor_rollout_ref.rollout, config.reward_model.judge, config.trainer
-    generates = not trainer.replay_from and not asynchronous.is_collected(config)
-    if generates and (taken := memory_share(rollout.name, rollout)):
-        share = Share(
-            key=f"{_ROLLOUT}.gpu_memory_utilization",
-            share=taken,
-            always=asynchronous.is_async(config) or not rollout.free_cache_engine,
-        )
-        found.setdefault(placement.pool_name(trainer, "rollout"), []).append(share)
-    if judge.model.path and (taken := memory_share(judge.name or rollout.name, judge)):
-        share = Share(key="reward_model.judge.gpu_memory_utilization", share=taken, always=True)
-        found.setdefault(placement.pool_name(trainer, "judge"), []).append(share)
+    if not trainer.replay_from and not asynchronous.is_collected(config):
+        always = asynchronous.is_async(config) or not rollout.free_cache_engine
+        size = ENGINE_BYTES.get(rollout.dtype, 2)
+        share = _share_of(rollout.name, rollout, _ROLLOUT, config.actor_rollout_ref.model, size, always=always)
+        found.setdefault(placement.pool_name(trainer, "rollout"), []).extend(share)
+    if judge.model.path:
+        share = _share_of(judge.name or rollout.name, judge, "reward_model.judge", judge.model.as_model(), 2, always=True)
+        found.setdefault(placement.pool_name(trainer, "judge"), []).extend(share)
     return found
+
+
+def _share_of(
+    name: str, section: RolloutConfig | JudgeConfig, key: str, model: ModelConfig, item_bytes: int, *, always: bool
+) -> list[Share]:
+    """What the engine of that name takes; [] for one that has no model on these GPUs.  key: of the section."""
+    taken = memory_share(name, section)
+    if taken is None:
+        return []
+    weights = (_num_params(model) or 0) * item_bytes / section.tensor_model_parallel_size
+    if taken:
+        return [Share(key=f"{key}.gpu_memory_utilization", share=taken, weights=weights, always=always)]
+    return [Share(key=f"{key}.name", share=0.0, weights=weights, always=True)]
+
+
+def _check_share(share: Share, device: float) -> list[str]:
+    """An engine's share holds its weights; the cache of keys and values comes on top."""
+    if not share.share or share.weights < share.share * device:
+        return []
+    text = f"{share.weights / GIB:.1f} GiB of weights, and {share.key}={share.share} of {device / GIB:.1f} GiB is"
+    return [
+        f"GPU memory: the rollout engine has {text} {share.bytes(device) / GIB:.1f} GiB; change {share.key} (a larger share) or "
+        f"{share.key.rpartition('.')[0]}.tensor_model_parallel_size (more GPUs a copy)"
+    ]
 
 
 def _check_pool(tenants: Sequence[Tenant], shares: Sequence[Share], device: float, gpus_key: str) -> list[str]:
@@ -154,14 +194,18 @@ def _check_pool(tenants: Sequence[Tenant], shares: Sequence[Share], device: floa
     if shares and _exceeds(tenants, None, shares, device):
         left = math.floor(100 * (1 - rest / device)) / 100
         cures = [cure for tenant in tenants for cure in _offloads(tenant)]
-        cures += [f"{share.key} (there is room for {left:.2f} in all)" for share in shares if left > 0]
+        cures += [f"{share.key} (there is room for {left:.2f} in all)" for share in shares if share.share and left > 0]
+        cures += [
+            f"{share.key} (vllm cuts the weights over tensor_model_parallel_size GPUs)" for share in shares if not share.share
+        ]
+        cures += [more, "trainer.placement.rollout (a pool of its own)"] if tenants else []
         text = _sentence("while the rollout engine generates", tenants, None, shares, device)
-        found.append(f"{text}; change {_either([*cures, more, 'trainer.placement.rollout (a pool of its own)'])}")
+        found.append(f"{text}; change {_either(cures)}")
     always = [share for share in shares if share.always]
     for trained in (tenant for tenant in tenants if tenant.trained):
         if _exceeds(tenants, trained, always, device):
             cures = [cure for other in tenants if other is not trained for cure in _offloads(other)]
-            cures += [share.key for share in always]
+            cures += [share.key for share in always if share.share]
             smaller = "adapters (model.lora_rank) or strategy=megatron with bfloat16 weights for smaller states"
             text = _sentence(f"in the optimizer step of {trained.key}", tenants, trained, always, device)
             found.append(f"{text}; change {_either([*cures, more, smaller])}")
@@ -176,7 +220,7 @@ def _present(tenants: Sequence[Tenant], stepping: Tenant | None) -> list[tuple[s
 
 def _exceeds(tenants: Sequence[Tenant], stepping: Tenant | None, shares: Sequence[Share], device: float) -> bool:
     models = sum(_total(held) for _, held in _present(tenants, stepping))
-    return models + sum(share.share for share in shares) * device > device
+    return models + sum(share.bytes(device) for share in shares) > device
 
 
 def _total(held: Bytes) -> float:
@@ -195,7 +239,9 @@ def _term(key: str, held: Bytes) -> str:
 
 
 def _share(share: Share, device: float) -> str:
-    return f"{share.share * device / GIB:.1f} GiB by {share.key}={share.share}"
+    if not share.share:
+        return f"{share.weights / GIB:.1f} GiB of the rollout engine's weights ({share.key}: it has a whole copy a GPU)"
+    return f"{share.bytes(device) / GIB:.1f} GiB by {share.key}={share.share}"
 
 
 def _offloads(tenant: Tenant) -> list[str]:

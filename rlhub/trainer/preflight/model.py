@@ -17,12 +17,12 @@ from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import check_weights
-from rlhub.models.kinds import ModelKind
-from rlhub.models.vocabulary import check_tokenizer
+from rlhub.models.shape import ModelKind
+from rlhub.models.tokenizer import check_tokenizer
 from rlhub.trainer.ppo.requirements import requirements
 
 KINDS: dict[str, ModelKind] = {"critic": "value", "reward_model": "reward"}
-"""Of the roles that are no policy."""
+"""The kinds of model of the roles that are no policy."""
 
 
 def check_models(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> None:
@@ -70,4 +70,4 @@ def _(config: RMConfig) -> Iterator[tuple[str, ModelConfig, ModelKind]]:
 
 
 def _entry(engine: Engine) -> tuple[str, ModelConfig, ModelKind]:
-    return engine.held.model_key, engine.held.model, KINDS.get(engine.role, "policy")
+    return engine.role_model.model_key, engine.role_model.model, KINDS.get(engine.role, "policy")

@@ -12,7 +12,7 @@ from rlhub.config.rules import asynchronous
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import MultiTurnConfig
 from rlhub.data import AGENT_NAME, has_column
-from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
+from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, resolve_engine_name
 from rlhub.envs.registry import ENVIRONMENTS
 from rlhub.errors import ConfigError
 from rlhub.registry import suggest
@@ -39,7 +39,7 @@ def check_episodes(config: PPOConfig) -> list[str]:
 
 
 def check_rollout_engine(config: PPOConfig) -> list[str]:
-    """What the engine's own part of the configuration lacks."""
+    """Returns what the engine's own part of the configuration lacks, and why it cannot run the model."""
     return _engine_problems(config, trains=False)
 
 
@@ -55,7 +55,7 @@ def _engine_problems(config: PPOConfig, *, trains: bool) -> list[str]:
         return []  # nothing generates here, or the name is a problem of its own
     judge = ROLLOUT_ENGINES.companion(name, "problems")
     found: list[str] = judge(rollout, trains=trains) if judge is not None else []
-    return found
+    return [*found, *model_problems(name, config.actor_rollout_ref.model, where=f"{_ROLLOUT}.name")]
 
 
 def _check_workflow(config: PPOConfig) -> list[str]:

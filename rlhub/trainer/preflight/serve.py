@@ -11,14 +11,14 @@ from typing import Any
 
 from rlhub.config.devices import count_gpus, driver_problem, torch_has_cuda
 from rlhub.config.sections.serve import MAX_PORT, ServeConfig, ServerConfig, problems
-from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, resolve_engine_name
+from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, resolve_engine_name
 from rlhub.registry import Registry
 from rlhub.tools.registry import TOOL_FORMATS
 from rlhub.trainer.named import unknown
 from rlhub.trainer.preflight.checks import check_length, import_plugins, read_shape
 
 TRAINING_PREFIX = "actor_rollout_ref."
-"""Of the keys that engines name: here the section stands at the root."""
+"""Prefix of the keys that engines name; the server's configuration has the section at its root."""
 
 
 def check(config: ServeConfig, set_keys: AbstractSet[str]) -> list[str]:
@@ -45,7 +45,8 @@ def _of_model(config: ServeConfig) -> list[str]:
 def _of_engine(config: ServeConfig, name: str) -> list[str]:
     judge = ROLLOUT_ENGINES.companion(name, "problems") if name in ROLLOUT_ENGINES else None
     found: list[str] = judge(replace(config.rollout, mode="async"), trains=False) if judge is not None else []
-    return [problem.replace(TRAINING_PREFIX, "") for problem in found]
+    found = [problem.replace(TRAINING_PREFIX, "") for problem in found]
+    return [*found, *model_problems(name, config.model, where="rollout.name")]
 
 
 def _of_devices(config: ServeConfig) -> list[str]:

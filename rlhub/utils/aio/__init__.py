@@ -1,1 +1,1 @@
-"""Asyncio in threads: an event loop of its own, a runner of many tasks with deadlines, and its queue of results."""
+"""Asyncio in threads: an event loop of its own, a runner of many tasks with deadlines, and the results they end with."""

@@ -34,7 +34,7 @@ def main(setup: dict[str, Any]) -> NoReturn:
     for fd in (request_fd, reply_fd, crash_fd):
         os.set_inheritable(fd, False)
     become_child(request_fd, (reply_fd, crash_fd), namespace=setup["namespace"])
-    channel = Channel(request_fd, reply_fd)
+    channel = DriverPipes(request_fd, reply_fd)
     faulthandler.enable(file=crash_fd, all_threads=False)
     _silence()
     _limit(int(setup["memory_bytes"]), open_to_others=not setup["untrusted"])
@@ -52,7 +52,7 @@ def main(setup: dict[str, Any]) -> NoReturn:
     os._exit(0)  # without running exit handlers of unknown code
 
 
-class Channel:
+class DriverPipes:
     """The pipes to the driver.  A fork of this process has them not: it can neither take a call nor answer one."""
 
     def __init__(self, request_fd: int, reply_fd: int) -> None:
@@ -102,7 +102,7 @@ class Channel:
 class _Imports:
     """Import statements and importlib.import_module that tell the driver when they load something: that is no call's own time."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: DriverPipes) -> None:
         self._channel = channel
         self._statement, self._by_name = builtins.__import__, importlib.import_module
         self._busy: set[int] = set()  # threads with an import under way

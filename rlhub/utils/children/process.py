@@ -70,14 +70,14 @@ SIGNAL_BASE = 128  # see supervisor.py
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ChildRequest:
     """Calls as a child reads them.  nonce: its answers carry it; who has not read the request cannot guess it."""
 
     nonce: str
     line: bytes
 
     @classmethod
-    def of(cls, calls: Sequence[Mapping[str, Any]]) -> Request:
+    def of(cls, calls: Sequence[Mapping[str, Any]]) -> ChildRequest:
         """WireError if an argument has no JSON form."""
         nonce = secrets.token_hex(8)
         return cls(nonce, encode({"id": nonce, "calls": list(calls)}))
@@ -126,7 +126,7 @@ class ChildProcess:
         late = self.since + timeout_s
         return max(late, self._import_began + LOAD_TIMEOUT_S - self._import_s) if self._imports else late
 
-    def give(self, items: Iterable[int], request: Request) -> None:
+    def give(self, items: Iterable[int], request: ChildRequest) -> None:
         """Hand over calls; the line is written as far as the pipe takes it now, the rest by `write`."""
         self.items.extend(items)
         self._nonce, self._answered, self._imports = request.nonce, 0, 0

@@ -11,13 +11,13 @@ from typing import Any
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from rlhub.agents.openai_server.server import OpenAIServer, ServerOptions
-from rlhub.agents.openai_server.sessions import Limits, Session
+from rlhub.agents.openai_server.sessions import Session, SessionLimits
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.tools.formats import parse_hermes
 from tests.unit.data.templates import CHATML, byte_tokenizer
 
 END = "<|im_end|>"
-LIMITS = Limits(prompt=2000, response=2000)
+LIMITS = SessionLimits(prompt=2000, response=2000)
 
 
 def tokenizer(template: str = CHATML) -> Any:

@@ -137,7 +137,7 @@ def test_too_long_a_beginning_and_wrong_names() -> None:
         run(guessing(limit=10), ScriptedEngine(replies=["x"]))
     with pytest.raises(LookupError, match="did you mean 'grid_walk'"):
         build_workflow("environment", parts(environment="grid_wlk"))
-    for name in ("", "nowhere.py:X", "rlhub.envs.grid_walk:Nothing"):
+    for name in ("", "nowhere.py:X", "rlhub.envs.games:Nothing"):
         with pytest.raises(ConfigError):
             build_workflow("environment", parts(environment=name))
 

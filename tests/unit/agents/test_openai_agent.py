@@ -11,7 +11,7 @@ from rlhub.agents.workflows import openai_agent
 from rlhub.agents.workflows.base import EpisodeData, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.errors import ConfigError, WorkflowError
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 from tests.unit.agents.openai_endpoint import END, Told, tokenizer
 
 pytestmark = pytest.mark.anyio

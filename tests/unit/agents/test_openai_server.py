@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from rlhub.agents.openai_server import server as server_module
-from rlhub.agents.openai_server.sessions import Limits
+from rlhub.agents.openai_server.sessions import SessionLimits
 from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
 from rlhub.agents.workflows.turns import turn_seed
 from rlhub.errors import EngineError, RequestError, WorkerError
@@ -294,7 +294,7 @@ async def test_a_client_that_leaves_ends_the_generation(stream: bool) -> None:
 
 async def test_no_more_tokens_than_the_session_has_room_for() -> None:
     async with endpoint(["one two" + END, "three" + END]) as at:
-        session = at.server.open_session("a", seed=5, limits=Limits(prompt=100, response=10))
+        session = at.server.open_session("a", seed=5, limits=SessionLimits(prompt=100, response=10))
         client = at.client(session)
         first = await client.chat.completions.create(model="any", messages=[QUESTION], max_tokens=9)
         more = [QUESTION, first.choices[0].message, {"role": "user", "content": "go on"}]

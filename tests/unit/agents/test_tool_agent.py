@@ -15,7 +15,7 @@ from rlhub.agents.workflows.tool_agent import ELLIPSIS, ToolAgent, shortened
 from rlhub.agents.workflows.turns import TurnTemplate
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.errors import ConfigError, DataError
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 from tests.support.episode_parts import LOG_PROB, ScriptedEngine, episode, parts, run, tokenizer, tokens_of, written
 
 

@@ -9,7 +9,7 @@ from rlhub.agents.workflows.turns import Transcript
 from rlhub.errors import WorkflowError
 from rlhub.rollout_service.executor.batches import to_batch
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, mask_older
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 
 
 def episode(mask: list[int], versions: list[int] | None = None, rewards: list[float] | None = None) -> Trajectory:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from rlhub.config.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, run
+from rlhub.config.compose import example_names
 from rlhub.config.schema import leaves, to_dict
 from rlhub.config.sections.export import ExportConfig
 from rlhub.config.sections.ppo import PPOConfig
@@ -99,6 +100,17 @@ def test_the_example_of_help_has_settings_of_its_main(capsys: pytest.CaptureFixt
     assert "data.train_files" not in capsys.readouterr().out
     start("--help")
     assert "for example\n  data.train_files=train.parquet" in capsys.readouterr().out
+
+
+def test_help_and_a_wrong_name_list_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    start("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--config-name=NAME, of examples/0.5b_1gpu, " in text and all(name in text for name in example_names())
+    run(SFTConfig, "sft", lambda config: None, description="Supervised.", argv=["--help"])
+    assert "examples/" not in capsys.readouterr().out, "they are configurations of a policy"
+    assert start("--config-name=examples/7b_8gpus", *ENOUGH) == (EXIT_USAGE, [])
+    error = capsys.readouterr().err
+    assert all(name in error for name in ("no examples/7b_8gpus.yaml", *example_names()))
 
 
 def test_help_into_a_pipe_that_closes_is_no_error() -> None:

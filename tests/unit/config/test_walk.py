@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from rlhub.config.load import build, convert
-from rlhub.config.schema import Bounds, Leaf, PositiveInt, PositiveOrInf, Seed, UnitFloat, describe, leaves
+from rlhub.config.schema import Leaf, PositiveInt, PositiveOrInf, Range, Seed, UnitFloat, describe, leaves
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.rollout import TopK
@@ -89,7 +89,7 @@ def test_build_refuses_a_value_for_a_section() -> None:
 
 
 def test_bounds_say_what_they_hold() -> None:
-    bounds = Bounds(gt=0, le=1)
+    bounds = Range(gt=0, le=1)
     assert [bounds.holds(value) for value in (0, 0.5, 1, 1.1)] == [False, True, True, False]
     assert str(bounds) == "> 0 and <= 1"
     assert describe(PositiveInt | None) == "int >= 1, or null"

@@ -10,8 +10,7 @@ import pytest
 
 from rlhub.envs.base import EnvError, ImageObservation, StepEnvironment
 from rlhub.envs.child import packed, plain, unpacked
-from rlhub.envs.grid_walk import MOVES, PIXELS, GridWalk
-from rlhub.envs.guess_number import GuessNumber
+from rlhub.envs.games import MOVES, PIXELS, GridWalk, GuessNumber
 from rlhub.envs.local import LocalEnvironment
 
 

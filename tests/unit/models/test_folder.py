@@ -18,8 +18,7 @@ from transformers import (
 
 from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
-from rlhub.models.hf import build_model, transformer_layers
-from rlhub.models.sidecars import save_sidecars
+from rlhub.models.hf import build_model, save_sidecars, transformer_layers
 from rlhub.models.tokenizer import load_tokenizer
 from tests.unit.models.conftest import save_model, save_tokenizer
 

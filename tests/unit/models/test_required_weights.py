@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import build_model, check_weights
-from rlhub.models.kinds import ModelKind
-from rlhub.models.vocabulary import check_tokenizer
+from rlhub.models.shape import ModelKind
+from rlhub.models.tokenizer import check_tokenizer
 from rlhub.models.weight_files import INDEX, SINGLE, file_problems
 from tests.unit.models.conftest import save_model, save_tokenizer
 

@@ -24,9 +24,10 @@ def test_matmul_params_are_those_of_the_model(model_folder: Path) -> None:
     assert read_model_shape(model_folder).num_matmul_params == weights + 31 * 16
 
 
-def test_training_flops_by_hand(model_folder: Path) -> None:
+def test_forward_flops_by_hand(model_folder: Path) -> None:
     shape = read_model_shape(model_folder)
-    assert shape.training_flops(10, 8.0) == 10 * (6 * shape.num_matmul_params + 6 * 2 * 16 * 8)
+    assert shape.forward_flops(10, 8.0) == 10 * (2 * shape.num_matmul_params + 2 * 2 * 16 * 8)
+    assert shape.forward_flops(10, 8.0) - shape.forward_flops(10, 8.0, head=False) == 10 * 2 * 31 * 16
 
 
 @pytest.mark.parametrize(

@@ -59,4 +59,4 @@ def test_mistakes_are_configuration_errors_that_name_the_key(tmp_path: Path) -> 
 
 
 def test_without_a_path_the_target_is_the_built_in_one() -> None:
-    assert reward_target(CustomRewardConfig()) == "rlhub.rewards.default:compute_score"
+    assert reward_target(CustomRewardConfig()) == "rlhub.rewards.registry:compute_score"

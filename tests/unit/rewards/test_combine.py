@@ -13,7 +13,7 @@ from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardFailure, RewardOutcome
 from rlhub.rewards.base import RewardResult
-from rlhub.rewards.combine import CombinedManager, Part, PartScores, accuracy, outcomes_of
+from rlhub.rewards.combine import CombinedManager, PartScores, RewardPart, accuracy, outcomes_of
 from rlhub.rewards.naive import NaiveManager
 from tests.unit.rewards.test_managers import WIDTH, Letters, make_batch, parts
 
@@ -29,12 +29,12 @@ def outcome(score: float | None) -> RewardOutcome:
     return RewardOutcome(score=score)
 
 
-def part(name: str, weight: float, scores: list[float | None], **metrics: float) -> Part:
+def part(name: str, weight: float, scores: list[float | None], **metrics: float) -> RewardPart:
     found = PartScores(outcomes=list(map(outcome, scores)), metrics=metrics)
-    return Part(name=name, weight=weight, start=lambda batch: lambda: found)
+    return RewardPart(name=name, weight=weight, start=lambda batch: lambda: found)
 
 
-def manager(*others: Part, weight: float = 1.0, table: dict[str, Any] | None = None, **settings: Any) -> CombinedManager:
+def manager(*others: RewardPart, weight: float = 1.0, table: dict[str, Any] | None = None, **settings: Any) -> CombinedManager:
     values: dict[str, Any] = {"on_error": "mask", "max_error_rate": 1.0} | settings
     function = None if weight == 0 else NaiveManager(parts(FUNCTION if table is None else table, **values))
     return CombinedManager(function=function, function_weight=weight, parts=others, tokenizer=Letters(), **values)
@@ -119,7 +119,7 @@ def test_parts_are_started_before_the_function_and_waited_for_after_it() -> None
         order.append("started")
         return lambda: (order.append("waited"), PartScores(outcomes=[outcome(1.0)]))[1]
 
-    combined = manager(Part(name="model", weight=1.0, start=start), table={"ab": 1.0})
+    combined = manager(RewardPart(name="model", weight=1.0, start=start), table={"ab": 1.0})
     assert combined.function is not None
     function = combined.function
     combined.function = lambda batch: (order.append("function"), function(batch))[1]  # type: ignore[assignment]

@@ -144,7 +144,7 @@ def test_a_rank_says_where_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_replicas_beside_the_actor_share_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhub.single_controller.placement.node_at", lambda address: f"node of {address}")
     places = ReplicaPlaces(
-        device="cuda", counts=[2], beside=[DevicePlace(node="a", device="4"), DevicePlace(node="a", device="6")]
+        device="cuda", counts=[2], actor_ranks=[DevicePlace(node="a", device="4"), DevicePlace(node="a", device="6")]
     )
     places.reserve()
     options = places.options(1, AsyncActorOptions(name="rollout-1", device="cuda"))
@@ -156,7 +156,7 @@ def test_replicas_beside_the_actor_share_its_gpus(monkeypatch: pytest.MonkeyPatc
 def test_a_tensor_parallel_replica_has_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhub.single_controller.placement.node_at", lambda address: f"node of {address}")
     ranks = [DevicePlace(node=node, device=device) for node in ("a", "b") for device in ("4", "6")]
-    places = ReplicaPlaces(device="cuda", counts=[1, 1], beside=ranks, devices_each=2)
+    places = ReplicaPlaces(device="cuda", counts=[1, 1], actor_ranks=ranks, devices_each=2)
     options = places.options(1, AsyncActorOptions(name="rollout-1", device="cuda"))
     assert (options.devices, options.node_id) == ("4,6", "node of b")
     with pytest.raises(ResourceError, match="GPUs for 2 replicas"):

@@ -18,7 +18,7 @@ from rlhub.single_controller import (
     astart_async_actor,
     start_async_actor,
 )
-from rlhub.utils.outcomes import Accepted, Cancelled, Failed, TimedOut
+from rlhub.utils.aio.results import Accepted, Cancelled, Failed, TimedOut
 from tests.support.hosted import Server
 
 LONG_S = 60.0

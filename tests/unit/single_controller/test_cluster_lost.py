@@ -17,7 +17,7 @@ import pytest
 
 from rlhub.errors import ClusterLostError, ConfigError, ResourceError
 from rlhub.single_controller.ray import cluster, orphans, watch
-from rlhub.single_controller.ray.address import FRAME_HEADER_BYTES, SETTINGS, read_address, silence
+from rlhub.single_controller.ray.nodes import FRAME_HEADER_BYTES, SETTINGS, read_address, silence
 from tests.support.processes import alive, all_end
 
 ANSWER = bytes((0, 0, 0, SETTINGS)) + bytes(FRAME_HEADER_BYTES - 4)

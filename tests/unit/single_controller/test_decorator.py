@@ -15,7 +15,7 @@ class Base:
     @register()
     def plain(self) -> None: ...
 
-    @register(Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO, blocking=False, materialize_futures=False)
+    @register(Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO, blocking=False, materialize_futures=False, deadline="infer")
     def special(self) -> None: ...
 
     def unmarked(self) -> None: ...
@@ -35,6 +35,16 @@ def test_marks_are_found_with_their_settings() -> None:
     assert methods["special"].rank_zero and not methods["special"].blocking and not methods["special"].materialize_futures
     assert methods["plain"].mode.name == "ALL_TO_ALL" and methods["plain"].blocking
     assert methods["added"].mode.name == "DP_COMPUTE"
+
+
+def test_a_method_names_one_of_the_runs_deadlines() -> None:
+    methods = registered_methods(Derived)
+    assert {name: spec.deadline for name, spec in methods.items()} == {"plain": "update", "special": "infer", "added": "update"}
+    with pytest.raises(DispatchError, match="no deadline 'updat'; did you mean 'update'.* known: resources, cluster, start"):
+
+        class Wrong:
+            @register(deadline="updat")
+            def method(self) -> None: ...
 
 
 def _dispatch(group: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], dict[str, Any]]:

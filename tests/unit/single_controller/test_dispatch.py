@@ -9,11 +9,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import DispatchError
 from rlhub.protocol import DataProto, DataProtoFuture
 from rlhub.single_controller import Dispatch, Execute, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from rlhub.single_controller.calls import PendingCall, RankRequest, Request, Watch
-from rlhub.single_controller.observer import Call, WorkerInfo
+from rlhub.single_controller.calls import Deadline, ObservedCall, PendingCall, RankRequest, Request, Watch, WorkerInfo
 from rlhub.single_controller.worker import MeshInfo
 from rlhub.single_controller.worker_group import WorkerGroup, build_mesh
 
@@ -51,7 +51,7 @@ class Role(Worker):
     @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def with_func(self, *args: Any, **kwargs: Any) -> None: ...
 
-    @register(Dispatch.DP_COMPUTE_METRIC)
+    @register(Dispatch.DP_COMPUTE_METRIC, deadline="infer")
     def metric(self, *args: Any, **kwargs: Any) -> None: ...
 
     @register(Dispatch.DIRECT_ROLLOUT_METHOD)
@@ -253,21 +253,19 @@ def test_execute_methods_reach_any_method_and_keep_lists_whole() -> None:
     assert group.execute_all("anything").get() == [0, 1] and group.execute_rank_zero("anything").get() == 0
 
 
-def test_unknown_methods_and_deadlines_name_the_nearest() -> None:
-    group = RecordingGroup()
+def test_unknown_methods_name_the_nearest() -> None:
     with pytest.raises(AttributeError, match="did you mean 'one_to_all'"):
-        group.one_to_al()
-    with pytest.raises(DispatchError, match="did you mean 'metric'"):
-        group.set_deadlines({"metrc": 1.0})
+        RecordingGroup().one_to_al()
 
 
-def test_deadlines_reach_the_backend() -> None:
+def test_the_deadline_that_a_method_names_reaches_the_backend() -> None:
     group = RecordingGroup(1)
-    group.set_deadlines({"metric": 5.0}, default=9.0)
+    group.deadline_s = DeadlineConfig(infer=5.0, update=9.0)
     group.metric(batch(1))
-    assert group.request is not None and group.request.deadline_s == 5.0
-    group.one_to_all(1)
-    assert group.request.deadline_s == 9.0
+    assert group.request is not None and group.request.deadline == Deadline(seconds=5.0, setting="trainer.deadline_s.infer")
+    for call in (lambda: group.one_to_all(1), lambda: group.execute_all_sync("anything")):
+        call()
+        assert group.request.deadline == Deadline(seconds=9.0, setting="trainer.deadline_s.update")
 
 
 def test_a_closed_group_refuses_calls() -> None:
@@ -291,10 +289,10 @@ def test_observers_see_start_and_end_of_every_call() -> None:
         def __init__(self) -> None:
             self.events: list[tuple[str, str, object]] = []
 
-        def on_start(self, call: Call) -> None:
+        def on_start(self, call: ObservedCall) -> None:
             self.events.append(("start", f"{call.role}.{call.method}", len(call.workers)))
 
-        def on_end(self, call: Call, seconds: float, error: BaseException | None) -> None:
+        def on_end(self, call: ObservedCall, seconds: float, error: BaseException | None) -> None:
             assert seconds >= 0
             self.events.append(("end", f"{call.role}.{call.method}", type(error)))
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import ConfigError, DataError, WorkerError
 from rlhub.protocol import DataProto
-from rlhub.single_controller import ClassWithInitArgs, Dispatch, Launched, Worker, launch, register
-from rlhub.single_controller.observer import Call
+from rlhub.single_controller import ClassWithInitArgs, Dispatch, Launched, LaunchOptions, Worker, launch, register
+from rlhub.single_controller.calls import ObservedCall
 
 
 class Role(Worker):
@@ -56,7 +57,8 @@ class Role(Worker):
 
 
 def run(**kwargs: Any) -> Launched:
-    return launch({"actor": ClassWithInitArgs(Role, 3), "critic": ClassWithInitArgs(Role, base=5)}, backend="local", **kwargs)
+    roles = {"actor": ClassWithInitArgs(Role, 3), "critic": ClassWithInitArgs(Role, base=5)}
+    return launch(roles, LaunchOptions(backend="local", **kwargs))
 
 
 def batch() -> DataProto:
@@ -79,7 +81,7 @@ def test_calls_run_in_the_callers_thread() -> None:
         def thread(self) -> int:
             return threading.get_ident()
 
-    with launch({"a": ClassWithInitArgs(Threaded)}, backend="local") as launched:
+    with launch({"a": ClassWithInitArgs(Threaded)}, LaunchOptions(backend="local")) as launched:
         assert launched.groups["a"].thread() == threading.get_ident()
 
 
@@ -98,7 +100,7 @@ def test_calls_of_several_threads_come_one_at_a_time() -> None:
             self.inside -= 1
             return self.most
 
-    with launch({"a": ClassWithInitArgs(Alone)}, backend="local") as launched, ThreadPoolExecutor(4) as threads:
+    with launch({"a": ClassWithInitArgs(Alone)}, LaunchOptions(backend="local")) as launched, ThreadPoolExecutor(4) as threads:
         calls = [threads.submit(launched.groups["a"].work) for _ in range(4)]
         assert {call.result() for call in calls} == {1}
 
@@ -143,13 +145,14 @@ def test_futures_hold_results_and_failures() -> None:
 def test_a_role_that_cannot_be_built_is_a_worker_error_and_leaves_no_environment() -> None:
     before = dict(os.environ)
     with pytest.raises(WorkerError, match="critic rank 0.*cannot be built"):
-        launch({"actor": ClassWithInitArgs(Role, 1), "critic": ClassWithInitArgs(Role, 1, fail=True)}, backend="local")
+        roles = {"actor": ClassWithInitArgs(Role, 1), "critic": ClassWithInitArgs(Role, 1, fail=True)}
+        launch(roles, LaunchOptions(backend="local"))
     assert dict(os.environ) == before
 
 
 def test_close_reaches_the_workers_and_ends_the_groups() -> None:
     launched = run()
-    worker = launched.groups["actor"]._host._workers["actor"]  # type: ignore[attr-defined]
+    worker = launched.groups["actor"]._rank._workers["actor"]  # type: ignore[attr-defined]
     launched.close()
     assert worker.closed == ["closed"]
 
@@ -161,7 +164,7 @@ def test_more_than_one_rank_needs_ray() -> None:
 
 def test_unknown_backend() -> None:
     with pytest.raises(ConfigError, match="known: ray, local"):
-        launch({}, backend="threads")  # type: ignore[arg-type]
+        launch({}, LaunchOptions(backend="threads"))  # type: ignore[arg-type]
 
 
 def test_plugins_are_imported_before_workers_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,22 +177,22 @@ def test_plugins_are_imported_before_workers_are_built(tmp_path: Path, monkeypat
 
 def test_a_passed_deadline_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     class Slow(Worker):
-        @register()
+        @register(deadline="infer")
         def slow(self) -> None:
             threading.Event().wait(0.02)
 
-    with launch({"a": ClassWithInitArgs(Slow)}, backend="local") as launched:
-        launched.groups["a"].set_deadlines({"slow": 0.001})
+    with launch({"a": ClassWithInitArgs(Slow)}, LaunchOptions(backend="local")) as launched:
+        launched.groups["a"].deadline_s = DeadlineConfig(infer=0.001)
         launched.groups["a"].slow()
-    assert "a.slow took" in caplog.text
+    assert "a.slow took" in caplog.text and "(trainer.deadline_s.infer)" in caplog.text
 
 
 def test_an_observer_can_stop_a_call() -> None:
     class Stopper:
-        def on_start(self, call: Call) -> None:
+        def on_start(self, call: ObservedCall) -> None:
             raise RuntimeError("not now")
 
-        def on_end(self, call: Call, seconds: float, error: BaseException | None) -> None: ...
+        def on_end(self, call: ObservedCall, seconds: float, error: BaseException | None) -> None: ...
 
     with run(observers=[Stopper()]) as launched, pytest.raises(RuntimeError, match="not now"):
         launched.groups["actor"].add(1)

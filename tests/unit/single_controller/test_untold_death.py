@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from rlhub.errors import WorkerDiedError, WorkerError
 from rlhub.single_controller import calls
-from rlhub.single_controller.observer import WorkerInfo
+from rlhub.single_controller.calls import Deadline, WorkerInfo
 from rlhub.single_controller.ray import pending
 from rlhub.single_controller.ray.pending import Gather
 
@@ -57,7 +57,7 @@ def gather(log: Path, pid: int, monkeypatch: pytest.MonkeyPatch, here: str = "he
     for module, name in ((pending, "ray"), (pending, "time"), (calls, "time")):
         monkeypatch.setattr(module, name, ray)
     workers = {rank: WorkerInfo(rank=rank, node="here", pid=pid if rank else os.getpid(), log=str(log)) for rank in range(2)}
-    return Gather("actor", "update", {0: BROKEN, 1: DEAD}, workers, None, lambda: None)
+    return Gather("actor", "update", {0: BROKEN, 1: DEAD}, workers, Deadline(seconds=float("inf")), lambda: None)
 
 
 def test_the_dead_rank_is_named(tmp_path: Path, ended: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,6 @@ def test_the_word_of_a_death_that_is_seen_is_waited_for_longer(monkeypatch: pyte
         waited(Future(BROKEN), Future(DEAD, 0.1, lost=True))
     with pytest.raises(WorkerError, match="the connection broke"):
         waited(Future(BROKEN), Future(DEAD, 60.0))
-    monkeypatch.setattr(calls, "UNTOLD_S", 0.05)
+    monkeypatch.setattr(calls, "UNREPORTED_S", 0.05)
     with pytest.raises(WorkerError, match="the connection broke"):
         waited(Future(BROKEN), Future(DEAD, 60.0, lost=True))

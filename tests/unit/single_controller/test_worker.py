@@ -10,7 +10,7 @@ import pytest
 from rlhub.errors import ConfigError, DataError, DispatchError, WorkerError
 from rlhub.single_controller import ClassWithInitArgs, ResourcePool, Worker, WorkerContext, create_colocated_worker_cls
 from rlhub.single_controller.invoke import RemoteError, describe_failure
-from rlhub.single_controller.resource_pool import check_mapping
+from rlhub.single_controller.resources import check_mapping
 from rlhub.single_controller.worker import MeshInfo, applied_env, check_worker_env
 
 

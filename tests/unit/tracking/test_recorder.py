@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhub.errors import ConfigError, RlhubError
-from rlhub.single_controller.observer import Call
+from rlhub.single_controller.calls import ObservedCall
 from rlhub.tracking import call_timing
 from rlhub.tracking import recorder as recorder_module
 from rlhub.tracking.call_timing import CallTiming
@@ -139,7 +139,7 @@ def test_call_timing_sums_what_succeeded(monkeypatch: pytest.MonkeyPatch) -> Non
     timer, phases = PhaseTimer(), []
     timing = CallTiming(timer, phases.append)
     for now, seconds, error in ((101.0, 1.0, None), (103.0, 2.0, None), (107.0, 4.0, ValueError())):
-        call = Call(role="actor", method="update_actor", blocking=True, workers=())
+        call = ObservedCall(role="actor", method="update_actor", blocking=True, workers=())
         timing.on_start(call)
         monkeypatch.setattr(call_timing.time, "perf_counter", lambda now=now: now)
         timing.on_end(call, seconds, error)
@@ -152,5 +152,5 @@ def test_calls_that_run_at_the_same_time_add_up_to_the_time_that_passed(monkeypa
     timing = CallTiming(timer)
     for method, now, seconds in (("compute_log_prob", 104.0, 4.0), ("compute_values", 106.0, 5.0)):
         monkeypatch.setattr(call_timing.time, "perf_counter", lambda now=now: now)
-        timing.on_end(Call(role="actor", method=method, blocking=False, workers=()), seconds, None)
+        timing.on_end(ObservedCall(role="actor", method=method, blocking=False, workers=()), seconds, None)
     assert timer.drain() == {"timing_s/compute_log_prob": 4.0, "timing_s/compute_values": 2.0}

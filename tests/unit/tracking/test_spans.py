@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhub.single_controller.observer import Call
+from rlhub.single_controller.calls import ObservedCall
 from rlhub.tracking.call_timing import CallTiming
 from rlhub.tracking.spans import STEPS, TRAINER, Span, SpanLog, ignore_span, lanes_of, read_trace, write_trace
 from rlhub.utils.timing import PhaseTimer
@@ -59,8 +59,8 @@ def test_phases_and_calls_become_spans() -> None:
     timer = PhaseTimer(log.block)
     calls = CallTiming(timer, record=log.record)
     with timer.measure("sample"):
-        calls.on_end(Call(role="actor", method="update_actor", blocking=True, workers=()), 0.25, None)
-        calls.on_end(Call(role="critic", method="update_critic", blocking=True, workers=()), 0.5, KeyError("x"))
+        calls.on_end(ObservedCall(role="actor", method="update_actor", blocking=True, workers=()), 0.25, None)
+        calls.on_end(ObservedCall(role="critic", method="update_critic", blocking=True, workers=()), 0.5, KeyError("x"))
 
     def elsewhere() -> None:
         with timer.measure("deliver"):
@@ -76,7 +76,7 @@ def test_phases_and_calls_become_spans() -> None:
     assert found["critic", "update_critic"].args == {"failed": "KeyError"}
     block = found[TRAINER, "sample"]
     assert block.start <= update.end <= block.end
-    CallTiming(PhaseTimer()).on_end(Call(role="actor", method="x", blocking=True, workers=()), 1.0, None)  # without a log
+    CallTiming(PhaseTimer()).on_end(ObservedCall(role="actor", method="x", blocking=True, workers=()), 1.0, None)  # without a log
     ignore_span("a", "b", 0.0, 1.0, more=1)
 
 

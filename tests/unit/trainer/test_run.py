@@ -62,6 +62,22 @@ def test_lines_wait_for_a_late_one_and_stay_in_order(tmp_path: Path) -> None:
         assert newest is not None and newest.state["metrics"]["val/pass@1"] == 0.5, "a checkpoint holds its step's metrics"
 
 
+def test_throughput_is_per_second_and_device_of_all_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1200 tokens in 4 s, on 2 machines of 4 ranks and a pool of 2."""
+    config = TrainerConfig(default_local_dir=str(tmp_path / "run"), logger=[], nnodes=2, n_gpus_per_node=4)
+    config.pools = {"generation": {"n_gpus_per_node": 2}}
+    now = iter([100.0, 104.0, 104.0, 104.0, 104.0, 104.0])
+    with Run(config, {}, 4) as run:
+        run.start()
+        monkeypatch.setattr("rlhub.trainer.run.time.perf_counter", lambda: next(now))
+        run.begin_step(1)
+        run.end_step(1, {"perf/total_num_tokens": 1200.0}, save=lambda folder: [], state=dict, last=False)
+        monkeypatch.undo()
+        (row,) = read_metrics(run.folder.metrics)
+    assert row["timing_s/step"] == row["perf/time_per_step"] == 4.0
+    assert row["perf/throughput"] == pytest.approx(1200 / (4 * 10))
+
+
 def test_a_save_waits_for_what_is_late(tmp_path: Path) -> None:
     with run_of(tmp_path / "run") as run:
         run.start()

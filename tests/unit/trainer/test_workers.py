@@ -1,35 +1,16 @@
-"""Launching: every role has deadlines, and pools build their models side by side."""
+"""Launching: pools build their models side by side, and the log says what is being built."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlhub.config.sections.trainer import DeadlineConfig, TrainerConfig
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.single_controller import ClassWithInitArgs, Worker
-from rlhub.single_controller.decorator import registered_methods
 from rlhub.trainer import workers
-from rlhub.trainer.workers import DEADLINES, in_turn
-from rlhub.workers.actor import ActorWorker, ReferenceWorker
-from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
-from rlhub.workers.critic import CriticWorker
-from rlhub.workers.reward_model import JudgeWorker, RewardModelWorker
-from rlhub.workers.rollout import RolloutWorker
-from rlhub.workers.supervised import DPOWorker, RewardTrainingWorker, SFTWorker
-
-WORKERS: list[type[Worker]] = [
-    ActorWorker, ActorRolloutRefWorker, RolloutWorker, ReferenceWorker, CriticWorker, RewardModelWorker, JudgeWorker,
-    SFTWorker, DPOWorker, RewardTrainingWorker,
-]  # fmt: skip
-
-
-def test_every_method_of_every_worker_has_a_deadline() -> None:
-    methods = {method for worker in WORKERS for method in registered_methods(worker)}
-    assert methods - set(DEADLINES) == set()
-    assert set(DEADLINES.values()) <= {field.name for field in fields(DeadlineConfig)}
+from rlhub.trainer.workers import in_turn
 
 
 def test_one_role_of_each_pool_at_a_time() -> None:
@@ -44,7 +25,7 @@ def test_the_start_is_told_step_by_step(monkeypatch: pytest.MonkeyPatch, caplog:
     """It takes minutes with large models, and a silent program looks like one that hangs."""
     seen: list[list[str]] = []
     model = SimpleNamespace(submit=lambda: seen.append([record.message for record in caplog.records]))
-    group = SimpleNamespace(role="actor", init_model=model, methods=list, set_deadlines=lambda seconds: None)
+    group = SimpleNamespace(role="actor", init_model=model)
     monkeypatch.setattr(workers, "launch", lambda *_, **__: SimpleNamespace(groups={"actor": group}))
     monkeypatch.setattr(workers, "wait_all", list)
     with caplog.at_level("INFO"):

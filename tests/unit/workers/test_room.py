@@ -74,7 +74,7 @@ def test_the_rollout_engine_sleeps_until_its_first_weights(monkeypatch: pytest.M
     worker: Any = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
     calls: list[str] = []
     worker.device, worker.engine, worker.rollout = SimpleNamespace(type="cuda"), None, Engine(calls)
-    rollout = SimpleNamespace(free_cache_engine=True, update_weights_bucket_mb=1, share_weights=True)
+    rollout = SimpleNamespace(free_cache_engine=True, update_weights_bucket_mb=1)
     worker.config, worker.runtime = SimpleNamespace(rollout=rollout), SimpleNamespace(deadline_s=1.0)
     monkeypatch.setattr(worker, "_init_actor", lambda: calls.append("actor"))
     monkeypatch.setattr(worker, "_init_rollout", lambda: calls.append("rollout"))

@@ -32,11 +32,11 @@ from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_units, even
 from rlhub.engines.training.packing import model_inputs, row_inputs
 from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
-from rlhub.models.megatron.build import MegatronLM, MegatronPlan, build_megatron
+from rlhub.models.megatron.build import MegatronPlan, build_megatron
+from rlhub.models.megatron.model import MegatronLM
 from rlhub.models.megatron.names import ParamParts, parts
 from rlhub.protocol.weights.pieces import Piece
 from rlhub.protocol.weights.regions import take
-from rlhub.utils.freed_memory import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -78,8 +78,6 @@ class MegatronEngine(TrainEngine):
         self._host = HostCopies()
 
     def initialize(self) -> None:
-        if self.device.type == "cpu":
-            keep_freed_memory()
         where = ensure_model_parallel(self.megatron_config)
         self._parallel = where
         self.dp_rank, self.dp_size, self.is_collect = where.data_rank, where.data_size, where.collects

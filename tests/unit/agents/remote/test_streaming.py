@@ -21,7 +21,7 @@ from rlhub.errors import WorkflowError
 from rlhub.rollout_service.router import Router
 from rlhub.rollout_service.server import RolloutServer
 from tests.support.rollout_service import PACE, HeldFake, Replicas, Weights, request, sampling
-from tests.unit.agents.remote.test_episode_host import DATA, remotely, whole
+from tests.unit.agents.remote.test_episode_actor import DATA, remotely, whole
 from tests.unit.rollout_service.test_router import holding, play, until
 
 WILFUL = "wilful_fake"

@@ -13,7 +13,7 @@ from rlhub.errors import ConfigError, DeadlineError, WorkflowError
 from rlhub.rollout_service.executor.episode_groups import Group
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
-from rlhub.utils.outcomes import Reject
+from rlhub.utils.aio.results import Reject
 from tests.support.episodes import Held, Immediate, Policy, executing, parts, prompts, trajectory
 
 LIMIT_S = 60.0

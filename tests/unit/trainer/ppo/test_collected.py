@@ -11,7 +11,7 @@ import pytest
 from rlhub.agents.trajectory import Trajectory
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import WorkflowError
-from rlhub.models.vocabulary import Vocabulary
+from rlhub.models.tokenizer import Vocabulary
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.trajectory_files import TrajectoryReader, TrajectoryWriter
 from rlhub.trainer.ppo.collected import CollectedSource

@@ -15,8 +15,8 @@ from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.naive import OUTCOMES
 from rlhub.trainer.ppo.episode_samples import EpisodeSamples
+from rlhub.utils.aio.results import Reject
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
-from rlhub.utils.outcomes import Reject
 
 
 class Scored:

@@ -106,7 +106,10 @@ class FakeGroup:
 
 
 def log_probs_of(group: FakeGroup, batch: DataProto) -> DataProto:
-    return DataProto.from_dict(tensors={"old_log_probs": token_value(group._note("compute_log_prob", batch), -0.1)})
+    return DataProto.from_dict(
+        tensors={"old_log_probs": token_value(group._note("compute_log_prob", batch), -0.1)},
+        meta_info={"metrics": {"perf/tflops/actor_infer": [1.0, 3.0]}},
+    )
 
 
 def token_value(columns: dict[str, Tensor], factor: float) -> Tensor:
@@ -252,6 +255,12 @@ def test_calls_that_do_not_need_each_other_are_sent_before_one_is_waited_for() -
 )
 def test_only_the_passes_that_are_needed_in_the_papers_order(settings: dict[str, Any], expected: list[str]) -> None:
     assert learn(config_of(**settings)).names() == expected
+
+
+def test_metrics_of_a_pass_are_the_steps_and_stay_out_of_the_batch() -> None:
+    run = learn(config_of(mini=1))
+    assert run.metrics["perf/tflops/actor_infer"] == 2.0 and "metrics" not in run.batch.meta_info
+    assert "perf/tflops/actor_infer" not in learn(config_of()).metrics
 
 
 def test_while_the_critic_warms_up_the_policy_stays() -> None:

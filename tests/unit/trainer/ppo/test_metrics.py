@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhub.protocol import DataProto
-from rlhub.trainer.ppo.metrics import batch_metrics, mean_metrics, spread
+from rlhub.trainer.ppo.metrics import batch_metrics, mean_metrics, spread, timing_per_token
 
 NAN = math.nan
 
@@ -127,3 +127,21 @@ def test_a_batch_without_any_valid_score_has_no_mean_reward() -> None:
     batch = batch_of()
     batch.batch["valid"] = torch.zeros(4, dtype=torch.bool)
     assert all(map(math.isfinite, batch_metrics(batch).values())) and "reward/mean" not in batch_metrics(batch)
+
+
+def test_milliseconds_per_token_of_the_phases_that_ran() -> None:
+    """5 response tokens; 13 with the prompts."""
+    timings = {"timing_s/generate_sequences": 0.5, "timing_s/compute_ref_log_prob": 1.3, "timing_s/update_actor": 2.6}
+    assert timing_per_token(timings | {"timing_s/reward": 9.0}, batch_of()) == pytest.approx(
+        {"timing_per_token_ms/gen": 100.0, "timing_per_token_ms/ref": 100.0, "timing_per_token_ms/update_actor": 200.0}
+    )
+    others = {"timing_s/compute_values": 0.013, "timing_s/advantages": 0.026, "timing_s/update_critic": 0.039}
+    assert timing_per_token(others, batch_of()) == pytest.approx(
+        {"timing_per_token_ms/values": 1.0, "timing_per_token_ms/adv": 2.0, "timing_per_token_ms/update_critic": 3.0}
+    )
+
+
+def test_without_a_response_token_generation_has_no_time_per_token() -> None:
+    batch = batch_of()
+    batch.batch["response_length"] = torch.zeros(4, dtype=torch.int64)
+    assert timing_per_token({"timing_s/generate_sequences": 0.5}, batch) == {}

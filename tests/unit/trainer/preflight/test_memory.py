@@ -17,13 +17,9 @@ from rlhub.models.shape import count_params
 from rlhub.trainer.preflight import checks as preflight
 from rlhub.trainer.preflight import memory as memory_checks
 from rlhub.trainer.preflight.memory import check_memory
+from tests.support.model_shapes import NUM_PARAMS, SHAPES, save_shape
 
-QWEN = {"model_type": "qwen2", "vocab_size": 152064, "num_key_value_heads": 4, "max_position_embeddings": 32768}
-SIZES: dict[str, dict[str, Any]] = {
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-             "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
-}  # fmt: skip
+MODELS = {"0.5b": "Qwen2.5-0.5B", "7b": "Qwen2.5-7B", "32b": "Qwen2.5-32B", "moe": "Qwen3-30B-A3B"}
 B7 = 7.615e9
 """Parameters of Qwen2.5-7B, of which norms and biases are a few hundred thousand."""
 GIB = 2**30
@@ -33,9 +29,8 @@ _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 @pytest.fixture(autouse=True)
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, sizes in SIZES.items():
-        Path(name).mkdir()
-        Path(name, "config.json").write_text(json.dumps(QWEN | sizes))
+    for name, shape in MODELS.items():
+        save_shape(tmp_path / name, shape)
 
 
 def configured(cls: type[Any], model: str, gpus: int, **values: object) -> Any:
@@ -65,18 +60,17 @@ def grpo(model: str, gpus: int, **values: object) -> Any:
 
 FSDP, ROLLOUT = "actor_rollout_ref__actor__fsdp_config__", "actor_rollout_ref__rollout__"
 MEGATRON = {"actor_rollout_ref__actor__strategy": "megatron"}
+EXPERT_PARALLEL = {"actor_rollout_ref__actor__megatron__expert_model_parallel_size": 8}
 
 
-def test_parameters_are_counted() -> None:
-    assert count_params("7b") == pytest.approx(B7, rel=1e-3)
-    assert count_params("0.5b") == pytest.approx(0.494e9, rel=1e-2)
-    headless = count_params("7b", language_model=False)
-    assert count_params("7b") - headless == 152064 * 3584
-    experts = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
-    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32}
-    Path("moe").mkdir()
-    Path("moe/config.json").write_text(json.dumps(QWEN | sizes | experts | {"vocab_size": 151936}))  # Qwen3-30B-A3B
-    assert count_params("moe") == pytest.approx(30.5e9, rel=1e-2)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parameters_are_counted(shape: str) -> None:
+    """Against the numbers on the models' cards; norms, biases and routers are left out."""
+    assert count_params(save_shape(Path(shape), shape)) == pytest.approx(NUM_PARAMS[shape], rel=1e-3)
+
+
+def test_a_head_for_values_is_no_vocabulary() -> None:
+    assert count_params("7b") - count_params("7b", language_model=False) == 152064 * 3584
 
 
 def test_a_model_too_large_for_its_gpu_is_refused_with_the_arithmetic() -> None:
@@ -140,12 +134,35 @@ def test_adapters_have_next_to_no_states() -> None:
     assert check_memory(grpo("7b", 1, actor_rollout_ref__model__lora_rank=16), 79.6) == []
 
 
-def test_a_judge_keeps_its_share_and_other_engines_take_none() -> None:
+def test_a_judge_keeps_its_share() -> None:
     less = {f"{ROLLOUT}gpu_memory_utilization": 0.4}
     assert check_memory(grpo("7b", 2, **less), 79.6) == []
     (problem,) = check_memory(grpo("7b", 2, **less, reward_model__judge__model__path="judge"), 79.6)
     assert "31.8 GiB by" in problem and "15.9 GiB by reward_model.judge.gpu_memory_utilization=0.2" in problem
+
+
+def test_an_engine_that_takes_what_it_needs_holds_a_whole_copy_of_the_weights() -> None:
+    """It keeps it through the step, on a pool of its own, too; an engine of another job holds nothing here."""
+    size = B7 * 2 / GIB
     assert check_memory(grpo("7b", 2, **{f"{ROLLOUT}name": "hf"}), 79.6) == []
+    generates, steps = check_memory(grpo("7b", 2, **{f"{ROLLOUT}name": "hf"}), 55.0)
+    for problem in (generates, steps):
+        assert f"{size:.1f} GiB of the rollout engine's weights ({_R}.name: " in problem and "room for" not in problem
+    assert len(check_memory(grpo("7b", 2, **{f"{ROLLOUT}name": "hf", f"{ROLLOUT}dtype": "float32"}), 79.6)) == 1
+    assert check_memory(grpo("7b", 2, **{f"{ROLLOUT}name": "remote"}), 57.0) == []
+    own = {"trainer__pools": {"gen": {"n_gpus_per_node": 8}}, "trainer__placement": {"rollout": "gen"}, f"{ROLLOUT}name": "hf"}
+    assert check_memory(grpo("moe", 32, **own, **MEGATRON, **EXPERT_PARALLEL), 79.6) == []
+    (problem,) = check_memory(grpo("moe", 32, **own, **MEGATRON, **EXPERT_PARALLEL), 56.0)
+    assert "56.8 GiB of the rollout engine's weights" in problem
+    assert problem.endswith(f"; change {_R}.name (vllm cuts the weights over tensor_model_parallel_size GPUs)")
+
+
+def test_a_share_holds_the_weights_of_its_engine() -> None:
+    """65.5 GB of bfloat16 weights do not fit half of a GPU, cut over four of them they do."""
+    (problem,) = check_memory(grpo("32b", 32), 79.6)
+    assert "has 61.0 GiB of weights" in problem and f"{_R}.gpu_memory_utilization=0.5 of 79.6 GiB is 39.8 GiB" in problem
+    assert f"{_R}.tensor_model_parallel_size (more GPUs a copy)" in problem
+    assert check_memory(grpo("32b", 32, **{f"{ROLLOUT}tensor_model_parallel_size": 4}), 79.6) == []
 
 
 def test_models_that_are_not_here_yet_are_not_judged() -> None:

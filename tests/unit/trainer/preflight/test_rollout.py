@@ -10,10 +10,13 @@ import pytest
 
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RemoteConfig, RolloutConfig
+from rlhub.config.sections.serve import ServeConfig
 from rlhub.engines.rollout.remote.checks import EVALUATION_ONLY, remote_problems
 from rlhub.engines.rollout.remote.dialects import DIALECTS
 from rlhub.trainer.preflight import checks as preflight
-from rlhub.trainer.preflight.rollout import check_episodes, check_weights_reach
+from rlhub.trainer.preflight.rollout import check_episodes, check_rollout_engine, check_weights_reach
+from rlhub.trainer.preflight.serve import check as check_server
+from tests.support.model_shapes import save_shape
 
 ROW = {"prompt": "1+1=", "data_source": "exact", "ground_truth": "2"}
 
@@ -113,3 +116,27 @@ def test_training_asks_more_than_evaluation_and_nothing_where_nobody_generates()
 def test_what_serves_evaluation_only_is_what_its_dialect_says() -> None:
     for server in ("rlhub", "vllm", "sglang", "openai"):
         assert DIALECTS[server].trains == (server not in EVALUATION_ONLY)
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm_async"])
+def test_a_mixture_of_experts_is_refused_on_vllm_before_anything_starts(tmp_path: Path, name: str) -> None:
+    """As policy, judge and served model; hf runs it, and a dense model passes on both."""
+    experts, dense = (str(save_shape(tmp_path / shape, shape)) for shape in ("Qwen3-30B-A3B", "Qwen2.5-7B"))
+    config, key = episodes(name=name), "actor_rollout_ref.rollout.name"
+    config.actor_rollout_ref.model.path = experts
+    (problem,) = check_rollout_engine(config)
+    assert problem.startswith(f"{key}={name}: the model is a mixture of 128 experts") and f"set {key}=hf" in problem
+    assert check_weights_reach(config) == [], "said once"
+    config.actor_rollout_ref.model.path = dense
+    assert check_rollout_engine(config) == []
+    config.actor_rollout_ref.model.path, config.actor_rollout_ref.rollout.name = experts, "hf"
+    assert check_rollout_engine(config) == []
+
+    config.reward_model.judge.model.path, config.reward_model.judge.name = experts, name
+    (problem,) = preflight.check_scoring_models(config)
+    assert problem.startswith(f"reward_model.judge.name={name}: ") and "set reward_model.judge.name=hf" in problem
+
+    server = ServeConfig(device="cpu")
+    server.model.path, server.rollout.name = experts, name
+    (problem,) = check_server(server, set())
+    assert problem.startswith(f"rollout.name={name}: ") and "set rollout.name=hf" in problem

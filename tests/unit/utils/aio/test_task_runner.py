@@ -15,8 +15,8 @@ import pytest
 
 from rlhub.errors import DeadlineError
 from rlhub.utils.aio import loop_thread
+from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Reject, Rejected, TaskResult, TimedOut
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
-from rlhub.utils.outcomes import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
 
 LONG_S = 60.0
 """Nothing here takes so long, unless it hangs."""
@@ -43,7 +43,7 @@ async def fail(error: BaseException) -> None:
     raise error
 
 
-def values(outcomes: list[Outcome]) -> list[Any]:
+def values(outcomes: list[TaskResult]) -> list[Any]:
     assert all(isinstance(outcome, Accepted) for outcome in outcomes), outcomes
     return [outcome.value for outcome in outcomes if isinstance(outcome, Accepted)]
 
@@ -163,7 +163,7 @@ def test_asubmit_waits_without_holding_up_its_loop_and_leaves_no_trace_when_canc
     runner = AsyncTaskRunner(max_queued=1)
     runner.pause()
 
-    async def main() -> list[Outcome]:
+    async def main() -> list[TaskResult]:
         await runner.asubmit(give, 1)
         second = asyncio.create_task(runner.asubmit(give, 2))
         third = asyncio.create_task(runner.asubmit(give, 3))
@@ -173,7 +173,7 @@ def test_asubmit_waits_without_holding_up_its_loop_and_leaves_no_trace_when_canc
         assert isinstance((await asyncio.gather(second, return_exceptions=True))[0], asyncio.CancelledError)
         runner.resume()
         await third
-        return await runner.await_outcomes(2, timeout=LONG_S)
+        return await runner.await_results(2, timeout=LONG_S)
 
     try:
         assert values(asyncio.run(main())) == [1, 3]
@@ -236,10 +236,10 @@ def test_ids_are_unique_among_tasks_that_live(runner: AsyncTaskRunner) -> None:
 
 
 def test_waiters_are_served_in_turn_and_one_that_goes_away_gives_back(runner: AsyncTaskRunner) -> None:
-    async def main() -> list[list[Outcome]]:
-        gone = asyncio.create_task(runner.await_outcomes(2))
-        first = asyncio.create_task(runner.await_outcomes(2, timeout=LONG_S))
-        second = asyncio.create_task(runner.await_outcomes(1, timeout=LONG_S))
+    async def main() -> list[list[TaskResult]]:
+        gone = asyncio.create_task(runner.await_results(2))
+        first = asyncio.create_task(runner.await_results(2, timeout=LONG_S))
+        second = asyncio.create_task(runner.await_results(1, timeout=LONG_S))
         await asyncio.sleep(0.02)
         runner.submit(give, 1)
         until(lambda: runner.num_ready == 1)
@@ -254,7 +254,7 @@ def test_waiters_are_served_in_turn_and_one_that_goes_away_gives_back(runner: As
 
 def test_a_waiter_that_was_served_and_cancelled_in_the_same_moment_gives_back(runner: AsyncTaskRunner) -> None:
     async def main() -> None:
-        waiting = asyncio.create_task(runner.await_outcomes(1))
+        waiting = asyncio.create_task(runner.await_results(1))
         await asyncio.sleep(0.02)
         runner.submit(give, 1)
         until(lambda: not runner._results._waiters)  # it is served, and its loop has not noticed
@@ -265,11 +265,11 @@ def test_a_waiter_that_was_served_and_cancelled_in_the_same_moment_gives_back(ru
     assert values(runner.wait(1, timeout=LONG_S)) == [1]
 
 
-def test_on_outcome_runs_on_the_loop_may_submit_and_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_result_runs_on_the_loop_may_submit_and_may_fail(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[Any] = []
     done = threading.Event()
 
-    def take(outcome: Outcome) -> None:
+    def take(outcome: TaskResult) -> None:
         assert asyncio.get_running_loop() is runner.loop
         seen.extend(values([outcome]))
         if seen[-1] == 1:
@@ -279,13 +279,13 @@ def test_on_outcome_runs_on_the_loop_may_submit_and_may_fail(caplog: pytest.LogC
         else:
             runner.submit(give, seen[-1] + 1)  # far more often than a recursion could go deep
 
-    runner = AsyncTaskRunner(on_outcome=take)
+    runner = AsyncTaskRunner(on_result=take)
     try:
         runner.submit(give, 1)
         runner.submit(give, 2)
         assert done.wait(LONG_S)
         assert seen == list(range(1, 3001)) and runner.num_ready == 0
-        assert "on_outcome of tasks failed for task 0" in caplog.text
+        assert "on_result of tasks failed for task 0" in caplog.text
     finally:
         runner.close()
 
@@ -329,7 +329,7 @@ def test_nothing_waits_on_its_own_loop(runner: AsyncTaskRunner) -> None:
 
     runner.submit(deadlock)
     (outcome,) = runner.wait(1, timeout=LONG_S)
-    assert isinstance(outcome, Failed) and "use await_outcomes" in str(outcome.error)
+    assert isinstance(outcome, Failed) and "use await_results" in str(outcome.error)
 
 
 @pytest.mark.parametrize("limit", ["max_concurrent", "max_queued", "max_results"])

@@ -1,0 +1,81 @@
+"""Recorded runs: in process and through Ray a job gives the same bits, and the comparison notices what differs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.golden_runs import Outcome, differences
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO = "--only=grpo,whiten_rewards"
+"""Without and with a critic."""
+
+
+def golden_runs(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "golden_runs.py"), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("golden"))
+    done = golden_runs("record", "--out", folder, "--backend=local", TWO)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_in_process_and_through_ray_a_job_gives_the_same_bits(record: str) -> None:
+    compared = golden_runs("compare", "--with", record, "--backend=ray", "--against=local", TWO)
+    assert compared.returncode == 0 and compared.stdout.count("the same") == 2, compared.stdout + compared.stderr
+
+
+def test_another_seed_is_noticed(record: str) -> None:
+    """Control of the test above."""
+    compared = golden_runs("compare", "--with", record, "--backend=local", "--only=grpo", "--set", "trainer.seed=2", "--all")
+    assert compared.returncode == 1, compared.stdout + compared.stderr
+    lines = compared.stdout
+    assert "grpo (local): DIFFERENT" in lines and "metric actor/pg_loss: " in lines and "first in step 1" in lines
+    assert "tensor actor/huggingface/model.safetensors:model.embed_tokens.weight: " in lines and "elements differ, by" in lines
+
+
+def test_a_run_that_fails_is_no_match(record: str) -> None:
+    compared = golden_runs("compare", "--with", record, "--backend=local", "--only=grpo", "--set", "data.no_such_key=1")
+    assert compared.returncode == 1 and "no_such_key" in compared.stdout, compared.stdout + compared.stderr
+
+
+def test_an_unknown_configuration_is_refused() -> None:
+    refused = golden_runs("compare", "--with", "nowhere", "--only=grp")
+    assert refused.returncode == 2 and "no configuration grp; known: grpo, gae" in refused.stderr
+
+
+def outcome(weight: float = 1.0, **metrics: Any) -> Outcome:
+    return Outcome(metrics=[{"step": 1, **metrics}], tensors={"actor:weight": torch.tensor([weight, 2.0])})
+
+
+@pytest.mark.parametrize(
+    ("present", "expected"),
+    [
+        (outcome(loss=0.5), []),
+        (outcome(loss=0.5, **{"timing_s/step": 1.0}), []),
+        (outcome(loss=0.5000000000000001), ["metric loss: 0.5 recorded, 0.5000000000000001 now (by 1.11e-16), first in step 1"]),
+        (outcome(), ["metric loss: 0.5 recorded, None now, first in step 1"]),
+        (outcome(1.0 + 2**-23, loss=0.5), ["tensor actor:weight: 1 of 2 elements differ, by 1.19e-07 at most"]),
+    ],
+)
+def test_the_last_bit_counts(present: Outcome, expected: list[str]) -> None:
+    assert differences(outcome(loss=0.5), present) == expected
+
+
+def test_metrics_left_out_are_not_compared() -> None:
+    assert differences(outcome(loss=0.5), outcome(loss=0.6), ["lo*"]) == []
+
+
+def test_a_record_on_disk_is_the_outcome(tmp_path: Path) -> None:
+    outcome(loss=0.1).save(tmp_path)
+    assert differences(outcome(loss=0.1), Outcome.load(tmp_path)) == []
