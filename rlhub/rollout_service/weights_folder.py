@@ -25,7 +25,7 @@ from rlhub.engines.rollout.elsewhere import WeightsElsewhere
 from rlhub.errors import EngineError, RlhubError
 from rlhub.protocol.weights.fingerprint import combine
 from rlhub.sharding_manager.files import MappedVersion, WeightReader
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
 
 logger = logging.getLogger(__name__)
 

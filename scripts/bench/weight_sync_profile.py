@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhub.protocol.weights.fingerprint import digests
-from rlhub.sharding_manager import execution
-from rlhub.sharding_manager.held import Held
-from rlhub.sharding_manager.links import Links, Pending
+from rlhub.sharding_manager import route as routes
+from rlhub.sharding_manager.local_pieces import LocalPieces
+from rlhub.sharding_manager.peers import Peers, PendingMessage
 from rlhub.sharding_manager.route import Route
-from rlhub.sharding_manager.transports.shared_memory import ROUND_BYTES, SharedMemoryTransport
+from rlhub.sharding_manager.schedule import COPY_ELEMENTS
 
 COPY = "copies inside the process"
 PACK = "packing messages"
@@ -32,10 +32,11 @@ SOURCE = "fingerprints of what leaves"
 READ_BACK = "fingerprints of what arrived"
 STRIDED = "gathering strided weights for them"
 WAIT = "waiting for the other ranks"
-WORDS = "posting words, exchanging fingerprints"
+POSTING = "posting messages, exchanging fingerprints"
 STEPS = "the plan's steps in Python"
-PARTS = (COPY, PACK, UNPACK, SOURCE, READ_BACK, STRIDED, WAIT, WORDS, STEPS)
-SOCKETS = "sockets instead (not part of a sync)"
+PARTS = (COPY, PACK, UNPACK, SOURCE, READ_BACK, STRIDED, WAIT, POSTING, STEPS)
+SOCKETS = "these messages through the sockets alone"
+ROUND_BYTES = 8 << 20
 MB = 1e6
 
 
@@ -97,15 +98,15 @@ def watched(watch: Stopwatch) -> Iterator[None]:
         patches.enter_context(mock.patch.object(owner, attribute, timed))
 
     with ExitStack() as patches:
-        around(execution, "_copy_block", COPY)
-        around(Held, "read", PACK, only=COPY)
-        around(Held, "write", UNPACK, only=COPY)
-        around(Held, "contiguous", STRIDED)
-        around(execution, "digests", READ_BACK, within=SOURCE)
-        around(execution.Execution, "_copy", "leaving")
-        around(execution.Execution, "_pack", "leaving")
-        around(Pending, "wait", WAIT)
-        around(Links, "exchange", WORDS)
+        around(routes, "_copy_block", COPY)
+        around(LocalPieces, "read", PACK, only=COPY)
+        around(LocalPieces, "write", UNPACK, only=COPY)
+        around(LocalPieces, "contiguous", STRIDED)
+        around(routes, "digests", READ_BACK, within=SOURCE)
+        around(Route, "_copy", "leaving")
+        around(Route, "_pack", "leaving")
+        around(PendingMessage, "wait", WAIT)
+        around(Peers, "exchange", POSTING)
         yield
 
 
@@ -131,7 +132,7 @@ class Bare:
 
     @classmethod
     def of(cls, route: Route) -> Bare:
-        plan = route.execution._plan
+        plan = route.plan
         count = lambda by_peer: {peer: sum(t.num_bytes for t in transfers) for peer, transfers in by_peer.items()}  # noqa: E731
         return cls(copied=sum(t.num_bytes for t in plan.copies), sent=count(plan.sent), received=count(plan.received))
 
@@ -150,7 +151,7 @@ class Bare:
         sizes = self.bytes()
         memory, other = (torch.ones(max(sizes.values()), dtype=torch.uint8) for _ in range(2))
         message = torch.ones(ROUND_BYTES, dtype=torch.uint8)
-        block = torch.ones(4 * execution.COPY_ELEMENTS["cpu"], dtype=torch.uint8)
+        block = torch.ones(4 * COPY_ELEMENTS["cpu"], dtype=torch.uint8)
         return {
             COPY: lambda: other[: sizes[COPY]].copy_(memory[: sizes[COPY]]),
             PACK: lambda: [message[: len(part)].copy_(part) for part in _split(memory, sizes[PACK], ROUND_BYTES)],
@@ -193,7 +194,6 @@ class RankProfile:
     parts: dict[str, Spent]
     bare: dict[str, Spent]
     bytes: dict[str, int]
-    transport: str
 
 
 def profile(sync: Callable[[], None], route: Route, group: dist.ProcessGroup, repeats: int) -> list[RankProfile]:
@@ -203,9 +203,7 @@ def profile(sync: Callable[[], None], route: Route, group: dist.ProcessGroup, re
     found = {}
     for name, call in bare.calls(group).items():
         found[name] = _best(lambda call=call, name=name: {name: _timed(call)}, group, repeats)[name]
-    transport = route.execution._transport
-    named = "shared memory" if isinstance(transport, SharedMemoryTransport) else "sockets" if transport else "nothing"
-    mine = RankProfile(parts=parts, bare=found, bytes=bare.bytes(), transport=named)
+    mine = RankProfile(parts=parts, bare=found, bytes=bare.bytes())
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
@@ -234,7 +232,7 @@ def show(ranks: Sequence[RankProfile], copy_wall_s: float, copy_cpu_s: float) ->
     """copy_*_s: of the plain copy of what each engine needs, on all ranks."""
     columns = f"{'MB':>8}{'wall s':>9}{'share':>7}{'CPU s':>9}{'bare wall':>11}{'CPU':>9}"
     for number, rank in enumerate(ranks):
-        print(f"  rank {number}, messages through {rank.transport:22}{columns}")
+        print(f"  rank {number:<38}{columns}")
         for name in (*PARTS, SOCKETS):
             _show_part(rank, name)
         total, limit = total_of(rank), limit_of(rank)

@@ -20,7 +20,7 @@ from rlhub.engines.rollout.vllm.async_engine import AsyncVLLMEngine
 from rlhub.rollout_service.server import RolloutServer, UpdateReport
 from rlhub.rollout_service.weights_folder import FolderReader
 from rlhub.sharding_manager import files
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
 from tests.support.held import ENGINES, LIMIT_S, VARIABLE, Hold
 
 HELD_AT = 20

@@ -175,16 +175,6 @@ class RolloutEngine(ABC):
     def weight_dtype(self, name: str) -> torch.dtype:
         """In which dtype the engine holds the weight of this Hugging Face name."""
 
-    def weight_memory(self) -> Sequence[Tensor]:
-        """The blocks of memory that the live weights lie in, each as its bytes; in the same order in engines of the same
-        layout.  Empty where the weights must stay where they are."""
-        return ()
-
-    def move_weights(self, blocks: Sequence[Tensor]) -> None:
-        """Keep the weights in `blocks` from now on, which hold the same bytes as those of `weight_memory`, or what the caller
-        is about to write.  Only inside `overwriting`."""
-        raise NotImplementedError(f"the weights of {type(self).__name__} stay where they are: its weight_memory is empty")
-
     @abstractmethod
     def sleep(self) -> None:
         """Free the KV cache (and weights) where the platform can.  On every platform, weights must be updated before the

@@ -37,7 +37,7 @@ SEED = 42
 
 @dataclass(slots=True, kw_only=True)
 class ScoredSamples:
-    """Samples of some prompts, n of each side by side, all (rows,).
+    """Holds samples of some prompts, n of each side by side, all (rows,).
 
     details: what the scorer returned beside the score, None where a row has no such entry.  failures: reward/num_failed and its
     kinds.
@@ -107,7 +107,8 @@ def correctness(details: Mapping[str, np.ndarray], scores: np.ndarray) -> np.nda
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased chance that one of k samples is right: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374)."""
+    """Returns the unbiased chance that one of k samples is right: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv
+    2107.03374)."""
     if num_samples - num_correct < k:
         return 1.0
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

@@ -18,7 +18,6 @@ from rlhub.engines.rollout.hf.stepper import HFStepper
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.stepped import SteppedEngine
 from rlhub.engines.rollout.stepping import Stepper
-from rlhub.engines.rollout.weight_memory import memory_blocks, move_to_blocks
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.models.experts import unfused_tensors
@@ -120,18 +119,6 @@ class HFEngine(SteppedEngine):
 
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._weights[name].dtype
-
-    def weight_memory(self) -> Sequence[Tensor]:
-        return memory_blocks(self._weight_tensors()) if self._setup.device.type == "cpu" else ()
-
-    def move_weights(self, blocks: Sequence[Tensor]) -> None:
-        assert self._model is not None
-        move_to_blocks(self._weight_tensors(), blocks)
-        self._weights = _named_weights(self._model)
-
-    def _weight_tensors(self) -> list[Tensor]:
-        assert self._model is not None
-        return list(self._model.parameters())
 
     def sleep(self) -> None:
         with self._loop.exclusive("sleep"):

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from torch import distributed as dist
 
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams, WeightBucket
@@ -20,7 +19,6 @@ from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.stepped import SteppedEngine
 from rlhub.engines.rollout.stepping import Stepper
 from rlhub.engines.rollout.vllm.environment import distributed_variables, guarded_process, settle
-from rlhub.engines.rollout.weight_memory import memory_blocks, move_to_blocks
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.models.hf import check_weights
@@ -127,15 +125,6 @@ class VLLMEngine(SteppedEngine):
 
     def live_weights(self) -> Iterator[Piece]:
         return self._running().live_weights()
-
-    def weight_memory(self) -> Sequence[Tensor]:
-        return memory_blocks(self._parameters()) if self._setup.device.type == "cpu" else ()
-
-    def move_weights(self, blocks: Sequence[Tensor]) -> None:
-        move_to_blocks(self._parameters(), blocks)
-
-    def _parameters(self) -> list[Tensor]:
-        return list(self._running().model.parameters())
 
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._weight_dtypes[name]
