@@ -111,7 +111,7 @@ class EngineLoop:
 
     @property
     def failure(self) -> str:
-        """Of a step, after which there will be none; "" without."""
+        """The error of the step that ended the engine; "" while it runs."""
         return "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
 
     @property
