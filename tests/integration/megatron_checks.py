@@ -114,7 +114,7 @@ def gradients(engine: MegatronEngine) -> dict[str, Tensor]:
     """The whole gradient under checkpoint names, put together from what each rank's optimizer will step: every element must
     come exactly once."""
     mine = []
-    for holding in engine._held():
+    for holding in engine._live_ranges():
         if not holding.replica:
             grad = holding.parts.param.main_grad.flatten()[holding.start : holding.stop]
             mine += [(p.name, p.shape, p.region, p.tensor.clone()) for p in state._pieces("grad", grad, holding)]
