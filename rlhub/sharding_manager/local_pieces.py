@@ -77,6 +77,13 @@ class LocalPieces:
         self.read(name, region, out)
         return out
 
+    def memory(self, name: str, region: Region, dtype: torch.dtype) -> Tensor | None:
+        """Returns the region's live memory as bytes, or None where it does not lie there in row-major order and in `dtype`."""
+        view = self.view(name, region)
+        if view is None or view.dtype != dtype or not view.is_contiguous():
+            return None
+        return view.view(-1).view(torch.uint8)
+
     def _parts(self, name: str, region: Region) -> list[tuple[Region, Tensor]]:
         """Returns (part in coordinates of the region, live view) pairs that make up the region together."""
         key = (name, region)

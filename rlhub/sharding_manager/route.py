@@ -7,7 +7,7 @@ raises the name of the first weight that it hit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from rlhub.sharding_manager.layout_exchange import Member, check_devices, nodes_
 from rlhub.sharding_manager.local_pieces import LocalPieces
 from rlhub.sharding_manager.peers import Peers
 from rlhub.sharding_manager.plan import Transfer, make_plan
-from rlhub.sharding_manager.schedule import Message, RankPlan, rank_plan, schedule
+from rlhub.sharding_manager.schedule import Part, RankPlan, rank_plan, schedule
 from rlhub.sharding_manager.transport import Transport
 
 BUFFER_BUCKETS = 2  # the memory of a process's message buffers while a planned update runs, in buckets
@@ -70,14 +70,20 @@ class Route:
         WeightMismatchError, on every rank, for the first weight that differs on any.
         """
         here, live = LocalPieces(source), LocalPieces(destination)
-        wanted = self._copy(here, live)
+        wanted: list[int] = []
         sent: dict[int, list[int]] = {}
-        if self._transport is not None:
-            self._transport.run(
-                self.plan.rounds,
-                lambda message, buffer: self._pack(message, buffer, here, sent),
-                lambda message, buffer: self._unpack(message, buffer, live),
-            )
+
+        def copy() -> None:
+            wanted.extend(self._copy(here, live))
+
+        def on_sent(peer: int, part: Part, memory: Tensor) -> None:
+            if self._check:
+                sent.setdefault(peer, []).extend(digests(tensor for _, tensor in part.tensors(memory)))
+
+        if self._transport is None:
+            copy()
+        else:
+            self._transport.run(self.plan.rounds, here, live, on_sent=on_sent, meanwhile=copy)
         fingerprint = self._compare(live, wanted, sent) if self._check else ""
         return SyncReport(
             bytes=self._num_bytes,
@@ -96,19 +102,6 @@ class Route:
             pass
         return []
 
-    def _pack(self, message: Message, buffer: Tensor, source: LocalPieces, sent: dict[int, list[int]]) -> None:
-        """Fills a message and adds the fingerprints of its parts to those that were sent to its destination."""
-        parts = []
-        for transfer, part in _parts(message, buffer):
-            source.read(transfer.name, transfer.region, part)
-            parts.append(part)
-        if self._check:
-            sent.setdefault(message.destination, []).extend(digests(parts))
-
-    def _unpack(self, message: Message, buffer: Tensor, destination: LocalPieces) -> None:
-        for transfer, part in _parts(message, buffer):
-            destination.write(transfer.name, transfer.region, part)
-
     def _compare(self, live: LocalPieces, wanted: list[int], sent: dict[int, list[int]]) -> str:
         """Reads the live weights back and compares them; returns the fingerprint of this rank's parts."""
         transfers = list(self.plan.copies)
@@ -126,8 +119,7 @@ class Route:
         """Returns the fingerprints of what each peer sent to this process, in the order of its messages."""
         if self._peers is None:
             return {}
-        peers = {m.destination: peer for this in self.plan.rounds for peer, m in this.sends}
-        sends = [(peers[destination], torch.tensor(values)) for destination, values in sent.items()]
+        sends = [(peer, torch.tensor(values)) for peer, values in sent.items()]
         receives = [(peer, torch.empty(len(t), dtype=torch.int64)) for peer, t in self.plan.received.items()]
         for pending in self._peers.exchange(sends, receives):
             pending.wait()
@@ -210,12 +202,3 @@ def _copy_block(transfer: Transfer, source: LocalPieces, destination: LocalPiece
     source.read(transfer.name, transfer.region, block)
     destination.write(transfer.name, transfer.region, block)
     return block
-
-
-def _parts(message: Message, buffer: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
-    """Yields the message's transfers with their places in its bytes."""
-    start = 0
-    for transfer in message.transfers:
-        stop = start + transfer.num_bytes
-        yield transfer, buffer[start:stop].view(transfer.dtype).view(sizes(transfer.region))
-        start = stop

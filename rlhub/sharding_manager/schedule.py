@@ -1,7 +1,8 @@
 """A plan in rounds that fit the transport's buffers, and one process's part of them.
 
-In each round no rank sends, and no rank receives, more than one bucket, so a process that does both needs at most two.  Both
-ends of a message list the same transfers in the same order: one packed message for each source, destination and round.
+In each round no rank sends, and no rank receives, more than one bucket, so a process that does both needs at most two.  There is
+one message for each source, destination and round.  Both ends list the same transfers in the same order and cut them into the
+same parts, so each end may choose alone whether a part needs a buffer there.
 """
 
 from __future__ import annotations
@@ -10,12 +11,18 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from rlhub.errors import ReshardError
-from rlhub.protocol.weights.regions import num_elements, split
+from rlhub.protocol.weights.regions import num_elements, sizes, split
 from rlhub.sharding_manager.plan import Plan, Transfer
 from rlhub.utils.collector import without_collector
 
 PARTS_OF_BUCKET = 4  # a transfer is cut to at most this part of a bucket: a round is then filled to three quarters or more
+
+PART_BYTES = 1 << 20
+"""A transfer of this many bytes or more travels by itself: where it is contiguous, no end copies it.  Smaller ones are packed,
+for a message costs more than the copy of one."""
 
 COPY_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 """Copies inside a process go in blocks of about this size: on CPU the fingerprint finds the block in the cache, on a GPU a block
@@ -23,10 +30,30 @@ costs the launch of a dozen kernels and, while it is copied, eight bytes an elem
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class Part:
+    """Transfers that travel as one piece of memory, packed without gaps."""
+
+    transfers: list[Transfer]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(transfer.num_bytes for transfer in self.transfers)
+
+    def tensors(self, memory: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
+        """Yields the transfers with their tensors in the part's memory, given as bytes."""
+        start = 0
+        for transfer in self.transfers:
+            stop = start + transfer.num_bytes
+            yield transfer, memory[start:stop].view(transfer.dtype).view(sizes(transfer.region))
+            start = stop
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class Message:
     """Everything that one source rank sends to one destination rank in a round.
 
-    transfers: in the order they are packed, the widest dtype first, so that each starts at a multiple of its element size.
+    transfers: large ones first; then those that are packed, the widest dtype first, so that each starts at a multiple of its
+    element size.
     """
 
     source: int
@@ -36,6 +63,13 @@ class Message:
     @property
     def num_bytes(self) -> int:
         return sum(transfer.num_bytes for transfer in self.transfers)
+
+    @property
+    def parts(self) -> list[Part]:
+        """Returns the transfers in their order: each large one by itself, and the others together."""
+        large = [transfer for transfer in self.transfers if transfer.num_bytes >= PART_BYTES]
+        packed = self.transfers[len(large) :]
+        return [Part(transfers=[transfer]) for transfer in large] + ([Part(transfers=packed)] if packed else [])
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -188,4 +222,4 @@ def _fill(queue: _Queue, limit: int) -> tuple[list[Transfer], int]:
         transfer, num_bytes = queue.popleft()
         transfers.append(transfer)
         total += num_bytes
-    return sorted(transfers, key=lambda transfer: -transfer.dtype.itemsize), total
+    return sorted(transfers, key=lambda transfer: (transfer.num_bytes < PART_BYTES, -transfer.dtype.itemsize)), total

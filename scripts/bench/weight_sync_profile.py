@@ -1,8 +1,8 @@
-"""Where a weight sync's time goes on every rank, beside what this machine needs for the same bytes with nothing around them.
+"""Where a weight sync's time goes on every rank, next to what this machine needs for the same bytes with nothing around them.
 
 `weight_sync.py --profile` calls it.  The parts of a sync are timed inside it (a part within another is counted once); the bare
-parts run right after, on all ranks at the same moment, for they share one memory.  A rank does its parts one after another on
-one thread, so the sum of its bare parts is the limit of a sync that moves and checks these bytes in this way.
+parts run right after, on all ranks at the same moment, for they share one memory.  Messages travel while a rank copies and
+compares, so the sum of its bare parts is what a sync needs of one core that does everything, and the limit of CPU time.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from rlhub.sharding_manager.route import Route
 from rlhub.sharding_manager.schedule import COPY_ELEMENTS
 
 COPY = "copies inside the process"
-PACK = "packing messages"
-UNPACK = "unpacking messages"
+PACK = "filling buffers"
+UNPACK = "emptying buffers"
 SOURCE = "fingerprints of what leaves"
 READ_BACK = "fingerprints of what arrived"
 STRIDED = "gathering strided weights for them"
+SOCKETS = "messages through the process group"
 WAIT = "waiting for the other ranks"
 POSTING = "posting messages, exchanging fingerprints"
 STEPS = "the plan's steps in Python"
-PARTS = (COPY, PACK, UNPACK, SOURCE, READ_BACK, STRIDED, WAIT, POSTING, STEPS)
-SOCKETS = "these messages through the sockets alone"
-ROUND_BYTES = 8 << 20
+PARTS = (COPY, PACK, UNPACK, SOURCE, READ_BACK, STRIDED, SOCKETS, WAIT, POSTING, STEPS)
+MESSAGE_BYTES = 8 << 20
+COMPARING = "comparing"
 MB = 1e6
 
 
@@ -86,13 +87,13 @@ class Stopwatch:
 def watched(watch: Stopwatch) -> Iterator[None]:
     """While it is open, what a sync calls is timed as the part it belongs to."""
 
-    def around(owner: Any, attribute: str, name: str, within: str = "", only: str = "") -> None:
-        """within: another name for calls from inside a message or copy.  only: calls from inside that part belong to it."""
+    def around(owner: Any, attribute: str, name: str, at_end: str = "", only: str = "") -> None:
+        """at_end: another name for calls from inside the final comparison.  only: calls from inside that part belong to it."""
         inner = getattr(owner, attribute)
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
             outer = watch.inside[-1] if watch.inside else ""
-            with watch.part(outer if outer == only else within if within and "leaving" in watch.inside else name):
+            with watch.part(outer if outer == only else at_end if at_end and COMPARING in watch.inside else name):
                 return inner(*arguments, **keywords)
 
         patches.enter_context(mock.patch.object(owner, attribute, timed))
@@ -102,9 +103,8 @@ def watched(watch: Stopwatch) -> Iterator[None]:
         around(LocalPieces, "read", PACK, only=COPY)
         around(LocalPieces, "write", UNPACK, only=COPY)
         around(LocalPieces, "contiguous", STRIDED)
-        around(routes, "digests", READ_BACK, within=SOURCE)
-        around(Route, "_copy", "leaving")
-        around(Route, "_pack", "leaving")
+        around(routes, "digests", SOURCE, at_end=READ_BACK)
+        around(Route, "_compare", COMPARING)
         around(PendingMessage, "wait", WAIT)
         around(Peers, "exchange", POSTING)
         yield
@@ -115,7 +115,7 @@ def profiled(sync: Callable[[], None]) -> dict[str, Spent]:
     watch = Stopwatch()
     with watched(watch), watch.part(STEPS):
         sync()
-    watch.spent[STEPS] += watch.spent.pop("leaving", Spent())
+    watch.spent[STEPS] += watch.spent.pop(COMPARING, Spent())
     return watch.spent
 
 
@@ -140,31 +140,27 @@ class Bare:
         sent, received = sum(self.sent.values()), sum(self.received.values())
         return {
             COPY: self.copied,
-            PACK: sent,
-            UNPACK: received,
             SOURCE: self.copied + sent,
             READ_BACK: self.copied + received,
+            SOCKETS: sent + received,
         }
 
     def calls(self, group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
         """Every rank runs the same ones, in this order."""
         sizes = self.bytes()
         memory, other = (torch.ones(max(sizes.values()), dtype=torch.uint8) for _ in range(2))
-        message = torch.ones(ROUND_BYTES, dtype=torch.uint8)
         block = torch.ones(4 * COPY_ELEMENTS["cpu"], dtype=torch.uint8)
         return {
             COPY: lambda: other[: sizes[COPY]].copy_(memory[: sizes[COPY]]),
-            PACK: lambda: [message[: len(part)].copy_(part) for part in _split(memory, sizes[PACK], ROUND_BYTES)],
-            UNPACK: lambda: [part.copy_(message[: len(part)]) for part in _split(memory, sizes[UNPACK], ROUND_BYTES)],
             SOURCE: lambda: digests(block[: len(part)] for part in _split(memory, sizes[SOURCE], len(block))),
             READ_BACK: lambda: digests(_split(memory, sizes[READ_BACK], len(block))),
             SOCKETS: lambda: self._sockets(group, memory, other),
         }
 
     def _sockets(self, group: dist.ProcessGroup, memory: Tensor, other: Tensor) -> None:
-        """The same messages over gloo, in rounds of the same size, two of them under way."""
-        queues = [(True, peer, list(_split(memory, size, ROUND_BYTES))) for peer, size in self.sent.items()]
-        queues += [(False, peer, list(_split(other, size, ROUND_BYTES))) for peer, size in self.received.items()]
+        """Sends and receives the same bytes over gloo, in messages of which two travel at once."""
+        queues = [(True, peer, list(_split(memory, size, MESSAGE_BYTES))) for peer, size in self.sent.items()]
+        queues += [(False, peer, list(_split(other, size, MESSAGE_BYTES))) for peer, size in self.received.items()]
         under_way: list[list[dist.Work]] = []
         for number in range(max((len(parts) for _, _, parts in queues), default=0)):
             under_way.append(
@@ -233,7 +229,7 @@ def show(ranks: Sequence[RankProfile], copy_wall_s: float, copy_cpu_s: float) ->
     columns = f"{'MB':>8}{'wall s':>9}{'share':>7}{'CPU s':>9}{'bare wall':>11}{'CPU':>9}"
     for number, rank in enumerate(ranks):
         print(f"  rank {number:<38}{columns}")
-        for name in (*PARTS, SOCKETS):
+        for name in PARTS:
             _show_part(rank, name)
         total, limit = total_of(rank), limit_of(rank)
         print(f"    {'in all':47}{total.wall_s:9.3f}{'':7}{total.cpu_s:9.3f}{limit.wall_s:11.3f}{limit.cpu_s:9.3f}")
@@ -245,7 +241,7 @@ def show(ranks: Sequence[RankProfile], copy_wall_s: float, copy_cpu_s: float) ->
 
 def _show_part(rank: RankProfile, name: str) -> None:
     part, bare, total = rank.parts.get(name), rank.bare.get(name), total_of(rank)
-    size = rank.bytes[PACK] + rank.bytes[UNPACK] if name == SOCKETS else rank.bytes.get(name, 0)
+    size = rank.bytes.get(name, 0)
     if part is None and not size:
         return
     spent = f"{part.wall_s:9.3f}{part.wall_s / total.wall_s:7.0%}{part.cpu_s:9.3f}" if part else " " * 25
@@ -265,8 +261,8 @@ def total_of(rank: RankProfile) -> Spent:
 
 
 def limit_of(rank: RankProfile) -> Spent:
-    """The sum of what a sync cannot leave out."""
-    return _sum(spent for name, spent in rank.bare.items() if name != SOCKETS)
+    """Returns the sum of what a sync cannot leave out."""
+    return _sum(rank.bare.values())
 
 
 def _sum(spent: Iterable[Spent]) -> Spent:

@@ -24,11 +24,13 @@ from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.errors import RlhubError, WeightMismatchError
 from rlhub.protocol.weights.regions import take
+from rlhub.sharding_manager import schedule
 from rlhub.sharding_manager.files import WeightReader, WeightWriter
+from rlhub.sharding_manager.local_pieces import LocalPieces
 from rlhub.sharding_manager.manager import ShardingManager
 from rlhub.sharding_manager.route import Route
-from rlhub.sharding_manager.schedule import Message
 from rlhub.sharding_manager.separate import WeightReceiver, WeightSender
+from rlhub.sharding_manager.transport import Transport
 from tests.support import rollout_contract as contract
 
 CPU = torch.device("cpu")
@@ -96,9 +98,14 @@ def error_of(action: Callable[[], object]) -> tuple[str, str]:
 # Colocated
 
 
-def colocated(path: str, dtype: str) -> dict[str, Any]:
-    """Four updates with changed weights, then broken ones; every rank's engine has weights of its own."""
-    train, engine = trainer(path), rollout(path, dtype)
+def colocated(path: str, dtype: str, part_bytes: int) -> dict[str, Any]:
+    """Four updates with changed weights, then broken ones; transfers of `part_bytes` and more travel by themselves."""
+    with mock.patch.object(schedule, "PART_BYTES", part_bytes):
+        return updates(trainer(path), rollout(path, dtype))
+
+
+def updates(train: FSDPEngine, engine: RolloutEngine) -> dict[str, Any]:
+    """What `colocated` reports."""
     manager = ShardingManager(train, engine, bucket_bytes=BUCKET)
     reports, wrong = [], []
     for version in range(4):
@@ -120,19 +127,20 @@ def colocated(path: str, dtype: str) -> dict[str, Any]:
 
 
 def lost_message(manager: ShardingManager, engine: RolloutEngine) -> tuple[str, bool]:
-    """The name reported when the last rank writes one message's first part to no avail, and whether the engine then refuses."""
-    last, unpack = dist.get_rank() == dist.get_world_size() - 1, Route._unpack
+    """Returns the name reported when what the last rank received first is lost, and whether the engine then refuses."""
+    step(manager._train)  # type: ignore[arg-type]
+    last, finish = dist.get_rank() == dist.get_world_size() - 1, Transport._finish
+    before = {piece.name: piece.tensor.clone() for piece in engine.live_weights()}
     lost: list[str] = []
 
-    def broken(self: Route, message: Message, buffer: Tensor, destination: Any) -> None:
-        before = destination.contiguous(message.transfers[0].name, message.transfers[0].region).clone()
-        unpack(self, message, buffer, destination)
-        if last and not lost:
-            lost.append(message.transfers[0].name)
-            destination.write(message.transfers[0].name, message.transfers[0].region, before)
+    def broken(self: Transport, pending: Any, posts: Any, buffer: Tensor, destination: LocalPieces) -> None:
+        finish(self, pending, posts, buffer, destination)
+        if last and not lost and posts:
+            transfer = posts[0].part.transfers[0]
+            lost.append(transfer.name)
+            destination.write(transfer.name, transfer.region, take(before[transfer.name], transfer.region))
 
-    step(manager._train)  # type: ignore[arg-type]
-    with mock.patch.object(Route, "_unpack", broken):
+    with mock.patch.object(Transport, "_finish", broken):
         try:
             manager.sync(5)
         except WeightMismatchError as error:
@@ -243,17 +251,17 @@ def read_damaged(path: str, folder: str, version: int) -> tuple[tuple[str, str],
 
 
 def send_and_die(path: str, port: int, world: int) -> None:
-    """Two whole updates; in the third, the last sender is killed when it has packed its first message."""
+    """Sends two whole updates; in the third, the last sender is killed as soon as its first messages travel."""
     half = WeightSender(trainer(path), bucket_bytes=BUCKET)
     connect(half, port, dist.get_rank(), world, 30)
     half.send(0)
     half.send(1)
     if dist.get_rank() == dist.get_world_size() - 1:
-        pack = Route._pack
+        exchange = Transport._exchange
 
-        def last_act(self: Route, *arguments: Any) -> None:
-            pack(self, *arguments)
+        def last_act(self: Transport, *arguments: Any) -> None:
+            exchange(self, *arguments)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        Route._pack = last_act  # type: ignore[method-assign]
+        Transport._exchange = last_act  # type: ignore[method-assign,assignment]
     half.send(2)

@@ -45,11 +45,14 @@ def together(*calls: Any) -> list[Any]:
         return [future.result() for future in futures]
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("dense", "float32"), ("dense", "bfloat16"), ("moe", "float32")])
+@pytest.mark.parametrize(
+    ("model", "dtype", "part_bytes"),
+    [("dense", "float32", 1), ("dense", "float32", 1 << 20), ("dense", "bfloat16", 100), ("moe", "float32", 1000)],
+)
 def test_colocated_engines_hold_the_trainers_weights_after_every_step(
-    trainers: Ranks, models: dict[str, str], model: str, dtype: str
+    trainers: Ranks, models: dict[str, str], model: str, dtype: str, part_bytes: int
 ) -> None:
-    for seen in trainers.call(checks.colocated, models[model], dtype):
+    for seen in trainers.call(checks.colocated, models[model], dtype, part_bytes):
         assert seen["wrong"] == []
         assert (seen["version"], seen["healed"]) == (3, 9)
         assert seen["wire_bytes"] == [None] + [seen["bound"]] * 3, "each rank receives what it does not hold, once"
