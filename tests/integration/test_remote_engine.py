@@ -130,7 +130,7 @@ def test_requests_go_on_under_weights_that_change(server: Server, tmp_path: Path
             remote.update_weights([list(moved[1].items())], 12)
         await asyncio.to_thread(remote.pause)
         await asyncio.to_thread(remote.update_weights, [list(moved[1].items())], 12)
-        server.hold.let_go()
+        server.limit.lift()
         await asyncio.to_thread(remote.resume)
         return list(await asyncio.gather(*tasks))
 
@@ -206,7 +206,7 @@ def test_cancelled_and_aborted_requests_end_on_the_server(server: Server) -> Non
     assert [len(one.token_ids) for one in remote.generate(requests(), SamplingParams(max_new_tokens=9, ignore_eos=True))] == [
         9
     ] * 3
-    server.hold.let_go()
+    server.limit.lift()
     remote.shutdown()
 
 

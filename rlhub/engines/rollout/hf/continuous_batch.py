@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,13 +21,13 @@ from rlhub.engines.rollout.base import FinishReason, GenerationRequest, Sampling
 from rlhub.engines.rollout.continuous_batching import TokenEvent
 from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows, key_mask, prefill_chunks, read_prompts, widen
 from rlhub.engines.rollout.hf.decode import FIRST_CAPACITY, KEEP_FRACTION, NOT_FINITE, DecodeLimits, decode_step
-from rlhub.engines.rollout.hf.sampling import sample_tokens, uniforms
+from rlhub.engines.rollout.hf.sampling import sample_tokens, token_uniforms
 from rlhub.errors import EngineError
 
 SPARE_SHARE = 8  # a cache that is copied for more rows gets places for 1/8 more, for those that join soon
 MASK_COLUMNS = 128  # columns the mask reaches beyond the cache's when it is made
 PADDING_INTERVAL = 64  # steps between two looks for columns that are padding for every row
-NOISE_BLOCK = 32  # tokens whose noise is drawn at once; drawn again when a row joins
+NOISE_BLOCK = 64  # tokens of a row whose noise is drawn at once
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -43,6 +42,13 @@ class _Row:
     stops: frozenset[int]
     count: int
     limit: int
+    noise: list[float] = field(default_factory=list)  # of the tokens to come, the next one last
+
+    def next_uniform(self) -> float:
+        """Takes the uniform of the token that is sampled next."""
+        if not self.noise:
+            self.noise = token_uniforms([self.seed], [self.count], NOISE_BLOCK)[0, ::-1].tolist()
+        return self.noise.pop()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,8 +110,6 @@ class ContinuousBatch:
         self._max_rows = max_rows
         self._waiting: deque[_Row] = deque()
         self._places: _Places | None = None
-        self._noise = torch.empty(0, 0)
-        self._noise_column = 0  # of the next token; at the block's end the next is drawn
 
     def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
         length = len(request.prompt_ids)
@@ -169,7 +173,6 @@ class ContinuousBatch:
         padding = int(places.pads[taken].min()) if look else 0
         if num_running + num_joining < KEEP_FRACTION * len(places.rows) or padding > (1 - KEEP_FRACTION) * places.length:
             places.arrange(taken, [places.rows[place] for place in taken])
-            self._noise_column = NOISE_BLOCK
 
     def _join(self, joining: list[_Row], logits: Tensor | None) -> Tensor:
         """Reads the rows and gives them places.  logits: of the places before; returns those of all places."""
@@ -227,11 +230,10 @@ class ContinuousBatch:
         for place, row in zip(free, joining, strict=True):
             places.rows[place] = row
         places.remask()
-        self._noise_column = NOISE_BLOCK
 
     def _sample(self, logits: Tensor, places: _Places) -> tuple[Tensor, Tensor]:
         """Samples one token a place with its log-prob, by each row's own parameters; those of empty places mean nothing."""
-        noise = self._next_noise(places)
+        noise = torch.tensor([0.0 if row is None else row.next_uniform() for row in places.rows], device=logits.device)
         kinds: list[SamplingParams] = []
         for row in places.rows:
             if row is not None and row.params not in kinds:
@@ -244,16 +246,6 @@ class ContinuousBatch:
             index = torch.tensor(chosen, device=logits.device)
             tokens[index], log_probs[index] = sample_tokens(logits[index], noise[index], kind)
         return tokens, log_probs
-
-    def _next_noise(self, places: _Places) -> Tensor:
-        """Returns the (places,) uniforms of each row's next token."""
-        if self._noise_column >= self._noise.shape[1]:
-            seeds = np.array([0 if row is None else row.seed for row in places.rows], dtype=np.int64)
-            counts = np.array([0 if row is None else row.count for row in places.rows], dtype=np.int64)
-            self._noise = torch.from_numpy(uniforms(seeds, counts, NOISE_BLOCK)).to(places.tokens.device)
-            self._noise_column = 0
-        self._noise_column += 1
-        return self._noise[:, self._noise_column - 1]
 
     def _record(self, places: _Places, tokens: list[int], log_probs: list[float]) -> list[TokenEvent]:
         """Takes in the step's tokens; rows that end with them leave."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -17,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows, key_mask, prefill_chunks, read_prompts
-from rlhub.engines.rollout.hf.sampling import sample_tokens, uniforms
+from rlhub.engines.rollout.hf.sampling import sample_tokens, token_uniforms
 from rlhub.errors import EngineError
 
 KEEP_FRACTION = 0.75  # compact below this share of live rows: copying stays a small part of the work it saves
@@ -66,15 +65,15 @@ class _Noise:
     """The uniforms of all requests, drawn in blocks of tokens."""
 
     def __init__(self, requests: Sequence[GenerationRequest], device: torch.device) -> None:
-        self._seeds = np.array([request.seed for request in requests], dtype=np.int64)
-        self._starts = np.array([request.start for request in requests], dtype=np.int64)
+        self._requests = requests
         self._device = device
         self._block = torch.empty(0)
 
     def at(self, step: int, ids: Tensor) -> Tensor:
         """Returns the (rows,) uniforms of token `step` of the requests `ids`."""
         if step % NOISE_BLOCK == 0:
-            self._block = torch.from_numpy(uniforms(self._seeds, self._starts + step, NOISE_BLOCK)).to(self._device)
+            seeds, firsts = ([one.seed for one in self._requests], [one.start + step for one in self._requests])
+            self._block = torch.from_numpy(token_uniforms(seeds, firsts, NOISE_BLOCK)).to(self._device)
         return self._block[ids, step % NOISE_BLOCK]
 
 

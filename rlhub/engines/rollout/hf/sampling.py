@@ -6,25 +6,24 @@ generated in.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.utils.counter_noise import GOLDEN_GAMMA, random_bits, streams
+from rlhub.utils.seeding import Purpose, random_bits
 
 FLOAT32_BITS = np.uint64(40)  # 64 - 24: what is left fits a float32 exactly, so the result stays below 1
 
 
-def uniforms(seeds: NDArray[np.int64], firsts: NDArray[np.int64] | int, count: int) -> NDArray[np.float32]:
-    """Returns uniforms in [0, 1) for tokens firsts .. firsts + count - 1 of each seed; (rows,) -> (rows, count) float32.
-
-    firsts: (rows,), or one integer for all rows.
-    """
-    offsets = np.atleast_1d(np.asarray(firsts, dtype=np.int64)).view(np.uint64) * GOLDEN_GAMMA
-    bits = random_bits(streams(seeds) + offsets, 0, count)  # position 0 of the moved stream is position `first` of the stream
-    return ((bits >> FLOAT32_BITS).astype(np.float32)) * np.float32(2.0**-24)
+def token_uniforms(seeds: Iterable[int], firsts: Iterable[int], count: int) -> NDArray[np.float32]:
+    """Returns uniforms in [0, 1) for tokens first .. first + count - 1 of each seed; (rows, count) float32."""
+    pairs = zip(seeds, firsts, strict=True)
+    bits = np.array([random_bits(seed, Purpose.TOKEN, first=first, count=count) for seed, first in pairs], dtype=np.uint64)
+    return (bits >> FLOAT32_BITS).astype(np.float32) * np.float32(2.0**-24)
 
 
 def sample_tokens(logits: Tensor, noise: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:

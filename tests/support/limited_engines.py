@@ -1,4 +1,4 @@
-"""Imported into a process before it builds an engine: the hf engine and vLLM's processes then keep to a file, see held."""
+"""Imported into a process before it builds an engine: the hf engine and vLLM's processes then keep to a file, see step_limit."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from rlhub.engines.rollout.continuous_batching import Stepper, TokenEvent
 from rlhub.engines.rollout.hf.engine import HFEngine
 from rlhub.engines.rollout.vllm.async_engine import AsyncVLLMEngine
-from tests.support.held import held
-from tests.support.rollout_service import HeldSteps, Pace
+from tests.support.rollout_service import LimitedSteps, Pace
+from tests.support.step_limit import at_limit
 
-SCHEDULER = "tests.support.held_scheduler.HeldScheduler"
+SCHEDULER = "tests.support.limited_scheduler.LimitedScheduler"
 
 
-class ByFile(HeldSteps):
-    """A stepper that is left out while it is held."""
+class ByFile(LimitedSteps):
+    """A stepper whose steps are left out at the limit."""
 
     def step(self) -> Sequence[TokenEvent]:
-        return [] if held(max(self.given.values(), default=0), len(self.given)) else super().step()
+        return [] if at_limit(max(self.given.values(), default=0), len(self.given)) else super().step()
 
 
 def _make_stepper(engine: HFEngine, make: Any = HFEngine._make_stepper) -> Stepper:
