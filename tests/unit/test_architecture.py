@@ -68,9 +68,6 @@ PARAMETER_WAIVERS: dict[str, str] = {
     "engines/training/megatron/engine.py::__init__": "the parts of an engine, which its factory alone puts together",
     "models/packed_attention.py::packed_attention": "the signature of transformers' attention functions",
     "rollout_service/executor/executor.py::__init__": "the parts of the executor, which its builder alone puts together",
-    "sharding_manager/layouts.py::megatron_layout": "the sizes of a layout, for tests and benches",
-    "trainer/ppo/build_stream.py::build_executor": "what a run shares, put together step by step",
-    "trainer/ppo/build_stream.py::build_samples": "what a run shares, put together step by step",
 }
 
 

@@ -57,7 +57,7 @@ def become_child(request_fd: int, driver_fds: Iterable[int], *, namespace: bool)
 
 
 def end_descendants() -> None:
-    """SIGKILL and reap until this process, a subreaper, has no children: those of killed ones become its own meanwhile."""
+    """Kills and reaps until this process, a subreaper, has no children: those of killed ones become its own meanwhile."""
     while True:
         for process in _children():
             _kill(process)
@@ -68,13 +68,13 @@ def end_descendants() -> None:
 
 
 def set_process(option: int, value: int) -> None:
-    """prctl; the options used here cannot fail on a Linux that knows them, and do not exist elsewhere."""
+    """Calls prctl; the options used here cannot fail on a Linux that knows them, and do not exist elsewhere."""
     if sys.platform == "linux":
         _LIBC.prctl(option, value, 0, 0, 0)
 
 
 def drop_capabilities() -> None:
-    """What this process starts gets none of them back either."""
+    """Drops all capabilities; what this process starts gets none of them back either."""
     set_process(PR_SET_NO_NEW_PRIVS, 1)
     if sys.platform == "linux":
         header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
@@ -108,7 +108,7 @@ def _kill(process: int) -> None:
 
 
 def _reaped(wanted: int) -> int | None:
-    """The exit code of `wanted` if it is among those that have ended."""
+    """Returns the exit code of `wanted` if it is among those that have ended."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             if found[0] == wanted:
@@ -129,7 +129,7 @@ def _children() -> Iterator[int]:
 
 
 def _enter_namespaces() -> bool:
-    """What this process forks is in a new PID namespace.  True if that took a user namespace, too.  OSError if not allowed.
+    """Puts what this process forks into a new PID namespace.  True if that took a user namespace, too.  OSError if forbidden.
 
     root takes none: in one of its own it could not read other users' files any more.
     """
@@ -164,8 +164,8 @@ def _first_of_namespace(fds: Iterable[int]) -> None:
 
 
 def _fork_with_number_of(outside: int) -> int:
-    """A fork that has the number inside that it has in the /proc `outside`: no two children have the same, who names files by it
-    meets no other's, and it is the one that others know it by.  The numbers outside are given in turn, so the next is guessed."""
+    """Forks a process that has the same number inside as in the /proc `outside`, by which others know it: no two children share
+    one, so files named by it do not collide.  The numbers outside are given in turn, so the next is guessed."""
     told, tell = os.pipe()
     number = int(os.readlink("self", dir_fd=outside))
     for attempt in range(NUMBER_ATTEMPTS):
