@@ -82,20 +82,20 @@ def drop_capabilities() -> None:
 
 
 def _ended(process: int, request_fd: int, driver: int) -> int:
-    """Waits for a child process, and reaps the others; kills it when the driver orders its end or is gone.  Its exit code."""
-    told, tell = os.pipe()
-    for fd in (told, tell):
+    """Waits for a child process, reaping the others; kills it when the driver orders its end or is gone.  Returns its exit code."""
+    reader, writer = os.pipe()
+    for fd in (reader, writer):
         os.set_blocking(fd, False)
-    signal.set_wakeup_fd(tell)
+    signal.set_wakeup_fd(writer)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: _kill(process))
     poller = select.poll()
-    poller.register(told, select.POLLIN)
+    poller.register(reader, select.POLLIN)
     poller.register(request_fd, 0)  # nothing but its end: the driver alone holds the other one
     while (code := _reaped(process)) is None:
         events = dict(poller.poll(DRIVER_CHECK_S * 1000))
-        if told in events:
-            os.read(told, READ_BYTES)
+        if reader in events:
+            os.read(reader, READ_BYTES)
         if request_fd in events or os.getppid() != driver:  # a fork of the driver may hold the pipe open
             os.kill(process, signal.SIGKILL)
             return _exit_code(os.waitpid(process, 0)[1])
@@ -166,7 +166,7 @@ def _first_of_namespace(fds: Iterable[int]) -> None:
 def _fork_with_number_of(outside: int) -> int:
     """Forks a process that has the same number inside as in the /proc `outside`, by which others know it: no two children share
     one, so files named by it do not collide.  The numbers outside are given in turn, so the next is guessed."""
-    told, tell = os.pipe()
+    reader, writer = os.pipe()
     number = int(os.readlink("self", dir_fd=outside))
     for attempt in range(NUMBER_ATTEMPTS):
         with open("/proc/sys/kernel/ns_last_pid", "w") as file:
@@ -174,17 +174,17 @@ def _fork_with_number_of(outside: int) -> int:
         process = os.fork()
         if process == 0:
             number = int(os.readlink("self", dir_fd=outside))
-            os.write(tell, b"%d" % number)
+            os.write(writer, b"%d" % number)
             if number != os.getpid() and attempt < NUMBER_ATTEMPTS - 1:
                 os._exit(0)
             break
-        number = int(os.read(told, READ_BYTES))
+        number = int(os.read(reader, READ_BYTES))
         if number == process:
             break
         if attempt < NUMBER_ATTEMPTS - 1:
             os.waitpid(process, 0)
-    os.close(told)
-    os.close(tell)
+    os.close(reader)
+    os.close(writer)
     return process
 
 
