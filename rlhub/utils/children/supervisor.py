@@ -82,7 +82,7 @@ def drop_capabilities() -> None:
 
 
 def _ended(process: int, request_fd: int, driver: int) -> int:
-    """Waits for a child process, reaping the others; kills it when the driver orders its end or is gone.  Returns its exit code."""
+    """Waits for a child process and reaps others; kills it when the driver orders its end or is gone.  Returns its exit code."""
     reader, writer = os.pipe()
     for fd in (reader, writer):
         os.set_blocking(fd, False)
