@@ -44,7 +44,7 @@ class MlflowTracker(Tracker):
         except (self._mlflow.exceptions.MlflowException, OSError) as error:
             raise ConfigError(
                 f"mlflow does not start ({one_line(error)}): check MLFLOW_TRACKING_URI, unset it to keep the run on this "
-                "machine, or take mlflow out of trainer.logger"
+                "machine (pip install 'rlhub[mlflow]' has all that takes), or take mlflow out of trainer.logger"
             ) from error
         folder.write_note(NOTE, self._run_id)
 
@@ -83,9 +83,9 @@ class MlflowTracker(Tracker):
         self._guarded(lambda: self._client.log_dict(self._run_id, {"columns": columns, "data": cells}, file))
 
     def finish(self, status: Status, message: str = "") -> None:
-        if message:
-            self._guarded(lambda: self._client.set_tag(self._run_id, "message", message))
         self._guarded(lambda: self._client.set_terminated(self._run_id, status=STATUS[status]))
+        if message:
+            self._guarded(lambda: self._client.set_tag(self._run_id, "message", message[:LONGEST_PARAM]))
 
     def _guarded(self, call: Callable[[], None]) -> None:
         try:

@@ -197,7 +197,7 @@ class Run:
         )
 
     def _complete_log(self) -> None:
-        """Of a finished run that was killed between its last checkpoint and that step's line: write the line and the report."""
+        """Writes the last line and the report of a finished run that was killed between its last checkpoint and that line."""
         done = self.checkpoint
         if done is None or not self.already_finished or done.path.parent != self.folder.path:
             return

@@ -70,7 +70,7 @@ def test_new_weights_through_the_folder_are_those_that_generate(server: Server, 
 
 def test_a_server_that_an_ended_job_left_paused_is_woken_by_the_next(server: Server, tmp_path: Path) -> None:
     ended = build(server, "remote", tmp_path)
-    ended._ask(ended._server.pause())
+    ended._ask(ended._dialect.pause())
     ended.shutdown()
     job = build(server, "remote", tmp_path)
     job.update_weights([[pair] for pair in weights(server, seed=1).items()], 1)

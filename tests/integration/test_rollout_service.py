@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams
-from rlhub.engines.rollout.stepped import SteppedEngine
+from rlhub.engines.rollout.continuous_batching import SteppedEngine
 from rlhub.errors import EngineError, WeightMismatchError, WorkerDiedError
 from rlhub.rollout_service.fleet import FleetLimits
 from rlhub.rollout_service.server import ReplicaStatus, RolloutServer, UpdateReport

@@ -158,4 +158,4 @@ def test_errors_outside_the_steps_leave_the_engine_as_it_was(job: list[dict[str,
 def test_after_an_error_inside_a_step_the_engine_generates_no_more(job: list[dict[str, Any]]) -> None:
     for name, case in cases(job):
         assert "_Broken" in case["failure"]["failure"], name
-        assert "built anew" in case["failure"]["answer"], name
+        assert "built again" in case["failure"]["answer"], name

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rlhub.engines.rollout.continuous_batching import Stepper, TokenEvent
 from rlhub.engines.rollout.hf.engine import HFEngine
-from rlhub.engines.rollout.stepping import Stepper, TokenEvent
 from rlhub.engines.rollout.vllm.async_engine import AsyncVLLMEngine
 from tests.support.held import held
 from tests.support.rollout_service import HeldSteps, Pace

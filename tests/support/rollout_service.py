@@ -11,9 +11,9 @@ from torch import nn
 
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
+from rlhub.engines.rollout.continuous_batching import Stepper, TokenEvent
 from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES
-from rlhub.engines.rollout.stepping import Stepper, TokenEvent
 from rlhub.rollout_service.server import RolloutServer
 from rlhub.sharding_manager.files import WeightWriter
 from rlhub.single_controller import AsyncActor, AsyncActorOptions, ClassWithInitArgs, astart_async_actor

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ FinishReason = Literal["stop", "length", "abort"]
 FINISH_CODES: dict[FinishReason, int] = {"stop": 0, "length": 1, "abort": 2}
 """The numbers of the finish reasons in the column `finish_reason` of a batch."""
 WeightBucket = list[tuple[str, Tensor]]
+EngineDtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,10 +85,9 @@ class Progress:
 
 
 Follow = Callable[[Progress], None]
-"""Told of the tokens of one request as they come: on the event loop that asked, each token once and in order, and nothing after
-the completion.  What was told is always a beginning of the completion, but need not be all of it: an engine that cannot tell
-tokens as they come tells none, and an abort comes without its last ones.  It must return at once; what it raises ends the
-request."""
+"""Takes the tokens of one request as they come: on the event loop of the caller, each token once and in order, and nothing after
+the completion.  What it gets is always a beginning of the completion, but need not be all of it: an engine that cannot stream
+gives nothing, and an abort comes without its last tokens.  It must return at once; what it raises ends the request."""
 
 
 class RolloutEngine(ABC):
@@ -187,3 +187,33 @@ class RolloutEngine(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Release processes, threads, memory and groups; waiting requests get an EngineError.  Idempotent."""
+
+
+class ExternalWeights(ABC):
+    """The side of a rollout engine whose weights live in worker processes of its own.
+
+    Nobody in this process can write or read the weights; a class of the caller's does, in every worker.
+    """
+
+    @abstractmethod
+    def call_workers(self, target: str, method: str, *arguments: Any) -> Sequence[Any]:
+        """Calls, in every worker, a method of its one object of the class `target` ("module:Class", built from what WeightReader
+        takes for an engine); returns the answers, by rank.
+
+        It runs between two steps, which wait, so it must return soon.  Arguments and answers are pickled; an RlhubError of a
+        worker is raised here.
+        """
+
+    @abstractmethod
+    def overwriting(self, version: int) -> AbstractContextManager[None]:
+        """As RolloutEngine's; the workers write the weights."""
+
+
+def resolve_dtype(name: EngineDtype, device: torch.device) -> torch.dtype:
+    """Returns the dtype that an engine holds the weights in.
+
+    `auto` is bfloat16 on accelerators and float32 on CPU, where bfloat16 arithmetic is emulated on most machines.
+    """
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]

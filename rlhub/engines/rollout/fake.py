@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from rlhub.engines.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams, WeightBucket
+from rlhub.engines.rollout.continuous_batching import SteppedEngine, Stepper, TokenEvent
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.stepped import SteppedEngine
-from rlhub.engines.rollout.stepping import Stepper, TokenEvent
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.protocol.weights.pieces import Piece, whole_piece
 

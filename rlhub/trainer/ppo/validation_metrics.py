@@ -32,7 +32,7 @@ NUMBERS = (bool, int, float, np.bool_, np.number)
 NUM_DRAWS = 1000
 """Bootstrap draws: the error of a mean of numbers between 0 and 1 is at most 0.5 / sqrt(1000) = 0.016 a prompt."""
 SEED = 42
-"""Of the draws: the same samples give the same metrics, whenever they are validated."""
+"""Seed of the draws: the same samples give the same metrics, whenever they are validated."""
 
 
 @dataclass(slots=True, kw_only=True)

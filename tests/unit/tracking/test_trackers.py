@@ -186,8 +186,8 @@ def test_mlflow_gets_everything_once(tmp_path: Path, mlflow: FakeMlflow, monkeyp
         ("log_batch", {"run_id": ID, "metrics": [], "params": params}),
         ("log_dict", {"run_id": ID, "dictionary": TABLE, "artifact_file": "samples/val-000003.json"}),
         ("log_batch", {"run_id": ID, "metrics": metrics, "params": []}),
-        ("set_tag", {"run_id": ID, "key": "message", "value": "boom"}),
         ("set_terminated", {"run_id": ID, "status": "FAILED"}),
+        ("set_tag", {"run_id": ID, "key": "message", "value": "boom"}),
     ]
 
 
@@ -218,7 +218,7 @@ def test_mlflow_keys() -> None:
 
 def test_mlflow_troubles_are_typed(tmp_path: Path, mlflow: FakeMlflow) -> None:
     mlflow.trouble = {"get_experiment_by_name": MlflowException("refused")}
-    with pytest.raises(ConfigError, match="refused.*MLFLOW_TRACKING_URI.*trainer.logger"):
+    with pytest.raises(ConfigError, match=r"refused.*MLFLOW_TRACKING_URI.*rlhub\[mlflow\].*trainer.logger"):
         MlflowTracker().start(run(tmp_path))
     mlflow.trouble = {"log_batch": MlflowException("gone"), "set_terminated": MlflowException("away")}
     tracker, info = MlflowTracker(), run(tmp_path)

@@ -1,15 +1,34 @@
-"""From logits to a token and its log-probability: temperature, top-k, top-p, then inverse-CDF sampling."""
+"""From logits to a token and its log-probability: temperature, top-k, top-p, then inverse-CDF sampling.
+
+The uniform of token `index` of a completion is a pure function of (seed, index), so a completion is the same whatever batch it is
+generated in.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhub.engines.rollout.base import SamplingParams
+from rlhub.utils.counter_noise import GOLDEN_GAMMA, random_bits, streams
+
+FLOAT32_BITS = np.uint64(40)  # 64 - 24: what is left fits a float32 exactly, so the result stays below 1
+
+
+def uniforms(seeds: NDArray[np.int64], firsts: NDArray[np.int64] | int, count: int) -> NDArray[np.float32]:
+    """Returns uniforms in [0, 1) for tokens firsts .. firsts + count - 1 of each seed; (rows,) -> (rows, count) float32.
+
+    firsts: (rows,), or one integer for all rows.
+    """
+    offsets = np.atleast_1d(np.asarray(firsts, dtype=np.int64)).view(np.uint64) * GOLDEN_GAMMA
+    bits = random_bits(streams(seeds) + offsets, 0, count)  # position 0 of the moved stream is position `first` of the stream
+    return ((bits >> FLOAT32_BITS).astype(np.float32)) * np.float32(2.0**-24)
 
 
 def sample_tokens(logits: Tensor, noise: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """One token a row and its log-probability under the distribution it was drawn from.
+    """Samples one token a row, with its log-probability under the distribution it was drawn from.
 
     logits: (rows, vocabulary), any floating dtype; noise: (rows,) float32 uniforms in [0, 1).
     Returns tokens (rows,) int64 and log-probs (rows,) float32.  temperature 0 takes the most likely token and gives its
@@ -36,7 +55,7 @@ def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _truncate(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Logits with everything outside top-k, then outside the nucleus of top-p, at minus infinity."""
+    """Returns logits with everything outside top-k, then outside the nucleus of top-p, at minus infinity."""
     if params.top_k > 0 and params.top_k < logits.shape[-1]:
         floor = logits.topk(params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < floor, -torch.inf)

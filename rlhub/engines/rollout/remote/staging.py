@@ -46,7 +46,7 @@ class Staging:
             self.weights[name].copy_(tensor)
 
     def fingerprint(self) -> str:
-        """Of the weights as they are now."""
+        """Returns one fingerprint of all weights as they are now."""
         return combine((name, fingerprint(tensor)) for name, tensor in self.weights.items())
 
     def pieces(self) -> Iterator[Piece]:

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams, WeightBucket
-from rlhub.engines.rollout.dtypes import resolve_dtype
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams, WeightBucket, resolve_dtype
+from rlhub.engines.rollout.continuous_batching import SteppedEngine, Stepper
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.stepped import SteppedEngine
-from rlhub.engines.rollout.stepping import Stepper
 from rlhub.engines.rollout.vllm.environment import distributed_variables, guarded_process, settle
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError

@@ -16,8 +16,8 @@ from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 
 from rlhub.engines.rollout.base import GenerationRequest, SamplingParams, WeightBucket
+from rlhub.engines.rollout.continuous_batching import TokenEvent
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.stepping import TokenEvent
 from rlhub.engines.rollout.vllm import internals
 from rlhub.engines.rollout.vllm.arguments import engine_arguments
 from rlhub.engines.rollout.vllm.conversion import finish_reason_of, log_probs_of, vllm_params
@@ -123,7 +123,7 @@ class InProcessLLM:
 
     def _refuse_failed(self) -> None:
         if self._failure is not None:
-            raise EngineError(f"vLLM failed in a step and must be built anew: {self._failure}") from self._failure
+            raise EngineError(f"vLLM failed in a step and must be built again: {self._failure}") from self._failure
 
     # -- single requests: see Stepper --------------------------------------------------------------------------------------
 

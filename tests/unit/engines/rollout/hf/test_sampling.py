@@ -3,8 +3,7 @@ import pytest
 import torch
 
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.engines.rollout.hf.noise import uniforms
-from rlhub.engines.rollout.hf.sampling import sample_tokens
+from rlhub.engines.rollout.hf.sampling import sample_tokens, uniforms
 
 
 def reference_distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:

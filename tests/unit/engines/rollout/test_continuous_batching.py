@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
-from rlhub.engines.rollout.stepping import EngineLoop, TokenEvent
+from rlhub.engines.rollout.continuous_batching import EngineLoop, TokenEvent
 from rlhub.errors import EngineError, RequestError
 
 PARAMS = SamplingParams(max_new_tokens=50)
@@ -147,11 +147,11 @@ def test_a_step_that_fails_ends_every_request_with_its_error_and_the_engine_says
         )
         assert all(isinstance(outcome, EngineError) and "the device is gone" in str(outcome) for outcome in outcomes)
         assert loop.load == 0
-        with pytest.raises(EngineError, match="must be built anew.*the device is gone"):
+        with pytest.raises(EngineError, match="must be built again.*the device is gone"):
             await asyncio.wait_for(loop.generate(request(), PARAMS), 60)
 
     asyncio.run(scenario())
-    with pytest.raises(EngineError, match="must be built anew"), loop.exclusive("generate"):
+    with pytest.raises(EngineError, match="must be built again"), loop.exclusive("generate"):
         pass
     loop.pause()
     loop.close()

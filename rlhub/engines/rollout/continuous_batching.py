@@ -1,7 +1,8 @@
 """Continuous batching: a thread that steps an engine, and requests that join and leave between two steps.
 
 Engines differ only in their Stepper.  What is the same for all is here: callers on any event loop, cancellation, pausing
-for new weights, the version of each token, and what happens to the waiting requests when a step fails.
+for new weights, the version of each token, and what happens to the waiting requests when a step fails.  `SteppedEngine` is the
+half of a RolloutEngine that follows from it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from rlhub.engines.rollout.base import Completion, FinishReason, Follow, GenerationRequest, Progress, SamplingParams
+from rlhub.engines.rollout.base import (
+    Completion,
+    FinishReason,
+    Follow,
+    GenerationRequest,
+    Progress,
+    RolloutEngine,
+    SamplingParams,
+)
+from rlhub.engines.rollout.registry import RolloutSetup
+from rlhub.engines.rollout.request_checks import check_requests
 from rlhub.errors import EngineError, RequestError
 from rlhub.utils import faults
 
@@ -99,7 +111,7 @@ class EngineLoop:
 
     @property
     def failure(self) -> str:
-        """Of a step, after which there will be none; "" without."""
+        """The error of the step that ended the engine; "" while it runs."""
         return "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
 
     @property
@@ -125,7 +137,7 @@ class EngineLoop:
 
     def _refuse_failed(self) -> None:
         if self._failure is not None:
-            raise EngineError(f"the rollout engine failed in a step and must be built anew: {self._failure}") from self._failure
+            raise EngineError(f"the rollout engine failed in a step and must be built again: {self._failure}") from self._failure
 
     def _refuse(self) -> None:
         self._refuse_failed()
@@ -343,3 +355,59 @@ def _as_engine_error(error: BaseException) -> EngineError:
     wrapped = EngineError(f"a step of the rollout engine failed: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
+
+
+class SteppedEngine(RolloutEngine):
+    """Subclasses set `_ready`: whether there is a whole set of weights, awake."""
+
+    def __init__(self, setup: RolloutSetup) -> None:
+        self.version = -1
+        self._setup = setup
+        self._ready = False
+        self._loop = EngineLoop(self._make_stepper, lambda: self.version)
+
+    @abstractmethod
+    def _make_stepper(self) -> Stepper:
+        """Called once, with the first single request."""
+
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+        if not self._loop.paused:  # else it waits, with those that are there, for the weights
+            self._refuse_unready("generate")
+        self._check([request], params)
+        return await self._loop.generate(request, params, follow)
+
+    @property
+    def load(self) -> int:
+        return self._loop.load
+
+    @property
+    def failure(self) -> str:
+        return self._loop.failure
+
+    def pause(self) -> None:
+        self._loop.pause()
+
+    def resume(self, *, recompute: bool = True) -> None:
+        if self._loop.paused:
+            self._refuse_unready("resume")
+        self._loop.resume(recompute=recompute)
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        self._loop.abort(request_ids)
+
+    def _refuse_unready(self, action: str) -> None:
+        if not self._ready:
+            raise EngineError(
+                f"the engine has no whole set of weights: initialize, wake_up and update_weights come before {action}"
+            )
+
+    def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
+        check_requests(requests, params, max_model_len=self._setup.max_model_len, vocab_size=self.vocab_size)
+
+    def _generating(self) -> AbstractContextManager[None]:
+        """Around a whole batch."""
+        return self._loop.exclusive("generate")
+
+    def _updating(self) -> AbstractContextManager[None]:
+        """Around a weight update."""
+        return self._loop.exclusive("the weight update", among_requests=True)

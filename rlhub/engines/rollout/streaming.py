@@ -1,4 +1,4 @@
-"""Following a request whose engine runs on an event loop of its own: what it tells there is heard where it was asked."""
+"""Streaming the tokens of a request whose engine runs on an event loop of its own to the event loop that asked."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import suppress
 from rlhub.engines.rollout.base import Completion, Follow, Progress
 
 
-class Follower:
-    """Made on the event loop that asks.  What `follow` raises ends the request and is the caller's."""
+class ProgressRelay:
+    """Built on the event loop that asks.  What `follow` raises ends the request and is raised by `until`."""
 
     def __init__(self, follow: Follow) -> None:
         self._follow = follow
@@ -17,12 +17,12 @@ class Follower:
         self._answer: asyncio.Future[Completion] | None = None
         self._error: Exception | None = None
 
-    def tell(self, progress: Progress) -> None:
-        """From the engine's loop."""
+    def send(self, progress: Progress) -> None:
+        """Takes new tokens on the engine's event loop."""
         with suppress(RuntimeError):  # the caller's loop is closed
-            self._loop.call_soon_threadsafe(self._hear, progress)
+            self._loop.call_soon_threadsafe(self._receive, progress)
 
-    def _hear(self, progress: Progress) -> None:
+    def _receive(self, progress: Progress) -> None:
         if self._answer is None:
             return
         try:
@@ -32,7 +32,7 @@ class Follower:
             self._answer.cancel()
 
     async def until(self, answer: asyncio.Future[Completion]) -> Completion:
-        """Nothing is told before and after."""
+        """Waits for the completion; before and after, nothing is passed on."""
         self._answer = answer
         try:
             return await answer

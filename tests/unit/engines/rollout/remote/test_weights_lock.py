@@ -17,9 +17,9 @@ from rlhub.config.sections.rollout import RemoteConfig, RolloutConfig
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
-from rlhub.engines.rollout.remote import turns
+from rlhub.engines.rollout.remote import weights_lock
 from rlhub.engines.rollout.remote.engine import RemoteEngine
-from rlhub.engines.rollout.remote.turns import Turns
+from rlhub.engines.rollout.remote.weights_lock import WeightsLock
 from rlhub.errors import DeadlineError, EngineError, ResourceError
 from rlhub.rollout_service.service import RolloutService, service_options
 from rlhub.workers.memory_handover import WorkerRuntime
@@ -100,7 +100,7 @@ async def test_a_version_is_written_and_loaded_once_for_each_server(tmp_path: Pa
         loop.call_soon_threadsafe(waits.set)
         time.sleep(seconds)
 
-    monkeypatch.setattr(turns, "time", type("Time", (), {"sleep": staticmethod(sleep), "monotonic": time.monotonic}))
+    monkeypatch.setattr(weights_lock, "time", type("Time", (), {"sleep": staticmethod(sleep), "monotonic": time.monotonic}))
     async with servers() as at:
         ranks = [await engine(at, tmp_path, rank) for rank in range(4)]  # 0 and 2 at the first server, 1 and 3 at the other
         at.go_on.clear()
@@ -149,9 +149,9 @@ async def test_a_reload_that_fails_is_nobodys(tmp_path: Path) -> None:
             await asyncio.to_thread(one.shutdown)
 
 
-def test_a_turn_that_does_not_end_is_not_waited_for_without_end(tmp_path: Path) -> None:
-    late = Turns(tmp_path, "policy-0", 0.0)
-    with Turns(tmp_path, "policy-0", 5.0).taken(), pytest.raises(DeadlineError, match="the turn at"), late.taken():
+def test_a_lock_that_is_not_given_back_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    late = WeightsLock(tmp_path, "policy-0", 0.0)
+    with WeightsLock(tmp_path, "policy-0", 5.0).taken(), pytest.raises(DeadlineError, match="the lock of"), late.taken():
         raise AssertionError("two have it")
 
 

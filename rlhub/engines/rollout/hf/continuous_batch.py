@@ -19,19 +19,16 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from rlhub.engines.rollout.base import FinishReason, GenerationRequest, SamplingParams
-from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows, widen
-from rlhub.engines.rollout.hf.decode import FIRST_CAPACITY, KEEP_FRACTION, NOT_FINITE, DecodeLimits
-from rlhub.engines.rollout.hf.noise import uniforms
-from rlhub.engines.rollout.hf.prompts import key_mask, prefill_chunks, read_prompts
-from rlhub.engines.rollout.hf.sampling import sample_tokens
-from rlhub.engines.rollout.hf.step import ModelStep
-from rlhub.engines.rollout.stepping import TokenEvent
+from rlhub.engines.rollout.continuous_batching import TokenEvent
+from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows, key_mask, prefill_chunks, read_prompts, widen
+from rlhub.engines.rollout.hf.decode import FIRST_CAPACITY, KEEP_FRACTION, NOT_FINITE, DecodeLimits, decode_step
+from rlhub.engines.rollout.hf.sampling import sample_tokens, uniforms
 from rlhub.errors import EngineError
 
 SPARE_SHARE = 8  # a cache that is copied for more rows gets places for 1/8 more, for those that join soon
 MASK_COLUMNS = 128  # columns the mask reaches beyond the cache's when it is made
 PADDING_INTERVAL = 64  # steps between two looks for columns that are padding for every row
-NOISE_BLOCK = 32  # tokens whose noise is drawn at once; drawn anew when a row joins
+NOISE_BLOCK = 32  # tokens whose noise is drawn at once; drawn again when a row joins
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -74,7 +71,7 @@ class _Places:
         return [place for place, row in enumerate(self.rows) if row is None]
 
     def arrange(self, sources: list[int], rows: list[_Row | None]) -> Tensor:
-        """Copy the places `sources`, which hold `rows` from now on; returns `sources` as a tensor.
+        """Copies the places `sources`, which hold `rows` from now on; returns `sources` as a tensor.
 
         Columns that are padding for every row are dropped.
         """
@@ -89,27 +86,26 @@ class _Places:
         return index
 
     def remask(self) -> None:
-        """Make the mask anew, with room for more columns."""
+        """Makes a new mask, which reaches over more columns than there are."""
         self.mask = key_mask(self.pads, self.length + MASK_COLUMNS, self.cache.layers[0].keys.dtype)
 
     def leave(self, place: int) -> None:
-        """The row of this place has ended."""
+        """Empties the place of a row that has ended."""
         self.rows[place] = None
         self.advance[place] = 0
 
 
-class HFStepper:
-    """`Stepper` over a Hugging Face model: `model` reads prompts, `step_forward` the tokens after them."""
+class ContinuousBatch:
+    """A `Stepper` over a Hugging Face model.  max_rows: requests that run at once; others wait."""
 
-    def __init__(self, model: PreTrainedModel, step_forward: ModelStep, limits: DecodeLimits, max_rows: int) -> None:
+    def __init__(self, model: PreTrainedModel, limits: DecodeLimits, max_rows: int) -> None:
         self._model = model
-        self._step_forward = step_forward
         self._limits = limits
         self._max_rows = max_rows
         self._waiting: deque[_Row] = deque()
         self._places: _Places | None = None
         self._noise = torch.empty(0, 0)
-        self._noise_column = 0  # of the next token; at the block's end it is drawn anew
+        self._noise_column = 0  # of the next token; at the block's end the next is drawn
 
     def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
         length = len(request.prompt_ids)
@@ -136,7 +132,7 @@ class HFStepper:
                     self._places.leave(place)
 
     def recompute(self) -> None:
-        """All rows join again, with everything they have."""
+        """Lets all rows join again, with everything they have."""
         if self._places is not None:
             self._waiting.extendleft(row for row in reversed(self._places.rows) if row is not None)
             self._places = None
@@ -157,17 +153,17 @@ class HFStepper:
         return self._record(self._places, tokens.tolist(), log_probs.tolist())
 
     def _forward(self, places: _Places) -> Tensor:
-        """Feed every place's last token; returns logits (places, vocabulary)."""
+        """Feeds every place's last token; returns logits (places, vocabulary)."""
         columns = places.length + 1
         if places.mask is not None and places.mask.shape[-1] < columns:
             places.remask()
         mask = None if places.mask is None else places.mask[..., :columns]
-        logits = self._step_forward(places.tokens, places.positions, places.cache, mask)
+        logits = decode_step(self._model, places.tokens, places.positions, places.cache, mask)
         places.positions = places.positions + places.advance
         return logits
 
     def _shrink(self, places: _Places, num_running: int, num_joining: int) -> None:
-        """Drop empty places, or columns that no row needs, once they are a quarter of the cache."""
+        """Drops empty places, or columns that no row needs, once they are a quarter of the cache."""
         taken = places.taken()
         look = places.length % PADDING_INTERVAL == 0  # finding out waits for the device
         padding = int(places.pads[taken].min()) if look else 0
@@ -176,7 +172,7 @@ class HFStepper:
             self._noise_column = NOISE_BLOCK
 
     def _join(self, joining: list[_Row], logits: Tensor | None) -> Tensor:
-        """Read the rows and give them places.  logits: of the places there were; returns those of all places."""
+        """Reads the rows and gives them places.  logits: of the places before; returns those of all places."""
         prompts = sorted({tuple(row.ids) for row in joining}, key=len)
         chunks = prefill_chunks([len(prompt) for prompt in prompts], self._limits.max_prefill_tokens)
         read = [read_prompts(self._model, prompts[first:stop]) for first, stop in chunks]
@@ -185,7 +181,7 @@ class HFStepper:
             logits = read[0][0].new_empty(len(joining), read[0][0].shape[1])
         assert self._places is not None
         places = self._places
-        logits = self._make_room(places, len(joining), len(prompts[-1]), logits)
+        logits = self._make_places(places, len(joining), len(prompts[-1]), logits)
         number = {prompt: i for i, prompt in enumerate(prompts)}
         free = places.free()[: len(joining)]
         source = torch.tensor([number[tuple(row.ids)] for row in joining])
@@ -193,7 +189,7 @@ class HFStepper:
         for (first, stop), (_, prefilled) in zip(chunks, read, strict=True):
             inside = (source >= first) & (source < stop)
             fill_rows(places.cache, prefilled, index[inside].to(logits.device), (source[inside] - first).to(logits.device))
-        self._seat(places, free, joining)
+        self._fill(places, free, joining)
         logits[index.to(logits.device)] = torch.cat([part for part, _ in read])[source.to(logits.device)]
         return logits
 
@@ -209,8 +205,8 @@ class HFStepper:
             mask=None,
         )
 
-    def _make_room(self, places: _Places, count: int, width: int, logits: Tensor) -> Tensor:
-        """At least `count` empty places of at least `width` columns; returns the logits of all places."""
+    def _make_places(self, places: _Places, count: int, width: int, logits: Tensor) -> Tensor:
+        """Makes at least `count` empty places of at least `width` columns; returns the logits of all places."""
         if len(places.free()) < count:
             taken = places.taken()
             spare = min(max(count, len(taken) // SPARE_SHARE), self._max_rows - len(taken))
@@ -222,7 +218,7 @@ class HFStepper:
             places.pads = places.pads + more
         return logits
 
-    def _seat(self, places: _Places, free: list[int], joining: list[_Row]) -> None:
+    def _fill(self, places: _Places, free: list[int], joining: list[_Row]) -> None:
         index = torch.tensor(free, device=places.pads.device)
         lengths = torch.tensor([len(row.ids) for row in joining], device=places.pads.device)
         places.pads[index] = places.length - lengths
@@ -234,7 +230,7 @@ class HFStepper:
         self._noise_column = NOISE_BLOCK
 
     def _sample(self, logits: Tensor, places: _Places) -> tuple[Tensor, Tensor]:
-        """One token a place and its log-prob, by each row's own parameters; those of empty places mean nothing."""
+        """Samples one token a place with its log-prob, by each row's own parameters; those of empty places mean nothing."""
         noise = self._next_noise(places)
         kinds: list[SamplingParams] = []
         for row in places.rows:
@@ -250,7 +246,7 @@ class HFStepper:
         return tokens, log_probs
 
     def _next_noise(self, places: _Places) -> Tensor:
-        """(places,) uniforms of each row's next token."""
+        """Returns the (places,) uniforms of each row's next token."""
         if self._noise_column >= self._noise.shape[1]:
             seeds = np.array([0 if row is None else row.seed for row in places.rows], dtype=np.int64)
             counts = np.array([0 if row is None else row.count for row in places.rows], dtype=np.int64)
@@ -260,7 +256,7 @@ class HFStepper:
         return self._noise[:, self._noise_column - 1]
 
     def _record(self, places: _Places, tokens: list[int], log_probs: list[float]) -> list[TokenEvent]:
-        """Take in the step's tokens; rows that end with them leave."""
+        """Takes in the step's tokens; rows that end with them leave."""
         events = []
         for place, row in enumerate(places.rows):
             if row is None:

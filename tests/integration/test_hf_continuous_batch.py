@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
-from rlhub.engines.rollout.hf import stepper as module
+from rlhub.engines.rollout.continuous_batching import Stepper
+from rlhub.engines.rollout.hf import continuous_batch as module
+from rlhub.engines.rollout.hf.continuous_batch import ContinuousBatch
 from rlhub.engines.rollout.hf.engine import HFEngine
-from rlhub.engines.rollout.hf.stepper import HFStepper
-from rlhub.engines.rollout.stepping import Stepper
 from tests.integration.test_hf_engine import hf_engine, many_requests
 from tests.support import interruptions
 from tests.support.tiny_models import END_OF_SEQUENCE, save_tiny_model, tiny_model
@@ -149,6 +149,6 @@ def test_a_steady_stream_keeps_the_cache_small(engine: HFEngine, monkeypatch: py
             if step % 5 == 0:
                 stepper.add(step, GenerationRequest(prompt_ids=[3, 4, 5], seed=step), params)
             stepper.step()
-            assert isinstance(stepper, HFStepper) and stepper._places is not None
+            assert isinstance(stepper, ContinuousBatch) and stepper._places is not None
             longest = max(longest, stepper._places.length)
     assert longest < 60

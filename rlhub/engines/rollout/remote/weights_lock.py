@@ -1,8 +1,8 @@
-"""Several engines of a job, ranks or replicas, at one server: one of them brings it each version of the weights, in its turn.
+"""A lock for each server, so that of several engines of a job, ranks or replicas, one brings it each version of the weights.
 
-<folder>/.<name>   locked (flock) by who has the turn; says which weights the server has, and nothing while they change
+<folder>/.<name>   locked (flock) by the engine that brings them; records which weights the server has, nothing while they change
 
-What it said when an engine came is not believed by that engine: the server may have been started anew since, with other weights.
+What it records when an engine comes is not believed by that engine: the server may have been restarted since, with other weights.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ POLL_S = 0.05
 
 
 class Loaded(NamedTuple):
-    """What a server was given.  turn: different each time."""
+    """The weights that a server was given.  unique: different each time."""
 
     version: int
     fingerprint: str
-    turn: str
+    unique: str
 
 
-class Turn:
-    """While it is held: `loaded`, None if it is not known what the server has."""
+class WeightsRecord:
+    """The lock's file while it is locked.  loaded: what the server has, None if that is not known."""
 
     def __init__(self, file: int, doubted: Loaded | None) -> None:
         self._file = file
@@ -39,15 +39,15 @@ class Turn:
         self.loaded = found if found != doubted else None
 
     def begin(self) -> None:
-        """The server's weights change from now on."""
+        """Records that the server's weights change from now on."""
         os.ftruncate(self._file, 0)
 
     def end(self, version: int, fingerprint: str) -> None:
-        """It has these."""
+        """Records that the server has these weights."""
         os.pwrite(self._file, json.dumps(Loaded(version, fingerprint, uuid.uuid4().hex)).encode(), 0)
 
 
-class Turns:
+class WeightsLock:
     """One object an engine.  name: of the server; timeout_s: longest wait for the others, one after the other."""
 
     def __init__(self, folder: Path, name: str, timeout_s: float) -> None:
@@ -55,7 +55,7 @@ class Turns:
         self._doubted: Loaded | None = None
 
     def arrive(self) -> None:
-        """At a server that answers."""
+        """Notes, at a server that answers, what is recorded so far: it is not believed."""
         with suppress(FileNotFoundError):
             file = os.open(self._path, os.O_RDONLY)
             try:
@@ -64,13 +64,13 @@ class Turns:
                 os.close(file)
 
     @contextmanager
-    def taken(self) -> Iterator[Turn]:
-        """Blocks until it is this engine's turn.  DeadlineError, EngineError where the folder has no locks."""
+    def taken(self) -> Iterator[WeightsRecord]:
+        """Blocks until this engine has the lock.  Raises DeadlineError, and EngineError where the folder has no locks."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             self._lock(file)
-            yield Turn(file, self._doubted)
+            yield WeightsRecord(file, self._doubted)
         finally:
             os.close(file)  # and the lock with it
 
@@ -83,7 +83,7 @@ class Turns:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     others = "another engine of this job is giving the server new weights, and does not come to an end"
-                    raise DeadlineError(f"the turn at {self._path}", self._timeout_s, others) from None
+                    raise DeadlineError(f"the lock of {self._path}", self._timeout_s, others) from None
             except OSError as error:
                 raise EngineError(
                     f"{self._path} cannot be locked ({error}), so engines that share a server would write over each other's "
