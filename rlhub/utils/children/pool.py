@@ -82,7 +82,7 @@ class _MapRun:
         self.num_failures += 1
 
     def request(self, numbers: list[int]) -> tuple[list[int], ChildRequest | None]:
-        """The request with these calls, and which of them are in it: what cannot be sent has failed with that."""
+        """Returns the calls that can be sent and their request; those that cannot have failed with that."""
         try:
             return numbers, ChildRequest.of([dict(self.calls[number]) for number in numbers])
         except WireError as error:
@@ -117,7 +117,7 @@ class KillablePool:
         self._finalizer = weakref.finalize(self, _kill_all, self._children)
 
     def start(self) -> None:
-        """Start the first child and wait until its function is loaded.  Raises LoadError."""
+        """Starts the first child and waits until its function is loaded.  Raises LoadError."""
         self.map([])
 
     def map(self, calls: Sequence[Mapping[str, Any]], *, max_failures: int | None = None) -> list[CallResult]:
@@ -138,7 +138,7 @@ class KillablePool:
         return [run.results.get(number, skipped) for number in range(len(calls))]
 
     def close(self) -> None:
-        """End all children.  A later `map` starts new ones."""
+        """Ends all children.  A later `map` starts new ones."""
         with self._lock:
             _kill_all(self._children)
 
@@ -156,7 +156,7 @@ class KillablePool:
             self._discard(child)  # at work on calls that are skipped
 
     def _grow(self, run: _MapRun) -> None:
-        """One child at first; another for every call that needs a fresh one, and while work outlasts the start of a child."""
+        """Starts one child at first; another for every call that needs a fresh one, and while work outlasts a child's start."""
         fresh = sum(1 for child in self._children if not child.served and not child.items)
         starting = any(not child.ready for child in self._children)
         slow = bool(run.pending) and not starting and time.monotonic() - run.began > GROW_AFTER_S
@@ -166,7 +166,7 @@ class KillablePool:
             self._children.append(spawn(self.target, self.parameters, memory_gb=self.memory_gb, access=self.access))
 
     def _feed(self, run: _MapRun) -> None:
-        """Give every idle child calls: large chunks first, smaller ones towards the end, so that all end together; but none that
+        """Gives every idle child calls: large chunks first, smaller ones towards the end, so that all end together; but none that
         is done at once."""
         for child in self._children:
             if not child.idle:
@@ -186,7 +186,7 @@ class KillablePool:
         return min(MAX_CHUNK, left, max(-(-left // shares), least))
 
     def _patience(self, run: _MapRun) -> float:
-        """Seconds until something may have to be done without a reply."""
+        """Returns the seconds until something may have to be done without a reply."""
         now = time.monotonic()
         limits = [self._deadline(child) - now for child in self._children if child.items or not child.ready]
         if run.pending and len(self._children) < self.num_workers and all(child.ready for child in self._children):
@@ -197,7 +197,7 @@ class KillablePool:
         return child.deadline(self.timeout_s)
 
     def _pump(self, run: _MapRun, timeout_s: float) -> None:
-        """Wait for pipes, then write and read what they take and have."""
+        """Waits for pipes, then writes and reads what they take and have."""
         poller = select.poll()  # not select.select: a driver may have more than 1024 open files
         owners = {}
         for child in self._children:
@@ -241,7 +241,7 @@ class KillablePool:
                 run.call_s = (time.monotonic() - child.given_at) / child.num_given
 
     def _settle(self, run: _MapRun, child: ChildProcess, now: float) -> None:
-        """Take a child out that has ended or was past its deadline at `now`, and see to the calls it had."""
+        """Removes a child that has ended or was past its deadline at `now`, and settles the calls it had."""
         late = (child.items or not child.ready) and now > self._deadline(child)
         if not (child.finished or late):
             return
@@ -255,8 +255,8 @@ class KillablePool:
         _take_back(run, child)
 
     def _load_failed(self, run: _MapRun, why: str) -> None:
-        """LoadError where the function has never been loaded.  One that has been is tried again a few times, for the cause may be
-        outside of it (memory, a file server); after that the calls fail that no other child can take."""
+        """Raises LoadError where the function has never been loaded.  One that has been is tried again a few times, for the cause
+        may be outside of it (memory, a file server); after that the calls fail that no other child can take."""
         run.failed_loads += 1
         if self._loaded and run.failed_loads < MAX_LOADS:
             return
@@ -269,8 +269,8 @@ class KillablePool:
                 run.fail(waiting.popleft(), "died", f"{message}\n(it could be loaded before, and not the last {MAX_LOADS} times)")
 
     def _second_chance(self, run: _MapRun, child: ChildProcess, kind: FailureKind, message: str) -> None:
-        """The death of a process may be the fault of an earlier call (a leak, a damaged heap) or of none: the call in hand is
-        repeated once, first thing in a fresh child."""
+        """Repeats the current call once, as the first one of a fresh child: the death of a process may be the fault of an
+        earlier call (a leak, a damaged heap) or of none."""
         number = child.items.popleft()
         if number in run.retried:
             run.fail(number, kind, message)
@@ -284,12 +284,12 @@ class KillablePool:
 
 
 def _take_back(run: _MapRun, child: ChildProcess) -> None:
-    """The calls that an ended child has not begun are the next to be handed out."""
+    """Puts the calls that an ended child has not begun first in the queue."""
     run.pending.extendleft(reversed(child.items))
     child.items.clear()
 
 
 def _kill_all(children: list[ChildProcess]) -> None:
-    """Idle children have nothing to lose, so all are killed; also at garbage collection and interpreter exit."""
+    """Kills all children: idle ones have nothing to lose.  Runs at garbage collection and interpreter exit, too."""
     while children:
         children.pop().kill()
