@@ -19,8 +19,8 @@ from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError
 from rlhub.models.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
 from rlhub.utils import faults
-from rlhub.workers.memory_handover import WorkerRuntime
 from rlhub.utils.seeding import sample_seeds
+from rlhub.workers.memory_handover import WorkerRuntime
 
 WRONG_BY, WRONG_TIMES = 3.0, 100.0  # nats of a log-prob, and of a weight: what no rounding explains
 
