@@ -44,16 +44,17 @@ class Stepper(Protocol):
     """An engine's state of a continuous batch.  Calls come from one thread at a time, never two at once."""
 
     def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
-        """Take a checked request; it joins at the next step."""
+        """Takes a checked request; it joins at the next step."""
 
     def step(self) -> Sequence[TokenEvent]:
-        """One step of all requests there are, at least one; a step may yield no token (a long prompt being read in parts)."""
+        """Computes one step of all requests, of which there is at least one; a step may yield no token (a long prompt being read
+        in parts)."""
 
     def remove(self, keys: Collection[int]) -> None:
-        """Forget these requests; those it does not know have ended already."""
+        """Forgets these requests; those it does not know have ended already."""
 
     def recompute(self) -> None:
-        """The weights changed: before the next step, compute the running requests' keys and values anew."""
+        """Computes the running requests' keys and values again before the next step: the weights have changed."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -80,11 +81,11 @@ class _Live:
 
 
 Answer = tuple[_Live, Completion | Progress | BaseException]
-"""What a request's caller is told: its completion, an error, or, if he follows it, a token on the way there."""
+"""What a request's caller gets: its completion, an error, or, if it follows the request, a token on the way there."""
 
 
 class EngineLoop:
-    """One per engine.  The thread starts with the first request; `version` gives the live weights' policy version.
+    """The loop of one engine.  Its thread starts with the first request; `version` gives the live weights' policy version.
 
     All fields are read and written under `_changed`; the stepper only by the thread, or by who holds `exclusive`.
     """
@@ -99,28 +100,28 @@ class EngineLoop:
         self._arrived: list[_Live] = []
         self._removed: set[int] = set()
         self._paused = self._stepping = self._stale = self._recompute = self._closed = False
-        self._user: str | None = None  # who has the engine to himself
+        self._user: str | None = None  # who has the engine alone
         self._failure: BaseException | None = None
         self._stepper: Stepper | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def load(self) -> int:
-        """Requests that wait or run."""
+        """The number of requests that wait or run."""
         return len(self._live)
 
     @property
     def failure(self) -> str:
-        """The error of the step that ended the engine; "" while it runs."""
+        """The error of a step, after which there will be none; "" without one."""
         return "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
 
     @property
     def paused(self) -> bool:
-        """Whether steps are held up."""
+        """Whether the loop pauses."""
         return self._paused
 
     async def generate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """Queue one checked request and wait for its completion; cancelling ends it."""
+        """Queues one checked request and waits for its completion; cancelling ends it."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         live = _Live(key=next(self._keys), request=request, params=params, loop=loop, future=future, follow=follow)
@@ -153,20 +154,20 @@ class EngineLoop:
             self._thread.start()
 
     def _forget(self, live: _Live) -> None:
-        """After a cancellation; a request that ended is not there any more."""
+        """Lets a cancelled request leave; one that has ended has left already."""
         with self._changed:
             if self._live.pop(live.key, None) is not None:
                 self._removed.add(live.key)
                 self._changed.notify_all()
 
     def pause(self) -> None:
-        """No step is under way when this returns.  Idempotent."""
+        """Stops between two steps; no step is computing when this returns.  Idempotent."""
         with self._changed:
             self._paused = True
             self._changed.wait_for(lambda: not self._stepping)
 
     def resume(self, *, recompute: bool = True) -> None:
-        """Step again; recompute: where `weights_changed` was called, tell the stepper."""
+        """Steps again.  recompute: where `weights_changed` was called, the stepper recomputes."""
         with self._changed:
             if self._user is not None:
                 raise EngineError(f"the rollout engine cannot go on before the end of {self._user}")
@@ -176,12 +177,12 @@ class EngineLoop:
             self._changed.notify_all()
 
     def weights_changed(self) -> None:
-        """Keys and values of the requests there are now belong to other weights."""
+        """Notes that the keys and values of the current requests belong to other weights."""
         with self._changed:
             self._stale = bool(self._live)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Answer these requests (None: all) with the tokens they have."""
+        """Answers these requests (None: all) with the tokens they have."""
         with self._changed:
             chosen = [live for live in self._live.values() if request_ids is None or live.request.request_id in request_ids]
             for live in chosen:
@@ -192,7 +193,7 @@ class EngineLoop:
 
     @contextmanager
     def exclusive(self, purpose: str, *, among_requests: bool = False) -> Iterator[None]:
-        """The caller has the engine to himself.  Raises EngineError while requests wait or run: always, or, with
+        """Gives the engine to the caller alone.  Raises EngineError while requests wait or run: always, or, with
         `among_requests`, unless the engine is paused."""
         with self._changed:
             self._refuse_exclusive(purpose, among_requests)
@@ -216,7 +217,7 @@ class EngineLoop:
             raise EngineError(f"{purpose} while {len(self._live)} single requests wait or run: {remedy}")
 
     def close(self) -> None:
-        """End the thread; waiting requests get an EngineError.  Idempotent."""
+        """Ends the thread; waiting requests get an EngineError.  Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -227,7 +228,7 @@ class EngineLoop:
             thread.join()
 
     def _run(self) -> None:
-        """The thread: steps while there are requests, else sleeps."""
+        """Runs in the thread: steps while there are requests, and sleeps otherwise."""
         while self._prepare():
             answers: list[Answer] = []
             try:
@@ -242,7 +243,7 @@ class EngineLoop:
             _deliver(answers)
 
     def _prepare(self) -> bool:
-        """Wait until there is something to do and take it; False ends the thread."""
+        """Waits until there is something to do and takes it; False ends the thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._has_work())
             self._stepping = not self._closed
@@ -253,7 +254,7 @@ class EngineLoop:
         return not idle and bool(self._live or self._removed)
 
     def _advance(self) -> list[Answer]:
-        """Let requests join and leave, then one step; what callers are told of it."""
+        """Lets requests join and leave, then computes one step; returns what callers get from it."""
         assert self._stepper is not None
         with self._changed:
             recompute, self._recompute = self._recompute, False
@@ -265,14 +266,14 @@ class EngineLoop:
             self._stepper.recompute()
         if running == self._refused(arrived):
             return []
-        version = self._version()  # no update begins while a step is under way
+        version = self._version()  # no update begins while a step is computing
         faults.at("engine.step")
         events = self._stepper.step()
         with self._changed:
             return self._record(events, version)
 
     def _refused(self, arrived: Sequence[_Live]) -> int:
-        """Hand requests to the stepper; how many it has not taken.  What is wrong with one ends that one alone."""
+        """Hands requests to the stepper; returns how many it has not taken.  What is wrong with one ends that one alone."""
         assert self._stepper is not None
         refused: list[Answer] = []
         for live in arrived:
@@ -313,14 +314,14 @@ class EngineLoop:
         return answers
 
     def _take_all(self, error: BaseException) -> list[Answer]:
-        """Every request there is, to be answered with `error`."""
+        """Takes out every request, to be answered with `error`."""
         answers: list[Answer] = [(live, error) for live in self._live.values()]
         self._live, self._arrived = {}, []
         return answers
 
 
 def _deliver(answers: Sequence[Answer]) -> None:
-    """Hand answers to their event loops, one call a loop."""
+    """Hands answers to their event loops, one call a loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Answer]] = {}
     for answer in answers:
         by_loop.setdefault(answer[0].loop, []).append(answer)
@@ -334,18 +335,18 @@ def _settle(answers: Sequence[Answer]) -> None:
         if live.future.done():  # cancelled meanwhile
             continue
         if isinstance(outcome, Progress):
-            _tell(live, outcome)
+            _stream(live, outcome)
         elif isinstance(outcome, BaseException):
             live.future.set_exception(_as_engine_error(outcome))
         else:
             live.future.set_result(outcome)
 
 
-def _tell(live: _Live, progress: Progress) -> None:
+def _stream(live: _Live, progress: Progress) -> None:
     assert live.follow is not None
     try:
         live.follow(progress)
-    except Exception as error:  # noqa: BLE001  the caller's own code: its error is the caller's, not that of the others told with him
+    except Exception as error:  # noqa: BLE001  the caller's own code: its error is the caller's, not that of others with tokens in this step
         live.future.set_exception(error)
 
 
@@ -358,7 +359,7 @@ def _as_engine_error(error: BaseException) -> EngineError:
 
 
 class SteppedEngine(RolloutEngine):
-    """Subclasses set `_ready`: whether there is a whole set of weights, awake."""
+    """A RolloutEngine that is stepped.  Subclasses set `_ready`: whether there is a whole set of weights, awake."""
 
     def __init__(self, setup: RolloutSetup) -> None:
         self.version = -1
@@ -368,7 +369,7 @@ class SteppedEngine(RolloutEngine):
 
     @abstractmethod
     def _make_stepper(self) -> Stepper:
-        """Called once, with the first single request."""
+        """Returns the engine's stepper; called once, with the first single request."""
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         if not self._loop.paused:  # else it waits, with those that are there, for the weights
@@ -405,9 +406,9 @@ class SteppedEngine(RolloutEngine):
         check_requests(requests, params, max_model_len=self._setup.max_model_len, vocab_size=self.vocab_size)
 
     def _generating(self) -> AbstractContextManager[None]:
-        """Around a whole batch."""
+        """Holds off single requests around a whole batch."""
         return self._loop.exclusive("generate")
 
     def _updating(self) -> AbstractContextManager[None]:
-        """Around a weight update."""
+        """Holds off steps around a weight update."""
         return self._loop.exclusive("the weight update", among_requests=True)

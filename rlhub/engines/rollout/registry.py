@@ -45,7 +45,7 @@ class RolloutSetup:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt plus completion, in tokens."""
+        """The longest prompt plus completion, in tokens."""
         return self.config.max_model_len or self.max_prompt_length + self.max_response_length
 
 
@@ -88,7 +88,7 @@ ROLLOUT_ENGINES.add_lazy("fake", "rlhub.engines.rollout.fake:FakeEngine")
 
 
 def resolve_engine_name(name: str) -> str:
-    """`auto` becomes vllm where it is installed, else hf; any other name is returned as it is."""
+    """Returns the engine's name; `auto` becomes vllm where it is installed, else hf; any other name is returned as it is."""
     if name != "auto":
         return name
     return "vllm" if find_spec("vllm") is not None else "hf"

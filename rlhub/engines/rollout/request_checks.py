@@ -20,7 +20,7 @@ def check_requests(
     """Raises RequestError for token ids outside the vocabulary, an empty prompt, one without room for a token, a seed that is no
     integer of 64 bits, or impossible sampling parameters.
 
-    vocab_size: rows of the model's embedding; None: the ids are checked elsewhere (by a server of another job).
+    vocab_size: rows of the model's embedding; None: the ids are checked by a server of another job.
     """
     _check_sampling(params)
     check_ids(params.stop_token_ids, "stop_token_ids", "a stop token", vocab_size)
@@ -67,7 +67,7 @@ def _check_length(index: int, request: GenerationRequest, params: SamplingParams
 
 
 def check_ids(ids: Sequence[int], param: str, where: str, vocab_size: int | None) -> None:
-    """RequestError for an id that the model has not.  param, where: of the ids, for the error."""
+    """Raises RequestError for an id that the model does not have.  param, where: of the ids, for the error."""
     if vocab_size is None or not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return
     place, token = next((place, token) for place, token in enumerate(ids) if not 0 <= token < vocab_size)

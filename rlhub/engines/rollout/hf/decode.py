@@ -30,7 +30,7 @@ NOISE_BLOCK = 64  # tokens whose noise is drawn at once
 
 @dataclass(slots=True, kw_only=True)
 class DecodeLimits:
-    """max_model_len: prompt plus completion; max_prefill_tokens: padded prompt tokens in one forward."""
+    """The limits of a batch.  max_model_len: prompt plus completion; max_prefill_tokens: padded prompt tokens in one forward."""
 
     max_model_len: int
     max_prefill_tokens: int
@@ -53,7 +53,7 @@ class _Batch:
 
 @dataclass(slots=True, kw_only=True)
 class _Output:
-    """tokens and log_probs (requests, columns), lengths (requests,), stopped (requests,)."""
+    """What was sampled: tokens and log_probs (requests, columns), lengths (requests,), stopped (requests,)."""
 
     tokens: Tensor
     log_probs: Tensor

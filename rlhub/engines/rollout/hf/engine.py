@@ -1,4 +1,4 @@
-"""RolloutEngine over a Hugging Face model held in this process."""
+"""RolloutEngine over a Hugging Face model that lives in this process."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ NO_IDS = (
 
 
 class NoTokenIdsError(EngineError):
-    """Text came without token ids or log-probs."""
+    """A server has answered with text, without token ids or log-probs."""
 
     def __init__(self, message: str = NO_IDS) -> None:
         super().__init__(message)
@@ -71,14 +71,14 @@ class Dialect(Protocol):
 
 
 class _CompletionsDialect:
-    """What servers of /v1/completions share that return token ids and log-probs."""
+    """The common part of servers of /v1/completions that return token ids and log-probs."""
 
     trains = True
     processed = True
     health = "/health"
 
     def __init__(self, setup: RolloutSetup) -> None:
-        """Nothing of the setup matters here."""
+        """Takes nothing of the setup."""
 
     def completion(self, answer: Any, version: int) -> Completion:
         choice = answer["choices"][0]
@@ -167,7 +167,7 @@ class SGLangDialect:
     health = "/health"
 
     def __init__(self, setup: RolloutSetup) -> None:
-        """Nothing of the setup matters here."""
+        """Takes nothing of the setup."""
 
     def generate(self, request: GenerationRequest, params: SamplingParams, model: str) -> Call:
         sampling = {

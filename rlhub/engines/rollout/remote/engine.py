@@ -133,8 +133,8 @@ class RemoteEngine(RolloutEngine):
             raise
 
     def _goes_on(self) -> bool:
-        """Whether the server generates before it has new weights.  A job that ended in a weight update has left it paused; the
-        one that gives it weights from now on wakes it."""
+        """Returns whether the server generates before it has new weights.  A job that ended in a weight update has left it
+        paused; the one that gives it weights from now on wakes it."""
         if self._folder is None:
             return True
         try:
@@ -148,7 +148,7 @@ class RemoteEngine(RolloutEngine):
         return True
 
     async def _probe(self) -> None:
-        """Whether log-probs are those of the distribution that is sampled.  EngineError if not, or if there are none."""
+        """Checks that log-probs are those of the distribution that is sampled.  Raises EngineError if not, or without any."""
         params = SamplingParams(top_k=1, max_new_tokens=1, ignore_eos=True)
         try:
             async with asyncio.timeout(self._remote.start_s):
@@ -192,7 +192,8 @@ class RemoteEngine(RolloutEngine):
         return found
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """Servers stream to who follows.  A stream that breaks off goes on, in another request, after the tokens that came."""
+        """Streams the tokens of a request that is followed.  A stream that breaks off goes on, in another request, after the
+        tokens that came."""
         if not self._paused:
             self._refuse_unready("generate")
         check_requests([request], params, max_model_len=self._setup.max_model_len)
@@ -216,7 +217,7 @@ class RemoteEngine(RolloutEngine):
             del self._live[task]
 
     async def _complete(self, partial: _PartialCompletion, params: SamplingParams) -> Completion:
-        """One completion, in as many attempts as pauses end it and streams break off that brought something."""
+        """Generates one completion, in as many attempts as pauses end it and streams break off that brought something."""
         ended: FinishReason | None = None
         while ended is None:
             await self._going.wait()
@@ -243,7 +244,7 @@ class RemoteEngine(RolloutEngine):
                 if len(partial) > had:
                     raise
                 self._streams = False
-                logger.warning("%s streams no token ids or no log-probs: its answers are told when they are whole", self._url)
+                logger.warning("%s streams no token ids or no log-probs: its answers come when they are whole", self._url)
         before = self.version
         found = await self._ask_whole(partial.rest, params)
         found.versions = self._versions(found.versions, found.finish_reason, before)
@@ -257,7 +258,8 @@ class RemoteEngine(RolloutEngine):
         return self._dialect.completion(await self._http.call(path, body), before)
 
     def _versions(self, versions: list[int], ended: FinishReason, before: int) -> list[int]:
-        """What a pause did not end was either over before it or begun after it; of the latter the weights are the new ones.
+        """Returns the versions of an answer.  What a pause did not end was either over before it or begun after it, and then has
+        the new weights.
 
         before: the version when the request was sent.
         """
@@ -297,7 +299,7 @@ class RemoteEngine(RolloutEngine):
         return len(self._live)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """They have the tokens that were streamed; those of a whole answer are lost."""
+        """Ends requests with the tokens that were streamed; those of a whole answer are lost."""
 
         def cancel() -> None:
             for task, name in self._live.items():
@@ -358,7 +360,7 @@ class RemoteEngine(RolloutEngine):
         self._ready, self.version = True, version
 
     def _send(self, version: int) -> None:
-        """Have the server run the copy, unless another engine of this job has just brought it the same."""
+        """Lets the server run the copy, unless another engine of this job has just brought it the same."""
         fingerprint = self._staging.fingerprint()
         with self._lock.taken() as record:
             if record.loaded is not None and record.loaded[:2] == (version, fingerprint):
@@ -368,7 +370,7 @@ class RemoteEngine(RolloutEngine):
             record.end(version, fingerprint)
 
     def _reload(self, version: int) -> None:
-        """Between two requests' tokens, whether or not the caller has paused."""
+        """Changes the weights between two requests' tokens, whether or not the caller has paused."""
         folder = self._staging.write(version)
         own = not self._paused
         reload = self._dialect.reload(str(folder), version, reset_version=self.version < 0)

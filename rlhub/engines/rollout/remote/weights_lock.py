@@ -48,7 +48,8 @@ class WeightsRecord:
 
 
 class WeightsLock:
-    """One object an engine.  name: of the server; timeout_s: longest wait for the others, one after the other."""
+    """The lock of a server's weights, one object an engine.  name: of the server; timeout_s: longest wait for the others, one
+    after the other."""
 
     def __init__(self, folder: Path, name: str, timeout_s: float) -> None:
         self._path, self._timeout_s = folder / f".{name}", timeout_s

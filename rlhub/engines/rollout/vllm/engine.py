@@ -26,7 +26,7 @@ from rlhub.protocol.weights.pieces import Piece
 if TYPE_CHECKING:
     from rlhub.engines.rollout.vllm.in_process import InProcessLLM
 
-DISCARD_WEIGHTS = 2  # vLLM's sleep level that keeps neither cache nor weights: the next update brings them anew
+DISCARD_WEIGHTS = 2  # vLLM's sleep level that keeps neither cache nor weights: the next update brings them
 SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of what sleep frees, in the order in which they are woken
 
 
@@ -41,7 +41,7 @@ class VLLMEngine(SteppedEngine):
         self._weight_dtypes: dict[str, torch.dtype] = {}
 
     def initialize(self) -> None:
-        """Collective over all ranks of the job when torch.distributed is initialized."""
+        """Builds vLLM; collective over all ranks of the job when torch.distributed is initialized."""
         in_process_group = dist.is_initialized()
         world_size = dist.get_world_size() if in_process_group else 1
         if world_size % self._setup.config.tensor_model_parallel_size:
