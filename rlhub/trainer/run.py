@@ -38,36 +38,8 @@ from rlhub.utils.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
 
-
-MODELS = ("actor", "critic", "train")
+TRAINED_MODELS = ("actor", "critic", "train")
 """What the metrics of models that are trained begin with."""
-
-
-@dataclass(slots=True)
-class SkippedSteps:
-    """limit: training steps; None: there is none."""
-
-    limit: int | None
-    _in_a_row: dict[str, int] = field(init=False, default_factory=dict)
-
-    def add(self, metrics: Mapping[str, float | str]) -> bool:
-        """Count a training step; whether a model has had as many in a row as the limit."""
-        for model in MODELS:
-            skipped = float(metrics.get(f"{model}/skipped_steps", 0.0))
-            taken = float(metrics.get(f"{model}/optimizer_steps", 1.0 - skipped))
-            self._in_a_row[model] = self._in_a_row.get(model, 0) + 1 if skipped and taken <= 0 else 0
-        return self.limit is not None and max(self._in_a_row.values()) >= self.limit
-
-    def error(self, step: int, folder: object) -> NonFiniteError:
-        """What to raise when `add` was True and the step is saved."""
-        model = max(self._in_a_row, key=self._in_a_row.__getitem__)
-        return NonFiniteError(
-            f"{self._in_a_row[model]} training steps in a row were skipped, because loss or gradient was not finite "
-            f"({model}/skipped_steps), so the model does not change any more. Step {step} is saved as it is in {folder}. Look "
-            "for a coefficient, a learning rate or rewards out of all bounds; trainer.max_skipped_steps is the limit"
-        )
-
-
 SHOWN_CHANGES = 8
 """Most changed settings that a message names."""
 SaveFunction = Callable[[Path], list[FileEntry]]
@@ -97,6 +69,35 @@ class _Line:
     def complete(self) -> None:
         if self.late is not None:
             self.metrics, self.late = {**self.metrics, **self.late.result()}, None
+
+
+@dataclass(slots=True)
+class SkippedSteps:
+    """Counts training steps in a row that change nothing: their loss or gradient was not finite, and they were skipped.
+
+    One such step is chance; several on end come from a setting or a model with which no step will ever be taken.
+    limit: training steps; None: there is none.
+    """
+
+    limit: int | None
+    _in_a_row: dict[str, int] = field(init=False, default_factory=dict)
+
+    def add(self, metrics: Mapping[str, float | str]) -> bool:
+        """Counts a training step; returns whether a model has had as many in a row as the limit."""
+        for model in TRAINED_MODELS:
+            skipped = float(metrics.get(f"{model}/skipped_steps", 0.0))
+            taken = float(metrics.get(f"{model}/optimizer_steps", 1.0 - skipped))
+            self._in_a_row[model] = self._in_a_row.get(model, 0) + 1 if skipped and taken <= 0 else 0
+        return self.limit is not None and max(self._in_a_row.values()) >= self.limit
+
+    def error(self, step: int, folder: object) -> NonFiniteError:
+        """Returns what to raise when `add` was True and the step is saved."""
+        model = max(self._in_a_row, key=self._in_a_row.__getitem__)
+        return NonFiniteError(
+            f"{self._in_a_row[model]} training steps in a row were skipped, because loss or gradient was not finite "
+            f"({model}/skipped_steps), so the model does not change any more. Step {step} is saved as it is in {folder}. Look "
+            "for a coefficient, a learning rate or rewards out of all bounds; trainer.max_skipped_steps is the limit"
+        )
 
 
 class Run:

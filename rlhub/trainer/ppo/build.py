@@ -16,6 +16,7 @@ from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager
 from rlhub.single_controller import ClassWithInitArgs, Launched
+from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.build_stream import build_evaluation_samples, build_stream
 from rlhub.trainer.ppo.offline_source import RECORDINGS, RecordingSource, ReplaySource, build_collected
 from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements
@@ -28,7 +29,6 @@ from rlhub.trainer.ppo.validation import ValidationSamples, Validator
 from rlhub.trainer.ppo.validation_schedule import BlockingValidation, ConcurrentValidation, ValidationSchedule
 from rlhub.trainer.ppo.worker_groups import CRITIC_ROLE, REFERENCE_ROLE, ROLLOUT_ROLE, WorkerGroups, actor_role, groups_of
 from rlhub.trainer.run import Run
-from rlhub.trainer.workers import launch_workers
 from rlhub.workers.actor import ActorWorker, ReferenceWorker
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.critic import CriticWorker

@@ -41,9 +41,9 @@ from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
 from rlhub.tracking.registry import TRACKERS, login_problems, package_problems
 from rlhub.tracking.run_folder import RunFolder
-from rlhub.trainer.named import read_source, unknown
 from rlhub.trainer.ppo.requirements import check_group_metric
 from rlhub.trainer.preflight.memory import check_memory
+from rlhub.trainer.preflight.names import read_source, unknown
 from rlhub.trainer.preflight.rollout import check_episodes, check_rollout_engine, check_weights_reach
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from rlhub.errors import ConfigError
 from rlhub.registry import suggest
 from rlhub.tools.load import read_tool_file
 from rlhub.tools.registry import TOOL_FORMATS, TOOLS
-from rlhub.trainer.named import read_source, settings_problems, target_problems, unknown
+from rlhub.trainer.preflight.names import read_source, settings_problems, target_problems, unknown
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 

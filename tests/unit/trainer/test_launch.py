@@ -9,8 +9,8 @@ import pytest
 
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.single_controller import ClassWithInitArgs, Worker
-from rlhub.trainer import workers
-from rlhub.trainer.workers import in_turn
+from rlhub.trainer import launch
+from rlhub.trainer.launch import in_turn
 
 
 def test_one_role_of_each_pool_at_a_time() -> None:
@@ -26,10 +26,8 @@ def test_the_start_is_told_step_by_step(monkeypatch: pytest.MonkeyPatch, caplog:
     seen: list[list[str]] = []
     model = SimpleNamespace(submit=lambda: seen.append([record.message for record in caplog.records]))
     group = SimpleNamespace(role="actor", init_model=model)
-    monkeypatch.setattr(workers, "launch", lambda *_, **__: SimpleNamespace(groups={"actor": group}))
-    monkeypatch.setattr(workers, "wait_all", list)
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: SimpleNamespace(groups={"actor": group}))
+    monkeypatch.setattr(launch, "wait_all", list)
     with caplog.at_level("INFO"):
-        workers.launch_workers(
-            {"actor": ClassWithInitArgs(Worker)}, TrainerConfig(backend="ray", device="cpu", n_gpus_per_node=2)
-        )
+        launch.launch_workers({"actor": ClassWithInitArgs(Worker)}, TrainerConfig(backend="ray", device="cpu", n_gpus_per_node=2))
     assert seen == [["starting actor, with Ray, 2 ranks on cpu", "building actor"]]
