@@ -27,7 +27,7 @@ from rlhub.sharding_manager.route import SyncReport
 from rlhub.single_controller import Worker
 from rlhub.utils import faults
 from rlhub.workers.generation import check_completions, load_vocabulary, rollout_setup, spoil_log_probs, spoil_weights
-from rlhub.workers.runtime import GIB, WorkerRuntime
+from rlhub.workers.memory_handover import GIB, WorkerRuntime
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

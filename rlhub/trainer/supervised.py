@@ -21,7 +21,7 @@ from rlhub.single_controller import ClassWithInitArgs, Worker, WorkerGroup
 from rlhub.trainer.ppo.metrics import mean_metrics
 from rlhub.trainer.run import Run
 from rlhub.trainer.workers import launch_workers
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 
 SupervisedConfig = SFTConfig | DPOConfig | RMConfig
 C = TypeVar("C", SFTConfig, DPOConfig, RMConfig)

@@ -26,11 +26,11 @@ from rich.table import Table
 
 from rlhub.config.rules.derive import derive
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.engines.training.finite import check_finite
+from rlhub.engines.training.collectives import check_finite
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Dispatch, LaunchOptions, launch, register
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 16, 48
 

@@ -18,11 +18,10 @@ from rlhub.checkpoint.shard_reader import ShardReader
 from rlhub.checkpoint.shards import write_shards
 from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
-from rlhub.engines.training.finite import check_finite
+from rlhub.engines.training.collectives import check_finite, ensure_process_group
 from rlhub.engines.training.fsdp import building, engine, sharding
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
-from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.errors import NonFiniteError
 from rlhub.models.lora import add_lora
 from rlhub.workers.base import save_engine

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
-from rlhub.engines.training.finite import check_finite
+from rlhub.engines.training.collectives import check_finite
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.megatron import state
 from rlhub.engines.training.megatron.engine import MegatronEngine
@@ -417,7 +417,7 @@ def hosted_states(path: str, layout: dict[str, Any]) -> dict[str, Any]:
         with counted_moves():
             train(engine, 1, 7)
     same += [_equal(saved(hosted).tensors, saved(usual).tensors), _equal(stream(hosted), stream(usual))]
-    masters_and_moments = len(hosted.optimizer.slots) * 3
+    masters_and_moments = len(hosted.optimizer.ranges) * 3
     return {"counts": counts, "states": masters_and_moments, "same": same}
 
 

@@ -20,8 +20,8 @@ from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.training import FSDPConfig, ModelConfig
 from rlhub.engines.rollout.base import RolloutEngine, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
+from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.fsdp.engine import FSDPEngine
-from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.errors import RlhubError, WeightMismatchError
 from rlhub.protocol.weights.regions import take
 from rlhub.sharding_manager.files import WeightReader, WeightWriter

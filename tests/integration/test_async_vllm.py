@@ -22,7 +22,7 @@ from rlhub.errors import RequestError, WeightMismatchError, WorkerDiedError, Wor
 from rlhub.sharding_manager.files import WeightWriter
 from rlhub.single_controller import AsyncActor, AsyncActorOptions, ClassWithInitArgs, start_async_actor
 from rlhub.utils.aio.loop_thread import LoopThread
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 from tests.integration.async_vllm_replica import LookedInto
 from tests.support.chat_model import save_chat_model
 from tests.support.plain_train_engine import PlainTrainEngine

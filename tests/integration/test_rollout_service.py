@@ -30,7 +30,7 @@ from rlhub.sharding_manager.files import WeightWriter
 from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, launch
 from rlhub.single_controller.decorator import registered_methods
 from rlhub.workers.actor import ActorWorker
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 from tests.support.chat_model import save_chat_model
 from tests.support.plain_train_engine import PlainTrainEngine
 from tests.support.rollout_service import PACE, LimitedSteps

@@ -17,7 +17,7 @@ from rlhub.engines.rollout.registry import ROLLOUT_ENGINES
 from rlhub.rollout_service.server import RolloutServer
 from rlhub.sharding_manager.files import WeightWriter
 from rlhub.single_controller import AsyncActor, AsyncActorOptions, ClassWithInitArgs, astart_async_actor
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 from tests.support.plain_train_engine import PlainTrainEngine
 
 LIMITED_FAKE = "limited_fake"

@@ -22,7 +22,7 @@ from rlhub.engines.rollout.remote.engine import RemoteEngine
 from rlhub.engines.rollout.remote.weights_lock import WeightsLock
 from rlhub.errors import DeadlineError, EngineError, ResourceError
 from rlhub.rollout_service.service import RolloutService, service_options
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 
 RELOADS = "/update_weights_from_disk"
 pytestmark = pytest.mark.anyio
