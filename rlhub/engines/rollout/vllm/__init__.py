@@ -6,12 +6,12 @@ that with one device too.
 
     engine, in_process      RolloutEngine in this process, and the LLM that it drives
     async_engine, client    RolloutEngine over processes of vLLM's, and the AsyncLLMEngine that it drives
-    worker, watch           what runs in those processes: the weights' side, and an end with the owner
+    worker                  what rlhub adds to those processes: the way to their weights
     arguments, conversion   what vLLM is built with; requests and answers in its terms
     weights                 its parameters as views under Hugging Face names
-    environment             what vLLM needs from a process, and what it changes there
+    environment             what vLLM needs from a process and changes there; its processes' end with their owner
     internals               the names of vLLM's that it does not promise to keep
 
 Nothing in this package imports vLLM before `initialize`: the import takes seconds and reads environment variables that must be
-set first.  The engines, `environment` and `watch` may be imported anywhere; the other modules import vLLM.
+set first.  The engines and `environment` may be imported anywhere; the other modules import vLLM.
 """

@@ -45,7 +45,7 @@ LOADED_WEIGHTS = "rlhub.engines.rollout.vllm.worker:LoadedWeights"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Entry:
+class _Pending:
     """A request that waits or runs.  go: set when it may be sent, or was aborted before.  sent: vLLM knows it."""
 
     key: str
@@ -71,7 +71,7 @@ class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
         self._keys = itertools.count()
         self._updates = itertools.count()
         self._salt = ""
-        self._live: dict[str, _Entry] = {}
+        self._live: dict[str, _Pending] = {}
         self._thread: LoopThread | None = None
         self._client: AsyncClient | None = None
         self._vocab_size: int | None = None
@@ -130,12 +130,12 @@ class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
     def vocab_size(self) -> int | None:
         return self._vocab_size
 
-    def _enter(self, request: GenerationRequest) -> _Entry:
-        live = _Entry(key=str(next(self._keys)), request=request)
+    def _enter(self, request: GenerationRequest) -> _Pending:
+        live = _Pending(key=str(next(self._keys)), request=request)
         self._live[live.key] = live
         return live
 
-    async def _answer(self, live: _Entry, params: SamplingParams, relay: ProgressRelay | None) -> Completion:
+    async def _answer(self, live: _Pending, params: SamplingParams, relay: ProgressRelay | None) -> Completion:
         """Serves a request on the client's loop, from its arrival to its end."""
 
         def stream(tokens: list[int], log_probs: list[float], reason: FinishReason | None) -> None:

@@ -17,8 +17,8 @@ from rlhub.engines.rollout.base import Completion, FinishReason, GenerationReque
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.vllm.arguments import engine_arguments
 from rlhub.engines.rollout.vllm.conversion import finish_reason_of, log_probs_of, vllm_params
+from rlhub.engines.rollout.vllm.environment import end_with_owner
 from rlhub.engines.rollout.vllm.internals import MultiprocExecutor, UniProcExecutor
-from rlhub.engines.rollout.vllm.watch import end_with_owner
 from rlhub.errors import EngineError
 
 EXTENSION = "rlhub.engines.rollout.vllm.worker.WorkerExtension"

@@ -1,17 +1,26 @@
-"""What vLLM needs from the process, and what it changes there: the only place that touches environment variables.
+"""What vLLM needs from a process, and what it changes there: the only place that touches environment variables.
 
 Building an engine seeds every global random generator, replaces `torch.set_num_threads` by a no-op, and overwrites
 LOCAL_WORLD_SIZE and LD_PRELOAD.  A trainer living in the same process would silently draw other batches afterwards.
+
+Processes that vLLM starts end with the one that owns the engine, however that ends: an engine core would otherwise wait for
+requests for ever.  Each of them watches for itself, so none has to be found; and each ends in an orderly way first, which removes
+its shared memory.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import signal
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
+import psutil
 import torch
 
 OWNER = "RLHUB_ENGINE_OWNER"
@@ -25,6 +34,8 @@ DEFAULT_VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",  # nothing is reported to anyone unless the user asks for it
     "OMP_NUM_THREADS": "1",
 }
+WATCH_S = 0.5
+GRACE_S = 5
 KEPT_PREFIX = "VLLM_"  # vLLM reads its own variables while it runs, not only at start
 
 
@@ -41,6 +52,29 @@ def child_variables() -> dict[str, str]:
 def owner_pid() -> int | None:
     """Returns whose engine it is, in a process of vLLM's and while these are started; None in any other."""
     return int(os.environ[OWNER]) if OWNER in os.environ else None
+
+
+@cache
+def end_with_owner() -> None:
+    """Starts watching in a process of vLLM's, from a thread.  Does nothing in the owner itself, in others, and a second time."""
+    owner = owner_pid()
+    if owner is not None and owner != os.getpid():
+        threading.Thread(target=_watch, args=(owner,), name="owner-watch", daemon=True).start()
+
+
+def _watch(owner: int) -> None:
+    while lives(owner):
+        time.sleep(WATCH_S)
+    signal.alarm(GRACE_S)  # the kernel's, which ends a process also where Python, on its way out, runs no thread any more
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def lives(pid: int) -> bool:
+    """Returns whether there is such a process that has not ended, also where its parent has not yet taken note of that."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def job_identity() -> str:

@@ -10,29 +10,29 @@ import threading
 
 import pytest
 
-from rlhub.engines.rollout.vllm import watch
+from rlhub.engines.rollout.vllm import environment as module
 from rlhub.engines.rollout.vllm.environment import OWNER, child_variables, owner_pid
 
 
 def test_a_process_is_gone_when_it_has_ended_though_nobody_took_note() -> None:
     process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    assert watch.lives(process.pid)
+    assert module.lives(process.pid)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert not watch.lives(process.pid), "a zombie"
+    assert not module.lives(process.pid), "a zombie"
     process.communicate()
-    assert not watch.lives(process.pid)
+    assert not module.lives(process.pid)
 
 
 def test_it_ends_in_an_orderly_way_first(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
     alive = iter([True, True, False])
-    monkeypatch.setattr(watch, "lives", lambda pid: next(alive))
-    monkeypatch.setattr(watch.time, "sleep", done.append)
-    monkeypatch.setattr(watch.os, "kill", lambda pid, number: done.append((pid, number)))
-    monkeypatch.setattr(watch.signal, "alarm", done.append)
-    watch._watch(1)
-    assert done == [watch.WATCH_S] * 2 + [watch.GRACE_S, (os.getpid(), signal.SIGTERM)]
+    monkeypatch.setattr(module, "lives", lambda pid: next(alive))
+    monkeypatch.setattr(module.time, "sleep", done.append)
+    monkeypatch.setattr(module.os, "kill", lambda pid, number: done.append((pid, number)))
+    monkeypatch.setattr(module.signal, "alarm", done.append)
+    module._watch(1)
+    assert done == [module.WATCH_S] * 2 + [module.GRACE_S, (os.getpid(), signal.SIGTERM)]
 
 
 def test_the_owner_and_strangers_watch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,5 +41,5 @@ def test_the_owner_and_strangers_watch_nothing(monkeypatch: pytest.MonkeyPatch) 
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         assert owner_pid() == owner
-        watch.end_with_owner.__wrapped__()
+        module.end_with_owner.__wrapped__()
     assert "owner-watch" not in [thread.name for thread in threading.enumerate()]
