@@ -1,8 +1,11 @@
 """Run: everything around the training steps that is the same for every trainer.
 
-The run folder and its lock, resuming, metrics, progress, checkpoints with retention, and stopping on signals.  A step ends
-in this order: checkpoint committed (with the step's metrics inside), then its line in metrics.jsonl; a process killed
-between the two writes the line on resume, so each step stands there exactly once.
+The run folder and its lock, resuming, metrics, progress, checkpoints with retention, and stopping on signals.  A step ends in
+this order: checkpoint committed (with the step's metrics inside), then its line in metrics.jsonl; a process killed between the
+two writes the line on resume, so each step stands there exactly once.
+
+Training steps in a row that change nothing, because loss or gradient was not finite, have a limit: one such step is chance;
+several come from a setting or a model with which no step will ever be taken.
 """
 
 from __future__ import annotations
@@ -22,12 +25,11 @@ from rlhub.config.rules.faults import planned_faults
 from rlhub.config.rules.placement import pools_of
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.errors import CheckpointError, NonFiniteError, RunFolderError
-from rlhub.tracking.call_timing import CallTiming
 from rlhub.tracking.metrics_log import MetricsLog
 from rlhub.tracking.recorder import Recorder
 from rlhub.tracking.report import write_report
 from rlhub.tracking.run_folder import RunFolder
-from rlhub.tracking.spans import STEPS, SpanLog
+from rlhub.tracking.spans import STEPS, CallTiming, SpanLog
 from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status
 from rlhub.utils import faults
 from rlhub.utils.faults import FaultPlan
@@ -196,7 +198,7 @@ class Run:
         )
 
     def _complete_log(self) -> None:
-        """Of a finished run that was killed between its last checkpoint and that step's line: write the line and the report."""
+        """Writes the last line and the report of a finished run that was killed between its last checkpoint and that line."""
         done = self.checkpoint
         if done is None or not self.already_finished or done.path.parent != self.folder.path:
             return

@@ -25,7 +25,7 @@ from rlhub.single_controller import ClassWithInitArgs, Worker, WorkerGroup
 from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.metrics import mean_metrics
 from rlhub.trainer.run import Run
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 from rlhub.workers.supervised import DPOWorker, RewardTrainingWorker, SFTWorker
 
 SupervisedConfig = SFTConfig | DPOConfig | RMConfig

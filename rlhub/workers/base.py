@@ -15,7 +15,7 @@ from rlhub.checkpoint.shard_reader import ShardReader
 from rlhub.checkpoint.shards import raw_tensor, write_shards
 from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.training.base import Adapter, TrainEngine
-from rlhub.engines.training.finite import check_finite
+from rlhub.engines.training.collectives import check_finite
 from rlhub.errors import CheckpointError
 from rlhub.models.hf import ModelKind, save_sidecars
 from rlhub.single_controller import Dispatch, Worker, register

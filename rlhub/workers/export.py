@@ -26,7 +26,7 @@ from rlhub.checkpoint.shard_reader import ShardReader
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import FSDPConfig, ModelConfig
 from rlhub.engines.training.base import Rows, TrainEngine
-from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import CheckpointError
 from rlhub.models.hf import SCALAR_HEAD, ModelKind, load_config, save_sidecars

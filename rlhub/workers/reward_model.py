@@ -10,14 +10,14 @@ from rlhub.config.sections.reward import JudgeConfig, RewardModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
-from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.registry import build_reward_engine
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.base import EngineWorker
 from rlhub.workers.generation import check_completions, generation_requests, pad_completions
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 
 REWARD_MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model")
 

@@ -14,7 +14,7 @@ from rlhub.algorithms.masked import masked_sum
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.engines.training.base import TrainEngine
-from rlhub.engines.training.finite import check_finite
+from rlhub.engines.training.collectives import check_finite, ensure_process_group
 from rlhub.engines.training.preference import (
     DPOLoss,
     PairLoss,
@@ -24,7 +24,6 @@ from rlhub.engines.training.preference import (
     sequence_log_probs,
     take_pair_step,
 )
-from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.engines.training.registry import build_dpo_engine, build_dpo_reference_engine, build_rm_engine, build_sft_engine
 from rlhub.engines.training.updates import sft_loss, take_steps
 from rlhub.errors import DataError
@@ -32,7 +31,7 @@ from rlhub.models.hf import ModelKind
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.base import EngineWorker
-from rlhub.workers.runtime import WorkerRuntime, memory_metrics
+from rlhub.workers.memory_handover import WorkerRuntime, memory_metrics
 
 MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="model")
 

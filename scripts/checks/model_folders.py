@@ -34,7 +34,7 @@ from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConfig
 from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, RolloutSetup
-from rlhub.engines.training.process_group import ensure_process_group
+from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import RlhubError
 from rlhub.models.weight_files import INDEX, SINGLE

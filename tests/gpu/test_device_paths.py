@@ -7,8 +7,7 @@ import torch
 
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.rollout.hf.sampling import sample_tokens
-from rlhub.engines.training.host_tensors import HostTensors
-from rlhub.engines.training.megatron.residence import HostCopies
+from rlhub.engines.training.host_memory import HostCopies, HostTensors
 from rlhub.engines.training.packing import model_inputs
 from rlhub.protocol.weights.fingerprint import digests, fingerprint
 
@@ -62,7 +61,7 @@ def test_emptied_storages_come_back_with_their_content() -> None:
     buffer = torch.randn(1 << 20, device=CUDA)
     view, before, copies = buffer[10:20], buffer.clone(), HostCopies()
     taken = torch.cuda.memory_allocated(CUDA)
-    copies.take_out([view])
+    copies.empty([view])
     assert torch.cuda.memory_allocated(CUDA) < taken
-    copies.bring_back()
+    copies.restore()
     assert torch.equal(buffer, before) and torch.equal(view, before[10:20])

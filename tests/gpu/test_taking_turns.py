@@ -17,8 +17,8 @@ from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
+from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.fsdp.engine import FSDPEngine
-from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.sharding_manager.manager import ShardingManager
 from tests.support.tiny_models import save_tiny_model
 

@@ -43,7 +43,7 @@ def process_group() -> Iterator[None]:
     """Of this process alone, for engines that are built in it, and only for the tests of a file."""
     import torch
 
-    from rlhub.engines.training.process_group import ensure_process_group
+    from rlhub.engines.training.collectives import ensure_process_group
 
     ensure_process_group(torch.device("cpu"))
     yield

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhub.config.sections.preference import DPOLossConfig
 from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
+from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.engines.training.preference import (
@@ -26,7 +27,6 @@ from rlhub.engines.training.preference import (
     interleave,
     sequence_log_probs,
 )
-from rlhub.engines.training.process_group import ensure_process_group
 from tests.integration.fsdp_checks import CPU, full, relative_error, thresholds
 
 BETA, SMOOTHING = 0.3, 0.1

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rlhub.checkpoint.shards import write_shards
 from rlhub.checkpoint.store import CheckpointStore
 from rlhub.config.sections.training import FSDPConfig, ModelConfig
+from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.fsdp.engine import FSDPEngine
-from rlhub.engines.training.process_group import ensure_process_group
 from rlhub.models.experts import unfused_tensors
 from rlhub.models.hf import save_sidecars
 from rlhub.protocol.weights.pieces import Piece

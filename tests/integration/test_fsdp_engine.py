@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
 from rlhub.engines.training.fsdp.engine import FSDPEngine
-from rlhub.engines.training.fsdp.optimizer import MOMENTS
+from rlhub.engines.training.optimizer import MOMENTS
 from rlhub.errors import EngineError
 from tests.support.device_moves import counted_moves, moves_of_each_use
 from tests.unit.models.conftest import save_model
@@ -114,16 +114,16 @@ def test_moments_are_on_the_device_for_the_step_alone(folder: Path) -> None:
         assert not engine.optimizer_step().skipped
 
     assert hosted.optimizer is not None
-    slots = hosted.optimizer.slots
-    homes = [hosted.optimizer.moment(slot, name).data_ptr() for slot in slots for name in MOMENTS]
+    shards = hosted.optimizer.shards
+    homes = [hosted.optimizer.moment(shard, name).data_ptr() for shard in shards for name in MOMENTS]
     for _ in range(2):
         counts = moves_of_each_use(hosted, rows(), lambda: step(hosted))
         assert counts == {"infer": 0, "stream": 0, "sync": 0, "save": 0, "step": len(homes)}
         step(usual)
-    assert homes == [hosted.optimizer.moment(slot, name).data_ptr() for slot in slots for name in MOMENTS]
+    assert homes == [hosted.optimizer.moment(shard, name).data_ptr() for shard in shards for name in MOMENTS]
     for found, expected in zip(hosted.state_shards(), usual.state_shards(), strict=True):
         assert found.name == expected.name and torch.equal(found.tensor, expected.tensor)
-    assert max(float(hosted.optimizer.moment(slot, "exp_avg_sq").max()) for slot in slots) > 0
+    assert max(float(hosted.optimizer.moment(shard, "exp_avg_sq").max()) for shard in shards) > 0
 
 
 def test_a_skipped_step_brings_no_moments(folder: Path) -> None:

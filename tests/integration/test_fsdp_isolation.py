@@ -17,7 +17,7 @@ from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
 from rlhub.engines.training import packing
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
 from rlhub.engines.training.fsdp.engine import FSDPEngine
-from rlhub.engines.training.kinds import OUTPUTS
+from rlhub.engines.training.packing import OUTPUTS
 from rlhub.models import packed_attention as attention
 from tests.unit.models.conftest import save_model
 

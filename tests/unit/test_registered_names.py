@@ -60,7 +60,8 @@ MEANINGS: dict[tuple[str, str], str] = {
     ("single_controller/ray/cluster.py", "wandb"): "the folder that package writes to",
     ("tracking/console.py", "kl"): "a column's heading",
     **{("tracking/run_folder.py", name): "the folder that package writes to" for name in ("tensorboard", "wandb")},
-    ("protocol/disk.py", "json"): "a kind of column",
+    ("engines/rollout/remote/dialects.py", "vllm"): "a kind of server that another job runs",
+    ("protocol/serialization.py", "json"): "a kind of column",
 }
 """(path, string) -> what else the string means there."""
 

@@ -20,16 +20,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.correction.a3po import proximal_log_probs
 from rlhub.algorithms.correction.correct import correct, token_factors
-from rlhub.algorithms.correction.weights import log_ratios
+from rlhub.algorithms.correction.weights import log_ratios, proximal_log_probs
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import Rows
 
 
 @dataclass(slots=True, kw_only=True)
 class Anchored:
-    """What the policy loss compares with, (rows, response), no gradient.  weights: None where nothing is weighted."""
+    """The log-probs that the policy loss compares with and token weights, (rows, response), no gradient.  weights: None where
+    nothing is weighted."""
 
     old_log_probs: Tensor
     weights: Tensor | None
@@ -48,8 +48,9 @@ class UpdateCorrection:
         self.applied = dataclasses.replace(config, rollout_is=None) if config.bypass_mode and self.own_ratio else config
 
     def anchor(self, log_probs: Tensor, micro: Rows) -> Anchored:
-        """log_probs: the current policy's, (rows, response).  Reads old_log_probs and importance_weights where present, in
-        bypass mode old_log_probs (which is mu), with A-3PO rollout_log_probs and, where present, staleness."""
+        """Returns the anchor of a micro-batch.  log_probs: the current policy's, (rows, response).  Reads old_log_probs and
+        importance_weights where present, in bypass mode old_log_probs (which is mu), with A-3PO rollout_log_probs and, where
+        present, staleness."""
         current, mask = log_probs.detach(), micro["response_mask"]
         if not self.config.in_update:
             first_step = "old_log_probs" not in micro
@@ -67,7 +68,8 @@ class UpdateCorrection:
         return Anchored(old_log_probs=old, weights=weights, sums=correction.sums)
 
     def behaviour(self, rows: Rows) -> Tensor | None:
-        """log mu, (rows, response), where the mismatch is measured in the update; None where the driver has measured it."""
+        """Returns log mu, (rows, response), where the mismatch is measured in the update; None where the driver has measured
+        it."""
         if self.config.bypass_mode:
             return rows["old_log_probs"]
         measured_before = "old_log_probs" in rows and not self.config.in_update

@@ -1,18 +1,19 @@
 """Cutting a rank's rows into forward passes: by number of rows or by a token budget, equally many on every rank.
 
 Sharded models communicate in every pass, so all ranks must make the same number of them; a rank that runs out of rows makes
-passes over a row of padding.  By tokens, passes are made equally full once their number is known.
+passes over a row of padding.  By tokens, passes become equally full once their number is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rlhub.engines.training.base import Rows
+from rlhub.errors import EngineError
 from rlhub.utils.balance import partition
 
 
@@ -25,8 +26,22 @@ class MicroBatchConfig:
     max_tokens: int | None = None
 
 
+def cut_rows(rows: Rows, config: MicroBatchConfig, rows_per_unit: int, agree: Callable[[int], int]) -> list[list[int]]:
+    """Returns the row indices of each pass: at least one pass, and as many as `agree` returns; by tokens, equally full ones.
+
+    agree: from the fewest passes that this rank needs to the number that every rank makes; it communicates.
+    """
+    lengths = rows["attention_mask"].sum(1).tolist()
+    if len(lengths) % rows_per_unit:
+        raise EngineError(f"{len(lengths)} rows are no whole number of units of {rows_per_unit} rows")
+    bins = cut_units(lengths, config, rows_per_unit)
+    count = agree(max(len(bins), 1))
+    bins = even_cut(extend_cut(bins, count), lengths, config, rows_per_unit)
+    return [rows_of(units, rows_per_unit) for units in bins]
+
+
 def cut(lengths: Sequence[int], config: MicroBatchConfig) -> list[list[int]]:
-    """Row indices of each pass, by the rows' token counts; no rows: no passes."""
+    """Returns the row indices of each pass, by the rows' token counts; no rows: no passes."""
     if config.max_tokens is not None:
         return _cut_by_tokens(lengths, config.max_tokens, config.rows)
     step = config.rows or max(len(lengths), 1)
@@ -34,7 +49,7 @@ def cut(lengths: Sequence[int], config: MicroBatchConfig) -> list[list[int]]:
 
 
 def cut_units(lengths: Sequence[int], config: MicroBatchConfig, rows_per_unit: int) -> list[list[int]]:
-    """As `cut`, in which each `rows_per_unit` neighbouring rows count as one: indices of units, by the rows' token counts."""
+    """Cuts as `cut` does, each `rows_per_unit` neighbouring rows as one; returns indices of units."""
     return cut(*_in_units(lengths, config, rows_per_unit))
 
 
@@ -47,17 +62,17 @@ def _in_units(lengths: Sequence[int], config: MicroBatchConfig, rows_per_unit: i
 
 
 def rows_of(units: Sequence[int], rows_per_unit: int) -> list[int]:
-    """The rows of these units, in order."""
+    """Returns the rows of these units, in order."""
     return [unit * rows_per_unit + row for unit in units for row in range(rows_per_unit)]
 
 
 def _cut_by_tokens(lengths: Sequence[int], max_tokens: int, max_rows: int | None) -> list[list[int]]:
-    """First-fit decreasing, which needs at most 11/9 of the fewest passes plus one."""
+    """Cuts by first-fit decreasing, which needs at most 11/9 of the fewest passes plus one."""
     bins: list[list[int]] = []
     free: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        for index, room in enumerate(free):
-            if lengths[row] <= room and (max_rows is None or len(bins[index]) < max_rows):
+        for index, num_free in enumerate(free):
+            if lengths[row] <= num_free and (max_rows is None or len(bins[index]) < max_rows):
                 bins[index].append(row)
                 free[index] -= lengths[row]
                 break
@@ -68,7 +83,7 @@ def _cut_by_tokens(lengths: Sequence[int], max_tokens: int, max_rows: int | None
 
 
 def extend_cut(bins: list[list[int]], count: int) -> list[list[int]]:
-    """`count` passes out of at most as many: the fullest are halved first, and what is missing then has no rows."""
+    """Returns `count` passes out of at most as many: the fullest are halved first, and further ones have no rows."""
     bins = [list(rows) for rows in bins]
     while len(bins) < count:
         largest = max(range(len(bins)), key=lambda i: len(bins[i]), default=None)
@@ -81,8 +96,8 @@ def extend_cut(bins: list[list[int]], count: int) -> list[list[int]]:
 
 
 def even_cut(bins: list[list[int]], lengths: Sequence[int], config: MicroBatchConfig, rows_per_unit: int = 1) -> list[list[int]]:
-    """As many passes as `bins` over the same units, cut anew so that all hold about as many tokens; as they are without a
-    token budget, or where that would exceed it.
+    """Returns as many passes as `bins` over the same units, with about as many tokens in each; `bins` without a token budget, or
+    where that would exceed it.
 
     Filling passes one after the other leaves the last nearly empty, and ranks that wait for each other in every pass would
     wait for another rank's fullest.
@@ -98,7 +113,7 @@ def even_cut(bins: list[list[int]], lengths: Sequence[int], config: MicroBatchCo
 
 
 def take_rows(rows: Rows, indices: list[int], fillers: int = 1) -> dict[str, Tensor]:
-    """The rows of one pass, where they lie; for no indices `fillers` rows of zeros (masked everywhere)."""
+    """Returns the rows of one pass, on their device; for no indices `fillers` rows of zeros (masked everywhere)."""
     if not indices:
         return {name: column.new_zeros((fillers, *column.shape[1:])) for name, column in rows.items()}
     count = next(iter(rows.values())).shape[0]
@@ -109,5 +124,5 @@ def take_rows(rows: Rows, indices: list[int], fillers: int = 1) -> dict[str, Ten
 
 
 def on_device(rows: Rows, device: torch.device) -> dict[str, Tensor]:
-    """The same rows there; the host does not wait for the copies."""
+    """Returns the same rows on the device; the host does not wait for the copies."""
     return {name: column.to(device, non_blocking=True) for name, column in rows.items()}

@@ -1,13 +1,14 @@
-"""One micro-batch without padding: which tokens go through the model, and where its outputs belong.
+"""One micro-batch without padding: the tokens that go through the model, and the places of its outputs.
 
-Only what the loss needs is computed.  For numbers per token, tokens from a row's last target on feed nothing and are left
-out, so is a row whose response is masked as a whole; hidden states are read only where the next token is a target.  For a
+Only numbers that the loss reads are computed.  For numbers per token, tokens from a row's last target on are left out, and
+so is a row whose response is masked as a whole; hidden states are read only where the next token is a target.  For a
 number per row all its tokens go in, and the hidden state is read at the last.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,19 @@ from torch import Tensor
 from rlhub.engines.training.base import Rows
 from rlhub.errors import EngineError
 from rlhub.models.packed_attention import AttentionPlan, plan_attention
+from rlhub.models.shape import ModelKind
+
+OUTPUTS: dict[ModelKind, frozenset[str]] = {
+    "policy": frozenset({"log_probs", "entropy", "sum_pi_squared"}),
+    "value": frozenset({"values"}),
+    "reward": frozenset({"scores"}),
+}
+"""The outputs that an engine of each kind computes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ModelInputs:
-    """What a forward pass takes, for S numbers in `shape`: (rows, response), or (rows,) for one number a row.
+    """The inputs of a forward pass, for S numbers in `shape`: (rows, response), or (rows,) for one number a row.
 
     input_ids, position_ids: (1, tokens) packed, or (rows, longest) right padded with attention_mask of the same shape.
     sources: (S,) indices into the flattened token axis: the token before each target, or the last of each row.
@@ -40,13 +49,13 @@ class ModelInputs:
     plan: AttentionPlan | None
 
     def spread(self, values: Tensor) -> Tensor:
-        """(S,) values -> `shape`, zero elsewhere."""
+        """Returns (S,) values in `shape`, zero where there are none."""
         return values.new_zeros(math.prod(self.shape)).index_put((self.slots,), values).view(self.shape)
 
 
 def model_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs:
-    """Plan one micro-batch for numbers per token.  Indices are worked out where the rows lie (on the CPU: a GPU would be waited
-    for at every step of it) and then moved to `device`.
+    """Plans one micro-batch for numbers per token.  Indices are computed on the rows' device (the CPU: a GPU would be waited
+    for at every step) and then moved to `device`.
 
     Raises EngineError where response_mask marks a token that attention_mask hides, or the first token of a row.
     """
@@ -78,7 +87,7 @@ def model_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs
 
 
 def row_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs:
-    """Plan one micro-batch for one number a row, of its last attended token; a row without any gets 0."""
+    """Plans one micro-batch for one number a row, of its last attended token; a row without any gets 0."""
     needed = rows["attention_mask"].bool()
     lengths = needed.sum(1)
     inputs = _packed(
@@ -93,13 +102,13 @@ def row_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs:
 
 
 def _num_before(needed: Tensor) -> Tensor:
-    """How many needed tokens come before each position of the flattened rows."""
+    """Returns how many needed tokens come before each position of the flattened rows."""
     flat = needed.flatten()
     return flat.cumsum(0) - flat.long()
 
 
 def _packed(input_ids: Tensor, needed: Tensor, **outputs: Any) -> ModelInputs:
-    """The needed tokens of all rows in one line; a token's position counts those before it in its row."""
+    """Packs the needed tokens of all rows in one line; a token's position counts those before it in its row."""
     flat = needed.flatten()
     positions = needed.cumsum(1) - 1
     return ModelInputs(
@@ -112,7 +121,7 @@ def _packed(input_ids: Tensor, needed: Tensor, **outputs: Any) -> ModelInputs:
 
 
 def _finished(inputs: ModelInputs, lengths: Tensor, *, pack: bool, device: torch.device) -> ModelInputs:
-    """Packed or padded as asked, on `device`.  lengths: needed tokens of each row."""
+    """Returns the inputs packed or padded as asked, on `device`.  lengths: needed tokens of each row."""
     lengths = lengths[lengths > 0]
     if lengths.numel() == 0:  # the model must still run, its peers wait for it: one token that nothing depends on
         lengths = lengths.new_ones(1)
@@ -125,7 +134,7 @@ def _finished(inputs: ModelInputs, lengths: Tensor, *, pack: bool, device: torch
 
 
 def _pad(inputs: ModelInputs, lengths: Tensor) -> None:
-    """From packed to right padded rows, in place."""
+    """Turns packed into right padded rows, in place."""
     longest, starts, device = int(lengths.max()), lengths.cumsum(0) - lengths, lengths.device
     row = torch.repeat_interleave(torch.arange(lengths.numel(), device=device), lengths)
     place = row * longest + torch.arange(row.numel(), device=device) - starts[row]  # of each packed token in the padded batch
@@ -145,3 +154,17 @@ def _to(inputs: ModelInputs, device: torch.device) -> ModelInputs:
         if value is not None:
             setattr(inputs, name, value.to(device, non_blocking=True))
     return inputs
+
+
+def check_outputs(kind: ModelKind, outputs: Iterable[str]) -> frozenset[str]:
+    """Returns the outputs asked for; raises EngineError for none, or for one that the kind does not compute."""
+    wanted = frozenset(outputs)
+    if not wanted or not wanted <= OUTPUTS[kind]:
+        raise EngineError(f"a {kind} engine computes {sorted(OUTPUTS[kind])}, not {sorted(wanted)}")
+    return wanted
+
+
+def columns_read(kind: ModelKind) -> tuple[str, ...]:
+    """Returns the columns that a forward pass reads."""
+    ids = ("input_ids", "attention_mask")
+    return ids if kind == "reward" else (*ids, "response_mask")

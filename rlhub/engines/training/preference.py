@@ -1,4 +1,4 @@
-"""One optimizer step on preference pairs, and the losses that an engine's outputs go into.
+"""One optimizer step on preference pairs, and the losses on an engine's outputs.
 
 A pair is two neighbouring rows: 2i the chosen answer, 2i + 1 the rejected one.  Engines cut micro-batches in whole pairs, and
 a loss is divided by the number of pairs over all ranks, so the step does not depend on ranks or cuts.
@@ -13,18 +13,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.masked import masked, masked_sum
 from rlhub.algorithms.preference import PreferenceInputs, bradley_terry
 from rlhub.algorithms.registry import PREFERENCE_LOSSES
 from rlhub.config.sections.preference import DPOLossConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
+from rlhub.registry import knobs_for
 
 PAIR = 2
 
 
 class PairLoss(Protocol):
-    """outputs: what the engine must compute.  Called with one micro-batch of interleaved rows and the step's number of pairs;
+    """outputs: those that the engine computes.  Called with one micro-batch of interleaved rows and the step's number of pairs;
     the sums it returns are sums over pairs."""
 
     outputs: tuple[str, ...]
@@ -33,30 +33,31 @@ class PairLoss(Protocol):
 
 
 def interleave(pairs: Rows) -> dict[str, Tensor]:
-    """(pairs, 2, ...) columns -> rows 2i (chosen) and 2i + 1 (rejected); a (pairs,) column is given to both rows."""
+    """Returns (pairs, 2, ...) columns as rows 2i (chosen) and 2i + 1 (rejected); both rows have the entry of a (pairs,)
+    column."""
     return {name: column.flatten(0, 1) if column.dim() > 1 else column.repeat_interleave(PAIR) for name, column in pairs.items()}
 
 
 def split(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows,) -> chosen and rejected, (pairs,) each."""
+    """Splits (rows,) into chosen and rejected, (pairs,) each."""
     chosen, rejected = rows.view(-1, PAIR).unbind(1)
     return chosen, rejected
 
 
 def real_pairs(micro: Rows) -> Tensor:
-    """(pairs,): False for the filler of a pass that only keeps other ranks company."""
+    """Returns (pairs,): False for the filler rows of a rank that has none left."""
     chosen, rejected = split(micro["attention_mask"].any(dim=1))
     return chosen & rejected
 
 
 def sequence_log_probs(log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """sum_t m_t log pi(y_t), (rows,) float64: the losses look at small differences of large sums."""
+    """Returns sum_t m_t log pi(y_t), (rows,) float64: the losses read small differences of large sums."""
     return masked_sum(log_probs.double(), response_mask, dim=1)
 
 
 @dataclass(slots=True, kw_only=True)
 class PairStep:
-    """What one optimizer step left behind: global sums over pairs, how many there were, and the optimizer's report."""
+    """The results of one optimizer step: global sums over pairs, the number of pairs, and the optimizer's report."""
 
     sums: dict[str, float]
     num_pairs: float
@@ -64,24 +65,24 @@ class PairStep:
 
 
 def count_pairs(engine: TrainEngine, rows: Rows) -> float:
-    """Over all ranks."""
+    """Counts the pairs over all ranks."""
     return float(engine.reduce(real_pairs(rows).sum().double()))
 
 
 def take_pair_step(engine: TrainEngine, rows: Rows, loss: PairLoss) -> PairStep:
-    """One optimizer step over interleaved rows; every rank calls, also one without rows."""
+    """Takes one optimizer step over interleaved rows; every rank calls, also one without rows."""
     num_pairs = count_pairs(engine, rows)
-    sums = engine.forward_backward(rows, partial(_of_step, loss, num_pairs), outputs=loss.outputs, rows_per_unit=PAIR)
+    sums = engine.forward_backward(rows, partial(_with_num_pairs, loss, num_pairs), outputs=loss.outputs, rows_per_unit=PAIR)
     return PairStep(sums=sums, num_pairs=num_pairs, report=engine.optimizer_step())
 
 
-def _of_step(loss: PairLoss, num_pairs: float, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
+def _with_num_pairs(loss: PairLoss, num_pairs: float, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
     return loss(outputs, micro, num_pairs)
 
 
 @torch.no_grad()
 def evaluate_pairs(engine: TrainEngine, rows: Rows, loss: PairLoss) -> dict[str, float]:
-    """Global sums over pairs: `count`, `loss` and the loss's own; every rank calls."""
+    """Returns global sums over pairs: `count`, `loss` and the loss's own; every rank calls."""
     outputs = ForwardOutputs(**engine.infer(rows, outputs=loss.outputs))
     result = loss(outputs, rows, 1.0)
     sums = {"count": real_pairs(rows).sum(), "loss": result.loss, **result.sums}
@@ -111,9 +112,9 @@ class DPOLoss:
         inputs = PreferenceInputs(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
         real = real_pairs(micro)
         loss = masked_sum(self.loss(inputs, self.knobs), real) / num_pairs
-        won, lost = (self.beta * ratio.detach() for ratio in inputs.log_ratios)
+        reward_chosen, reward_rejected = (self.beta * ratio.detach() for ratio in inputs.log_ratios)
         sums = {
-            **_rewards(won, lost, real),
+            **_rewards(reward_chosen, reward_rejected, real),
             "logps/chosen": masked_sum(chosen.detach(), real),
             "logps/rejected": masked_sum(rejected.detach(), real),
         }
@@ -136,7 +137,7 @@ class RewardLoss:
 
 
 def _rewards(chosen: Tensor, rejected: Tensor, real: Tensor) -> dict[str, Tensor]:
-    """Sums over pairs; a tie is half right."""
+    """Returns sums over pairs; a tie is half right."""
     right = (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)
     values = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected, "accuracies": right}
     return {f"rewards/{name}": masked(value, real).sum() for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Which training engines exist, and building each role's from the configuration.
+"""Names of the training engines, and building each role's from the configuration.
 
 Importing this module loads neither torch nor an engine, so names can be checked before anything starts.
 """
@@ -25,8 +25,8 @@ EngineFactory = Callable[..., "TrainEngine"]
 seed); section: the engine's own of the configuration, by the table in rlhub/config/sections/training.py."""
 
 TRAIN_ENGINES: Registry[EngineFactory] = Registry("training engine")
-"""`requires` names the Python packages an engine needs.  A companion `problems`, which loads no torch, says what keeps a model
-from being trained: (content of its config.json, section, number of ranks, *, where: the section's key) -> sentences."""
+"""`requires` names the Python packages an engine needs.  A companion `problems`, which loads no torch, returns why a model
+cannot be trained: (content of its config.json, section, number of ranks, *, where: the section's key) -> sentences."""
 TRAIN_ENGINES.add_lazy("fsdp2", "rlhub.engines.training.fsdp.engine:FSDPEngine")
 TRAIN_ENGINES.add_lazy("fsdp", "rlhub.engines.training.fsdp.engine:FSDPEngine")
 TRAIN_ENGINES.add_lazy(
@@ -38,7 +38,7 @@ TRAIN_ENGINES.add_lazy(
 
 
 def _micro_batch(rows: int | None, dynamic: bool | None, max_tokens: int | None) -> MicroBatchConfig:
-    """By tokens if dynamic, else by rows."""
+    """Cuts by tokens if dynamic, else by rows."""
     from rlhub.engines.training.micro_batch import MicroBatchConfig  # torch, which the checks before start do without
 
     return MicroBatchConfig(max_tokens=max_tokens) if dynamic else MicroBatchConfig(rows=rows)
@@ -49,7 +49,7 @@ def _or(value: int | None, default: int | None) -> int | None:
 
 
 def build_policy_engine(config: ActorRolloutRefConfig, *, device: torch.device, seed: int, train: bool = True) -> TrainEngine:
-    """The actor's engine, not yet initialized; train=False: without optimizer."""
+    """Builds the actor's engine, not yet initialized.  train=False: without optimizer."""
     actor, rollout = config.actor, config.rollout
     dynamic = actor.use_dynamic_bsz if rollout.log_prob_use_dynamic_bsz is None else rollout.log_prob_use_dynamic_bsz
     return TRAIN_ENGINES.get(actor.strategy)(
@@ -71,7 +71,7 @@ def build_policy_engine(config: ActorRolloutRefConfig, *, device: torch.device, 
 
 
 def build_reference_engine(config: ActorRolloutRefConfig, *, device: torch.device, seed: int) -> TrainEngine:
-    """A frozen engine with the starting weights, not yet initialized."""
+    """Builds a frozen engine with the starting weights, not yet initialized."""
     actor, ref = config.actor, config.ref
     dynamic = actor.use_dynamic_bsz if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz
     return TRAIN_ENGINES.get(actor.strategy)(
@@ -91,7 +91,7 @@ def build_reference_engine(config: ActorRolloutRefConfig, *, device: torch.devic
 
 
 def build_value_engine(config: CriticConfig, *, device: torch.device, seed: int) -> TrainEngine:
-    """The critic's engine, not yet initialized; the configuration's derived fields must be filled."""
+    """Builds the critic's engine, not yet initialized; the configuration's derived fields must be filled."""
     assert config.strategy is not None and config.model is not None
     return TRAIN_ENGINES.get(config.strategy)(
         config.model,
@@ -106,7 +106,7 @@ def build_value_engine(config: CriticConfig, *, device: torch.device, seed: int)
 
 
 def build_reward_engine(config: RewardModelConfig, *, device: torch.device, seed: int) -> TrainEngine:
-    """A frozen reward model's engine, not yet initialized; the configuration's derived fields must be filled."""
+    """Builds a frozen reward model's engine, not yet initialized; the configuration's derived fields must be filled."""
     assert config.strategy is not None
     return TRAIN_ENGINES.get(config.strategy)(
         config.model.as_model(),
@@ -120,17 +120,17 @@ def build_reward_engine(config: RewardModelConfig, *, device: torch.device, seed
 
 
 def build_sft_engine(config: SFTConfig, *, device: torch.device, seed: int) -> TrainEngine:
-    """The engine of supervised fine-tuning, not yet initialized."""
+    """Builds the engine of supervised fine-tuning, not yet initialized."""
     return _supervised_engine(config, "policy", device=device, seed=seed)
 
 
 def build_dpo_engine(config: DPOConfig, *, device: torch.device, seed: int) -> TrainEngine:
-    """The policy of direct preference optimization, not yet initialized."""
+    """Builds the policy of direct preference optimization, not yet initialized."""
     return _supervised_engine(config, "policy", device=device, seed=seed, sequences=2)
 
 
 def build_dpo_reference_engine(config: DPOConfig, *, device: torch.device, seed: int) -> TrainEngine:
-    """A frozen engine with the starting weights, not yet initialized."""
+    """Builds a frozen engine with the starting weights, not yet initialized."""
     return TRAIN_ENGINES.get(config.strategy)(
         config.model,
         config.ref_section,
@@ -143,14 +143,14 @@ def build_dpo_reference_engine(config: DPOConfig, *, device: torch.device, seed:
 
 
 def build_rm_engine(config: RMConfig, *, device: torch.device, seed: int) -> TrainEngine:
-    """The reward model that is trained, not yet initialized."""
+    """Builds the reward model that is trained, not yet initialized."""
     return _supervised_engine(config, "reward", device=device, seed=seed, sequences=2)
 
 
 def _supervised_engine(
     config: SFTConfig | DPOConfig | RMConfig, kind: str, *, device: torch.device, seed: int, sequences: int = 1
 ) -> TrainEngine:
-    """sequences: token sequences in a row of the data."""
+    """Builds an engine that trains.  sequences: token sequences in a row of the data."""
     return TRAIN_ENGINES.get(config.strategy)(
         config.model,
         config.section,

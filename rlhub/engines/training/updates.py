@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rlhub.algorithms.aggregation import Denominators, aggregate
 from rlhub.algorithms.inputs import PolicyLossInputs
-from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.masked import masked, masked_sum
 from rlhub.algorithms.mismatch import (
     extreme_metrics,
@@ -33,11 +32,12 @@ from rlhub.config.sections.ppo import CriticConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
 from rlhub.engines.training.correction import UpdateCorrection
+from rlhub.registry import knobs_for
 
 
 @dataclass(slots=True, kw_only=True)
 class StepSums:
-    """What one optimizer step left behind: its global sums, its token count and the optimizer's report."""
+    """The results of one optimizer step: its global sums, its token count and the optimizer's report."""
 
     sums: dict[str, float]
     denominators: Denominators
@@ -45,12 +45,12 @@ class StepSums:
 
 
 def select_rows(rows: Rows, keep: Tensor) -> dict[str, Tensor]:
-    """The rows at the given indices, as copies."""
+    """Returns copies of the rows at the given indices."""
     return {name: column[keep] for name, column in rows.items()}
 
 
 def mini_batches(rows: Rows, num_mini_batches: int, epochs: int) -> Iterator[dict[str, Tensor]]:
-    """This rank's rows of every optimizer step, in order; a step may have no rows here."""
+    """Yields this rank's rows of every optimizer step, in order; a step may have no rows here."""
     for _ in range(epochs):
         for index in range(num_mini_batches):
             if num_mini_batches == 1:
@@ -60,7 +60,7 @@ def mini_batches(rows: Rows, num_mini_batches: int, epochs: int) -> Iterator[dic
 
 
 def count_denominators(engine: TrainEngine, response_mask: Tensor, scale: float) -> Denominators:
-    """Model tokens and non-empty rows of the step over all ranks."""
+    """Counts model tokens and non-empty rows of the step over all ranks."""
     local = torch.stack([response_mask.sum(), response_mask.any(dim=1).sum()]).double()
     tokens, sequences = engine.reduce(local).tolist()
     return Denominators(tokens=tokens, sequences=sequences, scale=scale)
@@ -72,7 +72,7 @@ StepLoss = Callable[[ForwardOutputs, Rows, Denominators], LossOutput]
 def take_steps(
     engine: TrainEngine, rows: Rows, loss: StepLoss, *, num_mini_batches: int, epochs: int, scale: float, outputs: tuple[str, ...]
 ) -> list[StepSums]:
-    """One optimizer step for each mini-batch of each epoch.  A mini-batch without a token to learn from takes none: the
+    """Takes one optimizer step for each mini-batch of each epoch.  A mini-batch without a token to learn from takes none: the
     optimizer's momentum and decay would move the weights."""
     steps = []
     for mini in mini_batches(rows, num_mini_batches, epochs):
@@ -112,7 +112,7 @@ class PolicyUpdater:
         self.kl = KL_ESTIMATORS.get(config.kl_loss_type) if config.use_kl_loss else None
 
     def update(self, rows: Rows, num_mini_batches: int) -> dict[str, float]:
-        """Take all optimizer steps of this batch; returns metrics, the same on every rank."""
+        """Takes all optimizer steps of this batch; returns metrics, the same on every rank."""
         extremes = Extremes()
         steps = take_steps(
             self.engine,
@@ -150,7 +150,7 @@ class PolicyUpdater:
         if self.config.entropy_coeff:
             loss = loss - self.config.entropy_coeff * aggregate(outputs.entropy, mask, mode, denominators)
         if self.kl is not None:
-            # masked before, not after: the gradient of what is masked would be 0 * NaN where a value there is not finite
+            # Masked before, not after: the gradient of a masked value that is not finite would be 0 * NaN.
             kl = self.kl(masked(outputs.log_probs, mask), masked(micro["ref_log_prob"], mask))
             loss = loss + self.config.kl_loss_coef * aggregate(kl, mask, mode, denominators)
             sums["kl_loss"] = masked_sum(kl.detach(), mask)
@@ -159,27 +159,28 @@ class PolicyUpdater:
             sums |= mismatch_sums(outputs.log_probs, behaviour, mask)
             if "staleness" in micro:
                 sums |= staleness_sums(outputs.log_probs, behaviour, mask, micro["staleness"])
-            extremes.see(denominators, weight_extremes(outputs.log_probs, behaviour, mask))
+            extremes.add(denominators, weight_extremes(outputs.log_probs, behaviour, mask))
         return LossOutput(loss=loss, sums=sums)
 
 
 class Extremes:
     """Smallest and largest weight pi / mu of the batch's first optimizer step.  They do not add up over micro-batches as a
-    LossOutput's sums do, so they are kept here and cost one small all-reduce when the batch is done."""
+    LossOutput's sums do, so they are collected here and cost one small all-reduce when the batch is done."""
 
     def __init__(self) -> None:
         self._step: Denominators | None = None
         self._pair: Tensor | None = None
 
-    def see(self, step: Denominators, pair: Tensor) -> None:
-        """pair: of one micro-batch.  `step` tells the optimizer steps apart: only the first is on the sampled policy."""
+    def add(self, step: Denominators, pair: Tensor) -> None:
+        """Adds the pair of one micro-batch.  `step` distinguishes the optimizer steps: only the first is on the sampled
+        policy."""
         if self._step is None:
             self._step, self._pair = step, pair
         elif self._step is step and self._pair is not None:
             self._pair = torch.maximum(self._pair, pair)
 
     def metrics(self, engine: TrainEngine) -> dict[str, float]:
-        """Over all ranks, since only those that end a pipeline see outputs; every rank calls it."""
+        """Returns metrics over all ranks, since only those that end a pipeline have outputs; every rank calls it."""
         pair = torch.full((2,), -math.inf, dtype=torch.float64, device=engine.device) if self._pair is None else self._pair
         return extreme_metrics(engine.reduce(pair, op="max", every_rank=True))
 
@@ -212,7 +213,7 @@ class ValueUpdater:
         self.engine, self.config, self.mode, self.scale = engine, config, loss_agg_mode, scale
 
     def update(self, rows: Rows, num_mini_batches: int) -> dict[str, float]:
-        """Take all optimizer steps of this batch; returns metrics, the same on every rank."""
+        """Takes all optimizer steps of this batch; returns metrics, the same on every rank."""
         assert self.config.ppo_epochs is not None, "derived when the configuration is loaded"
         steps = take_steps(
             self.engine,
@@ -233,7 +234,8 @@ class ValueUpdater:
 
 
 def value_metrics(steps: list[StepSums]) -> dict[str, float]:
-    """vf_explained_var: 1 - mean squared error / variance of the returns (1 is perfect, 0 no better than their mean)."""
+    """Returns means over the steps.  vf_explained_var: 1 - mean squared error / variance of the returns (1 is perfect, 0 no
+    better than their mean)."""
     done = [step for step in steps if not step.report.skipped]
     metrics = {"critic/skipped_steps": float(len(steps) - len(done)), "critic/optimizer_steps": float(len(done))}
     if steps:
@@ -254,6 +256,6 @@ def value_metrics(steps: list[StepSums]) -> dict[str, float]:
 
 
 def sft_loss(outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
-    """Negative log-likelihood of the response tokens, averaged over all of the step's tokens."""
+    """Returns the negative log-likelihood of the response tokens, averaged over all of the step's tokens."""
     assert outputs.log_probs is not None
     return LossOutput(loss=aggregate(-outputs.log_probs, micro["response_mask"], "token-mean", denominators))

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.inputs import AdvantageInputs
-from rlhub.algorithms.kl_control import AdaptiveKLController, FixedKLController, KLController, penalized_rewards
-from rlhub.algorithms.knobs import knobs_for
+from rlhub.algorithms.kl import AdaptiveKLController, FixedKLController, KLController, penalized_rewards
 from rlhub.algorithms.masked import masked, masked_mean
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
-from rlhub.algorithms.rewards import whiten_rewards
+from rlhub.algorithms.returns import whiten_rewards
 from rlhub.config.sections.algorithm import KLControlConfig
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
+from rlhub.registry import knobs_for
 from rlhub.trainer.ppo.metrics import batch_metrics
 from rlhub.trainer.ppo.requirements import Requirements
 from rlhub.trainer.ppo.scoring import COMPONENT

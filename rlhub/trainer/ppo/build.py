@@ -32,8 +32,8 @@ from rlhub.trainer.run import Run
 from rlhub.workers.actor import ActorWorker, ReferenceWorker
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.critic import CriticWorker
+from rlhub.workers.memory_handover import WorkerRuntime
 from rlhub.workers.rollout import RolloutWorker
-from rlhub.workers.runtime import WorkerRuntime
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
-from rlhub.agents.remote.episode_host import HostSettings
-from rlhub.agents.remote.episode_hosts import EpisodeHosts, HostOptions, host_starter
+from rlhub.agents.remote.environment_actors import EnvironmentActorOptions, EnvironmentActors, environment_actor_starter
+from rlhub.agents.remote.episode_actor import EpisodeActorSettings
+from rlhub.agents.remote.episode_actors import EpisodeActorOptions, EpisodeActors, episode_actor_starter
 from rlhub.agents.workflows.base import Score
 from rlhub.agents.workflows.registry import workflow_kwargs
 from rlhub.config.rules.placement import is_separate
@@ -55,7 +55,7 @@ from rlhub.trainer.ppo.worker_groups import ROLLOUT_ROLE, WorkerGroups
 from rlhub.trainer.run import Run
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 from rlhub.utils.collector import heap_set_aside
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ class EpisodeRuntime:
     runner: AsyncTaskRunner
     service: RolloutService
     score: Score
-    hosts: EpisodeHosts | None
-    environments: EnvironmentHosts | None
+    hosts: EpisodeActors | None
+    environments: EnvironmentActors | None
 
     def workflows(self, sampling: SamplingParams, purpose: str) -> Workflows:
         """Returns the job's workflows with this sampling."""
@@ -205,12 +205,12 @@ def start_episodes(
     )
 
 
-def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, run: Run) -> EpisodeHosts | None:
+def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, run: Run) -> EpisodeActors | None:
     """Returns the processes that run the episodes' own code, where the configuration wants any; not yet started."""
     model, rollout, trainer = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.trainer
     if rollout.agent.num_workers == 0:
         return None
-    settings = HostSettings(
+    settings = EpisodeActorSettings(
         tokenizer=functools.partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code),
         samplings={
             TRAINING: training_sampling(config, vocabulary),
@@ -224,25 +224,25 @@ def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, run: Run) -> Episod
         lends_environments=rollout.agent.num_env_hosts > 0,
     )
     seconds = trainer.deadline_s
-    options = HostOptions(
+    options = EpisodeActorOptions(
         backend=trainer.backend, start_s=seconds.start, log_dir=str(run.folder.logs.absolute()), plugins=tuple(trainer.plugins)
     )
-    return EpisodeHosts(
-        host_starter(settings, options),
+    return EpisodeActors(
+        episode_actor_starter(settings, options),
         rollout.agent.num_workers,
         restarts=rollout.replica_restarts,
         shutdown_s=seconds.shutdown,
     )
 
 
-def environment_hosts(config: PPOConfig, run: Run) -> EnvironmentHosts | None:
+def environment_hosts(config: PPOConfig, run: Run) -> EnvironmentActors | None:
     """Returns the actors that run the episodes' environments, where the configuration wants any; not yet started."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     agent, seconds = rollout.agent, trainer.deadline_s
     if agent.num_env_hosts == 0:
         return None
     assert agent.episode_timeout_s is not None, "derive first"
-    options = EnvironmentHostOptions(
+    options = EnvironmentActorOptions(
         backend=trainer.backend,
         num_cpus=agent.env_host_cpus,
         num_gpus=agent.env_host_gpus,
@@ -251,8 +251,8 @@ def environment_hosts(config: PPOConfig, run: Run) -> EnvironmentHosts | None:
         log_dir=str(run.folder.logs.absolute()),
         plugins=tuple(trainer.plugins),
     )
-    return EnvironmentHosts(
-        environment_host_starter(options),
+    return EnvironmentActors(
+        environment_actor_starter(options),
         agent.num_env_hosts,
         idle_s=max(agent.episode_timeout_s, seconds.generate),  # no turn of the policy takes longer
         restarts=rollout.replica_restarts,

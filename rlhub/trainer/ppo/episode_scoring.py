@@ -34,7 +34,7 @@ def function_manager(reward: RewardManager | None) -> NaiveManager | None:
 
 
 async def no_turn_scores(row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-    """Is `workflows.base.Score` where no function judges a row alone."""
+    """Is `agents.workflows.base.Score` where no function judges a row alone."""
     raise RewardError("a workflow asks for the reward of a turn, but no reward function is on: set reward_model.function_weight")
 
 
@@ -65,7 +65,7 @@ class EpisodeScorer:
         ]
 
     async def score_text(self, row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-        """Is `workflows.base.Score`, for workflows that want the reward of a turn."""
+        """Is `agents.workflows.base.Score`, for workflows that want the reward of a turn."""
         (outcome,) = await self.score([request_of(row, text)])
         if outcome.error is not None:
             raise RewardError(f"scoring a turn failed: {outcome.error.kind}: {outcome.error.message}")

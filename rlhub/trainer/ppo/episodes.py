@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhub.agents.remote.environment_hosts import EnvironmentHosts
-from rlhub.agents.remote.episode_host import WorkflowKey
-from rlhub.agents.remote.episode_hosts import EpisodeHosts
+from rlhub.agents.remote.environment_actors import EnvironmentActors
+from rlhub.agents.remote.episode_actor import WorkflowKey
+from rlhub.agents.remote.episode_actors import EpisodeActors
 from rlhub.agents.remote.workflow import RemoteWorkflow
 from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, Score, WorkflowParts, build_workflow
@@ -81,8 +81,8 @@ class Workflows:
     sampling: SamplingParams
     score: Score
     purpose: str = TRAINING
-    hosts: EpisodeHosts | None = None
-    environments: EnvironmentHosts | None = None
+    hosts: EpisodeActors | None = None
+    environments: EnvironmentActors | None = None
     _built: dict[str, RolloutWorkflow] = field(init=False, default_factory=dict)
 
     def of(self, row: Mapping[str, Any]) -> RolloutWorkflow:

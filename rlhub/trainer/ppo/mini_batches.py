@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.inputs import SelectionInputs
-from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.registry import POLICY_LOSSES
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import DataProto
+from rlhub.registry import knobs_for
 from rlhub.utils.balance import partition
-from rlhub.utils.counter_noise import streams, uniforms
+from rlhub.utils.seeding import Purpose, uniforms
 
 
 def part_sizes(num_rows: int, num_parts: int) -> list[int]:
@@ -121,4 +121,5 @@ def select_tokens(batch: DataProto, config: PPOConfig, step: int) -> Tensor:
 
 def token_keys(seed: int, step: int, samples: np.ndarray, width: int) -> Tensor:
     """Returns (rows, width) float64 uniforms in [0, 1), a pure function of (seed, step, sample, position)."""
-    return torch.from_numpy(uniforms(streams(seed, step, samples), width))
+    keys = [uniforms(seed, Purpose.SELECTION, step, sample, count=width) for sample in samples.tolist()]
+    return torch.from_numpy(np.array(keys).reshape(len(samples), width))

@@ -21,8 +21,8 @@ from rlhub.rewards.combine import JUDGE, MODEL, CombinedManager, PartScores, Rew
 from rlhub.rewards.judge import Judge
 from rlhub.rewards.rendering import Rendering, padded
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
+from rlhub.workers.memory_handover import WorkerRuntime
 from rlhub.workers.reward_model import JudgeWorker, RewardModelWorker
-from rlhub.workers.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rlhub.agents.remote.host_set import HostSet
+from rlhub.agents.remote.actor_pool import ActorPool
 from rlhub.checkpoint.files import FileEntry, write_file
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
@@ -61,7 +61,7 @@ class StreamSource:
     vocabulary: Vocabulary
     log: PromptLog
     timers: PhaseTimer
-    hosts: Sequence[HostSet] = ()
+    hosts: Sequence[ActorPool] = ()
     policy_version: int = field(init=False, default=0)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     positions: LoaderPositions = field(init=False)

@@ -19,7 +19,8 @@ class WireError(ValueError):
 
 
 def encode(value: Any) -> bytes:
-    """One line.  Arrays and tensors become lists, sets lists, dates ISO text; bytes survive; anything else is a WireError."""
+    """Returns the value as one line.  Arrays, tensors and sets become lists, dates ISO text; bytes survive; anything else is a
+    WireError."""
     try:
         return _ENCODER.encode(value).encode("ascii") + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -27,7 +28,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(line: bytes) -> Any:
-    """The value of a line; WireError if it is none."""
+    """Returns the value of a line; WireError if it is none."""
     try:
         return _DECODER.decode(line.decode("ascii"))
     except (ValueError, RecursionError) as error:

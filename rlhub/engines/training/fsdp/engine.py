@@ -13,18 +13,15 @@ from torch.distributed.fsdp import FSDPModule
 from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
 from rlhub.engines.training.fsdp.building import BuildPlan, build_sharded
-from rlhub.engines.training.fsdp.optimizer import ShardedAdamW
+from rlhub.engines.training.fsdp.optimizer import ShardedAdamW, fill, live_pieces
 from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, local_pieces, make_layout, num_bytes, reshard
-from rlhub.engines.training.fsdp.state import fill, live_pieces
-from rlhub.engines.training.fsdp.weights import Entry, WeightStream
-from rlhub.engines.training.kinds import check_outputs, columns_read
-from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_units, even_cut, extend_cut, on_device, rows_of, take_rows
-from rlhub.engines.training.packing import ModelInputs, model_inputs, row_inputs
+from rlhub.engines.training.fsdp.weights import Entry, FSDPWeightStream
+from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_rows, on_device, take_rows
+from rlhub.engines.training.packing import ModelInputs, check_outputs, columns_read, model_inputs, row_inputs
 from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
 from rlhub.models.lora import lora_names, saved_config, saved_names, set_adapters
 from rlhub.protocol.weights.pieces import Piece
-from rlhub.utils.freed_memory import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -36,7 +33,7 @@ ADAPTER_BUCKET_BYTES = 64 << 20
 
 
 class FSDPEngine(TrainEngine):
-    """kind: "policy" gives log_probs and entropy, "value" gives values, "reward" gives scores.  optim None: inference only.
+    """kind: "policy" computes log_probs and entropy, "value" values, "reward" scores.  optim None: inference only.
     temperature: logits are divided by it.  infer_micro_batch: cut of `infer`, default that of training.  seed: of adapters
     and new heads."""
 
@@ -67,8 +64,6 @@ class FSDPEngine(TrainEngine):
         self._offloaded = False
 
     def initialize(self) -> None:
-        if self.device.type == "cpu":
-            keep_freed_memory()
         self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
         self.layout = make_layout(self.fsdp_config, self.device)
         plan = BuildPlan(
@@ -108,7 +103,7 @@ class FSDPEngine(TrainEngine):
             result = loss_fn(self._forward(inputs, wanted), micro)
             if not result.loss.requires_grad:
                 raise EngineError(f"the loss does not depend on the engine's outputs {sorted(wanted)}: nothing to train on")
-            (result.loss * self.dp_size).backward()  # FSDP averages gradients over the ranks
+            (result.loss * self.dp_size).backward()  # type: ignore[no-untyped-call]  # FSDP averages gradients over the ranks
             losses.append(result.loss.detach())
             for name, value in result.sums.items():
                 sums.setdefault(name, []).append(value.detach())
@@ -149,16 +144,11 @@ class FSDPEngine(TrainEngine):
         return ForwardOutputs(**{name: inputs.spread(value) for name, value in values.items()})
 
     def _cut(self, rows: Rows, config: MicroBatchConfig, rows_per_unit: int = 1) -> list[list[int]]:
-        """At least one pass, and as many as the rank with the most; by tokens, equally full ones."""
-        lengths = rows["attention_mask"].sum(1).tolist()
-        if len(lengths) % rows_per_unit:
-            raise EngineError(f"{len(lengths)} rows are no whole number of units of {rows_per_unit} rows")
-        bins = cut_units(lengths, config, rows_per_unit)
-        count = max(len(bins), 1)
-        if self.dp_size > 1:
-            count = int(self.reduce(torch.tensor([count]), op="max").item())
-        bins = even_cut(extend_cut(bins, count), lengths, config, rows_per_unit)
-        return [rows_of(units, rows_per_unit) for units in bins]
+        return cut_rows(rows, config, rows_per_unit, self._num_passes)
+
+    def _num_passes(self, needed: int) -> int:
+        """Returns the passes of the rank that needs the most."""
+        return int(self.reduce(torch.tensor([needed]), op="max").item()) if self.dp_size > 1 else needed
 
     @property
     def _output_dtype(self) -> torch.dtype:
@@ -170,9 +160,9 @@ class FSDPEngine(TrainEngine):
         if self.optimizer is None:
             raise EngineError("this engine was built without an optimizer: it can infer, not train")
         self._prepare()
-        norm, rate, skipped = self.optimizer.step(self.grad_clip, loss_is_finite=self._loss_is_finite)
+        report = self.optimizer.step(self.grad_clip, loss_is_finite=self._loss_is_finite)
         self._zero_grad()
-        return StepReport(grad_norm=norm, lr=rate, skipped=skipped)
+        return report
 
     def _zero_grad(self) -> None:
         for param in self.params:
@@ -189,7 +179,7 @@ class FSDPEngine(TrainEngine):
     def named_weights(self, *, bucket_bytes: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:
         self._prepare()
         assert self.layout is not None
-        return iter(WeightStream(self._entries(), self.layout, bucket_bytes))
+        return iter(FSDPWeightStream(self._entries(), self.layout, bucket_bytes))
 
     def local_weights(self) -> Iterator[Piece] | None:
         self._prepare()
@@ -217,7 +207,7 @@ class FSDPEngine(TrainEngine):
         entries = [Entry(name=saved[param.name], weight=param) for param in self.params if param.name in saved]
         return Adapter(
             config=saved_config(self.model, self.model_config, self.kind),
-            buckets=iter(WeightStream(entries, self.layout, ADAPTER_BUCKET_BYTES)),
+            buckets=iter(FSDPWeightStream(entries, self.layout, ADAPTER_BUCKET_BYTES)),
         )
 
     def state_shards(self) -> Iterator[Piece]:
@@ -232,16 +222,13 @@ class FSDPEngine(TrainEngine):
         fill(live_pieces(self.params, self.optimizer), read)
 
     def scalar_state(self) -> dict[str, int | float]:
-        if self.optimizer is None:
-            return {}
-        return {"optimizer_steps": self.optimizer.num_steps, "skipped_steps": self.optimizer.num_skipped}
+        return {} if self.optimizer is None else self.optimizer.scalar_state()
 
     def load_scalar_state(self, state: Mapping[str, int | float]) -> None:
         if self.optimizer is not None:
-            self.optimizer.set_num_steps(int(state["optimizer_steps"]))
-            self.optimizer.num_skipped = int(state["skipped_steps"])
+            self.optimizer.load_scalar_state(state)
 
-    # Residence
+    # Device and host memory
 
     def _prepare(self) -> None:
         if self.layout is None:

@@ -1,6 +1,6 @@
-"""Laying a model out over the ranks, and the view of it that optimizer, weight stream and checkpoint share.
+"""The layout of a model over the ranks, and the view of it that optimizer, weight stream and checkpoint share.
 
-One rank on a CPU holds plain tensors: FSDP's gathers and copies would cost time and bring nothing.
+One rank on a CPU has plain tensors: FSDP's gathers and copies would only cost time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WHOLE_MODEL_BYTES = 64 << 20
 
 @dataclass(slots=True, kw_only=True)
 class Layout:
-    """Where this rank stands.  shard_group: the ranks that together hold one copy of the model; None: a copy each."""
+    """This rank's place in the mesh.  shard_group: the ranks that together have one copy of the model; None: a copy each."""
 
     mesh: DeviceMesh | None
     shard_group: dist.ProcessGroup | None
@@ -41,7 +41,7 @@ class Layout:
 
 @dataclass(slots=True, kw_only=True)
 class ShardedParam:
-    """One weight: its Hugging Face name, the live parameter, and which rows of it are here.
+    """A weight: its Hugging Face name, the live parameter, and its rows on this rank.
 
     Rows are dealt in equal chunks, the last ones shorter or empty: rank r has rows [r * chunk, (r + 1) * chunk).
     """
@@ -56,7 +56,7 @@ class ShardedParam:
 
     @property
     def chunk(self) -> int:
-        """Rows of a full chunk."""
+        """The number of rows of a full chunk."""
         return -(-self.param.shape[0] // self.layout.shard_size)
 
     @property
@@ -80,12 +80,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors; of distributed ones, over all ranks."""
+    """Counts the bytes of the tensors; of distributed ones, over all ranks."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def make_layout(fsdp: FSDPConfig, device: torch.device) -> Layout:
-    """The mesh for this process group.  Raises ConfigError if fsdp_size does not divide the number of ranks."""
+    """Returns the layout for this process group.  Raises ConfigError if fsdp_size does not divide the number of ranks."""
     world = dist.get_world_size()
     if world == 1 and device.type == "cpu":
         return Layout(mesh=None, shard_group=None, shard_rank=0, shard_size=1, replica=0)
@@ -108,7 +108,7 @@ def make_layout(fsdp: FSDPConfig, device: torch.device) -> Layout:
 
 
 def shard_model(root: nn.Module, model: PreTrainedModel, layout: Layout, compute_dtype: torch.dtype | None) -> None:
-    """Shard in place; `compute_dtype`: of gathered weights and activations (gradients are reduced in float32), None: as
+    """Shards in place; `compute_dtype`: of gathered weights and activations (gradients are reduced in float32), None: as
     stored."""
     if layout.mesh is None:
         return
@@ -122,12 +122,12 @@ def shard_model(root: nn.Module, model: PreTrainedModel, layout: Layout, compute
 
 
 def sharded_params(model: PreTrainedModel, layout: Layout) -> list[ShardedParam]:
-    """All weights in the model's order; a tied weight once.  Call while the model is sharded, not between gathers."""
+    """Returns all weights in the model's order; a tied weight once.  Call while the model is sharded, not between gathers."""
     return [ShardedParam(name=name, param=param, layout=layout) for name, param in named_parameters(model)]
 
 
 def local_pieces(params: Iterable[ShardedParam]) -> Iterator[Piece]:
-    """This rank's rows, live, under checkpoint names."""
+    """Yields this rank's rows, live, under checkpoint names."""
     for param in params:
         rows = (param.offset, param.offset + param.local.shape[0])
         if rows[0] < rows[1]:
@@ -136,7 +136,7 @@ def local_pieces(params: Iterable[ShardedParam]) -> Iterator[Piece]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Free gathered weights, so that parameters are the shards again (after a pass without backward)."""
+    """Frees gathered weights, so that parameters are the shards again (after a pass without backward)."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,7 +1,7 @@
 """Streaming full weights out of the shards, in buckets, under Hugging Face names.
 
 The shards of a bucket travel together.  Buffers are reused from bucket to bucket, so the extra memory is about two
-buckets (what was gathered and the tensors made of it), or one tensor where that is larger than a bucket.
+buckets (the gathered shards and the tensors assembled from them), or one tensor where that is larger than a bucket.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Bucket:
 
 
 def plan_buckets(entries: Sequence[Entry], bucket_bytes: int) -> list[Bucket]:
-    """Neighbouring weights of one dtype up to `bucket_bytes`; a larger weight is a bucket of its own."""
+    """Returns buckets of neighbouring weights of one dtype up to `bucket_bytes`; a larger weight is a bucket of its own."""
     buckets: list[Bucket] = []
     for entry in entries:
         last = buckets[-1] if buckets else None
@@ -56,19 +56,19 @@ def plan_buckets(entries: Sequence[Entry], bucket_bytes: int) -> list[Bucket]:
     return buckets
 
 
-class WeightStream:
-    """One pass over the weights; see `TrainEngine.named_weights` for what callers may rely on."""
+class FSDPWeightStream:
+    """Iterates once over the weights; TrainEngine.named_weights says what callers may rely on."""
 
     def __init__(self, entries: Sequence[Entry], layout: Layout, bucket_bytes: int) -> None:
         self.layout = layout
         self.buckets = plan_buckets(entries, bucket_bytes)
         shared = [bucket for bucket in self.buckets if bucket.num_bytes <= bucket_bytes or len(_parts(bucket)) > 1]
-        self._largest = max(map(self._room, shared), default=0)
+        self._largest = max(map(self._num_elements, shared), default=0)
         self._gathered: Tensor | None = None
         self._assembled: Tensor | None = None
 
-    def _room(self, bucket: Bucket) -> int:
-        """Elements a bucket takes when every rank's part is filled up to a full chunk."""
+    def _num_elements(self, bucket: Bucket) -> int:
+        """Returns the elements of a bucket when every rank's part is filled up to a full chunk."""
         return self.layout.shard_size * sum(part.chunk * _row_size(part) for part in _parts(bucket))
 
     def __iter__(self) -> Iterator[list[tuple[str, Tensor]]]:
@@ -89,7 +89,7 @@ class WeightStream:
         return torch.addmm(weight, high, low, alpha=entry.scaling)
 
     def _full(self, parts: list[ShardedParam]) -> list[Tensor]:
-        """The whole tensors; live views where this rank has everything."""
+        """Returns the whole tensors; live views where this rank has everything."""
         if self.layout.shard_size == 1:
             return [part.local for part in parts]
         if len(parts) == 1:
@@ -97,8 +97,8 @@ class WeightStream:
         return self._gather_many(parts)
 
     def _gather_one(self, part: ShardedParam) -> Tensor:
-        """Straight into place: no copy after the all-gather.  A weight larger than a bucket has memory of its own, and the
-        buffers make room for it."""
+        """Gathers into place, without a copy after the all-gather.  A weight larger than a bucket has memory of its own, for
+        which the buffers are freed."""
         size = self.layout.shard_size * part.chunk * _row_size(part)
         if size <= self._largest:
             self._assembled = self._buffer(self._assembled, part.local)
@@ -110,7 +110,7 @@ class WeightStream:
         return out[: part.param.numel()].view(part.global_shape)
 
     def _gather(self, out: Tensor, parts: list[ShardedParam]) -> None:
-        """Fill row r of `out` (ranks, elements) with rank r's rows of the parts, each in a full chunk, one after the other.
+        """Fills row r of `out` (ranks, elements) with rank r's rows of the parts, each in a full chunk, one after the other.
 
         In place, for a send buffer would be memory too.  gloo's own all-gather makes a second copy of everything, so on CPU
         each rank broadcasts its row.
@@ -129,7 +129,7 @@ class WeightStream:
             work.wait()
 
     def _buffer(self, buffer: Tensor | None, like: Tensor) -> Tensor:
-        """One allocation of the largest bucket's size, kept for the others."""
+        """Returns one allocation of the largest bucket's size, which the other buckets use too."""
         return buffer if buffer is not None and buffer.dtype == like.dtype else like.new_empty(self._largest)
 
     def _gather_many(self, parts: list[ShardedParam]) -> list[Tensor]:
@@ -141,9 +141,9 @@ class WeightStream:
         self._assembled = self._buffer(self._assembled, parts[0].local)
         tensors, first, place = [], 0, 0
         for part, size in zip(parts, sizes, strict=True):
-            room = self._assembled[place : place + ranks * size]
-            room.view(ranks, size).copy_(gathered[:, first : first + size])
-            tensors.append(room[: part.param.numel()].view(part.global_shape))
+            assembled = self._assembled[place : place + ranks * size]
+            assembled.view(ranks, size).copy_(gathered[:, first : first + size])
+            tensors.append(assembled[: part.param.numel()].view(part.global_shape))
             first, place = first + size, place + ranks * size
         return tensors
 

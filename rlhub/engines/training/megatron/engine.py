@@ -1,6 +1,6 @@
 """TrainEngine on Megatron-core, for policies, value models and reward models.
 
-Every rank of a model copy is given the same rows.  The numbers of a pass exist on its last pipeline stage and are sent to the
+Every rank of a model copy is given the same rows.  The outputs of a pass exist on its last pipeline stage and are sent to the
 others, so all ranks of a copy return the same.
 """
 
@@ -20,16 +20,15 @@ from torch import Tensor, nn
 
 from rlhub.config.sections.training import MegatronConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
-from rlhub.engines.training.kinds import check_outputs, columns_read
+from rlhub.engines.training.host_memory import HostCopies
 from rlhub.engines.training.megatron.heads import own_outputs, policy_outputs, scalar_output
 from rlhub.engines.training.megatron.optimizer import MegatronAdamW
 from rlhub.engines.training.megatron.parallel import ParallelState, ensure_model_parallel
-from rlhub.engines.training.megatron.residence import HostCopies
 from rlhub.engines.training.megatron.schedule import MicroBatch, passes_needed, prepare_schedule, run_micro_batches, sum_gradients
-from rlhub.engines.training.megatron.state import Holding, fill, holdings, live_pieces, mark_cut_weights
-from rlhub.engines.training.megatron.weights import StreamedTensor, WeightStream, plan_stream
-from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_units, even_cut, extend_cut, on_device, rows_of, take_rows
-from rlhub.engines.training.packing import model_inputs, row_inputs
+from rlhub.engines.training.megatron.state import LiveRange, fill, live_pieces, live_ranges, mark_cut_weights
+from rlhub.engines.training.megatron.weights import MegatronWeightStream, StreamedTensor, plan_stream
+from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_rows, on_device, take_rows
+from rlhub.engines.training.packing import check_outputs, columns_read, model_inputs, row_inputs
 from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
 from rlhub.models.megatron.build import MegatronPlan, build_megatron
@@ -37,14 +36,13 @@ from rlhub.models.megatron.model import MegatronLM
 from rlhub.models.megatron.names import ParamParts, parts
 from rlhub.protocol.weights.pieces import Piece
 from rlhub.protocol.weights.regions import take
-from rlhub.utils.freed_memory import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class MegatronEngine(TrainEngine):
-    """kind: "policy" gives log_probs and entropy, "value" gives values, "reward" gives scores.  optim None: inference only.
+    """kind: "policy" computes log_probs and entropy, "value" values, "reward" scores.  optim None: inference only.
     temperature: logits are divided by it.  infer_micro_batch: cut of `infer`, default that of training.  seed: of new heads.
 
     Rows are always packed, whatever model.use_remove_padding says."""
@@ -79,11 +77,8 @@ class MegatronEngine(TrainEngine):
         self._host = HostCopies()
 
     def initialize(self) -> None:
-        if self.device.type == "cpu":
-            keep_freed_memory()
-        where = ensure_model_parallel(self.megatron_config)
-        self._parallel = where
-        self.dp_rank, self.dp_size, self.is_collect = where.data_rank, where.data_size, where.collects
+        parallel = self._parallel = ensure_model_parallel(self.megatron_config)
+        self.dp_rank, self.dp_size, self.is_collect = parallel.data_rank, parallel.data_size, parallel.collects
         plan = MegatronPlan(
             model=self.model_config,
             kind=self.kind,
@@ -188,19 +183,20 @@ class MegatronEngine(TrainEngine):
         return ForwardOutputs(**{name: batch.inputs.spread(value) for name, value in values.items()})
 
     def _global_sums(self, losses: list[Tensor], sums: dict[str, list[Tensor]]) -> dict[str, float]:
-        """Over micro-batches and data-parallel ranks, by the last stage; the other ranks of the copy are told."""
-        found: dict[str, float] = {}
+        """Sums over micro-batches and data-parallel ranks, on the last stage, which sends the sums to the other ranks of the
+        copy."""
+        totals: dict[str, float] = {}
         if self.parallel.is_last_stage:
             names = sorted(sums)
             columns = [losses, *(sums[name] for name in names)]
-            totals = torch.stack([torch.stack(column).double().sum() for column in columns])
-            found = dict(zip(["loss", *names], self.reduce(totals).tolist(), strict=True))
+            local = torch.stack([torch.stack(column).double().sum() for column in columns])
+            totals = dict(zip(["loss", *names], self.reduce(local).tolist(), strict=True))
         if self.parallel.model_size > 1:
-            box = [found]
+            box = [totals]
             dist.broadcast_object_list(box, src=self.parallel.last_stage, group=self.parallel.model_group)
-            found = box[0]
-        self._loss_is_finite = math.isfinite(found["loss"])
-        return found
+            totals = box[0]
+        self._loss_is_finite = math.isfinite(totals["loss"])
+        return totals
 
     def infer(self, rows: Rows, *, outputs: Iterable[str], adapters: bool = True) -> dict[str, Tensor]:
         self._prepare()
@@ -223,17 +219,12 @@ class MegatronEngine(TrainEngine):
         return dict(zip(names, results, strict=True))
 
     def _cut(self, rows: Rows, config: MicroBatchConfig, rows_per_unit: int = 1) -> list[list[int]]:
-        """At least one pass, and as many as the data-parallel rank with the most; by tokens, equally full ones."""
-        lengths = rows["attention_mask"].sum(1).tolist()
-        if len(lengths) % rows_per_unit:
-            raise EngineError(f"{len(lengths)} rows are no whole number of units of {rows_per_unit} rows")
-        bins = cut_units(lengths, config, rows_per_unit)
-        count = max(len(bins), 1)
-        if self.dp_size > 1:
-            count = int(self.reduce(torch.tensor([count]), op="max").item())
-        count = passes_needed(count, self.parallel.pipeline_size, self.parallel.stages is not None)
-        bins = even_cut(extend_cut(bins, count), lengths, config, rows_per_unit)
-        return [rows_of(units, rows_per_unit) for units in bins]
+        return cut_rows(rows, config, rows_per_unit, self._num_passes)
+
+    def _num_passes(self, needed: int) -> int:
+        """Returns the passes of the data-parallel rank that needs the most, in whole rounds of the schedule."""
+        most = int(self.reduce(torch.tensor([needed]), op="max").item()) if self.dp_size > 1 else needed
+        return passes_needed(most, self.parallel.pipeline_size, self.parallel.stages is not None)
 
     # Steps
 
@@ -241,9 +232,9 @@ class MegatronEngine(TrainEngine):
         if self.optimizer is None:
             raise EngineError("this engine was built without an optimizer: it can infer, not train")
         self._prepare()
-        norm, rate, skipped = self.optimizer.step(self.grad_clip, loss_is_finite=self._loss_is_finite)
+        report = self.optimizer.step(self.grad_clip, loss_is_finite=self._loss_is_finite)
         self.optimizer.zero_grad()
-        return StepReport(grad_norm=norm, lr=rate, skipped=skipped)
+        return report
 
     def reduce(self, values: Tensor, op: str = "sum", *, every_rank: bool = False) -> Tensor:
         result = values.to(self.device, copy=True)
@@ -268,50 +259,47 @@ class MegatronEngine(TrainEngine):
         assert group is not None
         if self._streamed is None:
             infos = [piece.info for piece in pieces]
-            held = [infos] * group.size()
-            dist.all_gather_object(held, infos, group=group)
-            self._streamed = plan_stream(held)
-        return iter(WeightStream(self._streamed, pieces, group, bucket_bytes, self.device))
+            infos_by_rank = [infos] * group.size()
+            dist.all_gather_object(infos_by_rank, infos, group=group)
+            self._streamed = plan_stream(infos_by_rank)
+        return iter(MegatronWeightStream(self._streamed, pieces, group, bucket_bytes, self.device))
 
     def state_shards(self) -> Iterator[Piece]:
-        return live_pieces(holding for holding in self._held() if not holding.replica)
+        return live_pieces(live for live in self._live_ranges() if not live.replica)
 
     def load_state(self, read: Callable[[Piece], Tensor]) -> None:
-        fill(self._held(), read)
+        fill(self._live_ranges(), read)
         if self.optimizer is not None:
             self.optimizer.publish()
 
-    def _held(self) -> list[Holding]:
+    def _live_ranges(self) -> list[LiveRange]:
         self._prepare()
-        slots = self.optimizer.slots if self.optimizer is not None else []
-        return holdings(self.params, slots, distributed=self.optimizer is not None and self.optimizer.distributed)
+        ranges = self.optimizer.ranges if self.optimizer is not None else []
+        return live_ranges(self.params, ranges, distributed=self.optimizer is not None and self.optimizer.distributed)
 
     def scalar_state(self) -> dict[str, int | float]:
-        if self.optimizer is None:
-            return {}
-        return {"optimizer_steps": self.optimizer.num_steps, "skipped_steps": self.optimizer.num_skipped}
+        return {} if self.optimizer is None else self.optimizer.scalar_state()
 
     def load_scalar_state(self, state: Mapping[str, int | float]) -> None:
         if self.optimizer is not None:
-            self.optimizer.set_num_steps(int(state["optimizer_steps"]))
-            self.optimizer.num_skipped = int(state["skipped_steps"])
+            self.optimizer.load_scalar_state(state)
 
-    # Residence
+    # Device and host memory
 
     def _prepare(self) -> None:
         assert self.parallel is not None
         self.onload()
 
     def onload(self) -> None:
-        self._host.bring_back()
+        self._host.restore()
 
     def offload(self) -> None:
         config = self.megatron_config
         if self.device.type == "cpu" or self._host.stored:
             return
         if config.param_offload:
-            self._host.take_out(entry.param for entry in self.params)
+            self._host.empty(entry.param for entry in self.params)
         if config.grad_offload and self.optimizer is not None:
             buffers = [b for chunk in self.optimizer.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
-            self._host.take_out((buffer.grad_data for buffer in buffers), keep=False)
+            self._host.empty((buffer.grad_data for buffer in buffers), keep=False)
         torch.cuda.empty_cache()

@@ -1,8 +1,13 @@
-"""From the last stage's hidden states to what a loss reads: log-probs of the targets, values, scores.
+"""From the last stage's hidden states to the outputs that a loss reads: log-probs of the targets, values, scores.
 
-The hidden states are those of the rank's own tokens, under context parallelism a slice of them all, and the same on all
-tensor-parallel ranks.  The model knows how their gradient comes back: as parts that are summed where each rank multiplies with
-rows of its own, as it is where all have the same scalar head.
+The hidden states are those of the rank's own tokens, under context parallelism a slice of all, and the same on all
+tensor-parallel ranks.  The model determines how their gradient comes back: as parts that are summed where each rank multiplies
+with rows of its own, as it is where all have the same scalar head.
+
+Log-probs, entropy and the sum of squared probabilities are the FSDP engine's numbers where each rank has a part of the
+vocabulary, a chunk of tokens at a time, so that the logits never exist as a whole.  A chunk costs two collectives: the maximum,
+and four sums in one.  Columns that only fill the vocabulary up to a multiple of the ranks are never computed: they would take
+probability from the real ones.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
 
 import rlhub.models.megatron.compat  # noqa: F401 - before megatron, which it imports quietly
 
@@ -19,7 +25,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from rlhub.engines.training.megatron.logprob import token_outputs, vocab_shard
+from rlhub.engines.training.fsdp.logprob import chunk_tokens
 from rlhub.engines.training.packing import ModelInputs
 
 
@@ -33,15 +39,15 @@ def policy_outputs(
     temperature: float,
     wanted: AbstractSet[str],
 ) -> dict[str, Tensor]:
-    """Of each target: (S,) each, the same on the ranks of `group`.  hidden (tokens, hidden); weight: this rank's rows of the
-    output layer."""
+    """Computes the wanted outputs of each target, (S,) each, the same on the ranks of `group`.  hidden (tokens, hidden); weight:
+    this rank's rows of the output layer."""
     shard = vocab_shard(weight, vocab_size, group)
     states = hidden.index_select(0, inputs.sources)
     return token_outputs(states, weight, inputs.targets, shard=shard, temperature=temperature, wanted=wanted)
 
 
 def scalar_output(hidden: Tensor, weight: Tensor, inputs: ModelInputs) -> Tensor:
-    """One number (S,) of the state at each source token, float32; weight (1, hidden)."""
+    """Computes a number of the state at each source token, (S,) float32.  weight (1, hidden)."""
     return torch.nn.functional.linear(hidden.index_select(0, inputs.sources), weight).squeeze(-1).float()
 
 
@@ -49,7 +55,7 @@ def scalar_output(hidden: Tensor, weight: Tensor, inputs: ModelInputs) -> Tensor
 class OwnOutputs:
     """The numbers of a micro-batch that this context-parallel rank computes: those whose source is one of its tokens.
 
-    inputs: as the heads read them, sources counted from the rank's first token.  places: of its numbers among all `count`.
+    inputs: those of its numbers, sources counted from the rank's first token.  places: of its numbers among all `count`.
     """
 
     inputs: ModelInputs
@@ -57,18 +63,143 @@ class OwnOutputs:
     count: int
 
     def gathered(self, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Every rank's numbers, (count,), from this rank's.  Back, each keeps the gradient of its own: all compute the same
-        loss, and what they make of it is parts of the weights' gradients."""
+        """Gathers every rank's numbers, (count,), from this rank's.  In the backward pass each rank takes the gradient of its
+        own: all compute the same loss, and their gradients of the weights are parts of the sum."""
         everyones = values.new_zeros(self.count).index_put((self.places,), values)
         summed: Tensor = reduce_from_tensor_model_parallel_region(everyones, group)
         return summed
 
 
 def own_outputs(inputs: ModelInputs, tokens: slice) -> OwnOutputs:
-    """tokens: those this rank has."""
+    """Returns the outputs of this rank.  tokens: its own."""
     sources, targets = inputs.sources, inputs.targets
     places = ((sources >= tokens.start) & (sources < tokens.stop)).nonzero().squeeze(1)
     own = dataclasses.replace(
         inputs, sources=sources[places] - tokens.start, targets=targets[places] if targets.numel() else targets
     )
     return OwnOutputs(inputs=own, places=places, count=sources.numel())
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class VocabShard:
+    """This rank's columns of the vocabulary: `rows` of the padded weight from `first` on, of which `real` mean a token.
+    group: the ranks that have the others; None: this rank has all."""
+
+    first: int
+    rows: int
+    real: int
+    group: dist.ProcessGroup | None
+
+    def reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduces in place over the ranks that share the vocabulary."""
+        if self.group is not None:
+            dist.all_reduce(values, op=op, group=self.group)
+        return values
+
+
+def vocab_shard(weight: Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> VocabShard:
+    """Returns this rank's shard.  weight: its rows (vocabulary / ranks, hidden) of the padded output layer; vocab_size: of real
+    tokens."""
+    rows = weight.shape[0]
+    several = group is not None and group.size() > 1
+    first = rows * group.rank() if several and group is not None else 0
+    return VocabShard(first=first, rows=rows, real=min(max(vocab_size - first, 0), rows), group=group if several else None)
+
+
+def token_outputs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, shard: VocabShard, temperature: float, wanted: AbstractSet[str]
+) -> dict[str, Tensor]:
+    """Computes those of "log_probs", "entropy" and "sum_pi_squared" that are wanted, (S,) each: see `VocabParallelLogProb`;
+    temperature > 0 divides the logits.  All ranks of the shard's group call with the same tokens."""
+    names = ("log_probs", "entropy", "sum_pi_squared")
+    outputs: tuple[Tensor, ...] = VocabParallelLogProb.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, shard, 1.0 / temperature
+    )
+    return {name: output for name, output in zip(names, outputs, strict=True) if name in wanted}
+
+
+def _logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight)
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    return logits if inverse_temperature == 1.0 else logits.mul_(inverse_temperature)
+
+
+def _largest(logits: Tensor, shard: VocabShard) -> Tensor:
+    """Returns each token's largest logit over the whole vocabulary, (tokens,)."""
+    local = logits.amax(-1) if shard.real else logits.new_full(logits.shape[:1], -torch.inf)
+    return shard.reduce(local, dist.ReduceOp.MAX)
+
+
+class VocabParallelLogProb(torch.autograd.Function):
+    """hidden (S, D), weight (V / ranks, D), targets (S,) -> log_probs, entropy and sum_pi_squared, each (S,), on every rank.
+
+    Formulas and dtypes as in the FSDP engine's `ChunkedLogProb`.  The gradient of `hidden` is this rank's share, which the model
+    sums over the ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, inverse_temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        count = hidden.shape[0]
+        log_probs, entropy, sum_pi_squared, normalizer = (torch.zeros(count, dtype=dtype, device=hidden.device) for _ in range(4))
+        owned, index = _own_targets(targets, shard)
+        size = chunk_tokens(count, shard.rows, hidden.device.type)
+        for first in range(0, count, size):
+            part = slice(first, first + size)
+            logits = _logits(hidden[part], weight[: shard.real], inverse_temperature)
+            largest = _largest(logits, shard)
+            logits.sub_(largest[:, None])
+            sums = logits.new_zeros(4, logits.shape[0])
+            if shard.real:
+                sums[2] = torch.where(owned[part], logits.gather(-1, index[part, None]).squeeze(-1), 0)
+                weights = logits.exp()
+                sums[0], sums[1] = weights.sum(-1), torch.linalg.vecdot(weights, logits)
+                sums[3] = torch.linalg.vecdot(weights, weights)
+            total, weighted, target, squares = shard.reduce(sums)
+            log_total = total.log()
+            log_probs[part] = target - log_total
+            entropy[part] = log_total - weighted / total
+            sum_pi_squared[part] = squares / total.square()
+            normalizer[part] = log_total + largest
+        ctx.save_for_backward(hidden, weight, owned, index, normalizer, entropy)
+        ctx.shard, ctx.inverse_temperature, ctx.size = shard, inverse_temperature, size
+        ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient, and then costs none
+        ctx.mark_non_differentiable(sum_pi_squared)
+        return log_probs, entropy, sum_pi_squared
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Computes d log_prob / dz = onehot - p;  d entropy / dz = -p (log p + entropy); nothing is exchanged."""
+        hidden, weight, owned, index, normalizer, entropy = ctx.saved_tensors
+        real = weight[: ctx.shard.real]
+        grad_log_probs = torch.zeros_like(normalizer) if grads[0] is None else grads[0]
+        d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=normalizer.dtype) if ctx.needs_input_grad[1] else None
+        for first in range(0, hidden.shape[0] if ctx.shard.real else 0, ctx.size):
+            part = slice(first, first + ctx.size)
+            log_p = _logits(hidden[part], real, ctx.inverse_temperature).sub_(normalizer[part, None])
+            if grads[1] is not None:
+                d_logits = log_p.exp()
+                log_p.add_(entropy[part, None]).mul_(grads[1][part, None]).add_(grad_log_probs[part, None])
+                d_logits.mul_(log_p).neg_()
+            else:
+                d_logits = log_p.exp_().mul_(grad_log_probs[part, None]).neg_()
+            d_logits.scatter_add_(-1, index[part, None], torch.where(owned[part], grad_log_probs[part], 0)[:, None])
+            if ctx.inverse_temperature != 1.0:
+                d_logits.mul_(ctx.inverse_temperature)
+            d_logits = d_logits.to(hidden.dtype)  # half-precision products on GPUs; nothing on others
+            if d_weight is not None:
+                d_weight[: ctx.shard.real] += d_logits.t() @ hidden[part]
+            if d_hidden is not None:
+                d_hidden[part] = d_logits @ real
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
+
+
+def _own_targets(targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Returns (whether this rank has a target's column, the number of that column here; 0 where it has not)."""
+    local = targets - shard.first
+    owned = (local >= 0) & (local < shard.real)
+    return owned, torch.where(owned, local, 0)

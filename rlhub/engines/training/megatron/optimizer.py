@@ -1,12 +1,11 @@
-"""AdamW by Megatron-core's optimizers, whole on each rank or distributed over data-parallel ranks, under our own rules.
+"""AdamW by Megatron-core's optimizers, whole on each rank or distributed over data-parallel ranks.
 
-The learning rate, clipping and when a step is skipped are those of the other engines; megatron moves gradients, steps and
-gathers the weights.
+The learning rate, clipping and when a step is skipped are those of the other engines (EngineOptimizer); megatron reduces
+gradients, steps and gathers the weights.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,14 +21,13 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from torch import Tensor, nn
 
 from rlhub.config.sections.training import OptimConfig
-from rlhub.engines.training.host_tensors import HOST, HostTensors
-from rlhub.engines.training.learning_rate import check_schedule, learning_rate
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from rlhub.engines.training.base import StepReport
+from rlhub.engines.training.host_memory import HOST, HostTensors
+from rlhub.engines.training.optimizer import MOMENTS, EngineOptimizer
 
 
 @dataclass(slots=True, kw_only=True)
-class Slot:
+class ParamRange:
     """Elements [start, stop) of a flattened local parameter, which this rank's optimizer steps.
 
     main: those elements (in any shape) in float32, the parameter's own memory or a master copy.
@@ -42,7 +40,7 @@ class Slot:
     optimizer: MegatronOptimizer
 
     def moment(self, name: str) -> Tensor:
-        """exp_avg or exp_avg_sq of these elements, live."""
+        """Returns exp_avg or exp_avg_sq of these elements, live."""
         value: Tensor = self.optimizer.optimizer.state[self.main][name]
         return value
 
@@ -51,7 +49,7 @@ class Slot:
         return self.main.dtype != self.param.dtype
 
 
-class MegatronAdamW:
+class MegatronAdamW(EngineOptimizer):
     """AdamW whose norms and biases (fewer than two dimensions) do not decay.  Build it after wrapping the chunks.  offload:
     masters and moments are in host memory and come to the device only while `step` writes them."""
 
@@ -64,8 +62,8 @@ class MegatronAdamW:
         distributed: bool,
         offload: bool = False,
     ) -> None:
-        check_schedule(config)
-        self.config, self.chunks, self.distributed = config, list(chunks), distributed
+        super().__init__(config)
+        self.chunks, self.distributed = list(chunks), distributed
         settings = OptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -81,24 +79,22 @@ class MegatronAdamW:
         self.megatron = get_megatron_optimizer(settings, self.chunks, use_gloo_process_groups=False)
         compat.install()
         self.inner: list[MegatronOptimizer] = list(self.megatron.chained_optimizers)  # dense weights, and experts
-        self.slots = [slot for optimizer in self.inner for slot in _slots(optimizer)]
-        self.num_steps = 0
-        self.num_skipped = 0
-        self._device = next(self.chunks[0].parameters()).device  # also of a rank without slots
+        self.ranges = [owned for optimizer in self.inner for owned in _ranges(optimizer)]
+        self._device = next(self.chunks[0].parameters()).device  # also on a rank without ranges
         self._fill_state(HOST if offload else self._device)
-        masters = [slot.main for slot in self.slots if slot.is_master_copy]
-        moments = [slot.moment(name) for slot in self.slots for name in MOMENTS]
+        masters = [owned.main for owned in self.ranges if owned.is_master_copy]
+        moments = [owned.moment(name) for owned in self.ranges for name in MOMENTS]
         self._hosted = HostTensors([*masters, *moments] if offload else [])
 
-    def _fill_state(self, where: torch.device) -> None:
-        """Zero moments from the start: a checkpoint of step 0 has them, too."""
-        for slot in self.slots:
-            state = slot.optimizer.optimizer.state[slot.main]
-            state.update({name: torch.zeros_like(slot.main, requires_grad=False, device=where) for name in MOMENTS})
+    def _fill_state(self, device: torch.device) -> None:
+        """Creates zero moments at the start: a checkpoint of step 0 has them too."""
+        for owned in self.ranges:
+            state = owned.optimizer.optimizer.state[owned.main]
+            state.update({name: torch.zeros_like(owned.main, requires_grad=False, device=device) for name in MOMENTS})
         self.set_num_steps(0)
 
     def set_num_steps(self, num_steps: int) -> None:
-        """Torch counts the steps of each tensor, TransformerEngine and Apex those of a group."""
+        # Torch counts the steps of each tensor, TransformerEngine and Apex those of a group.
         self.num_steps = num_steps
         for optimizer in self.inner:
             plain = isinstance(optimizer.optimizer, torch.optim.AdamW)
@@ -107,13 +103,14 @@ class MegatronAdamW:
                 for main in group["params"] if plain else ():
                     optimizer.optimizer.state[main]["step"] = torch.tensor(float(num_steps), device=self._device)
 
-    @property
-    def schedule_step(self) -> int:
-        return self.num_steps + self.num_skipped
+    @torch.no_grad()
+    def step(self, max_norm: float, *, loss_is_finite: bool) -> StepReport:
+        with self._hosted.on_device(self._device):  # gradients are assigned to the masters, which must be on their device
+            return super().step(max_norm, loss_is_finite=loss_is_finite)
 
     @torch.no_grad()
-    def _grad_norm(self) -> float:
-        """Norm of the whole gradient, every element once; every rank calls."""
+    def grad_norm(self) -> float:
+        self.megatron.prepare_grads()
         square = torch.zeros((), dtype=torch.float64, device=self._device)  # all ranks must use the same backend
         for optimizer in self.inner:
             norms = torch._foreach_norm(optimizer.get_main_grads_for_grad_norm())
@@ -123,40 +120,23 @@ class MegatronAdamW:
         return float(square.sqrt())
 
     @torch.no_grad()
-    def step(self, max_norm: float, *, loss_is_finite: bool) -> tuple[float, float, bool]:
-        """Clip and step unless the gradient or loss is not finite; returns (gradient norm, learning rate, skipped).
-
-        The schedule moves on either way.  Every rank calls, and all come to the same decision.
-        """
-        with self._hosted.on_device(self._device):  # the gradients are given to the masters, which have to be where these are
-            return self._step(max_norm, loss_is_finite)
-
-    def _step(self, max_norm: float, loss_is_finite: bool) -> tuple[float, float, bool]:
-        rate = learning_rate(self.config, self.schedule_step)
-        self.megatron.prepare_grads()
-        norm = self._grad_norm()
-        if not (loss_is_finite and math.isfinite(norm)):
-            self.num_skipped += 1
-            return norm, rate, True
+    def apply(self, rate: float, scale: float | None) -> None:
         groups = [group for optimizer in self.inner for group in optimizer.param_groups]
-        if norm > max_norm:
-            grads = [main.grad for group in groups for main in group["params"] if main.grad is not None]
-            torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
+        if scale is not None:
+            torch._foreach_mul_([main.grad for group in groups for main in group["params"] if main.grad is not None], scale)
         for group in groups:
             group["lr"], group["weight_decay"] = rate, self.config.weight_decay * group["wd_mult"]
         self.megatron.step_with_ready_grads()
-        self.num_steps += 1
-        return norm, rate, False
 
     def zero_grad(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        for slot in self.slots:
-            slot.main.grad = None
+        for owned in self.ranges:
+            owned.main.grad = None
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Bring what was written to the slots into the weights that the model computes with.  Every rank calls."""
+        """Copies values written to the ranges into the weights that the model computes with.  Every rank calls."""
         for optimizer in self.inner:
             if isinstance(optimizer, DistributedOptimizer | Float16OptimizerWithFloat16Params):
                 optimizer._copy_main_params_to_model_params()
@@ -165,18 +145,18 @@ class MegatronAdamW:
                 chunk.start_param_sync(force_sync=True)
 
 
-def _slots(optimizer: MegatronOptimizer) -> Iterator[Slot]:
-    """What one of megatron's optimizers steps on this rank."""
+def _ranges(optimizer: MegatronOptimizer) -> Iterator[ParamRange]:
+    """Yields the ranges that one of megatron's optimizers steps on this rank."""
     for param, main in _pairs(optimizer):
         start, stop = 0, param.numel()
         if isinstance(optimizer, DistributedOptimizer):
             owned = optimizer._get_model_param_range_map(param)["param"]
             start, stop = owned.start, owned.end
-        yield Slot(param=param, main=main, start=start, stop=stop, optimizer=optimizer)
+        yield ParamRange(param=param, main=main, start=start, stop=stop, optimizer=optimizer)
 
 
 def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """(parameter, what is stepped in its place); the groups are parallel lists of lists."""
+    """Yields (parameter, the tensor that is stepped in its place); the groups are parallel lists of lists."""
     if isinstance(optimizer, DistributedOptimizer):
         sides = [
             (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),

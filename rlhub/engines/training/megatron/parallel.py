@@ -1,4 +1,4 @@
-"""The groups of ranks that Megatron-core cuts a model over: made once per process, shared by all its engines.
+"""The groups of ranks that Megatron-core cuts a model over: created once per process, shared by all its engines.
 
 Megatron-core keeps them in module state, so actor, reference and critic of one process must agree on the sizes.
 """
@@ -22,8 +22,8 @@ from rlhub.models.megatron.checks import num_virtual_stages
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Sizes:
-    """Ranks that share a model's layers' matrices, its layers, each sequence, and its experts; stages: pieces of layers a
-    pipeline rank holds, None: one."""
+    """Numbers of ranks that share a model's matrices, its layers, each sequence, and its experts.  stages: pieces of layers of a
+    pipeline rank, None: one."""
 
     tensor: int
     pipeline: int
@@ -37,9 +37,9 @@ class Sizes:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ParallelState:
-    """Where this rank stands.  model_group: the ranks that hold all of the model's weights together; last_stage: the global
-    rank among them that speaks for the end of the model.  Several such groups share rows where context_group, of equal weights,
-    has several ranks.  collects: whether this rank stands for all that share its rows."""
+    """This rank's place in the groups.  model_group: the ranks that together have all of the model's weights; last_stage: the
+    global rank among them that broadcasts the outputs.  Several such groups share rows where context_group, of equal weights,
+    has several ranks.  collects: whether this rank returns the outputs for all that share its rows."""
 
     data_rank: int
     data_size: int
@@ -66,7 +66,7 @@ def wanted_sizes(megatron: MegatronConfig) -> Sizes:
 
 
 def current_sizes() -> Sizes | None:
-    """Those of the groups this process has; None before the first engine."""
+    """Returns the sizes of this process's groups; None before the first engine."""
     if not parallel_state.model_parallel_is_initialized():
         return None
     return Sizes(
@@ -79,24 +79,24 @@ def current_sizes() -> Sizes | None:
 
 
 def ensure_model_parallel(megatron: MegatronConfig) -> ParallelState:
-    """Make the groups over the default process group, or take those that another engine of this process made.
+    """Creates the groups over the default process group, or takes those that another engine of this process has created.
 
-    Every rank calls, and it blocks.  Raises ConfigError if another engine made groups of other sizes, or if the sizes do not
+    Every rank calls, and it blocks.  Raises ConfigError if another engine created groups of other sizes, or if the sizes do not
     fit the number of ranks.
     """
     compat.install()
     sizes, present = wanted_sizes(megatron), current_sizes()
     if present is None:
-        _make_groups(sizes)
+        _create_groups(sizes)
     elif present != sizes:
         raise ConfigError(
             f"the Megatron engines of one process share their groups of ranks: another engine made {present}, this one wants "
             f"{sizes}; give actor, reference and critic the same sizes, or processes of their own"
         )
-    return _where_am_i(sizes)
+    return _parallel_state(sizes)
 
 
-def _make_groups(sizes: Sizes) -> None:
+def _create_groups(sizes: Sizes) -> None:
     world, ranks = dist.get_world_size(), sizes.tensor * sizes.pipeline * sizes.context
     if world % ranks or (world // ranks) % sizes.experts:
         raise ConfigError(f"megatron: {world} ranks cannot be cut into {sizes}; change the sizes or the number of ranks")
@@ -110,7 +110,7 @@ def _make_groups(sizes: Sizes) -> None:
     )
 
 
-def _where_am_i(sizes: Sizes) -> ParallelState:
+def _parallel_state(sizes: Sizes) -> ParallelState:
     model_group = parallel_state.get_model_parallel_group()
     ranks = dist.get_process_group_ranks(model_group)
     inner = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()

@@ -26,7 +26,7 @@ from rlhub.engines.training.packing import ModelInputs
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:
-    """indices: the rows' places in the rank's batch; none: fillers."""
+    """indices: the rows' places in the rank's batch; none for filler rows."""
 
     rows: Rows
     inputs: ModelInputs
@@ -51,7 +51,7 @@ def prepare_schedule(config: TransformerConfig) -> None:
 def run_micro_batches(
     chunks: Sequence[nn.Module], make: Callable[[int], MicroBatch], count: int, finish: Finish, *, train: bool
 ) -> None:
-    """Forward passes of `make(0..count - 1)`, and with `train` the backward passes and the reduction of gradients.
+    """Runs forward passes of `make(0..count - 1)`, and with `train` the backward passes and the reduction of gradients.
 
     chunks: this rank's pieces of the model, wrapped for data parallelism when training.  Every rank calls, with the same count.
     """
@@ -75,17 +75,17 @@ def run_micro_batches(
 
 
 def _loss(finish: Finish, batch: MicroBatch, chunk: nn.Module, hidden: Tensor, **_: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """What the schedules expect: (loss, number of tokens, what to collect).  No tokens are counted: nothing is divided by
+    """Returns (loss, number of tokens, outputs to collect) for the schedules.  No tokens are counted: nothing is divided by
     them."""
     return finish(batch, chunk, hidden), torch.zeros((), dtype=torch.int), {}
 
 
 def sum_gradients(model: list[nn.Module], _: Tensor | None = None, **options: Any) -> None:
-    """Megatron's end of a backward pass (sums over data-parallel ranks, over tensor-parallel ranks where each has a part, over
-    tied embeddings) without its division by a number of tokens."""
+    """Ends a backward pass as Megatron does (sums over data-parallel ranks, over tensor-parallel ranks where each has a part,
+    over tied embeddings) without its division by a number of tokens."""
     finalize_model_grads(model, None, **options)
 
 
 def passes_needed(count: int, pipeline_size: int, interleaved: bool) -> int:
-    """The interleaved schedule takes whole rounds of as many micro-batches as there are pipeline ranks."""
+    """Returns the number of passes: the interleaved schedule takes whole rounds of a micro-batch for each pipeline rank."""
     return -(-count // pipeline_size) * pipeline_size if interleaved else count

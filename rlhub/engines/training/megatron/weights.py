@@ -1,6 +1,6 @@
-"""Streaming full weights to every rank, in buckets, out of the pieces that the ranks hold.
+"""Streaming full weights to every rank, in buckets, out of the pieces of all ranks.
 
-Who sends which box is worked out once: each element by one rank.  In a bucket each sender's boxes travel together, one sender
+The sender of each box is planned once: one rank for each element.  In a bucket each sender's boxes travel together, one sender
 after the other, so the extra memory is the bucket and one message, or the tensor where that is larger than a bucket.
 """
 
@@ -19,11 +19,11 @@ from rlhub.protocol.weights.pieces import Piece, PieceInfo
 from rlhub.protocol.weights.regions import Region, intersection, num_elements, relative, remainder, sizes, take, whole
 
 MESSAGE_BYTES = 8 << 20
-"""Boxes of a tensor larger than a bucket that do not lie in one stretch are sent in messages of this size."""
+"""Boxes of a tensor larger than a bucket that are not contiguous are sent in messages of this size."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Source:
+class BoxSource:
     """A box of a tensor and the rank, within the group, that sends it."""
 
     rank: int
@@ -37,21 +37,21 @@ class StreamedTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sources: list[Source] = field(default_factory=list)
+    sources: list[BoxSource] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def plan_stream(held: Sequence[Sequence[PieceInfo]]) -> list[StreamedTensor]:
-    """Who sends what, from what each rank of the group holds; the same result on every rank.  Raises EngineError where no rank
-    has some part of a tensor."""
+def plan_stream(infos_by_rank: Sequence[Sequence[PieceInfo]]) -> list[StreamedTensor]:
+    """Plans the sender of every box from the pieces of each rank of the group; the same on every rank.  Raises EngineError where
+    no rank has some part of a tensor."""
     by_name: dict[str, list[tuple[int, PieceInfo]]] = {}
-    for rank, infos in enumerate(held):
+    for rank, infos in enumerate(infos_by_rank):
         for info in infos:
             by_name.setdefault(info.name, []).append((rank, info))
-    return [_plan_tensor(name, holders, len(held)) for name, holders in by_name.items()]
+    return [_plan_tensor(name, holders, len(infos_by_rank)) for name, holders in by_name.items()]
 
 
 def _plan_tensor(name: str, holders: list[tuple[int, PieceInfo]], ranks: int) -> StreamedTensor:
@@ -67,7 +67,7 @@ def _plan_tensor(name: str, holders: list[tuple[int, PieceInfo]], ranks: int) ->
             if common is None:
                 left.append(region)
             else:
-                planned.sources.append(Source(rank=rank, region=common))
+                planned.sources.append(BoxSource(rank=rank, region=common))
                 left += remainder(region, common)
         missing = left
     if missing:
@@ -76,7 +76,7 @@ def _plan_tensor(name: str, holders: list[tuple[int, PieceInfo]], ranks: int) ->
 
 
 def plan_buckets(tensors: Sequence[StreamedTensor], bucket_bytes: int) -> list[list[StreamedTensor]]:
-    """Neighbours of one dtype up to `bucket_bytes`; a larger tensor is a bucket of its own."""
+    """Returns buckets of neighbours of one dtype up to `bucket_bytes`; a larger tensor is a bucket of its own."""
     buckets: list[list[StreamedTensor]] = []
     filled = 0
     for tensor in tensors:
@@ -88,8 +88,8 @@ def plan_buckets(tensors: Sequence[StreamedTensor], bucket_bytes: int) -> list[l
     return buckets
 
 
-class WeightStream:
-    """One pass over the weights; see `TrainEngine.named_weights` for what callers may rely on."""
+class MegatronWeightStream:
+    """Iterates once over the weights; TrainEngine.named_weights says what callers may rely on."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class WeightStream:
     ) -> None:
         self.buckets, self.bucket_bytes = plan_buckets(tensors, bucket_bytes), bucket_bytes
         self.group, self.rank, self.device = group, group.rank(), device
-        self.held: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[Piece]] = {}
         for piece in pieces:
-            self.held.setdefault(piece.name, []).append(piece)
-        self._rooms: dict[tuple[str, torch.dtype], Tensor] = {}
+            self.pieces.setdefault(piece.name, []).append(piece)
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def __iter__(self) -> Iterator[list[tuple[str, Tensor]]]:
         for bucket in self.buckets:
@@ -114,8 +114,8 @@ class WeightStream:
     def _gathered(self, bucket: list[StreamedTensor]) -> list[tuple[str, Tensor]]:
         sent = [tensor for tensor in bucket if tensor.sources]
         large = sum(tensor.num_bytes for tensor in sent) > self.bucket_bytes
-        if large:  # the buffers make room for it
-            self._rooms.clear()
+        if large:  # in place of the buffers
+            self._buffers.clear()
         out = self._allocated(sent, large)
         for rank in sorted({source.rank for tensor in sent for source in tensor.sources}):
             boxes = [(tensor, source.region) for tensor in sent for source in tensor.sources if source.rank == rank]
@@ -123,31 +123,31 @@ class WeightStream:
                 self._send_large(rank, boxes, out)
             else:
                 self._send(rank, boxes, out)
-        return [(tensor.name, out[tensor.name] if tensor.sources else self.held[tensor.name][0].tensor) for tensor in bucket]
+        return [(tensor.name, out[tensor.name] if tensor.sources else self.pieces[tensor.name][0].tensor) for tensor in bucket]
 
     def _allocated(self, tensors: list[StreamedTensor], large: bool) -> dict[str, Tensor]:
-        """Full tensors in one buffer that the next bucket uses again; a large tensor has memory of its own."""
+        """Returns full tensors in one buffer that the next bucket uses again; a large tensor has memory of its own."""
         if large:
             return {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device) for tensor in tensors}
         out, first = {}, 0
         for tensor in tensors:
             count = math.prod(tensor.shape)
-            out[tensor.name] = self._room("bucket", tensor.dtype)[first : first + count].view(tensor.shape)
+            out[tensor.name] = self._buffer("bucket", tensor.dtype)[first : first + count].view(tensor.shape)
             first += count
         return out
 
-    def _room(self, use: str, dtype: torch.dtype) -> Tensor:
+    def _buffer(self, use: str, dtype: torch.dtype) -> Tensor:
         key = (use, dtype)
-        if key not in self._rooms:
+        if key not in self._buffers:
             fitting = [sum(t.num_bytes for t in bucket if t.sources) for bucket in self.buckets if bucket[0].dtype == dtype]
             size = max((num_bytes for num_bytes in fitting if num_bytes <= self.bucket_bytes), default=0)
-            self._rooms[key] = torch.empty(size // dtype.itemsize, dtype=dtype, device=self.device)
-        return self._rooms[key]
+            self._buffers[key] = torch.empty(size // dtype.itemsize, dtype=dtype, device=self.device)
+        return self._buffers[key]
 
     def _send(self, rank: int, boxes: list[tuple[StreamedTensor, Region]], out: dict[str, Tensor]) -> None:
-        """One sender's boxes of a bucket, in one message."""
+        """Sends one rank's boxes of a bucket, in one message."""
         total = sum(num_elements(region) for _, region in boxes)
-        message = self._room("message", boxes[0][0].dtype)[:total]
+        message = self._buffer("message", boxes[0][0].dtype)[:total]
         places, first = [], 0
         for tensor, region in boxes:
             places.append((tensor, region, message[first : first + num_elements(region)].view(sizes(region))))
@@ -160,23 +160,23 @@ class WeightStream:
             take(out[tensor.name], region).copy_(place)
 
     def _send_large(self, rank: int, boxes: list[tuple[StreamedTensor, Region]], out: dict[str, Tensor]) -> None:
-        """Straight into place where that is one stretch of memory, otherwise a few rows at a time."""
+        """Sends one rank's boxes into place where that is contiguous memory, otherwise a few rows at a time."""
         for tensor, region in boxes:
             target = take(out[tensor.name], region)
             own = self._own(tensor.name, region) if rank == self.rank else None
-            straight = target.is_contiguous()
+            contiguous = target.is_contiguous()
             row_bytes = target.numel() * target.element_size() // target.shape[0]
-            step = target.shape[0] if straight else max(MESSAGE_BYTES // row_bytes, 1)
+            step = target.shape[0] if contiguous else max(MESSAGE_BYTES // row_bytes, 1)
             for first in range(0, target.shape[0], step):
                 place = target[first : first + step]
-                message = place if straight else place.new_empty(place.shape)
+                message = place if contiguous else place.new_empty(place.shape)
                 if own is not None:
                     message.copy_(own[first : first + step])
                 dist.broadcast(message, group=self.group, group_src=rank)
-                if not straight:
+                if not contiguous:
                     place.copy_(message)
 
     def _own(self, name: str, region: Region) -> Tensor:
-        """A box that this rank sends, out of the piece that has it."""
-        piece = next(piece for piece in self.held[name] if intersection(piece.region, region) == region)
+        """Returns a box that this rank sends, out of the piece that has it."""
+        piece = next(piece for piece in self.pieces[name] if intersection(piece.region, region) == region)
         return take(piece.tensor, relative(region, piece.region))

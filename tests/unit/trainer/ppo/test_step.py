@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.kl_control import AdaptiveKLController, FixedKLController
+from rlhub.algorithms.kl import AdaptiveKLController, FixedKLController
 from rlhub.algorithms.masked import masked
 from rlhub.config.sections.algorithm import KLControlConfig
 from rlhub.config.sections.ppo import PPOConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhub.engines.training.megatron.residence import HostCopies
+from rlhub.engines.training.host_memory import HostCopies
 from rlhub.engines.training.megatron.weights import plan_buckets, plan_stream
 from rlhub.errors import EngineError
 from rlhub.protocol.weights.pieces import PieceInfo
@@ -47,10 +47,10 @@ def test_views_survive_a_stay_in_host_memory() -> None:
     buffer, gradient = torch.arange(10.0), torch.ones(3)
     view, again = buffer[2:6].view(2, 2), buffer[4:]
     host = HostCopies()
-    host.take_out([view, again])  # one storage, moved once
-    host.take_out([gradient], keep=False)
+    host.empty([view, again])  # one storage, moved once
+    host.empty([gradient], keep=False)
     assert buffer.untyped_storage().nbytes() == gradient.untyped_storage().nbytes() == 0
-    host.bring_back()
+    host.restore()
     assert torch.equal(buffer, torch.arange(10.0)) and torch.equal(view, torch.tensor([[2.0, 3.0], [4.0, 5.0]]))
     assert torch.equal(gradient, torch.zeros(3))
     again[0] = -1
