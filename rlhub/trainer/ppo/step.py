@@ -10,14 +10,14 @@ dispatched; saving, validation and logging belong to the loop around the step (t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.protocol import DataProto
+from rlhub.protocol import DataProto, DataProtoFuture
 from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.advantages import AdvantageEstimation
 from rlhub.trainer.ppo.correction import MismatchBound, correct_batch, measure_mismatch, mismatch_bound
@@ -104,7 +104,7 @@ class TrainingStep:
             scorings.append(self.score(samples))
             batch = source.select(samples)
         metrics = source.metrics | merge_scorings(scorings)
-        self.arrange(batch, step)
+        self.deal_rows(batch, step)
 
         # Log-probs of the policy before the update and of the reference, and values: submitted together, so that they run at
         # the same time on pools of their own.  In bypass the rollout's log-probs stand in for the policy's.
@@ -117,10 +117,7 @@ class TrainingStep:
             passes.append(self.reference.compute_ref_log_prob.submit(model_inputs(batch)))
         if self.critic is not None:
             passes.append(self.critic.compute_values.submit(model_inputs(batch)))
-        for sent in passes:
-            output = sent.get()
-            metrics |= mean_metrics(output.meta_info.pop("metrics", {}))
-            batch.union(output)
+        metrics |= add_outputs(batch, passes)
         if needs.old_log_probs:
             metrics |= measure_mismatch(batch)
             self.mismatch.check(metrics)
@@ -143,8 +140,8 @@ class TrainingStep:
             self.mismatch.check(metrics)
         return metrics | timing_per_token(self.timers.so_far(), batch)
 
-    def arrange(self, batch: DataProto, step: int) -> None:
-        """Fixes the mini-batches, and deals the rows to the ranks so that each rank of actor and critic has its part of each."""
+    def deal_rows(self, batch: DataProto, step: int) -> None:
+        """Fixes the mini-batches, and deals their rows to the ranks so that each rank of actor and critic has a part of each."""
         actor, num_samples = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
         critic_ranks = self.critic.mesh("critic").dp_size if self.critic is not None else 1
         number_samples(batch)
@@ -158,6 +155,16 @@ class TrainingStep:
             if self.critic is not None
             else None,
         )
+
+
+def add_outputs(batch: DataProto, passes: Sequence[DataProtoFuture]) -> dict[str, float]:
+    """Waits for forward passes, adds the columns that they return to the batch, and returns their metrics."""
+    metrics: dict[str, float] = {}
+    for sent in passes:
+        output = sent.get()
+        metrics |= mean_metrics(output.meta_info.pop("metrics", {}))
+        batch.union(output)
+    return metrics
 
 
 # The columns that each worker call reads: only these travel.

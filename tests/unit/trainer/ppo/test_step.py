@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -572,3 +574,39 @@ def test_the_estimators_knobs_come_from_the_settings() -> None:
 def test_an_unknown_estimator_is_an_error_before_anything_is_called() -> None:
     with pytest.raises(RegistryError, match="did you mean 'rloo'"):
         learn(config_of("rlo"))
+
+
+# How it reads
+
+
+def called_in(function: ast.AST) -> list[str]:
+    """The names of what a function calls, in the order of its lines; `x.submit(...)` counts as x."""
+    calls = sorted(
+        (node for node in ast.walk(function) if isinstance(node, ast.Call)), key=lambda call: (call.lineno, -call.col_offset)
+    )
+    names = [ast.unparse(call.func).removesuffix(".submit").rpartition(".")[2] for call in calls]
+    return list(dict.fromkeys(names))
+
+
+SHOWN = (
+    "publish", "sample", "score", "compute_log_prob", "compute_ref_log_prob", "compute_values", "compute_advantages",
+    "update_critic", "update_actor",
+)  # fmt: skip
+
+
+def test_the_step_shows_its_calls_in_the_papers_order_on_one_screen() -> None:
+    """And nothing else of the folder makes one of the workers' calls, or publishes outside of a validation."""
+    folder = Path(step_module.__file__).parent
+    tree = ast.parse((folder / "step.py").read_text())
+    (step,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__call__"]
+    assert [name for name in called_in(step) if name in SHOWN] == list(SHOWN)
+    assert (step.end_lineno or 0) - step.lineno < 60
+    elsewhere = {path.name: set(called_in(ast.parse(path.read_text()))) for path in folder.glob("*.py") if path.name != "step.py"}
+    for name in SHOWN[3:]:
+        assert not [file for file, names in elsewhere.items() if name in names], name
+    # sources and the loop's validation: what they call `publish` is their own part of it
+    assert {file for file, names in elsewhere.items() if "publish" in names} == {
+        "trainer.py",
+        "stream_source.py",
+        "offline_source.py",
+    }
