@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rlhub.utils import faults
 from rlhub.utils.children.access import Access
-from rlhub.utils.children.pool import KillablePool, Outcome
+from rlhub.utils.children.pool import CallResult, KillablePool
 
 RewardFailureKind = Literal["raised", "timeout", "died", "memory", "bad_value", "bad_input", "skipped"]
 LARGEST_SCORE = 3.4e38  # float32, the dtype of the reward columns
@@ -96,7 +96,7 @@ def _arguments(request: RewardRequest) -> dict[str, Any]:
     return {name: getattr(request, name) for name in PARAMETERS}
 
 
-def read_outcome(outcome: Outcome) -> RewardOutcome:
+def read_outcome(outcome: CallResult) -> RewardOutcome:
     """Reads a number (True and False are 1 and 0), or a dict with one under "score"; anything else is a bad_value."""
     if outcome.failure is not None:
         kinds: dict[str, RewardFailureKind] = {"bad_argument": "bad_input", "bad_result": "bad_value"}

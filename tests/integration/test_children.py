@@ -13,7 +13,7 @@ import pytest
 
 from rlhub.errors import LoadError
 from rlhub.utils.children import pool as pools
-from rlhub.utils.children.pool import KillablePool, Outcome
+from rlhub.utils.children.pool import CallResult, KillablePool
 from tests.support.hanging import SAYS_SO, only_hanging_calls_are_late
 
 FUNCTION = """
@@ -79,11 +79,11 @@ def make(target: str) -> Iterator[Callable[..., KillablePool]]:
         pool.close()
 
 
-def run(pool: KillablePool, *values: object) -> list[Outcome]:
+def run(pool: KillablePool, *values: object) -> list[CallResult]:
     return pool.map([{"x": value} for value in values])
 
 
-def kinds(outcomes: list[Outcome]) -> list[str | None]:
+def kinds(outcomes: list[CallResult]) -> list[str | None]:
     return [None if outcome.failure is None else outcome.failure.kind for outcome in outcomes]
 
 
@@ -238,7 +238,7 @@ def test_what_cannot_be_loaded_is_one_clear_error(tmp_path: Path, source: str, s
 
 def test_a_module_attribute_and_threads(make: Callable[..., KillablePool]) -> None:
     pool = KillablePool("textwrap:dedent", ["text"])
-    results: dict[int, list[Outcome]] = {}
+    results: dict[int, list[CallResult]] = {}
     threads = [threading.Thread(target=lambda n=n: results.update({n: pool.map([{"text": f" {n}"}] * 50)})) for n in range(4)]
     for thread in threads:
         thread.start()

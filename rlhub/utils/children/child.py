@@ -1,7 +1,8 @@
 """The program of a child: load one function, call it for every call of a request, answer every call with a line.
 
 Runs below a supervisor, in a session of its own, with memory and file limits; the functions it calls are not trusted to return,
-to leave the interpreter alive or to keep quiet.  Standard library only, so that a child is up in some 70 ms.
+to leave the interpreter alive or to keep quiet.  It imports the standard library and little else, so that a child is up in
+some 70 ms.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, NoReturn
 
 from rlhub.utils.children.supervisor import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, become_child, set_process
 from rlhub.utils.children.wire import WireError, decode, encode
+from rlhub.utils.user_code import resolve
 
 MAX_REPLY_BYTES = 1 << 20
 MAX_TEXT = 4000
@@ -29,12 +31,12 @@ READ_BYTES = 1 << 16
 
 
 def main(setup: dict[str, Any]) -> NoReturn:
-    """Serve until the request pipe closes.  `setup` is written by `process.spawn`."""
+    """Serves until the request pipe closes.  `setup` is written by `process.spawn`."""
     request_fd, reply_fd, crash_fd = setup["request_fd"], setup["reply_fd"], setup["crash_fd"]
     for fd in (request_fd, reply_fd, crash_fd):
         os.set_inheritable(fd, False)
     become_child(request_fd, (reply_fd, crash_fd), namespace=setup["namespace"])
-    channel = Channel(request_fd, reply_fd)
+    channel = DriverChannel(request_fd, reply_fd)
     faulthandler.enable(file=crash_fd, all_threads=False)
     _silence()
     _limit(int(setup["memory_bytes"]), open_to_others=not setup["untrusted"])
@@ -52,16 +54,16 @@ def main(setup: dict[str, Any]) -> NoReturn:
     os._exit(0)  # without running exit handlers of unknown code
 
 
-class Channel:
+class DriverChannel:
     """The pipes to the driver.  A fork of this process has them not: it can neither take a call nor answer one."""
 
     def __init__(self, request_fd: int, reply_fd: int) -> None:
         self._request_fd, self._reply_fd, self._owner = request_fd, reply_fd, os.getpid()
-        self._id: str | None = None  # of the call in hand
+        self._id: str | None = None  # of the current call
         os.register_at_fork(after_in_child=self._close)
 
     def calls(self) -> Iterator[dict[str, Any]]:
-        """The arguments of one call after the other, each answered before the next."""
+        """Yields the arguments of one call after the other, each answered before the next."""
         for line in self._lines():
             request = decode(line)
             for number, arguments in enumerate(request["calls"]):
@@ -69,7 +71,7 @@ class Channel:
                 yield arguments
 
     def send(self, reply: dict[str, Any]) -> None:
-        """Answer the call in hand."""
+        """Answers the current call."""
         if os.getpid() != self._owner:  # a fork that came back from the function
             os._exit(0)
         number, self._id = self._id, None
@@ -80,7 +82,7 @@ class Channel:
             os._exit(0)
 
     def note_import(self, *, begins: bool) -> None:
-        """Tell the driver that an import begins or ends in the call in hand."""
+        """Notifies the driver that an import begins or ends in the current call."""
         number = self._id
         if number is not None and os.getpid() == self._owner:
             os.write(self._reply_fd, encode({"id": number, "importing": begins}))
@@ -100,15 +102,15 @@ class Channel:
 
 
 class _Imports:
-    """Import statements and importlib.import_module that tell the driver when they load something: that is no call's own time."""
+    """Import statements and importlib.import_module that notify the driver when they load a module: no call's own time."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: DriverChannel) -> None:
         self._channel = channel
         self._statement, self._by_name = builtins.__import__, importlib.import_module
-        self._busy: set[int] = set()  # threads with an import under way
+        self._busy: set[int] = set()  # threads that import
 
     def watch(self) -> None:
-        """From now on, in this process and its forks."""
+        """Replaces both in this process and its forks."""
         builtins.__import__ = self._import
         importlib.import_module = self._import_module
 
@@ -135,7 +137,7 @@ class _Imports:
 
 
 def _is_loaded(name: str, fromlist: Iterable[str] | None, level: int, package: str | None) -> bool:
-    """Whether an import statement finds all that it names."""
+    """Returns whether everything that an import statement names is loaded."""
     if level:
         try:
             name = importlib.util.resolve_name("." * level + name, package or "")
@@ -146,19 +148,15 @@ def _is_loaded(name: str, fromlist: Iterable[str] | None, level: int, package: s
 
 
 def load(target: str) -> Callable[..., Any]:
-    """`"/path/to/file.py:name"` or `"package.module:name"` -> the function."""
-    where, _, name = target.rpartition(":")
-    module = _module_from_file(where) if where.endswith(".py") or os.sep in where else importlib.import_module(where)
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part)
+    """Returns the function that `target` names."""
+    value = resolve(target)
     if not callable(value):
-        raise TypeError(f"{name} in {where} is a {type(value).__name__}, not a function")
+        raise TypeError(f"{target} is a {type(value).__name__}, not a function")
     return value  # type: ignore[no-any-return]
 
 
 def _check(function: Callable[..., Any], parameters: list[str]) -> None:
-    """TypeError if the function cannot be called with these keywords."""
+    """Raises TypeError if the function cannot be called with these keywords."""
     signature = inspect.signature(function)
     try:
         signature.bind(**dict.fromkeys(parameters))
@@ -170,20 +168,8 @@ def _check(function: Callable[..., Any], parameters: list[str]) -> None:
         raise TypeError("an async function is not called here; write a plain one")
 
 
-def _module_from_file(path: str) -> ModuleType:
-    folder, stem = os.path.dirname(os.path.abspath(path)), os.path.splitext(os.path.basename(path))[0]
-    sys.path.append(folder)  # at the end: a neighbour may be imported, but shadows nothing
-    spec = importlib.util.spec_from_file_location(f"user_function_{stem}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def call(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The reply to one call: `{"value": ...}` or `{"failed": kind, "message": ...}`."""
+    """Returns the reply to one call: `{"value": ...}` or `{"failed": kind, "message": ...}`."""
     try:
         value = function(**arguments)
     except MemoryError:
@@ -194,7 +180,7 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, A
 
 
 def _brief(error: BaseException) -> str:
-    """The error and its innermost frames, less our own; bounded, and safe against a broken `__str__`."""
+    """Returns the error and its innermost frames, less our own; bounded, and safe against a broken `__str__`."""
     try:
         own = error.__traceback__
         lines = traceback.format_exception(type(error), error, own.tb_next if own is not None else None, limit=-5)
@@ -222,7 +208,7 @@ def _bad_result(reply: dict[str, Any], number: str | None, reason: str) -> bytes
 
 
 def _silence() -> None:
-    """Standard input is empty, standard output and error go nowhere, whatever amount is printed."""
+    """Empties standard input and discards standard output and error, whatever amount is printed."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
@@ -230,7 +216,7 @@ def _silence() -> None:
 
 
 def _limit(memory_bytes: int, *, open_to_others: bool) -> None:
-    """Address space and file sizes are bounded, no core files; orphaned grandchildren stay below this process.
+    """Limits address space and file sizes, allows no core files; orphaned grandchildren stay below this process.
 
     open_to_others: processes of the same user may look into this one, as is usual.
     """

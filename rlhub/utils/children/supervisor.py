@@ -57,7 +57,7 @@ def become_child(request_fd: int, driver_fds: Iterable[int], *, namespace: bool)
 
 
 def end_descendants() -> None:
-    """SIGKILL and reap until this process, a subreaper, has no children: those of killed ones become its own meanwhile."""
+    """Kills and reaps until this process, a subreaper, has no children: those of killed ones become its own meanwhile."""
     while True:
         for process in _children():
             _kill(process)
@@ -68,13 +68,13 @@ def end_descendants() -> None:
 
 
 def set_process(option: int, value: int) -> None:
-    """prctl; the options used here cannot fail on a Linux that knows them, and do not exist elsewhere."""
+    """Calls prctl; the options used here cannot fail on a Linux that knows them, and do not exist elsewhere."""
     if sys.platform == "linux":
         _LIBC.prctl(option, value, 0, 0, 0)
 
 
 def drop_capabilities() -> None:
-    """What this process starts gets none of them back either."""
+    """Drops all capabilities; processes that this one starts do not get them back either."""
     set_process(PR_SET_NO_NEW_PRIVS, 1)
     if sys.platform == "linux":
         header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
@@ -82,20 +82,23 @@ def drop_capabilities() -> None:
 
 
 def _ended(process: int, request_fd: int, driver: int) -> int:
-    """Waits for a child process, and reaps the others; kills it when the driver orders its end or is gone.  Its exit code."""
-    told, tell = os.pipe()
-    for fd in (told, tell):
+    """Waits for a child process, and reaps the others; kills it when the driver orders its end or is gone.
+
+    Returns its exit code.
+    """
+    read_end, write_end = os.pipe()
+    for fd in (read_end, write_end):
         os.set_blocking(fd, False)
-    signal.set_wakeup_fd(tell)
+    signal.set_wakeup_fd(write_end)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: _kill(process))
     poller = select.poll()
-    poller.register(told, select.POLLIN)
+    poller.register(read_end, select.POLLIN)
     poller.register(request_fd, 0)  # nothing but its end: the driver alone holds the other one
     while (code := _reaped(process)) is None:
         events = dict(poller.poll(DRIVER_CHECK_S * 1000))
-        if told in events:
-            os.read(told, READ_BYTES)
+        if read_end in events:
+            os.read(read_end, READ_BYTES)
         if request_fd in events or os.getppid() != driver:  # a fork of the driver may hold the pipe open
             os.kill(process, signal.SIGKILL)
             return _exit_code(os.waitpid(process, 0)[1])
@@ -108,7 +111,7 @@ def _kill(process: int) -> None:
 
 
 def _reaped(wanted: int) -> int | None:
-    """The exit code of `wanted` if it is among those that have ended."""
+    """Reaps ended processes; returns the exit code of `wanted` if it is among them."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             if found[0] == wanted:
@@ -129,7 +132,8 @@ def _children() -> Iterator[int]:
 
 
 def _enter_namespaces() -> bool:
-    """What this process forks is in a new PID namespace.  True if that took a user namespace, too.  OSError if not allowed.
+    """Enters a new PID namespace, for the forks of this process.  Returns whether that took a user namespace too.  OSError if not
+    allowed.
 
     root takes none: in one of its own it could not read other users' files any more.
     """
@@ -164,9 +168,10 @@ def _first_of_namespace(fds: Iterable[int]) -> None:
 
 
 def _fork_with_number_of(outside: int) -> int:
-    """A fork that has the number inside that it has in the /proc `outside`: no two children have the same, who names files by it
-    meets no other's, and it is the one that others know it by.  The numbers outside are given in turn, so the next is guessed."""
-    told, tell = os.pipe()
+    """Forks a process that has the same number inside as in the /proc `outside`: no two children have the same, so files named by
+    it do not collide, and it is the number that other processes know.  Numbers outside are given in turn, so the next is
+    guessed."""
+    read_end, write_end = os.pipe()
     number = int(os.readlink("self", dir_fd=outside))
     for attempt in range(NUMBER_ATTEMPTS):
         with open("/proc/sys/kernel/ns_last_pid", "w") as file:
@@ -174,17 +179,17 @@ def _fork_with_number_of(outside: int) -> int:
         process = os.fork()
         if process == 0:
             number = int(os.readlink("self", dir_fd=outside))
-            os.write(tell, b"%d" % number)
+            os.write(write_end, b"%d" % number)
             if number != os.getpid() and attempt < NUMBER_ATTEMPTS - 1:
                 os._exit(0)
             break
-        number = int(os.read(told, READ_BYTES))
+        number = int(os.read(read_end, READ_BYTES))
         if number == process:
             break
         if attempt < NUMBER_ATTEMPTS - 1:
             os.waitpid(process, 0)
-    os.close(told)
-    os.close(tell)
+    os.close(read_end)
+    os.close(write_end)
     return process
 
 

@@ -1,4 +1,4 @@
-"""What driver and killable children say to each other: one JSON text a line, no pickle.
+"""The messages between driver and killable children: one JSON text a line, no pickle.
 
 JSON because a line may come from code nobody has checked: reading it can at worst fail.  Standard library only: this module
 is imported by every child.
@@ -19,7 +19,8 @@ class WireError(ValueError):
 
 
 def encode(value: Any) -> bytes:
-    """One line.  Arrays and tensors become lists, sets lists, dates ISO text; bytes survive; anything else is a WireError."""
+    """Encodes a value as one line.  Arrays and tensors become lists, sets lists, dates ISO text; bytes survive; anything else is
+    a WireError."""
     try:
         return _ENCODER.encode(value).encode("ascii") + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -27,7 +28,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(line: bytes) -> Any:
-    """The value of a line; WireError if it is none."""
+    """Decodes a line; WireError if it is no JSON."""
     try:
         return _DECODER.decode(line.decode("ascii"))
     except (ValueError, RecursionError) as error:

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from rlhub.rewards.pool import RewardOutcome, read_outcome
-from rlhub.utils.children.pool import Failure, Outcome
+from rlhub.utils.children.pool import CallFailure, CallResult
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from rlhub.utils.children.pool import Failure, Outcome
     ],
 )
 def test_numbers_booleans_and_dicts_with_a_score(value: Any, score: float, details: dict[str, Any]) -> None:
-    assert read_outcome(Outcome(value=value)) == RewardOutcome(score=score, details=details)
+    assert read_outcome(CallResult(value=value)) == RewardOutcome(score=score, details=details)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_numbers_booleans_and_dicts_with_a_score(value: Any, score: float, detai
     ],
 )
 def test_anything_else_is_a_bad_value(value: Any, says: str) -> None:
-    outcome = read_outcome(Outcome(value=value))
+    outcome = read_outcome(CallResult(value=value))
     assert outcome.score == 0.0 and outcome.error is not None and outcome.error.kind == "bad_value"
     assert re.search(says, outcome.error.message)
 
@@ -55,5 +55,5 @@ def test_anything_else_is_a_bad_value(value: Any, says: str) -> None:
     ],
 )
 def test_failures_of_the_pool_keep_their_kind(kind: Any, expected: str) -> None:
-    outcome = read_outcome(Outcome(failure=Failure(kind=kind, message="why")))
+    outcome = read_outcome(CallResult(failure=CallFailure(kind=kind, message="why")))
     assert outcome.error is not None and (outcome.error.kind, outcome.error.message) == (expected, "why")
