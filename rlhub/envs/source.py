@@ -1,4 +1,4 @@
-"""How episodes get their environments: EnvironmentSource, the source of this process, and the table of a host's leases.
+"""The leases of environments to episodes: EnvironmentSource, the source of this process, and the table of a host's leases.
 
     async with source.lease(spec, data.session) as environment:
         observation, info = await environment.reset(seed=3)
@@ -41,7 +41,7 @@ class EnvironmentSpec:
 
     @property
     def places(self) -> int:
-        """How many may be leased at once in one place; 0: no limit."""
+        """The most leases at once in one place; 0: no limit."""
         return self.num_workers
 
     @property

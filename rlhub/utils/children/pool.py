@@ -157,8 +157,7 @@ class KillablePool:
             self._discard(child)  # at work on calls that are skipped
 
     def _grow(self, run: _MapState) -> None:
-        """Starts one child at first; another for every call that needs a fresh one, and while work outlasts the start of a
-        child."""
+        """Starts one child at first; another for a call that needs a fresh one, and while work outlasts the start of a child."""
         fresh = sum(1 for child in self._children if not child.served and not child.items)
         starting = any(not child.ready for child in self._children)
         slow = bool(run.pending) and not starting and time.monotonic() - run.began > GROW_AFTER_S

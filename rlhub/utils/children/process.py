@@ -143,8 +143,7 @@ class ChildProcess:
                 self.since = time.monotonic()
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the answers that have arrived.  Sets `finished` at the end of the stream, or on a line that is not the next
-        answer."""
+        """Returns the answers that have arrived.  Sets `finished` at the end of the stream, or on a line out of order."""
         try:
             data = os.read(self.reply_fd, READ_BYTES)
         except BlockingIOError:
