@@ -45,7 +45,16 @@ VLLM_CPU = [
     "prometheus-fastapi-instrumentator", "model-hosting-container-standards",
 ]  # fmt: skip
 
-TRACKING = ["tensorboard>=2.18", "wandb>=0.25"]
+# One extra for each tracker.  Those of mlflow, swanlab and trackio are not part of the tested environment (constraints.txt):
+# swanlab 0.10 asks for protobuf < 7, trackio 0.43 for pillow < 13.  A local MLflow needs SQLAlchemy and Alembic for its database.
+TRACKERS = {
+    "tensorboard": ["tensorboard>=2.18"],
+    "wandb": ["wandb>=0.25"],
+    "mlflow": ["mlflow-skinny>=3.4,<4", "sqlalchemy>=2,<3", "alembic>=1.13"],
+    "swanlab": ["swanlab>=0.10,<0.11"],
+    "trackio": ["trackio>=0.43"],
+}
+TRACKING = [*TRACKERS["tensorboard"], *TRACKERS["wandb"]]
 MCP = ["mcp>=2.3,<3"]
 ENVS = ["gymnasium>=1.1,<2"]
 TEST = ["openai>=2", "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *TRACKING, *MCP, *ENVS, "ray[default]>=2.58,<2.59"]
@@ -67,6 +76,7 @@ setup(
         "vllm-cpu": VLLM_CPU,
         "megatron": ["megatron-core==0.16.1"],
         "tracking": TRACKING,
+        **TRACKERS,
         "mcp": MCP,
         "envs": ENVS,
         "test": TEST,

@@ -3,19 +3,26 @@
 A `Registry` row is either the object itself (decorator) or a `"module:attribute"` string that is imported on first use.
 Rows carry what callers must know without importing anything heavy: `requires` (batch columns or roles the part needs) and
 the knobs' class as a string, so `--help` and the checks before start load no torch.
+
+A part's own knobs are a dataclass beside it.  A knob is looked up in the part's free-form kwargs (`algorithm.adv_kwargs`,
+`actor.policy_loss.kwargs`), then as a field of the same name in the config section it belongs to, and else has the default of its
+dataclass.  So established keys such as `algorithm.gamma` reach every algorithm that has a knob of that name, and no algorithm is
+named here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from rlhub.errors import RegistryError
+from rlhub.errors import ConfigError, RegistryError
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -132,3 +139,24 @@ def _same_target(old: Any, new: Any) -> bool:
     if isinstance(new, str) and not isinstance(old, str):
         return _same_target(new, old)
     return bool(old == new)
+
+
+def knobs_for(cls: type[K] | None, section: Any, kwargs: Mapping[str, Any], *, where: str) -> K | None:
+    """Returns an instance of the knobs' dataclass `cls` (None: the algorithm has no knobs).
+
+    section: the config dataclass whose same-named fields are read; where: the key of `kwargs`, for errors.
+    Raises ConfigError on an unknown knob or a value its dataclass refuses.
+    """
+    fields = {field.name for field in dataclasses.fields(cls)} if cls is not None else set()  # type: ignore[arg-type]
+    unknown = [name for name in kwargs if name not in fields]
+    if unknown:
+        known = f"known: {', '.join(sorted(fields))}" if fields else "this algorithm has no knobs"
+        raise ConfigError([f"{where}.{name}: no such knob{suggest(name, fields)}; {known}" for name in unknown])
+    if cls is None:
+        return None
+    shared = {field.name for field in dataclasses.fields(section)} & fields
+    values = {name: getattr(section, name) for name in shared} | dict(kwargs)
+    try:
+        return cls(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from error

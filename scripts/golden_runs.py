@@ -49,7 +49,16 @@ LIBRARIES = ("hydra", "pyarrow.parquet", "tensordict", "torch.distributed.fsdp",
 """What most of a run's seconds would go to; loaded once for all."""
 STEPS, PROMPTS, SAMPLES, ROWS, VOCABULARY = 3, 8, 4, 24, 16
 VARYING = (
-    *("timing_s/*", "perf/*", "memory/*", "rollout/*_s", "rollout/*_s_max", "rollout/*_share", "trainer/idle_share"),
+    *(
+        "timing_s/*",
+        "timing_per_token_ms/*",
+        "perf/*",
+        "memory/*",
+        "rollout/*_s",
+        "rollout/*_s_max",
+        "rollout/*_share",
+        "trainer/idle_share",
+    ),
     *("rollout/capacity", "rollout/ready_groups", "rollout/running_groups", "rollout/requests*", "rollout/tokens"),
 )
 """Metrics that two runs of one commit do not share: durations, and what the rollout service was doing when it was asked."""

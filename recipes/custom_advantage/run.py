@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are file
 from recipes import stages
 from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.outcome import on_tokens, outcome_rewards
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS
 
 SETTINGS = (
@@ -37,10 +36,10 @@ class WeightedKnobs:
 def weighted_grpo(inputs: AdvantageInputs, knobs: WeightedKnobs) -> AdvantageOutputs:
     """A_i = (R_i - mean_g) / std_g, times `blame` where it is negative, on every model token of sample i."""
     assert inputs.group is not None, "requires groups"
-    rewards = outcome_rewards(inputs.token_level_rewards, inputs.response_mask)
+    rewards = inputs.outcome_rewards()
     stats = group_statistics(rewards, inputs.group)
     gains = stats.normalized(rewards)
-    advantages = on_tokens(torch.where(gains < 0, knobs.blame * gains, gains), inputs.response_mask, torch.float32)
+    advantages = inputs.on_tokens(torch.where(gains < 0, knobs.blame * gains, gains))
     metrics = stats.metrics() | {"advantages/blamed_share": (gains < 0).float().mean().item()}
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=metrics)
 

@@ -31,9 +31,9 @@ from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.trajectory_files import TrajectoryWriter
 from rlhub.sharding_manager.files import WeightReader
 from rlhub.trainer.ppo.build import build_data
+from rlhub.trainer.ppo.episode_scoring import no_turn_scores
 from rlhub.trainer.ppo.episodes import Workflows, training_sampling
-from rlhub.trainer.ppo.positions import Positions
-from rlhub.trainer.ppo.scoring_ahead import no_turn_scores
+from rlhub.trainer.ppo.prompt_progress import LoaderPositions
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 
 logger = logging.getLogger("collect")
@@ -137,7 +137,7 @@ def make_engine(config: PPOConfig) -> RolloutEngine:
 
 def make_executor(
     config: PPOConfig, engine: RolloutEngine, runner: AsyncTaskRunner
-) -> tuple[WorkflowExecutor, Positions, Sequence[object]]:
+) -> tuple[WorkflowExecutor, LoaderPositions, Sequence[object]]:
     """Episodes over the prompts of the settings, as far ahead of training as they allow."""
     data, trainer = build_data(config), config.trainer
     vocabulary = read_vocabulary(config.actor_rollout_ref.model, data.tokenizer)
@@ -152,7 +152,7 @@ def make_executor(
         ledger=PromptLedger(),
         options=ExecutorOptions(group_size=config.actor_rollout_ref.rollout.n, seed=trainer.seed, stale_policy="correct"),
     )
-    return executor, Positions(data.loader), data.loader
+    return executor, LoaderPositions(data.loader), data.loader
 
 
 if __name__ == "__main__":

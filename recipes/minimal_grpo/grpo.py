@@ -13,11 +13,11 @@ from rlhub.algorithms.advantages.grpo import GRPOKnobs, grpo
 from rlhub.algorithms.inputs import AdvantageInputs
 from rlhub.config.cli import run
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.build import build_data, worker_roles
-from rlhub.trainer.ppo.groups import groups_of
 from rlhub.trainer.ppo.metrics import mean_metrics
 from rlhub.trainer.ppo.reward import prepare_reward
-from rlhub.trainer.workers import launch_workers
+from rlhub.trainer.ppo.worker_groups import groups_of
 
 logger = logging.getLogger("grpo")
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from rlhub.algorithms.outcome import check_rewards
+from rlhub.algorithms.masked import masked
+from rlhub.errors import ProtocolError
 
 
 @dataclass(slots=True, kw_only=True)
 class AdvantageInputs:
-    """The whole training batch (statistics are over the global batch).  ProtocolError for a reward outside the mask.
+    """The whole training batch (statistics are over the global batch).
 
-    token_level_rewards: (batch, response) float, after any KL penalty.
-    response_mask: (batch, response), 1 on tokens the model wrote.
+    token_level_rewards: (batch, response) float, after any KL penalty; 0 outside the mask.  NaN there becomes 0, and another
+        number is a ProtocolError.
+    response_mask: (batch, response), true on tokens the model wrote; given as any dtype, held as bool.
     group: (batch,) int64, equal for samples of one prompt; None unless the estimator requires "groups".
     values: (batch, response) float, the critic's; requires "values".
     old_log_probs: (batch, response) float, log-probs of the policy at the start of the update; requires "old_log_probs".
@@ -38,7 +41,37 @@ class AdvantageInputs:
     reward_components: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        check_rewards(self.token_level_rewards, self.response_mask)
+        self.response_mask = self.response_mask.bool()
+        inside = masked(self.token_level_rewards, self.response_mask)
+        if not torch.equal(inside, self.token_level_rewards):
+            refuse_lost_rewards(self.token_level_rewards, self.response_mask)
+        self.token_level_rewards = inside
+
+    def outcome_rewards(self) -> Tensor:
+        """Returns R_i = sum_t r_{i,t}, (batch,).  It is float64, so that samples with the same few rewards at other places have
+        exactly equal outcomes."""
+        return self.token_level_rewards.sum(1, dtype=torch.float64)
+
+    def on_tokens(self, per_sample: Tensor) -> Tensor:
+        """Returns A_{i,t} = a_i m_{i,t}, (batch, response) in the rewards' dtype, for a (batch,); 0 outside the mask whatever a_i
+        is."""
+        return masked(per_sample.to(self.token_level_rewards.dtype)[:, None], self.response_mask)
+
+
+def refuse_lost_rewards(rewards: Tensor, mask: Tensor) -> None:
+    """Raises ProtocolError for a reward outside the mask, where it would train nothing and no estimator would say so.
+
+    rewards: (batch, response); mask: (batch, response) bool.  A row without any token in the mask, as a sample without a valid
+    score, has no place for its reward and is passed over; so is NaN outside the mask, which is nobody's reward.
+    """
+    lost = ((rewards != 0) & ~rewards.isnan() & ~mask & mask.any(1, keepdim=True)).nonzero()
+    if len(lost):
+        row, token = lost[0].tolist()
+        raise ProtocolError(
+            f"row {row}, token {token}: a reward of {float(rewards[row, token]):g} stands where response_mask is 0, so it would "
+            f"train nothing ({len(lost)} such tokens). Put rewards on tokens that the model wrote: the reward of a whole "
+            "response on the last of them, as Trajectory.set_reward and rewards.naive.on_last_token do"
+        )
 
 
 @dataclass(slots=True, kw_only=True)

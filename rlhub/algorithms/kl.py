@@ -1,4 +1,6 @@
-"""Estimators of KL(pi, reference) from samples of pi (Schulman 2020, "Approximating KL divergence"), and straight-through
+"""The KL to the reference: its estimators, and the penalty in the reward with the controller of its coefficient.
+
+Estimators of KL(pi, reference) are those from samples of pi (Schulman 2020, "Approximating KL divergence"), with straight-through
 variants whose gradient is right when used as a loss.
 
 With d = log pi - log ref, element by element, any shape:
@@ -9,13 +11,16 @@ of the true KL in expectation.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-LOG_RATIO_BOUND = 20.0  # exp(20) is finite in float32
+from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked
+
 K3_BOUND = 10.0  # one token with a huge ratio must not drown the batch
+CONTROL_ERROR_BOUND = 0.2  # Ziegler et al. 2019: the clip of the proportional error
 
 
 def k1(log_probs: Tensor, reference: Tensor) -> Tensor:
@@ -68,3 +73,42 @@ def k2_straight_through(log_probs: Tensor, reference: Tensor) -> Tensor:
 def k3_straight_through(log_probs: Tensor, reference: Tensor) -> Tensor:
     """Value of k3, gradient of k2."""
     return _straight_through(k3, log_probs, reference)
+
+
+class KLController(ABC):
+    """Holds the coefficient beta of the KL in the reward (Ziegler et al. 2019, arXiv 1909.08593, section 2.2); `value` goes into
+    checkpoints."""
+
+    value: float
+
+    @abstractmethod
+    def update(self, current_kl: float, num_samples: int) -> None:
+        """Takes the step's mean KL per sample token and its number of samples."""
+
+
+class FixedKLController(KLController):
+    """beta never changes."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, num_samples: int) -> None:
+        """Has nothing to adapt."""
+
+
+class AdaptiveKLController(KLController):
+    """beta *= 1 + e n / horizon, e = clip(KL / target - 1, +-0.2), n = samples of the step."""
+
+    def __init__(self, kl_coef: float, target_kl: float, horizon: int) -> None:
+        if target_kl <= 0 or horizon <= 0:
+            raise ValueError(f"kl_ctrl.target_kl and kl_ctrl.horizon must be positive, got {target_kl} and {horizon}")
+        self.value, self.target, self.horizon = kl_coef, target_kl, horizon
+
+    def update(self, current_kl: float, num_samples: int) -> None:
+        error = max(-CONTROL_ERROR_BOUND, min(CONTROL_ERROR_BOUND, current_kl / self.target - 1))
+        self.value *= 1 + error * num_samples / self.horizon
+
+
+def penalized_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, beta: float) -> Tensor:
+    """r_t = score_t - beta kl_t m_t; all (batch, response)."""
+    return scores - beta * masked(kl, response_mask)

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.masked import masked, masked_sum
+from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked, masked_sum
 
-LOG_RATIO_BOUND = 20.0  # exp(20) is finite in float32
 OLDEST_BUCKET = 8
 """Tokens so many versions old, or more, are counted together."""
 

@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid
 
 @dataclass(slots=True, kw_only=True)
 class PreferenceInputs:
-    """Of each pair the log-probs of both answers under the policy and under the reference, each (pairs,).
+    """The log-probs of both answers of each pair under the policy and under the reference, each (pairs,).
 
     Only chosen and rejected carry gradient.
     """

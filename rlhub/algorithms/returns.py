@@ -1,6 +1,6 @@
-"""Scans over a response from its end: rewards to go, and what else is summed that way.
+"""From token-level rewards to returns: whitening before, rewards to go, and the scan from a response's end behind them.
 
-They run time first, (response, batch) in contiguous memory, so that each step reads a few whole lines of it.
+Scans run time first, (response, batch) in contiguous memory, so that each step reads a few whole lines of it.
 """
 
 from __future__ import annotations
@@ -8,12 +8,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.masked import kept
+from rlhub.algorithms.masked import masked, masked_sum, whiten
 
 
-def time_first(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask as zeros and ones of `dtype`, (response, batch)."""
-    return mask.to(dtype).t().contiguous()
+def whiten_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """(r - mean) * rsqrt(var + 1e-8) + mean over the mask, 0 outside it: the spread becomes 1 and the mean stays.
+
+    rewards, response_mask: (batch, response).  The variance is unbiased, over the global batch.  A token without reward gets
+    mean (1 - 1 / std), the same on every token, so the sum over a response then depends on its length.
+
+    It is the reward whitening of PPO from human preferences (Ziegler et al. 2019, arXiv 1909.08593, its published code; described
+    in Huang et al. 2024, arXiv 2403.17031, "reward whitening").
+    """
+    wide = masked(rewards, response_mask).double()
+    mean = masked_sum(wide, response_mask) / response_mask.sum().clamp(min=1)
+    return masked(whiten(wide, response_mask) + mean, response_mask).to(rewards.dtype)
 
 
 def rewards_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
@@ -23,10 +32,15 @@ def rewards_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: flo
     read.  Without discount it is a cumulative sum.
     """
     if gamma == 1.0:
-        return kept(kept(token_level_rewards, response_mask).flip(1).cumsum(1).flip(1), response_mask)
+        return masked(masked(token_level_rewards, response_mask).flip(1).cumsum(1).flip(1), response_mask)
     mask = time_first(response_mask, token_level_rewards.dtype)
-    sums = scan(kept(token_level_rewards.t(), mask), mask, gamma)
-    return kept(sums.t().contiguous(), response_mask)
+    sums = scan(masked(token_level_rewards.t(), mask), mask, gamma)
+    return masked(sums.t(), response_mask)
+
+
+def time_first(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the mask as zeros and ones of `dtype`, (response, batch)."""
+    return mask.to(dtype).t().contiguous()
 
 
 def scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:

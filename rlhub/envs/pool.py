@@ -19,7 +19,7 @@ from rlhub.envs.remote import remote_environment
 from rlhub.errors import ConfigError, DeadlineError, LoadError
 from rlhub.utils import faults
 from rlhub.utils.children.access import Access
-from rlhub.utils.children.process import LOAD_TIMEOUT_S, CallRequest, ChildProcess, spawn
+from rlhub.utils.children.process import LOAD_TIMEOUT_S, ChildProcess, ChildRequest, spawn
 from rlhub.utils.children.wire import WireError
 
 SERVE = "rlhub.envs.child:serve"
@@ -153,7 +153,7 @@ class EnvironmentProcess:
         if self.dead:
             raise EnvDiedError("the environment's process has ended; take another one from the pool")
         try:
-            request = CallRequest.of([{"operation": operation, "arguments": dict(arguments)}])
+            request = ChildRequest.of([{"operation": operation, "arguments": dict(arguments)}])
         except WireError as error:
             raise EnvError(f"the arguments of {operation} have no JSON form: {error}") from error
         faults.at("environment.call", pid=self._child.host_pid)
@@ -165,7 +165,7 @@ class EnvironmentProcess:
             raise EnvError(f"{operation}: {reply['message']}{self._access.hint(reply['message'])}")
         return reply.get("value")
 
-    async def _exchange(self, operation: str, request: CallRequest | None, timeout_s: float) -> dict[str, Any]:
+    async def _exchange(self, operation: str, request: ChildRequest | None, timeout_s: float) -> dict[str, Any]:
         """Sends a request and waits for the reply to it; whatever else happens costs the process its life."""
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -181,7 +181,7 @@ class EnvironmentProcess:
             raise EnvDiedError(f"{operation}: the environment's process {how}")
         return reply
 
-    async def _reply(self, request: CallRequest | None, timeout_s: float, limit: asyncio.Timeout) -> dict[str, Any] | None:
+    async def _reply(self, request: ChildRequest | None, timeout_s: float, limit: asyncio.Timeout) -> dict[str, Any] | None:
         """Returns the next reply, None at the end of the stream.  The limit is put off while the call imports."""
         loop, child = asyncio.get_running_loop(), self._child
         replies: asyncio.Future[dict[str, Any] | None] = loop.create_future()

@@ -1,10 +1,10 @@
 """What crosses process boundaries: batches (`DataProto`), and the language in which weights are described.
 
 data_proto.py   DataProto, a batch of tensor and array columns, and DataProtoFuture, one that is still being made
-columns.py      indexing, stacking and comparing columns; tensordicts.py: the same of whole TensorDicts
+columns.py      indexing, stacking and comparing columns, and a batch as one TensorDict
 future.py       the rows of a future batch, gathered from the workers that make them
-pickling.py     tensors out of band, each chunk stored once; readonly_tensor.py: views of received memory
-disk.py         columns in files, without pickle
+serialization.py  columns in files, without pickle, and tensors on the wire, out of band
+readonly_tensor.py  views of received memory
 weights/        pieces and regions of named tensors, and their fingerprint: engines, checkpoints and resharding share them
 """
 

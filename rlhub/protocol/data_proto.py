@@ -48,10 +48,9 @@ from rlhub.protocol.columns import (
     take_rows,
     without,
 )
-from rlhub.protocol.disk import read_columns, write_columns
 from rlhub.protocol.future import RowsFuture
-from rlhub.protocol.pickling import Packed, pack_tensor, unpack_tensor
 from rlhub.protocol.readonly_tensor import own
+from rlhub.protocol.serialization import Packed, pack_tensor, read_columns, unpack_tensor, write_columns
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhub.algorithms.knobs import knobs_for
 from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
 from rlhub.errors import ConfigError, LoadError
+from rlhub.registry import knobs_for
 from rlhub.rewards.base import Decoder, ManagerParts, RewardManager
 from rlhub.rewards.pool import RewardPool
 from rlhub.rewards.registry import REWARD_MANAGERS

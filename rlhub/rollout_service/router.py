@@ -260,7 +260,7 @@ async def _tell(replica: Replica, name: str, following: Following) -> None:
         if progress is None:
             return
         have += len(progress.token_ids)
-        following.tell(progress)
+        following.send_on(progress)
 
 
 class Pin:

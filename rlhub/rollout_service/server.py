@@ -23,11 +23,11 @@ from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.errors import EngineError, RequestError
 from rlhub.models.tokenizer import Vocabulary
 from rlhub.rollout_service.weights_folder import FolderReader, folder_reader
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
 from rlhub.single_controller import Worker
 from rlhub.utils import faults
 from rlhub.workers.generation import check_completions, load_vocabulary, rollout_setup, spoil_log_probs, spoil_weights
-from rlhub.workers.runtime import GIB, WorkerRuntime
+from rlhub.workers.memory_handover import GIB, WorkerRuntime
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

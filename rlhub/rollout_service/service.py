@@ -32,7 +32,7 @@ from rlhub.single_controller import AsyncActor, AsyncActorOptions, ClassWithInit
 from rlhub.single_controller.placement import DevicePlace, ReplicaPlaces, is_one_machine
 from rlhub.single_controller.resources import Backend
 from rlhub.utils.aio.loop_thread import LoopThread
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 
 if TYPE_CHECKING:
     from rlhub.single_controller.ray.cluster import Connection

@@ -20,12 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhub.engines.rollout.base import RolloutEngine
-from rlhub.engines.rollout.elsewhere import WeightsElsewhere
+from rlhub.engines.rollout.base import ExternalWeights, RolloutEngine
 from rlhub.errors import EngineError, RlhubError
 from rlhub.protocol.weights.fingerprint import combine
 from rlhub.sharding_manager.files import MappedVersion, WeightReader
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +132,7 @@ class FolderReader(Protocol):
 
 def folder_reader(engine: RolloutEngine, folder: Path, *, bucket_bytes: int, timeout_s: float) -> FolderReader:
     """For this engine."""
-    if isinstance(engine, WeightsElsewhere):
+    if isinstance(engine, ExternalWeights):
         return WorkersReader(engine, folder, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     return WeightReader(engine, folder, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
 
@@ -141,7 +140,7 @@ def folder_reader(engine: RolloutEngine, folder: Path, *, bucket_bytes: int, tim
 class WorkersReader:
     """A reader in every worker of the engine: each maps the files, takes its own parts and compares what it then holds."""
 
-    def __init__(self, engine: WeightsElsewhere, folder: Path, *, bucket_bytes: int, timeout_s: float) -> None:
+    def __init__(self, engine: ExternalWeights, folder: Path, *, bucket_bytes: int, timeout_s: float) -> None:
         self._engine = engine
         self._settings = (str(folder), bucket_bytes, timeout_s)
 

@@ -1,1 +1,12 @@
-"""From the trainer's layout of the weights to the rollout engine's, by a plan made once, checked at every sync."""
+"""From the trainer's layout of the weights to the rollout engine's, by a plan made once and checked at every update.
+
+Weights are published in one of three ways.  From the actor's ranks to the engine they pass at most three classes on a side:
+
+    ranks that train and generate    ShardingManager -> Route -> Transport
+    two pools of processes           WeightSender -> Route -> Transport; and Transport -> Route -> WeightReceiver
+    jobs that share a folder         WeightWriter; and WeightReader
+
+Route is one process's part of the plan (`plan`, cut into messages by `schedule`), from its LocalPieces to those of other
+processes; Transport carries messages between Peers.  `layout_exchange` tells everyone what everyone has, and `first_update`
+brings an engine its first weights, by its own loader.
+"""

@@ -8,7 +8,7 @@ rank of a rollout engine, in whatever job and layout, has a WeightReader and map
     <folder>/version-<n>/manifest.json              how many ranks wrote
 
 A version is written under another name and renamed when all ranks are done, so a reader sees a whole version or none.  Nothing
-is flushed to the disk: after a power failure the trainer writes its weights anew.
+is flushed to the disk: after a power failure the trainer writes its weights again.
 
 Reading has two halves, so that an engine which serves requests need stop for the second only: `prepare` waits for the version,
 maps its files and compares their checksums; `place` copies.
@@ -37,12 +37,12 @@ from rlhub.errors import DeadlineError, EngineError, ReshardError, WeightMismatc
 from rlhub.protocol.weights.fingerprint import combine, digests, nonfinite_names
 from rlhub.protocol.weights.pieces import Piece, PieceInfo, whole_piece
 from rlhub.protocol.weights.regions import Region, intersection, num_elements, relative, split, take, whole
-from rlhub.sharding_manager.held import Held
+from rlhub.sharding_manager.first_update import update_by_stream
 from rlhub.sharding_manager.layout_exchange import Member, decode_info, encode_info, exchange_members, this_node
-from rlhub.sharding_manager.links import Links
+from rlhub.sharding_manager.local_pieces import LocalPieces
+from rlhub.sharding_manager.peers import Peers
 from rlhub.sharding_manager.plan import make_plan
-from rlhub.sharding_manager.report import SyncReport
-from rlhub.sharding_manager.stream import CheckedStream, check_range, raise_first
+from rlhub.sharding_manager.route import SyncReport, alone, check_range, raise_first
 from rlhub.utils.atomic import TEMPORARY_SUFFIX
 
 BLOCK_ELEMENTS = 1 << 20
@@ -56,7 +56,7 @@ OpenFiles = dict[Path, Any]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _Block:
-    """A block in a file.  path: of the file; key: of the tensor in it; checksum: of its bytes."""
+    """A block in a file.  path: of the file; key: the tensor's in it; checksum: of its bytes."""
 
     info: PieceInfo
     path: Path
@@ -66,8 +66,10 @@ class _Block:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _Part:
-    """What a block gives to a live piece.  region: in the full tensor; values: mapped, in the file's dtype; sent: their
-    fingerprint in the piece's dtype."""
+    """The part of a block that a live piece takes.
+
+    region: in the full tensor.  values: mapped, in the file's dtype.  sent: their fingerprint in the piece's dtype.
+    """
 
     piece: PieceInfo
     region: Region
@@ -88,31 +90,34 @@ class MappedVersion:
 
 
 class WeightWriter:
-    """Beside a training engine; all its ranks call `write` together.  bucket_bytes: extra memory, and the size of a file."""
+    """Writes a training engine's weights; all its ranks call `write` together.
+
+    bucket_bytes: the extra memory, and the size of a file.
+    """
 
     def __init__(self, train: TrainEngine, folder: Path, *, bucket_bytes: int, timeout_s: float = 1800.0) -> None:
         self._train, self._folder, self._bucket_bytes = train, folder, bucket_bytes
-        self._links = Links.of_job(train.device, timeout_s)
-        self._rank = self._links.rank if self._links else 0
+        self._peers = Peers.of_job(train.device, timeout_s)
+        self._rank = self._peers.rank if self._peers else 0
         self._mine: list[PieceInfo] | None = None
 
     def write(self, version: int) -> SyncReport:
-        """Leave the trainer's present weights in the folder as policy `version`.
+        """Leaves the trainer's present weights in the folder as policy `version`.
 
-        The report's fingerprint is of the whole version on rank 0, elsewhere of this rank's blocks.
+        The report's fingerprint is of the whole version on rank 0, on other ranks of this rank's blocks.
         """
         start = time.perf_counter()
         self._train.onload()
-        aside = self._folder / f"version-{version}{TEMPORARY_SUFFIX}"
-        aside.mkdir(parents=True, exist_ok=True)
-        rows = [row for number, pieces in enumerate(self._files()) for row in self._write_file(aside, number, pieces)]
-        (aside / f"rank-{self._rank}.json").write_text(json.dumps({"blocks": rows}))
+        unfinished = self._folder / f"version-{version}{TEMPORARY_SUFFIX}"
+        unfinished.mkdir(parents=True, exist_ok=True)
+        rows = [row for number, pieces in enumerate(self._files()) for row in self._write_file(unfinished, number, pieces)]
+        (unfinished / f"rank-{self._rank}.json").write_text(json.dumps({"blocks": rows}))
         self._train.offload()
-        self._all_done()
-        blocks = [_block(aside, row) for row in rows]
+        self._wait_for_all()
+        blocks = [_block(unfinished, row) for row in rows]
         if self._rank == 0:
-            blocks += self._publish(aside, version)
-        self._all_done()
+            blocks += self._publish(unfinished, version)
+        self._wait_for_all()
         infos = [block.info for block in blocks[: len(rows)]]
         return SyncReport(
             seconds=time.perf_counter() - start,
@@ -122,26 +127,27 @@ class WeightWriter:
             fingerprint=combine((f"{block.info.name}{block.info.region}", block.checksum) for block in blocks),
         )
 
-    def _publish(self, aside: Path, version: int) -> list[_Block]:
-        """Make what all ranks wrote visible under its name; the blocks of the other ranks."""
-        ranks = self._links.size if self._links else 1
-        (aside / "manifest.json").write_text(json.dumps({"version": version, "ranks": ranks}))
-        others = [block for rank in range(1, ranks) for block in _read_blocks(aside, rank)]
+    def _publish(self, unfinished: Path, version: int) -> list[_Block]:
+        """Makes what all ranks wrote visible under its name; returns the blocks of the other ranks."""
+        ranks = self._peers.size if self._peers else 1
+        (unfinished / "manifest.json").write_text(json.dumps({"version": version, "ranks": ranks}))
+        others = [block for rank in range(1, ranks) for block in _read_blocks(unfinished, rank)]
         final = _version_folder(self._folder, version)
         shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed from before it
-        aside.rename(final)
+        unfinished.rename(final)
         versions = _versions(self._folder)
         kept = [number for number in versions if number <= version][-KEPT_VERSIONS:]
         for other in set(versions) - set(kept):
             shutil.rmtree(_version_folder(self._folder, other))
         return others
 
-    def _all_done(self) -> None:
-        if self._links is not None:
-            self._links.minimum(0)
+    def _wait_for_all(self) -> None:
+        """Returns when every rank has called it."""
+        if self._peers is not None:
+            self._peers.minimum(0)
 
     def _files(self) -> Iterator[list[Piece]]:
-        """The blocks that this rank writes, a file's worth at a time."""
+        """Yields the blocks that this rank writes, a file's worth at a time."""
         waiting: list[Piece] = []
         for piece in self._pieces():
             if waiting and sum(p.tensor.nbytes for p in waiting) + piece.tensor.nbytes > self._bucket_bytes:
@@ -153,7 +159,7 @@ class WeightWriter:
 
     def _pieces(self) -> Iterator[Piece]:
         local = self._train.local_weights()
-        if local is None:  # weights that exist only as a stream: one rank writes, the others walk along
+        if local is None:  # weights that exist only as a stream: one rank writes, the others take part in gathering
             for bucket in self._train.named_weights(bucket_bytes=self._bucket_bytes):
                 for name, tensor in bucket if self._rank == 0 else ():
                     for region in split(whole(tensor.shape), BLOCK_ELEMENTS):
@@ -161,18 +167,18 @@ class WeightWriter:
                             name=name, tensor=take(tensor, region).cpu().clone(), shape=tuple(tensor.shape), region=region
                         )
             return
-        held = Held(local)
+        pieces = LocalPieces(local)
         if self._mine is None:
-            self._mine = self._share(held)
+            self._mine = self._share(pieces)
         for info in self._mine:
-            yield Piece(
-                name=info.name, tensor=held.contiguous(info.name, info.region).cpu(), shape=info.shape, region=info.region
-            )
+            tensor = pieces.contiguous(info.name, info.region).cpu()
+            yield Piece(name=info.name, tensor=tensor, shape=info.shape, region=info.region)
 
-    def _share(self, held: Held) -> list[PieceInfo]:
-        """This rank's part of the model, in blocks: a plan to one destination that needs everything deals it out."""
-        member = Member(side="sender", node=this_node(), device=self._train.device.type, sources=held.infos(), destinations=[])
-        members = exchange_members(self._links, member)
+    def _share(self, pieces: LocalPieces) -> list[PieceInfo]:
+        """Returns this rank's part of the model, in blocks: a plan to one destination that needs everything deals it out."""
+        device, sources = self._train.device.type, pieces.infos()
+        member = Member(side="sender", node=this_node(), device=device, sources=sources, destinations=[])
+        members = exchange_members(self._peers, member)
         known = {info.name: info for member in members for info in member.sources}
         everything = [PieceInfo(name=i.name, shape=i.shape, region=whole(i.shape), dtype=i.dtype) for i in known.values()]
         ranks = range(len(members))
@@ -183,10 +189,10 @@ class WeightWriter:
             for region in split(transfer.region, BLOCK_ELEMENTS)
         ]
 
-    def _write_file(self, aside: Path, number: int, pieces: list[Piece]) -> list[dict[str, Any]]:
-        """The manifest's rows."""
+    def _write_file(self, unfinished: Path, number: int, pieces: list[Piece]) -> list[dict[str, Any]]:
+        """Writes the pieces into one file and returns the manifest's rows."""
         name = f"rank-{self._rank}-{number}.safetensors"
-        save_file({str(key): piece.tensor.contiguous() for key, piece in enumerate(pieces)}, aside / name)
+        save_file({str(key): piece.tensor.contiguous() for key, piece in enumerate(pieces)}, unfinished / name)
         checksums = digests(piece.tensor.contiguous() for piece in pieces)
         return [
             {"file": name, "key": str(key), "piece": encode_info(piece.info), "checksum": checksum}
@@ -195,7 +201,7 @@ class WeightWriter:
 
 
 class WeightReader:
-    """Beside one rank's rollout engine.  Ranks of a tensor-parallel group read for themselves; nothing is collective."""
+    """Reads weights for one rank's rollout engine.  Ranks of a tensor-parallel group read on their own: nothing is collective."""
 
     def __init__(
         self, rollout: RolloutEngine, folder: Path, *, bucket_bytes: int, check: bool = True, timeout_s: float = 1800.0
@@ -205,11 +211,11 @@ class WeightReader:
         self._proven = False
 
     def newest(self) -> int | None:
-        """The latest whole version in the folder."""
+        """Returns the latest whole version in the folder."""
         return max(_versions(self._folder), default=None)
 
     def read(self, version: int) -> SyncReport:
-        """Wait for `version` and take it: both halves at once, for an engine without requests."""
+        """Waits for `version` and takes it: both halves at once, for an engine without requests."""
         start = time.perf_counter()
         self._rollout.wake_up(weights_only=True)
         report = self.place(self.prepare(version))
@@ -217,7 +223,7 @@ class WeightReader:
         return report
 
     def prepare(self, version: int) -> MappedVersion:
-        """Wait for `version`, map its files and compare their checksums; the engine may generate meanwhile.
+        """Waits for `version`, maps its files and compares their checksums; the engine may generate meanwhile.
 
         Raises DeadlineError when it does not come in time, EngineError when it has been removed, ReshardError when it is not
         this model's and WeightMismatchError for a block whose checksum is wrong; the engine keeps the weights that it has.
@@ -229,10 +235,10 @@ class WeightReader:
         return MappedVersion(version=version, blocks=blocks, parts=parts)
 
     def place(self, mapped: MappedVersion) -> SyncReport:
-        """Copy a version into the live weights and compare them with it; the engine must not be in a step.
+        """Copies a version into the live weights and compares them with it; the engine must not be in a step.
 
-        The first goes through the engine's own loader, as in `stream`.  After an error (WeightMismatchError for a weight that
-        did not arrive) the engine refuses to generate.  The report's fingerprint is that of the writer where both hold the
+        The first goes through the engine's own loader (see `first_update`).  After an error (WeightMismatchError for a weight
+        that did not arrive) the engine refuses to generate.  The report's fingerprint is that of the writer where both hold the
         weights in the same dtype and this engine is not tensor-parallel.
         """
         start = time.perf_counter()
@@ -272,7 +278,7 @@ class WeightReader:
 
     @contextmanager
     def _reading(self, version: int) -> Iterator[None]:
-        """The writer keeps few versions, so a slow reader's may go away under it."""
+        """Turns a missing file into an EngineError: the writer keeps few versions, so a slow reader's may be removed."""
         try:
             yield
         except (FileNotFoundError, SafetensorError) as error:
@@ -280,13 +286,8 @@ class WeightReader:
             raise EngineError(f"version {version} of the weights in {self._folder} {why}") from error
 
     def _load(self, blocks: dict[str, list[_Block]], version: int) -> int:
-        """By full tensors through the engine's loader; how many bytes."""
-        stream = CheckedStream(self._rollout, check=self._check)
-        self._rollout.update_weights(stream.passing(self._buckets(blocks)), version)
-        if self._check:
-            with self._rollout.overwriting(version):
-                stream.compare(lambda number: number)
-        return stream.bytes
+        """Loads full tensors through the engine's loader; returns how many bytes."""
+        return update_by_stream(self._rollout, self._buckets(blocks), version, check=self._check, agree=alone).bytes
 
     def _buckets(self, blocks: dict[str, list[_Block]]) -> Iterator[WeightBucket]:
         bucket: WeightBucket = []
@@ -303,7 +304,7 @@ class WeightReader:
             yield bucket
 
     def _parts(self, blocks: dict[str, list[_Block]]) -> list[_Part]:
-        """What goes where in the live weights."""
+        """Returns the parts of the blocks that make up the live weights."""
         pieces = list(self._rollout.live_weights())
         missing = [piece.name for piece in pieces if piece.name not in blocks]
         surplus = sorted(set(blocks) - {piece.name for piece in pieces})
@@ -315,21 +316,21 @@ class WeightReader:
 
     @torch.no_grad()
     def _copy(self, parts: list[_Part], version: int) -> int:
-        """Straight from the mapped files into the live weights; how many bytes."""
+        """Copies straight from the mapped files into the live weights; returns how many bytes."""
         with self._rollout.overwriting(version):
             live = {(piece.name, piece.region): piece.tensor for piece in self._rollout.live_weights()}
             targets = [take(live[p.piece.name, p.piece.region], relative(p.region, p.piece.region)) for p in parts]
             for target, part in zip(targets, parts, strict=True):
                 target.copy_(part.values)
             if self._check:
-                held = digests(target.cpu().contiguous() for target in targets)
-                differing = [part.piece.name for part, value in zip(parts, held, strict=True) if part.sent != value]
-                raise_first([part.piece.name for part in parts], differing, lambda number: number)
+                arrived = digests(target.cpu().contiguous() for target in targets)
+                differing = [part.piece.name for part, value in zip(parts, arrived, strict=True) if part.sent != value]
+                raise_first([part.piece.name for part in parts], differing, alone)
         return sum(target.nbytes for target in targets)
 
 
 def _cut(piece: PieceInfo, blocks: list[_Block], files: OpenFiles) -> list[_Part]:
-    """The parts of the piece that the blocks have, mapped and checked.  files: those open already."""
+    """Returns the parts of the piece that the blocks have, mapped and checked.  files: those that are open already."""
     if blocks[0].info.shape != piece.shape:
         raise ReshardError(
             f"{piece.name} has the full shape {blocks[0].info.shape} in the folder and {piece.shape} in the rollout engine: "
@@ -356,14 +357,14 @@ def _cut(piece: PieceInfo, blocks: list[_Block], files: OpenFiles) -> list[_Part
 
 
 def _read_block(block: _Block, files: OpenFiles) -> Tensor:
-    """Mapped, not read whole; its checksum is compared, and that it is finite: NaN has the same checksum on both sides."""
+    """Maps a block and compares its checksum, and that it is finite: NaN has the same checksum on both sides."""
     if block.path not in files:
         files[block.path] = safe_open(block.path, framework="pt")
     values: Tensor = files[block.path].get_tensor(block.key)
     if digests([values]) != [block.checksum]:
         raise WeightMismatchError(
             f"{block.path} has another checksum for {block.info.name} {block.info.region} than its manifest says: the file is "
-            "damaged; write the version anew",
+            "damaged; write the version again",
             weight=block.info.name,
         )
     if nonfinite_names([(block.info.name, values)]):
@@ -376,7 +377,7 @@ def _read_block(block: _Block, files: OpenFiles) -> Tensor:
 
 
 def _read_manifest(folder: Path) -> dict[str, list[_Block]]:
-    """Blocks by name, those of all ranks."""
+    """Returns the blocks of all ranks by the name of their weight."""
     blocks: dict[str, list[_Block]] = {}
     for rank in range(int(json.loads((folder / "manifest.json").read_text())["ranks"])):
         for block in _read_blocks(folder, rank):
@@ -385,7 +386,7 @@ def _read_manifest(folder: Path) -> dict[str, list[_Block]]:
 
 
 def _read_blocks(folder: Path, rank: int) -> list[_Block]:
-    """What this rank wrote."""
+    """Returns the blocks that this rank wrote."""
     return [_block(folder, row) for row in json.loads((folder / f"rank-{rank}.json").read_text())["blocks"]]
 
 
@@ -399,7 +400,7 @@ def _version_folder(folder: Path, version: int) -> Path:
 
 
 def _versions(folder: Path) -> list[int]:
-    """Whole versions, oldest first."""
+    """Returns the whole versions, oldest first."""
     names = os.listdir(folder) if folder.is_dir() else []
     numbers = sorted(int(number) for name in names if (number := name.removeprefix("version-")) != name and number.isdigit())
     return [number for number in numbers if (_version_folder(folder, number) / "manifest.json").exists()]

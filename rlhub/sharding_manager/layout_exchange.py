@@ -1,9 +1,8 @@
-"""Descriptions of what each process holds, as JSON: they cross between processes, and nothing from a network is unpickled."""
+"""Every process's description of what it has, exchanged as JSON: nothing from a network is unpickled."""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 
 from rlhub.errors import EngineError
 from rlhub.protocol.weights.pieces import PieceInfo
-from rlhub.sharding_manager.links import Links
+from rlhub.sharding_manager.peers import Peers
 
 Side = Literal["sender", "receiver", "both"]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -23,7 +22,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """One process of a transfer: which side it is of, where it runs, and what it holds of each side."""
+    """One process of a transfer: which side it is of, where it runs, and which pieces of each side it has."""
 
     side: Side
     node: str
@@ -33,27 +32,25 @@ class Member:
 
 
 def this_node() -> str:
-    """The machine, as far as shared memory reaches: containers with a /dev/shm of their own are machines of their own."""
-    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
-    shared = os.stat("/dev/shm").st_dev if Path("/dev/shm").exists() else 0
-    return f"{boot}:{shared}"
+    """Returns a name of the machine, the same in all its containers."""
+    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
 
 
-def exchange_members(links: Links | None, member: Member) -> list[Member]:
-    """Every process's description, by its rank in the links; all of them call it."""
-    if links is None:
+def exchange_members(peers: Peers | None, member: Member) -> list[Member]:
+    """Returns every process's description in the order of their ranks; all of them call it."""
+    if peers is None:
         return [member]
-    return [_decode(data) for data in links.all_gather_bytes(_encode(member))]
+    return [_decode(data) for data in peers.all_gather_bytes(_encode(member))]
 
 
 def nodes_of(members: Sequence[Member]) -> dict[int, int]:
-    """The number of each process's machine."""
+    """Returns the number of each process's machine."""
     numbers = {node: number for number, node in enumerate(dict.fromkeys(member.node for member in members))}
     return {rank: numbers[member.node] for rank, member in enumerate(members)}
 
 
 def check_devices(members: Sequence[Member]) -> None:
-    """Fingerprints of different kinds of device cannot be compared, and one transport cannot reach both."""
+    """Raises EngineError for devices of different kinds: their fingerprints cannot be compared, nor one group reach both."""
     kinds = sorted({member.device for member in members})
     if len(kinds) > 1:
         raise EngineError(
@@ -85,12 +82,12 @@ def _decode(data: bytes) -> Member:
 
 
 def encode_info(info: PieceInfo) -> list[object]:
-    """[name, shape, region, dtype]."""
+    """Returns a description as [name, shape, region, dtype], ready for JSON."""
     return [info.name, list(info.shape), [list(bounds) for bounds in info.region], str(info.dtype).removeprefix("torch.")]
 
 
 def decode_info(row: list[object]) -> PieceInfo:
-    """The inverse of `encode_info`."""
+    """Returns the description that `encode_info` encoded."""
     name, shape, region, dtype = row
     assert isinstance(name, str) and isinstance(shape, list) and isinstance(region, list) and isinstance(dtype, str)
     kind = DTYPES.get(dtype)

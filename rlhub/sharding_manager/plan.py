@@ -2,7 +2,7 @@
 
 Both sides describe what they hold as pieces of named tensors (`protocol.weights.pieces`), so one planner serves every pair of
 backends.  The plan is optimal in bytes: a destination copies what its own process holds and receives every other element
-exactly once.  It is deterministic, so every process can make it from the same descriptions and none has to be told.
+exactly once.  It is deterministic, so every process makes the same one from the same descriptions.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def sent_bytes(self) -> list[int]:
-        """For each source rank, to other processes."""
+        """Returns the bytes that each source rank sends to other processes."""
         total = [0] * self.num_sources
         for received in self.receives:
             for transfer in received:
@@ -66,11 +66,11 @@ class Plan:
 
     @property
     def received_bytes(self) -> list[int]:
-        """For each destination rank, from other processes."""
+        """Returns the bytes that each destination rank receives from other processes."""
         return [sum(transfer.num_bytes for transfer in received) for received in self.receives]
 
     def sends(self, source: int) -> list[Transfer]:
-        """What a source rank sends to other processes, by destination and then as the destination receives it."""
+        """Returns the transfers of a source rank to other processes, by destination and then as the destination receives them."""
         return [transfer for received in self.receives for transfer in received if transfer.source == source]
 
 
@@ -83,7 +83,7 @@ def make_plan(
     destination_processes: Sequence[int],
     nodes: Mapping[int, int] | None = None,
 ) -> Plan:
-    """The plan from what each source rank holds to what each destination rank needs.
+    """Plans the way from what each source rank holds to what each destination rank needs.
 
     *_processes: the process of each rank; a process may have ranks of both sides.  nodes: the machine of each process;
     where given, a holder on the destination's machine is preferred.  Among equal holders the bytes to send are balanced.
@@ -91,18 +91,18 @@ def make_plan(
     parts of one rank that overlap.
     """
     assert len(sources) == len(source_processes) and len(destinations) == len(destination_processes)
-    held, needed = _collect(sources, "source"), _collect(destinations, "destination")
-    _check_same_tensors(held, needed)
+    owned, needed = _collect(sources, "source"), _collect(destinations, "destination")
+    _check_same_tensors(owned, needed)
     planner = _Planner(source_processes, destination_processes, nodes)
     for name, tensor in needed.items():
-        planner.add(name, tensor, held[name])
+        planner.add(name, tensor, owned[name])
     planner.choose_holders()
     return Plan(num_sources=len(sources), copies=planner.copies, receives=planner.receives, lower_bound=planner.lower_bound)
 
 
 @dataclass(slots=True)
 class _Tensor:
-    """One tensor as a side holds it: boxes of each rank that has any."""
+    """One tensor as a side holds it: the boxes of each rank that has any."""
 
     shape: tuple[int, ...]
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class _Tensor:
 
 
 def _collect(side: Sequence[Sequence[PieceInfo]], role: str) -> dict[str, _Tensor]:
-    """Every tensor of a side, neighbouring pieces of a rank merged; raises ReshardError for pieces that contradict."""
+    """Returns every tensor of a side, neighbouring pieces of a rank merged; raises ReshardError for pieces that contradict."""
     tensors: dict[str, _Tensor] = {}
     for rank, pieces in enumerate(side):
         for piece in pieces:
@@ -136,7 +136,7 @@ def _collect(side: Sequence[Sequence[PieceInfo]], role: str) -> dict[str, _Tenso
 
 @lru_cache(maxsize=4096)
 def _union(boxes: tuple[Region, ...]) -> tuple[tuple[Region, ...], tuple[Region, Region] | None]:
-    """Merged boxes and two that overlap; cached, for layers repeat."""
+    """Returns the boxes merged, and two that overlap; cached, for layers repeat."""
     union = tuple(merged(boxes))
     return union, overlapping(union)
 
@@ -168,10 +168,10 @@ def _inside(region: Region, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _check_same_tensors(held: dict[str, _Tensor], needed: dict[str, _Tensor]) -> None:
+def _check_same_tensors(owned: dict[str, _Tensor], needed: dict[str, _Tensor]) -> None:
     for one, other, problem in (
-        (needed, held, "the destination has {}, but no source rank does"),
-        (held, needed, "a source rank has {}, but no destination rank does"),
+        (needed, owned, "the destination has {}, but no source rank does"),
+        (owned, needed, "a source rank has {}, but no destination rank does"),
     ):
         names = [name for name in one if name not in other]
         if names:
@@ -179,9 +179,9 @@ def _check_same_tensors(held: dict[str, _Tensor], needed: dict[str, _Tensor]) ->
                 f"{problem.format(names[0])} ({len(names)} such tensors): do both sides run the same model?", weight=names[0]
             )
     for name, tensor in needed.items():
-        if tensor.shape != held[name].shape:
+        if tensor.shape != owned[name].shape:
             raise ReshardError(
-                f"{name} has the full shape {held[name].shape} at the source and {tensor.shape} at the destination: both sides "
+                f"{name} has the full shape {owned[name].shape} at the source and {tensor.shape} at the destination: both sides "
                 "must run the same model",
                 weight=name,
             )
@@ -205,12 +205,12 @@ class _Planner:
         self.receives: list[list[Transfer]] = [[] for _ in destination_processes]
         self.lower_bound = 0
 
-    def add(self, name: str, needed: _Tensor, held: _Tensor) -> None:
-        """Plan one tensor for all destinations; where several sources hold a part whole, which one sends stays open."""
-        holders = _Holders(held, self._source_nodes)
+    def add(self, name: str, needed: _Tensor, owned: _Tensor) -> None:
+        """Plans one tensor for all destinations; where several sources hold a part whole, which one sends stays open."""
+        holders = _Holders(owned, self._source_nodes)
         for rank, boxes in needed.boxes.items():
             dtype = needed.dtypes[rank]
-            near = [(box, source) for source in self._own[rank] for box in held.boxes.get(source, ())]
+            near = [(box, source) for source in self._own[rank] for box in owned.boxes.get(source, ())]
             for box in boxes:
                 cut = holders.cutter.cut(box, tuple(box for box, _ in near))
                 if cut.uncovered is not None:
@@ -233,7 +233,7 @@ class _Planner:
                         self._open.append((transfer, ranks))
 
     def choose_holders(self) -> None:
-        """What only one can send is settled; of the rest the largest goes first, to the holder with the least to send."""
+        """Chooses who sends what several can send: the largest transfer first, from the holder with the least to send."""
         for transfer, holders in sorted(self._open, key=lambda choice: -choice[0].num_bytes):
             transfer.source = min(holders, key=lambda rank: (self._sent[rank], rank))
             self._sent[transfer.source] += transfer.num_bytes
@@ -241,11 +241,11 @@ class _Planner:
 
 
 class _Holders:
-    """Which source ranks hold the boxes of one tensor."""
+    """Knows which source ranks hold the boxes of one tensor."""
 
-    def __init__(self, held: _Tensor, nodes: Sequence[int]) -> None:
+    def __init__(self, owned: _Tensor, nodes: Sequence[int]) -> None:
         ranks: dict[Region, list[int]] = {}
-        for rank, boxes in held.boxes.items():
+        for rank, boxes in owned.boxes.items():
             for box in boxes:
                 ranks.setdefault(box, []).append(rank)
         self.cutter = _cutter(tuple(sorted(ranks)))
@@ -254,7 +254,7 @@ class _Holders:
         self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def of(self, indices: tuple[int, ...], node: int) -> list[int]:
-        """Ranks with any of the boxes: those on the node, or all where it has none."""
+        """Returns the ranks with any of the boxes: those on the node, or all where it has none."""
         known = self._known.get((indices, node))
         if known is None:
             ranks = [rank for index in indices for rank in self._ranks[index]]
@@ -284,7 +284,7 @@ class _Cutter:
         self._known: dict[tuple[Region, tuple[Region, ...]], _Cut] = {}
 
     def cut(self, needed: Region, near: tuple[Region, ...]) -> _Cut:
-        """`near`: boxes in the destination's own process."""
+        """Returns how a needed box comes together.  near: the boxes in the destination's own process."""
         known = self._known.get((needed, near))
         if known is None:
             known = self._known[needed, near] = self._cut(needed, near)
@@ -311,7 +311,7 @@ class _Cutter:
         )
 
     def _atoms(self, region: Region) -> list[tuple[Region, tuple[int, ...]]]:
-        """The region in parts that every source box has whole or not at all, each with the boxes that have it."""
+        """Returns the region in parts that every source box has whole or not at all, each with the boxes that have it."""
         atoms: list[tuple[Region, tuple[int, ...]]] = [(region, ())]
         for index, box in enumerate(self.boxes):
             if intersection(region, box) is not None:

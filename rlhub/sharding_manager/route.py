@@ -1,49 +1,136 @@
-"""From everyone's description of what they hold to this process's part of a plan, ready to run again and again."""
+"""One process's part of a transfer, planned once and run as often as the weights change.
+
+Everything that moves is fingerprinted where it comes from, in the destination's dtype, while it passes; when all has arrived
+the destination reads its live weights back and compares.  So a lost, late or misplaced message is noticed, and every rank
+raises the name of the first weight that it hit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from rlhub.sharding_manager.execution import Execution, rank_plan
+from rlhub.engines.rollout.base import RolloutEngine
+from rlhub.errors import WeightMismatchError
+from rlhub.protocol.weights.fingerprint import combine, digests, nonfinite_names
+from rlhub.protocol.weights.pieces import Piece
+from rlhub.protocol.weights.regions import num_elements, sizes, whole
 from rlhub.sharding_manager.layout_exchange import Member, check_devices, nodes_of
-from rlhub.sharding_manager.links import Links
-from rlhub.sharding_manager.plan import make_plan
-from rlhub.sharding_manager.report import SyncReport
-from rlhub.sharding_manager.schedule import schedule
-from rlhub.sharding_manager.transports.choice import choose_transport
+from rlhub.sharding_manager.local_pieces import LocalPieces
+from rlhub.sharding_manager.peers import Peers
+from rlhub.sharding_manager.plan import Transfer, make_plan
+from rlhub.sharding_manager.schedule import Part, RankPlan, rank_plan, schedule
+from rlhub.sharding_manager.transport import Transport
 
-BUFFER_BUCKETS = 2  # what a process may hold of messages while a planned update runs, in buckets
+BUFFER_BUCKETS = 2  # the memory of a process's message buffers while a planned update runs, in buckets
+
+Agree = Callable[[int], int]
+"""Returns the smallest of all ranks' numbers; every rank calls it."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Route:
-    """names: of all weights, in an order that all ranks share.  agree: the smallest of all ranks' numbers.  bytes: of the full
-    weights as the engine holds them; wire_bytes: what this rank receives from others."""
+class SyncReport:
+    """One update of the rollout engine's weights.
 
-    execution: Execution
-    names: list[str]
-    agree: Callable[[int], int]
+    bytes: of the full weights in the engine's dtype.  wire_bytes: what this rank received from other processes (None when the
+    weights were streamed).  fingerprint: of this rank's parts, empty when the check is off or the process has no engine's
+    weights; equal for equal weights that moved the same way.
+    """
+
+    seconds: float = 0.0
     bytes: int
-    wire_bytes: int
+    num_weights: int
+    version: int
+    fingerprint: str
+    wire_bytes: int | None = None
 
-    def report(self, version: int, fingerprint: str) -> SyncReport:
+
+class Route:
+    """This process's part of a transfer.
+
+    names: of all weights, in an order that all ranks share.  num_bytes: of the full weights as the engines hold them.
+    transport: None where this process is alone.  check: False moves without fingerprints.
+    """
+
+    def __init__(
+        self, plan: RankPlan, peers: Peers | None, transport: Transport | None, *, names: list[str], num_bytes: int, check: bool
+    ) -> None:
+        self.plan, self._peers, self._transport, self._check = plan, peers, transport, check
+        self._names, self._num_bytes = names, num_bytes
+        self._wire_bytes = sum(transfer.num_bytes for received in plan.received.values() for transfer in received)
+
+    @torch.no_grad()
+    def run(self, source: Iterable[Piece], destination: Iterable[Piece], version: int) -> SyncReport:
+        """Moves everything and compares.  Every process of the transfer calls it, and it blocks.
+
+        source, destination: this process's live pieces of both sides, laid out as they were planned.  Raises
+        WeightMismatchError, on every rank, for the first weight that differs on any.
+        """
+        here, live = LocalPieces(source), LocalPieces(destination)
+        wanted: list[int] = []
+        sent: dict[int, list[int]] = {}
+
+        def copy() -> None:
+            wanted.extend(self._copy(here, live))
+
+        def on_sent(peer: int, part: Part, memory: Tensor) -> None:
+            if self._check:
+                sent.setdefault(peer, []).extend(digests(tensor for _, tensor in part.tensors(memory)))
+
+        if self._transport is None:
+            copy()
+        else:
+            self._transport.run(self.plan.rounds, here, live, on_sent=on_sent, meanwhile=copy)
+        fingerprint = self._compare(live, wanted, sent) if self._check else ""
         return SyncReport(
-            seconds=0.0,
-            bytes=self.bytes,
-            num_weights=len(self.names),
+            bytes=self._num_bytes,
+            num_weights=len(self._names),
             version=version,
             fingerprint=fingerprint,
-            wire_bytes=self.wire_bytes,
+            wire_bytes=self._wire_bytes,
         )
 
+    def _copy(self, source: LocalPieces, destination: LocalPieces) -> list[int]:
+        """Copies what moves inside the process and returns the fingerprints of the copies."""
+        copied = (_copy_block(transfer, source, destination) for transfer in self.plan.copies)
+        if self._check:
+            return digests(copied)
+        for _ in copied:
+            pass
+        return []
 
-def make_route(links: Links | None, members: Sequence[Member], *, memory_bytes: int, check: bool) -> Route:
-    """Every process of the links calls it with the same members, itself among them.
+    def _compare(self, live: LocalPieces, wanted: list[int], sent: dict[int, list[int]]) -> str:
+        """Reads the live weights back and compares them; returns the fingerprint of this rank's parts."""
+        transfers = list(self.plan.copies)
+        received = self.plan.received
+        for peer, digests_there in self._exchange(sent).items():
+            transfers += received[peer]
+            wanted += digests_there
+        arrived = digests(live.contiguous(transfer.name, transfer.region) for transfer in transfers)
+        differing = [t.name for t, one, other in zip(transfers, wanted, arrived, strict=True) if one != other]
+        raise_first(self._names, differing, self._peers.minimum if self._peers else alone)
+        values = [(f"{t.name}{t.region}", value) for t, value in zip(transfers, arrived, strict=True)]
+        return combine(values) if values else ""
 
-    memory_bytes: of this process's buffers.  Raises ReshardError where the layouts do not fit together.
+    def _exchange(self, sent: dict[int, list[int]]) -> dict[int, list[int]]:
+        """Returns the fingerprints of what each peer sent to this process, in the order of its messages."""
+        if self._peers is None:
+            return {}
+        sends = [(peer, torch.tensor(values)) for peer, values in sent.items()]
+        receives = [(peer, torch.empty(len(t), dtype=torch.int64)) for peer, t in self.plan.received.items()]
+        for pending in self._peers.exchange(sends, receives):
+            pending.wait()
+        return {peer: values.tolist() for peer, values in receives}
+
+
+def make_route(peers: Peers | None, members: Sequence[Member], *, memory_bytes: int, check: bool) -> Route:
+    """Plans the transfer from everyone's description and returns this process's part.
+
+    Every process calls it with the same members, itself among them.  peers: None where this process is alone.  memory_bytes:
+    of this process's buffers.  Raises ReshardError where the layouts do not fit together.
     """
     check_devices(members)
     sources = [rank for rank, member in enumerate(members) if member.side != "receiver"]
@@ -55,23 +142,63 @@ def make_route(links: Links | None, members: Sequence[Member], *, memory_bytes: 
         destination_processes=destinations,
         nodes=nodes_of(members),
     )
-    transport = choose_transport(links, members, memory_bytes)
-    rank = links.rank if links else 0
-    destination = destinations.index(rank) if rank in destinations else None
+    transport = Transport(peers, memory_bytes) if peers else None
+    rank = peers.rank if peers else 0
     mine = rank_plan(
         plan,
         schedule(plan, transport.round_bytes) if transport else [],
         source=sources.index(rank) if rank in sources else None,
-        destination=destination,
+        destination=destinations.index(rank) if rank in destinations else None,
         source_peers=sources,
         destination_peers=destinations,
         device=members[rank].device,
     )
     full = {info.name: info for member in members for info in member.destinations}
-    return Route(
-        execution=Execution(mine, transport, links, check=check),
-        names=sorted(full),
-        agree=links.minimum if links else lambda number: number,
-        bytes=sum(torch.Size(info.shape).numel() * info.dtype.itemsize for info in full.values()),
-        wire_bytes=0 if destination is None else plan.received_bytes[destination],
+    num_bytes = sum(num_elements(whole(info.shape)) * info.dtype.itemsize for info in full.values())
+    return Route(mine, peers, transport, names=sorted(full), num_bytes=num_bytes, check=check)
+
+
+def alone(number: int) -> int:
+    """The Agree of a process that has no peers."""
+    return number
+
+
+def raise_first(names: list[str], differing: list[str], agree: Agree) -> None:
+    """Raises WeightMismatchError on every rank for the first of `names` that differs on any rank; nothing if none does."""
+    place = {name: index for index, name in enumerate(names)}
+    index = agree(min((place[name] for name in differing), default=len(names)))
+    if index == len(names):
+        return
+    count = len(set(differing))
+    here = f"{count} of {len(names)} weights differ on this rank" if count else "another rank's part differs"
+    raise WeightMismatchError(
+        f"after the weight update the rollout engine does not hold the trainer's {names[index]}: {here}; its samples "
+        "would not come from the policy that is being trained",
+        weight=names[index],
     )
+
+
+def check_range(rollout: RolloutEngine) -> None:
+    """Raises WeightMismatchError for a weight that became infinite on its way: float16 ends at 65504, and what is sent and what
+    arrives are compared after the cast."""
+    pieces = (piece for piece in rollout.live_weights() if piece.tensor.dtype == torch.float16)
+    if infinite := nonfinite_names((piece.name, piece.tensor) for piece in pieces):
+        raise WeightMismatchError(
+            f"{infinite[0]} is beyond what the rollout engine's float16 can hold ({len(infinite)} weights in all): set "
+            "actor_rollout_ref.rollout.dtype=bfloat16 or float32",
+            weight=infinite[0],
+        )
+
+
+def _copy_block(transfer: Transfer, source: LocalPieces, destination: LocalPieces) -> Tensor:
+    """Copies inside the process; returns what was copied, contiguous and in the destination's dtype."""
+    target = destination.view(transfer.name, transfer.region)
+    view = source.view(transfer.name, transfer.region)
+    if target is not None and view is not None and view.is_contiguous() and view.dtype == target.dtype:
+        target.copy_(view)
+        return view.to(target.device)
+    device = destination.device(transfer.name)
+    block = torch.empty(sizes(transfer.region), dtype=transfer.dtype, device=device)
+    source.read(transfer.name, transfer.region, block)
+    destination.write(transfer.name, transfer.region, block)
+    return block

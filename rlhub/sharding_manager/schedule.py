@@ -1,28 +1,59 @@
-"""A plan in rounds that fit the transports' buffers.
+"""A plan in rounds that fit the transport's buffers, and one process's part of them.
 
-In each round no rank sends, and no rank receives, more than one bucket, so a process that is both needs at most two.  Both
-ends of a message list the same transfers in the same order: one packed message a (source, destination, round).
+In each round no rank sends, and no rank receives, more than one bucket, so a process that does both needs at most two.  There is
+one message for each source, destination and round.  Both ends list the same transfers in the same order and cut them into the
+same parts, so each end may choose alone whether a part needs a buffer there.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from rlhub.errors import ReshardError
-from rlhub.protocol.weights.regions import num_elements, split
+from rlhub.protocol.weights.regions import num_elements, sizes, split
 from rlhub.sharding_manager.plan import Plan, Transfer
 from rlhub.utils.collector import without_collector
 
 PARTS_OF_BUCKET = 4  # a transfer is cut to at most this part of a bucket: a round is then filled to three quarters or more
 
+PART_BYTES = 1 << 20
+"""A transfer of this many bytes or more travels by itself: where it is contiguous, no end copies it.  Smaller ones are packed,
+for a message costs more than the copy of one."""
+
+COPY_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
+"""Copies inside a process go in blocks of about this size: on CPU the fingerprint finds the block in the cache, on a GPU a block
+costs the launch of a dozen kernels and, while it is copied, eight bytes an element."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Part:
+    """Transfers that travel as one piece of memory, packed without gaps."""
+
+    transfers: list[Transfer]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(transfer.num_bytes for transfer in self.transfers)
+
+    def tensors(self, memory: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
+        """Yields the transfers with their tensors in the part's memory, given as bytes."""
+        start = 0
+        for transfer in self.transfers:
+            stop = start + transfer.num_bytes
+            yield transfer, memory[start:stop].view(transfer.dtype).view(sizes(transfer.region))
+            start = stop
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Message:
-    """What one source rank sends to one destination rank in a round.
+    """Everything that one source rank sends to one destination rank in a round.
 
-    transfers: in the order they are packed, the widest dtype first, so that each starts at a multiple of its element size.
+    transfers: large ones first; then those that are packed, the widest dtype first, so that each starts at a multiple of its
+    element size.
     """
 
     source: int
@@ -32,6 +63,13 @@ class Message:
     @property
     def num_bytes(self) -> int:
         return sum(transfer.num_bytes for transfer in self.transfers)
+
+    @property
+    def parts(self) -> list[Part]:
+        """Returns the transfers in their order: each large one by itself, and the others together."""
+        large = [transfer for transfer in self.transfers if transfer.num_bytes >= PART_BYTES]
+        packed = self.transfers[len(large) :]
+        return [Part(transfers=[transfer]) for transfer in large] + ([Part(transfers=packed)] if packed else [])
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -47,9 +85,74 @@ class Round:
         return [message for message in self.messages if message.destination == destination]
 
 
+@dataclass(slots=True, kw_only=True)
+class RankRound:
+    """The messages that a process sends and receives in one round, each with the rank of the peer in the group."""
+
+    sends: list[tuple[int, Message]]
+    receives: list[tuple[int, Message]]
+
+
+@dataclass(slots=True, kw_only=True)
+class RankPlan:
+    """One process's part of a plan.  copies: inside it, in blocks.  rounds: with peers."""
+
+    copies: list[Transfer]
+    rounds: list[RankRound]
+
+    @property
+    def sent(self) -> dict[int, list[Transfer]]:
+        """Returns for each peer what is sent to it, in the order in which both ends count."""
+        return _by_peer(pair for this in self.rounds for pair in this.sends)
+
+    @property
+    def received(self) -> dict[int, list[Transfer]]:
+        """Returns for each peer what is received from it, in the order in which both ends count."""
+        return _by_peer(pair for this in self.rounds for pair in this.receives)
+
+
+def _by_peer(messages: Iterable[tuple[int, Message]]) -> dict[int, list[Transfer]]:
+    transfers: dict[int, list[Transfer]] = {}
+    for peer, message in messages:
+        transfers.setdefault(peer, []).extend(message.transfers)
+    return transfers
+
+
+def rank_plan(
+    plan: Plan,
+    rounds: Sequence[Round],
+    *,
+    source: int | None,
+    destination: int | None,
+    source_peers: Sequence[int],
+    destination_peers: Sequence[int],
+    device: str = "cpu",
+) -> RankPlan:
+    """Returns the part of the process that is source rank `source` and destination rank `destination` (None: not of that side).
+
+    *_peers: the group rank of each source and destination rank.  device: the kind of device that the weights are on.
+    """
+    mine: list[RankRound] = []
+    for this in rounds:
+        sends = [] if source is None else [(destination_peers[m.destination], m) for m in this.sent_by(source)]
+        receives = [] if destination is None else [(source_peers[m.source], m) for m in this.received_by(destination)]
+        mine.append(RankRound(sends=sends, receives=receives))
+    copies = [] if destination is None else [part for copy in plan.copies[destination] for part in _blocks(copy, device)]
+    return RankPlan(copies=copies, rounds=mine)
+
+
+def _blocks(copy: Transfer, device: str) -> Iterator[Transfer]:
+    limit = COPY_ELEMENTS[device]
+    if num_elements(copy.region) <= limit:
+        yield copy
+        return
+    for region in split(copy.region, limit):
+        yield replace(copy, region=region)
+
+
 @without_collector()
 def schedule(plan: Plan, bucket_bytes: int) -> list[Round]:
-    """The plan's receives in few rounds; copies inside a process are no part of it.
+    """Returns the plan's receives in few rounds; copies inside a process are no part of it.
 
     A transfer that does not fit is cut into blocks of rows, and a row larger than a bucket along the next dimension.
     Pairs whose ranks have the most left to do go first, so that no rank is left with work for rounds of its own.
@@ -66,8 +169,8 @@ def schedule(plan: Plan, bucket_bytes: int) -> list[Round]:
         messages = []
         for pair in sorted(queues, key=lambda pair: (-max(to_send[pair[0]], to_receive[pair[1]]), pair)):
             source, destination = pair
-            room = bucket_bytes - max(sent[source], received[destination])
-            transfers, num_bytes = _fill(queues[pair], room)
+            left = bucket_bytes - max(sent[source], received[destination])
+            transfers, num_bytes = _fill(queues[pair], left)
             if transfers:
                 sent[source] += num_bytes
                 received[destination] += num_bytes
@@ -84,7 +187,7 @@ _Queue = deque[tuple[Transfer, int]]
 
 
 def _queues(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], _Queue]:
-    """For each pair of ranks its transfers, cut to size, with their bytes."""
+    """Returns for each pair of ranks its transfers, cut to size, with their bytes."""
     queues: dict[tuple[int, int], _Queue] = {}
     for received in plan.receives:
         for transfer in received:
@@ -112,11 +215,11 @@ def _cut(transfer: Transfer, bucket_bytes: int) -> Iterator[Transfer]:
         yield replace(transfer, region=region)
 
 
-def _fill(queue: _Queue, room: int) -> tuple[list[Transfer], int]:
-    """Takes from the queue what fits, in order."""
+def _fill(queue: _Queue, limit: int) -> tuple[list[Transfer], int]:
+    """Takes from the queue, in order, what fits into `limit` bytes, and returns it with its bytes."""
     transfers, total = [], 0
-    while queue and total + queue[0][1] <= room:
+    while queue and total + queue[0][1] <= limit:
         transfer, num_bytes = queue.popleft()
         transfers.append(transfer)
         total += num_bytes
-    return sorted(transfers, key=lambda transfer: -transfer.dtype.itemsize), total
+    return sorted(transfers, key=lambda transfer: (transfer.num_bytes < PART_BYTES, -transfer.dtype.itemsize)), total

@@ -19,14 +19,14 @@ from rlhub.single_controller.calls import CallObserver
 Backend = Literal["ray", "local"]
 
 MAIN_POOL = "main"
-"""Where roles live that are not placed elsewhere."""
+"""The pool of roles that `placement` does not name."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LaunchOptions:
     """How the workers of a run are started.
 
-    nnodes, ranks_per_node: the main pool, which has one process per rank that hosts every role not placed elsewhere.
+    nnodes, ranks_per_node: the main pool, which has one process per rank for all roles that `placement` does not name.
     pools, placement: further pools by name with their ranks per node, and role -> pool for roles that live there.  Each pool
     has processes of its own, one per rank, and a rendezvous of its own; roles of one pool share its processes.
     ray_init: keywords of ray.init; an `address` (or the RAY_ADDRESS variable) joins a cluster, otherwise one is started here.

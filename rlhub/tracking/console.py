@@ -25,7 +25,7 @@ PREVIEW_CHARACTERS = 200
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Column:
-    """A metric worth a column.  The first of `metrics` that a step has is shown."""
+    """A column shows the first of `metrics` that a step has."""
 
     title: str
     metrics: tuple[str, ...]
@@ -50,7 +50,7 @@ ALWAYS_SEEN = re.compile(r"(^|[/_])(skipped|nonfinite|failed|errors?)(_|$|/)")
 
 
 def cells(metrics: Metrics) -> list[str | None]:
-    """The step's value under each of COLUMNS, None where it has none."""
+    """Returns the step's value under each of COLUMNS, None where it has none."""
     found: list[str | None] = []
     for column in COLUMNS:
         values = [metrics[name] for name in column.metrics if name in metrics]
@@ -59,7 +59,7 @@ def cells(metrics: Metrics) -> list[str | None]:
 
 
 def troubles(metrics: Metrics) -> str:
-    """`name value` of every counter of failures that is not 0."""
+    """Returns `name value` of every counter of failures that is not 0."""
     found = [
         f"{name} {value:g}"
         for name, value in metrics.items()
@@ -69,7 +69,7 @@ def troubles(metrics: Metrics) -> str:
 
 
 class ConsoleTracker(Tracker):
-    """See the module docstring.  stream: standard output unless a test says otherwise."""
+    """Shows a run on the console.  stream: standard output unless a test says otherwise."""
 
     def __init__(self, stream: TextIO | None = None, *, terminal: bool | None = None) -> None:
         self._console = Console(file=stream or sys.stdout, force_terminal=terminal, highlight=False, soft_wrap=True)
@@ -119,7 +119,7 @@ class ConsoleTracker(Tracker):
         return " | ".join(parts)
 
     def _print_row(self, step: int, row: Sequence[str | None]) -> None:
-        """One line of the table; the names come again every HEADER_EVERY rows and when a column appears."""
+        """Prints one line of the table; the names come again every HEADER_EVERY rows and when a column appears."""
         shown = [index for index, seen in enumerate(self._seen) if seen]
         table = Table.grid(padding=(0, 2))
         table.add_column(justify="right", min_width=6)
@@ -133,7 +133,7 @@ class ConsoleTracker(Tracker):
         self._rows += 1
 
     def log_generations(self, step: int, split: str, rows: Sequence[GenerationRow]) -> None:
-        """One sample, so that nonsense is seen early; the rest is in generations/."""
+        """Prints one sample, so that nonsense shows early; the rest is in generations/."""
         if rows:
             one = rows[0]
             score = "not scored" if one.score is None else f"score {one.score:g}"
@@ -152,7 +152,7 @@ class ConsoleTracker(Tracker):
 
 
 def _preview(text: str) -> str:
-    """The text on one line, without control characters that a model could steer a terminal with."""
+    """Returns the text on one line, without control characters that a model could steer a terminal with."""
     flat = "".join(character if character.isprintable() else " " for character in text)
     flat = " ".join(flat.split())
     return flat if len(flat) <= PREVIEW_CHARACTERS else f"{flat[:PREVIEW_CHARACTERS]} ..."

@@ -22,7 +22,7 @@ FILE_NAME = re.compile(r"(?P<split>[a-z_]+)-(?P<step>\d+)\.jsonl$")
 
 
 def write_generations(folder: Path, step: int, split: str, rows: Sequence[GenerationRow]) -> Path:
-    """Write the samples of one step; returns the file."""
+    """Writes the samples of one step; returns the file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{split}-{step:06d}.jsonl"
     lines = [json.dumps({"step": step, **asdict(row)}, ensure_ascii=False) for row in rows]
@@ -33,8 +33,8 @@ def write_generations(folder: Path, step: int, split: str, rows: Sequence[Genera
 
 
 def read_generations(path: Path) -> list[GenerationRow]:
-    """The samples in one file.  A damaged line is passed over with a warning: samples are for people to read, and no run should
-    end for one."""
+    """Returns the samples in one file.  A damaged line is passed over with a warning: samples are for people to read, and no run
+    should end for one."""
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if line:
@@ -46,7 +46,7 @@ def read_generations(path: Path) -> list[GenerationRow]:
 
 
 def _row(value: Any) -> GenerationRow:
-    """ValueError or TypeError for what is none."""
+    """Returns a sample from its JSON form; ValueError or TypeError for what is none."""
     if not isinstance(value, dict):
         raise TypeError(f"a JSON object is needed, got {type(value).__name__}")
     value.pop("step", None)
@@ -60,7 +60,7 @@ def _row(value: Any) -> GenerationRow:
 
 
 def list_generations(folder: Path) -> list[tuple[str, int, Path]]:
-    """(split, step, file) of everything written, steps ascending."""
+    """Returns (split, step, file) of everything written, steps ascending."""
     found = []
     for path in folder.glob("*.jsonl"):
         if (match := FILE_NAME.fullmatch(path.name)) and path.is_file():

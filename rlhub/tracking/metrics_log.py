@@ -27,7 +27,8 @@ NONFINITE = "nonfinite"
 
 
 def encode(step: int, metrics: Mapping[str, Any]) -> str:
-    """One line of the log, without the line break; keys sorted behind `step`.  TypeError on a value that is no scalar."""
+    """Returns one line of the log, without the line break; keys are sorted behind `step`.  TypeError on a value that is no
+    scalar."""
     row: dict[str, Any] = {"step": int(step)}
     bad: dict[str, str] = {}
     for name in sorted(metrics):
@@ -48,7 +49,7 @@ def encode(step: int, metrics: Mapping[str, Any]) -> str:
 
 
 def decode(line: str | bytes) -> dict[str, Any]:
-    """The inverse of `encode`.  ValueError when the line is not one."""
+    """Inverts `encode`.  ValueError when the line is not one."""
     row = json.loads(line)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError("no JSON object with an integer 'step'")
@@ -58,7 +59,8 @@ def decode(line: str | bytes) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a log, in file order; a missing file is an empty log, a damaged line is skipped with a warning."""
+    """Returns all whole lines of a log, in file order; a missing file is an empty log, a damaged line is skipped with a
+    warning."""
     if not path.exists():
         return []
     return [row for _, row in _lines(path)]
@@ -77,7 +79,7 @@ def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 class MetricsLog:
-    """The writing side; one process at a time (the run folder's lock sees to that).
+    """Writes a log; one process at a time (the run folder's lock sees to that).
 
     last_step: the highest step in the log, -1 when it is empty.
     """
@@ -98,7 +100,7 @@ class MetricsLog:
             os.truncate(self.path, whole)
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add a step and wait until it is on the disk.  ValueError when the step is not after the last one,
+        """Adds a step and waits until it is on the disk.  ValueError when the step is not after the last one,
         RunFolderError when it cannot be written."""
         if step <= self.last_step:
             raise ValueError(f"step {step} comes after step {self.last_step} in {self.path}; each step is logged once, in order")
@@ -122,7 +124,7 @@ class MetricsLog:
             os.close(descriptor)
 
     def rewind(self, step: int) -> list[int]:
-        """Drop all steps after `step` (-1: all), and damaged lines; returns the steps dropped."""
+        """Drops all steps after `step` (-1: all), and damaged lines; returns the steps dropped."""
         if not self.path.exists():
             return []
         lines = _lines(self.path)
@@ -134,7 +136,7 @@ class MetricsLog:
         return [row["step"] for _, row in lines if row["step"] > step]
 
     def resume(self, step: int, metrics: Mapping[str, Any] | None = None) -> list[int]:
-        """Continue after `step`: rewind, and if the run died between its checkpoint and its line, add the line from the
+        """Continues after `step`: rewinds, and if the run died between its checkpoint and its line, adds the line from the
         `metrics` that the checkpoint holds.  Returns the steps dropped."""
         dropped = self.rewind(step)
         if metrics is not None and self.last_step < step:

@@ -1,4 +1,4 @@
-"""Recorder: the one thing a training loop tells about its progress.
+"""Recorder: takes everything that a training loop reports of its progress.
 
 It writes metrics.jsonl, the sample generations, trace.json and report.html itself and passes everything on to the chosen
 trackers.  A tracker that fails in the middle of a run is dropped with a warning: what is on disk does not depend on it.
@@ -29,7 +29,7 @@ REPORT_SHARE = 0.01  # of the run's time at most goes into refreshing the report
 
 
 class Recorder:
-    """See the module docstring.  Driver process only; `folder` is open.
+    """Writes a run's progress down and passes it on.  Driver process only; `folder` is open.
 
     A step's line and its checkpoint cannot appear in one instant.  Either log first, then commit; or commit first with the
     metrics in the checkpoint's state and give them to `start` on resume.  Both ways each step is logged exactly once.
@@ -42,7 +42,7 @@ class Recorder:
     """
 
     def __init__(self, folder: RunFolder, info: RunInfo, trackers: Sequence[str], spans: SpanLog | None = None) -> None:
-        """spans: what ran when; written whenever the report is."""
+        """spans: what ran when, which is written whenever the report is."""
         self.folder = folder
         self.info = dataclasses.replace(info, config=redact(info.config))
         self.log_file = MetricsLog(folder.metrics)
@@ -51,7 +51,7 @@ class Recorder:
         self._next_report = 0.0
 
     def start(self, resumed_metrics: Mapping[str, Any] | None = None) -> list[int]:
-        """Write config.yaml, rewind metrics.jsonl to the step resumed from, start the trackers.
+        """Writes config.yaml, rewinds metrics.jsonl to the step resumed from, and starts the trackers.
 
         resumed_metrics: the resumed step's metrics as its checkpoint holds them, for a run that died before it could log
             them.  Returns the steps that an earlier process logged and that will be repeated.
@@ -70,28 +70,28 @@ class Recorder:
         except RlhubError:
             for tracker in started:
                 tracker.finish("failed")
-            self._trackers.clear()  # `finish` follows, and must not be told to those that never started
+            self._trackers.clear()  # `finish` follows, and is not for those that never started
             raise
         self._next_report = time.monotonic() + REPORT_EVERY_S
         return dropped
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Record one finished step, durably; each step once, ascending."""
+        """Records one finished step, durably; each step once, ascending."""
         self.log_file.append(step, metrics)
         self._tell(lambda tracker: tracker.log(step, metrics))
         self._refresh_report()
 
     def log_generations(self, step: int, split: str, rows: Sequence[GenerationRow]) -> None:
-        """Record sample completions of a step; split is "val" or "train"."""
+        """Records sample completions of a step; split is "val" or "train"."""
         write_generations(self.folder.generations, step, split, rows)
         self._tell(lambda tracker: tracker.log_generations(step, split, rows))
 
     def phase(self, name: str) -> None:
-        """The run is now doing `name`."""
+        """Tells the trackers that the run is now doing `name`."""
         self._tell(lambda tracker: tracker.phase(name))
 
     def finish(self, status: Status, message: str = "", *, report: bool = True) -> None:
-        """Write the final report and close the trackers.  report: False where the run folder has gone."""
+        """Writes the final report and closes the trackers.  report: False where the run folder has gone."""
         if report:
             self._write_report(status, message)
         self._tell(lambda tracker: tracker.finish(status, message))

@@ -19,8 +19,7 @@ from typing import Any
 
 from rlhub.tracking.generations import list_generations, read_generations
 from rlhub.tracking.metrics_log import read_metrics
-from rlhub.tracking.report_charts import MAX_POINTS, NUM_COLOURS, Chart, Series, line_chart, number, stacked_columns
-from rlhub.tracking.report_gantt import gantt
+from rlhub.tracking.report_charts import MAX_POINTS, NUM_COLOURS, Chart, Series, gantt, line_chart, number, stacked_columns
 from rlhub.tracking.report_page import page
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.spans import read_trace
@@ -43,7 +42,7 @@ CURVES_NOTE = (
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Panel:
-    """A chart shown at the top: all metrics that match `pattern` share it."""
+    """A panel is a chart at the top, shared by all metrics that match `pattern`."""
 
     title: str
     pattern: str
@@ -78,7 +77,7 @@ PANELS = (
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Tile:
-    """A headline figure.  better: +1 rising is good, -1 falling is good, 0 neither."""
+    """A tile is a headline figure.  better: +1 rising is good, -1 falling is good, 0 neither."""
 
     title: str
     metric: str
@@ -98,7 +97,7 @@ TILES = (
 
 
 def write_report(folder: RunFolder, info: RunInfo, status: Status, message: str = "") -> Path:
-    """Make report.html anew from the run folder; returns its path.  Replaces the old one as a whole."""
+    """Makes report.html from what is in the run folder, in place of the old one; returns its path."""
     series = collect(read_metrics(folder.metrics))
     sections = [_header(series, info, status), _alert(status, message), _tiles(series)]
     sections += [_panels(series), _timing(series), _gantt(folder), _staleness(series)]
@@ -110,7 +109,7 @@ def write_report(folder: RunFolder, info: RunInfo, status: Status, message: str 
 
 
 def collect(rows: Sequence[dict[str, Any]]) -> dict[str, Series]:
-    """Metric name -> its finite values over steps; text metrics and non-finite values are left out."""
+    """Returns the finite values over steps of each metric by its name; text metrics and non-finite values are left out."""
     found: dict[str, Series] = {}
     for row in rows:
         for name, value in row.items():
@@ -137,7 +136,8 @@ def _header(series: dict[str, Series], info: RunInfo, status: Status) -> str:
 
 
 def _badge(series: dict[str, Series], status: Status) -> str:
-    """A run that is killed cannot change it: the page itself says so when it has not been written again for long."""
+    """Returns the run's status.  A run that is killed cannot change it: the page itself says so when it has not been written
+    again for long."""
     if status != "running":
         return f'<span class="badge {status}">{status}</span>'
     quiet_s = QUIET_STEPS * max(QUIET_S, *series[STEP_TIME].values) if STEP_TIME in series else QUIET_STEPS * QUIET_S
@@ -145,7 +145,7 @@ def _badge(series: dict[str, Series], status: Status) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1.4 s, 3 min 5 s, 2 h 4 min."""
+    """Returns a time for people: 1.4 s, 3 min 5 s, 2 h 4 min."""
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -188,7 +188,7 @@ def _matching(series: dict[str, Series], panel: Panel) -> list[Series]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key in which pass@8 comes before pass@16."""
+    """Returns a sort key in which pass@8 comes before pass@16."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -214,7 +214,8 @@ def _others(series: dict[str, Series]) -> str:
 
 
 def _timing(series: dict[str, Series]) -> str:
-    """Where the time of a step goes.  `timing_s/step` is the whole; what no phase accounts for is called the rest."""
+    """Returns the section that shows where the time of a step goes.  `timing_s/step` is the whole; what no phase accounts for is
+    called the rest."""
     phases = [one for name, one in series.items() if name.startswith("timing_s/") and name != STEP_TIME]
     if not phases:
         return ""
@@ -241,7 +242,7 @@ def _gantt(folder: RunFolder) -> str:
 
 
 def _staleness(series: dict[str, Series]) -> str:
-    """Of each step's samples, how many versions they were behind the policy they trained."""
+    """Returns the section that shows how many versions each step's samples were behind the policy they trained."""
     found = [series[name] for name in sorted(series, key=_natural) if name.startswith(STALENESS_SHARE)]
     if not found:
         return ""
@@ -258,7 +259,7 @@ def _staleness(series: dict[str, Series]) -> str:
 
 
 def _at(one: Series, steps: Sequence[int]) -> Series:
-    """The series at the given steps, 0 where it has no value (a phase that does not run in every step)."""
+    """Returns the series at the given steps, 0 where it has no value (a phase that does not run in every step)."""
     known = dict(zip(one.steps, one.values, strict=True))
     return Series(name=one.name.removeprefix("timing_s/"), steps=list(steps), values=[known.get(step, 0.0) for step in steps])
 

@@ -1,4 +1,6 @@
-"""Inline SVG charts for the report: lines over steps and stacked columns.  Strings in, strings out, no dependency.
+"""Inline SVG charts for the report: lines over steps, stacked columns, and the Gantt of the last steps.
+
+Strings in, strings out, no dependency.
 
 Colours are CSS variables (`--c0` ... `--c7`), so one drawing serves the light and the dark page.
 """
@@ -12,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from rlhub.tracking.spans import STEPS, Span, lanes_of
+
 WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 50, 16, 10, 26
 NUM_COLOURS = 8
@@ -19,10 +23,21 @@ MAX_POINTS = 400  # more than one per horizontal pixel cannot be seen
 SMOOTH_FROM = 40  # points; shorter curves are read as they are
 SMOOTH_SHARE = 0.08  # width of the moving average, as a share of the curve
 
+NUM_STEPS = 3
+"""Steps of the Gantt: two whole cycles, and how one goes over into the next."""
+MAX_BARS = 600
+"""More could not be told apart; the longest are drawn."""
+MAX_ROWS = 4
+"""Rows of one lane; what overlaps more than that shares the last."""
+GANTT_WIDTH, LABEL, GANTT_RIGHT, GANTT_TOP, AXIS = 960, 170, 14, 6, 24
+ROW, GAP = 15, 7
+LETTER = 6.2
+"""Pixels a letter of a bar's name takes; a name that does not fit is left to the tip."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Series:
-    """One curve: finite values at ascending steps, equally many."""
+    """A series is one curve: finite values at ascending steps, equally many."""
 
     name: str
     steps: list[int]
@@ -31,7 +46,7 @@ class Series:
 
 @dataclass(slots=True, kw_only=True)
 class Chart:
-    """Curves that share axes.  zero: the value axis starts at 0.  smooth: noisy per-step figures get a smoothed line."""
+    """Holds curves that share axes.  zero: the value axis starts at 0.  smooth: noisy per-step figures get a smoothed line."""
 
     title: str
     series: list[Series]
@@ -40,7 +55,7 @@ class Chart:
 
 
 def number(value: float) -> str:
-    """A short human form: 0.4123, 1.2e-06, 48.2k."""
+    """Returns a short form for people: 0.4123, 1.2e-06, 48.2k."""
     size = abs(value)
     if value == int(value) and size < 10_000:
         return str(int(value))
@@ -52,7 +67,7 @@ def number(value: float) -> str:
 
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers, about `count` of them, that lie within [low, high]."""
+    """Returns round numbers, about `count` of them, that lie within [low, high]."""
     if not high > low:
         return [low]
     raw = (high - low) / count
@@ -64,7 +79,7 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def thin(series: Series, limit: int = MAX_POINTS) -> Series:
-    """At most `limit` points: means over equally many neighbouring steps, each placed at the last of them."""
+    """Returns at most `limit` points: means over equally many neighbouring steps, each placed at the last of them."""
     count = len(series.steps)
     if count <= limit:
         return series
@@ -78,7 +93,7 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
 
 
 def smoothed(values: Sequence[float], share: float = SMOOTH_SHARE) -> list[float]:
-    """Centred moving average, so that the line does not lag behind what it shows; at the ends, over what there is."""
+    """Returns the centred moving average, so that the line does not lag behind what it shows; at the ends, over what there is."""
     reach = max(1, round(share * len(values) / 2))
     sums = list(itertools.accumulate(values, initial=0.0))
     result = []
@@ -89,7 +104,7 @@ def smoothed(values: Sequence[float], share: float = SMOOTH_SHARE) -> list[float
 
 
 def line_chart(chart: Chart) -> str:
-    """The chart as an HTML figure: title, last values, curves, and the data for the page's hover script."""
+    """Returns the chart as an HTML figure: title, last values, curves, and the data for the page's hover script."""
     series = [thin(one) for one in chart.series]
     axes = _Axes.around(series, zero=chart.zero)
     lines = "".join(_curve(one, index % NUM_COLOURS, axes, smooth=chart.smooth) for index, one in enumerate(series))
@@ -104,7 +119,7 @@ def line_chart(chart: Chart) -> str:
 
 
 def script_json(value: object) -> str:
-    """JSON that cannot end the script element it is put in."""
+    """Returns JSON that cannot end the script element it is put in."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -121,7 +136,7 @@ def _legend(series: Sequence[Series]) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class _Axes:
-    """The data window and its mapping to the drawing's coordinates."""
+    """Maps the data window to the drawing's coordinates."""
 
     x_low: float
     x_high: float
@@ -146,7 +161,7 @@ class _Axes:
         return HEIGHT - BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
 
     def drawing(self) -> str:
-        """Grid, value labels, step labels and base line."""
+        """Draws grid, value labels, step labels and base line."""
         ticks = [tick for tick in nice_ticks(self.x_low, self.x_high, 6) if tick == int(tick)]
         return self.values_axis() + "".join(_step_label(self.x(tick), number(tick)) for tick in ticks)
 
@@ -181,7 +196,7 @@ def _path(steps: Sequence[int], values: Sequence[float], axes: _Axes) -> str:
 
 
 def stacked_columns(title: str, steps: Sequence[int], parts: Sequence[Series], *, unit: str) -> str:
-    """One column per step, divided among the parts (bottom up, in order); every part has a value at every step."""
+    """Draws one column per step, divided among the parts (bottom up, in order); every part has a value at every step."""
     limit = 80  # columns narrower than about 5 pixels blur
     thinned = [thin(one, limit) for one in parts]
     shown = thin(Series(name="", steps=list(steps), values=[0.0] * len(steps)), limit).steps
@@ -207,3 +222,106 @@ def stacked_columns(title: str, steps: Sequence[int], parts: Sequence[Series], *
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{axes.values_axis()}{"".join(bars)}</svg>'
         "</div></figure>"
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class Window:
+    """Holds what a Gantt draws: spans that lie, in part at least, between two moments."""
+
+    spans: list[Span]
+    start: float
+    end: float
+    left_out: int
+
+    def x(self, moment: float) -> float:
+        inside = min(max(moment, self.start), self.end)
+        return LABEL + (inside - self.start) / (self.end - self.start) * (GANTT_WIDTH - LABEL - GANTT_RIGHT)
+
+
+def last_steps(spans: Sequence[Span], num_steps: int = NUM_STEPS) -> Window | None:
+    """Returns the window of the last steps that have ended, of all spans where no step has; None of no span."""
+    steps = [span for span in spans if span.lane == STEPS][-num_steps:] or list(spans)
+    if not steps:
+        return None
+    start, end = min(span.start for span in steps), max(span.end for span in steps)
+    inside = [span for span in spans if span.end > start and span.start < end]
+    shown = sorted(inside, key=lambda span: span.start - span.end)[:MAX_BARS]
+    if not shown or end <= start:
+        return None
+    return Window(spans=sorted(shown, key=lambda span: span.start), start=start, end=end, left_out=len(inside) - len(shown))
+
+
+def gantt(spans: Sequence[Span]) -> str:
+    """Returns what ran when in the last steps as an HTML figure; "" when nothing was recorded.
+
+    A row for each lane, a bar for each span; spans of one lane that overlap lie below each other.
+    """
+    window = last_steps(spans)
+    if window is None:
+        return ""
+    colours = _colours_of(window.spans)
+    parts: list[str] = []
+    top = float(GANTT_TOP)
+    for lane in lanes_of(window.spans):
+        rows = stack([span for span in window.spans if span.lane == lane])
+        parts.append(f'<text x="{LABEL - 8}" y="{top + ROW - 4:.1f}" text-anchor="end">{escape(_cut(lane, 26))}</text>')
+        for index, row in enumerate(rows):
+            parts += [_span_bar(span, top + index * ROW, window, colours) for span in row]
+        top += len(rows) * ROW + GAP
+    height = top + AXIS
+    left_out = f'<span class="last">{window.left_out} short ones are left out</span>' if window.left_out else ""
+    return (
+        f'<figure class="chart"><figcaption><b>Last steps</b>{left_out}</figcaption><div class="plot">'
+        f'<svg viewBox="0 0 {GANTT_WIDTH} {height:.0f}" role="img" aria-label="what ran when in the last steps">'
+        f"{_time_axis(window, top)}{''.join(parts)}</svg></div></figure>"
+    )
+
+
+def stack(spans: Sequence[Span]) -> list[list[Span]]:
+    """Returns rows without overlap, as few as that takes and MAX_ROWS at most."""
+    rows: list[list[Span]] = []
+    for span in sorted(spans, key=lambda one: one.start):
+        free = next((row for row in rows if row[-1].end <= span.start), None)
+        if free is None and len(rows) < MAX_ROWS:
+            rows.append([span])
+        else:
+            (free if free is not None else rows[-1]).append(span)
+    return rows
+
+
+def _colours_of(spans: Sequence[Span]) -> dict[str, int]:
+    """Returns each name's colour: the names that take most time get colours of their own."""
+    seconds: dict[str, float] = {}
+    for span in spans:
+        if span.lane != STEPS:
+            seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
+    ordered = sorted(seconds, key=lambda name: -seconds[name])
+    return {name: min(index, NUM_COLOURS - 1) for index, name in enumerate(ordered)}
+
+
+def _span_bar(span: Span, y: float, window: Window, colours: dict[str, int]) -> str:
+    x, end = window.x(span.start), window.x(span.end)
+    width = max(end - x, 0.5)
+    said = [f"{span.name}: {number(span.end - span.start)} s", *(f"{name}: {value}" for name, value in span.args.items())]
+    title = escape("\n".join(said))
+    fill = f"fill:var(--c{colours[span.name]})" if span.name in colours else "fill:var(--line)"
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{ROW - 2}"'
+    rectangle = f'<rect {place} rx="2" style="{fill}"><title>{title}</title></rect>'
+    if len(span.name) * LETTER > width - 6:
+        return rectangle
+    ink = "" if span.lane == STEPS else ";fill:var(--card)"
+    label = f'<text x="{x + 4:.1f}" y="{y + ROW - 5:.1f}" style="pointer-events:none{ink}">{escape(span.name)}</text>'
+    return rectangle + label
+
+
+def _time_axis(window: Window, bottom: float) -> str:
+    parts = []
+    for tick in nice_ticks(0.0, window.end - window.start, 8):
+        x = window.x(window.start + tick)
+        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{GANTT_TOP}" y2="{bottom:.1f}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 14:.1f}" text-anchor="middle">{number(tick)} s</text>')
+    return "".join(parts)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

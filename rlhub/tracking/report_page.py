@@ -111,6 +111,6 @@ __BODY__
 
 
 def page(title: str, body: str) -> str:
-    """The whole document; `title` is text, `body` is HTML."""
+    """Returns the whole document; `title` is text, `body` is HTML."""
     frame = PAGE.replace("__TITLE__", escape(title)).replace("__STYLE__", STYLE.strip()).replace("__SCRIPT__", SCRIPT.strip())
     return frame.replace("__BODY__", body)

@@ -4,8 +4,8 @@
         config.yaml            resolved settings, secrets hidden      metrics.jsonl    one object per step
         report.html            the run at a glance                    generations/     sample completions
         logs/<role>-rank<r>.log                                       global_step_<n>/ checkpoints
-        trace.json             what ran when, for trace viewers       earlier-<k>/     a run that was started anew here
-        run.lock tracking.json
+        trace.json             what ran when, for trace viewers       trackers/<name>/ what a tracker keeps on this machine
+        run.lock tracking.json                                        earlier-<k>/     a run that another took the place of
 
 What a run writes has a name of `WRITTEN`; everything else in the folder is the user's and stays as it is.  A folder that holds
 files but no run is refused: a run would write among them.
@@ -32,6 +32,7 @@ import yaml
 
 from rlhub.errors import RunFolderError
 from rlhub.tracking.metrics_log import decode
+from rlhub.tracking.tracker import TRACKERS_FOLDER
 from rlhub.utils.atomic import write_json, write_text
 from rlhub.utils.redact import redact
 
@@ -45,7 +46,7 @@ FILES = (
     "latest_checkpointed_iteration.txt",
 )  # fmt: skip
 FOLDERS = (
-    "logs", "generations", "batches", "tensorboard", "wandb", "rlhub-weights-*",
+    "logs", "generations", "batches", "tensorboard", "wandb", TRACKERS_FOLDER, "rlhub-weights-*",
     *(f"{prefix}global_step_*" for prefix in ("", ".saving_", ".replaced_", ".deleting_")),
 )  # fmt: skip
 WRITTEN = (*FILES, *(f"{name}.part" for name in FILES), *FOLDERS)
@@ -64,7 +65,7 @@ LENGTH = "optim.total_training_steps"
 
 
 class RunFolder:
-    """Paths of a run folder, and its lock.  `open` (or `with`) before writing; reading needs no lock."""
+    """Holds the paths of a run folder, and its lock.  `open` (or `with`) before writing; reading needs no lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -97,7 +98,8 @@ class RunFolder:
         return self.path / "generations"
 
     def problem(self) -> str | None:
-        """Why no run may write here, with the remedy: files of someone else's, or a folder where a file goes; None if one may."""
+        """Returns why no run may write here, with the remedy: files of someone else's, or a folder where a file goes; None if one
+        may."""
         try:
             inside = sorted(self.path.iterdir()) if self.path.is_dir() else []
         except OSError:
@@ -119,7 +121,7 @@ class RunFolder:
         return None
 
     def open(self) -> RunFolder:
-        """Create what is missing and take the lock.  RunFolderError when another run has it, it holds what is not a run's, or
+        """Creates what is missing and takes the lock.  RunFolderError when another run has it, it holds what is not a run's, or
         the place is not writable."""
         if problem := self.problem():
             raise RunFolderError(f"trainer.default_local_dir: {problem}")
@@ -180,8 +182,8 @@ class RunFolder:
         )
 
     def check(self) -> None:
-        """RunFolderError when the open folder is no longer at its path: removed, renamed, or another in its place.  A run.lock
-        that someone removed is written again."""
+        """Raises RunFolderError when the open folder is no longer at its path: removed, renamed, or another in its place.  A
+        run.lock that someone removed is written again."""
         if self._folder is None or self._lock_file is None:
             return
         mine = os.fstat(self._folder)
@@ -200,7 +202,7 @@ class RunFolder:
             self._lock_file = fresh
 
     def close(self) -> None:
-        """Give the lock back; the folder may be opened again, by anyone."""
+        """Gives the lock back; the folder may be opened again, by anyone."""
         if self._lock_file is not None:
             os.ftruncate(self._lock_file, 0)
         self._let_go()
@@ -218,7 +220,7 @@ class RunFolder:
         self.close()
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write config.yaml, for its owner alone and with secrets hidden.  A differing one of an earlier start is kept as
+        """Writes config.yaml, for its owner alone and with secrets hidden.  A differing one of an earlier start is kept as
         config.<k>.yaml."""
         text = yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True, width=120)
         if self.config.exists() and (old := self.config.read_text(encoding="utf-8")) != text:
@@ -226,22 +228,22 @@ class RunFolder:
         write_text(self.config, text, mode=OWNER_ONLY)
 
     def changes(self, config: Mapping[str, Any]) -> list[str]:
-        """`key: before -> now` of the settings in which config.yaml differs from these, leaving out derived lengths and what of
-        the section `trainer` says how long, where and how often, and not what is trained; [] without a readable file."""
+        """Returns `key: before -> now` of the settings in which config.yaml differs from these, leaving out derived lengths and
+        what of the section `trainer` says how long, where and how often, and not what is trained; [] without a readable file."""
         try:
-            before = dict(_leaves(redact(yaml.safe_load(self.config.read_text(encoding="utf-8")))))
+            before = dict(leaves(redact(yaml.safe_load(self.config.read_text(encoding="utf-8")))))
         except (OSError, ValueError, yaml.YAMLError):
             return []
-        now = dict(_leaves(yaml.safe_load(yaml.safe_dump(redact(config)))))
+        now = dict(leaves(yaml.safe_load(yaml.safe_dump(redact(config)))))
         names = [name for name in now if name in before and _says_what_is_trained(name)]
         return [f"{name}: {before[name]} -> {now[name]}" for name in names if before[name] != now[name]]
 
     def note(self, name: str) -> str | None:
-        """A short text that an earlier start left with `write_note` (a tracker's run id), or None."""
+        """Returns a short text that an earlier start left with `write_note` (a tracker's run id), or None."""
         return self._notes().get(name)
 
     def write_note(self, name: str, value: str) -> None:
-        """Keep a short text for later starts in this folder."""
+        """Keeps a short text for later starts in this folder."""
         write_json(self._notes_path, {**self._notes(), name: value})
 
     @property
@@ -256,7 +258,7 @@ class RunFolder:
         return value if isinstance(value, dict) else {}
 
     def set_aside(self) -> Path | None:
-        """Make room for a run from the beginning: move what a run wrote here into `earlier-<k>`, which is returned; None when
+        """Moves what a run wrote here into `earlier-<k>`, which is returned, so that one can start from the beginning; None when
         there was nothing of a run.  The user's own files stay.  Call it after `open`."""
         moving = [path for path in self.path.iterdir() if _matches(path, WRITTEN)]
         if not any(map(_has_files, moving)):
@@ -275,7 +277,7 @@ def _matches(path: Path, patterns: Iterable[str]) -> bool:
 
 
 def _has_files(path: Path) -> bool:
-    """Of a folder, whether anything is in it."""
+    """Whether anything is in a folder; true of a file."""
     return not path.is_dir() or any(path.iterdir())
 
 
@@ -332,10 +334,10 @@ def _may_be_alive(holder: Mapping[str, Any]) -> bool:
         return False
 
 
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(full name, value) of nested mappings."""
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (full name, value) of nested mappings."""
     if not isinstance(tree, Mapping):
         yield prefix, tree
         return
     for name, value in tree.items():
-        yield from _leaves(value, f"{prefix}.{name}" if prefix else str(name))
+        yield from leaves(value, f"{prefix}.{name}" if prefix else str(name))

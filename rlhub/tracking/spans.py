@@ -1,4 +1,4 @@
-"""What ran when: named stretches of time on lanes, kept while the run goes on, for the report's Gantt and for a trace viewer.
+"""What ran when: named spans of time on lanes, kept while the run goes on, for the report's Gantt and for a trace viewer.
 
     spans = SpanLog()
     spans.record("publication", "version 3", start, end, bytes=1 << 20)     # from any thread
@@ -6,8 +6,10 @@
         ...
     write_trace(folder.trace, spans.latest())                               # Perfetto and chrome://tracing open it
 
-Times are those of `time.perf_counter()`, in seconds; on Linux it is one clock for all processes of a machine, so a stretch
-that another process has measured there can be recorded as it is.  Only the newest stretches are kept: a run may be long.
+Times are those of `time.perf_counter()`, in seconds; on Linux it is one clock for all processes of a machine, so a span that
+another process has measured there can be recorded as it is.  Only the newest spans are kept: a run may be long.
+
+CallTiming times worker-group calls in dispatch: the training loop itself holds no timers.
 """
 
 from __future__ import annotations
@@ -16,21 +18,25 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rlhub.utils.atomic import write_text
+from rlhub.utils.timing import PhaseTimer
+
+if TYPE_CHECKING:  # its package loads torch, which who reads a trace does not need
+    from rlhub.single_controller.calls import ObservedCall
 
 CAPACITY = 20_000
-"""Stretches kept: about 3 MB of trace, and some hundred steps of a run with a dozen replicas."""
+"""Spans kept: about 3 MB of trace, and some hundred steps of a run with a dozen replicas."""
 
 STEPS = "steps"
-"""The lane whose stretches are the training steps."""
+"""The lane whose spans are the training steps."""
 TRAINER = "trainer"
-"""What the training loop itself does between worker calls."""
+"""The lane of what the training loop itself does between worker calls."""
 
 MICROSECONDS = 1e6
 _PID = 1
@@ -40,7 +46,8 @@ Value = str | int | float | bool
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Span:
-    """A stretch of time.  lane: what was busy (a role, a replica, "publication").  name: with what.  args: for the reader."""
+    """A span is a stretch of time.  lane: what was busy (a role, a replica, "publication").  name: with what.  args: for the
+    reader."""
 
     lane: str
     name: str
@@ -50,31 +57,31 @@ class Span:
 
 
 class RecordSpan(Protocol):
-    """What units that know nothing of a run are given: `SpanLog.record`, or `ignore_span`."""
+    """Records a span for units that know nothing of a run: `SpanLog.record`, or `ignore_span`."""
 
     def __call__(self, lane: str, name: str, start: float, end: float, /, **args: Value) -> None: ...
 
 
 def ignore_span(lane: str, name: str, start: float, end: float, /, **args: Value) -> None:
-    """A RecordSpan for runs without a trace."""
+    """Records nothing, for runs without a trace."""
 
 
 class SpanLog:
-    """See the module docstring.  Costs about a microsecond a stretch."""
+    """Keeps the newest spans; recording one costs about a microsecond."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._spans: deque[Span] = deque(maxlen=capacity)
         self._lock = threading.Lock()  # a deque must not grow while it is copied
 
     def record(self, lane: str, name: str, start: float, end: float, /, **args: Value) -> None:
-        """Keep a stretch that has ended."""
+        """Keeps a span that has ended."""
         span = Span(lane=lane, name=name, start=start, end=end, args=args)
         with self._lock:
             self._spans.append(span)
 
     @contextmanager
     def measure(self, lane: str, name: str, /, **args: Value) -> Iterator[None]:
-        """Record the block's stretch, also when the block raises."""
+        """Records the block's span, also when the block raises."""
         start = time.perf_counter()
         try:
             yield
@@ -82,24 +89,53 @@ class SpanLog:
             self.record(lane, name, start, time.perf_counter(), **args)
 
     def block(self, name: str, start: float, end: float) -> None:
-        """Of a PhaseTimer: the training loop's own on its lane, those of other threads on lanes of their own."""
+        """Records a block of a PhaseTimer: the training loop's own on its lane, those of other threads on lanes of their own."""
         thread = threading.current_thread()
         self.record(TRAINER if thread is threading.main_thread() else thread.name, name, start, end)
 
     def latest(self) -> list[Span]:
-        """What is kept, in the order in which it ended."""
+        """Returns the spans that are kept, in the order in which they ended."""
         with self._lock:
             return list(self._spans)
 
 
+class CallTiming:
+    """Observes worker-group calls, and adds each call's seconds to the timer under the method's name.
+
+    Calls that run at the same time share theirs: one counts from the end of the call that was read before it, so that the
+    phases still add up to the time that passed.  on_phase: receives the method's name when a call starts.  record: receives
+    each call's whole span, on the lane of its role.
+    """
+
+    def __init__(
+        self, timer: PhaseTimer, on_phase: Callable[[str], None] | None = None, record: RecordSpan = ignore_span
+    ) -> None:
+        self._timer = timer
+        self._record = record
+        self._on_phase = on_phase
+        self._last_end = 0.0
+
+    def on_start(self, call: ObservedCall) -> None:
+        if self._on_phase is not None:
+            self._on_phase(call.method)
+
+    def on_end(self, call: ObservedCall, seconds: float, error: BaseException | None) -> None:
+        now = time.perf_counter()
+        failed = {} if error is None else {"failed": type(error).__name__}
+        self._record(call.role, call.method, now - seconds, now, **failed)
+        if error is None:
+            self._timer.add(call.method, min(seconds, now - self._last_end))
+        self._last_end = now
+
+
 def lanes_of(spans: Sequence[Span]) -> list[str]:
-    """Steps, the trainer, then the others by name."""
+    """Returns the lanes in the order of a drawing: steps, the trainer, then the others by name."""
     found = {span.lane for span in spans}
     return [lane for lane in (STEPS, TRAINER) if lane in found] + sorted(found - {STEPS, TRAINER})
 
 
 def write_trace(path: Path, spans: Sequence[Span]) -> None:
-    """A file in Chrome's trace event format (JSON object form), which Perfetto reads too; replaces the old one as a whole.
+    """Writes a file in Chrome's trace event format (JSON object form), which Perfetto reads too; replaces the old one as a whole.
 
     Every lane is a thread of one process; times are microseconds.
     """
@@ -120,7 +156,7 @@ def write_trace(path: Path, spans: Sequence[Span]) -> None:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The spans of a file of `write_trace`; none when it is not there or is not one."""
+    """Returns the spans of a file of `write_trace`; none when it is not there or is not one."""
     try:
         events = json.loads(path.read_bytes())["traceEvents"]
         lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 
-from rlhub.errors import ConfigError
-from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status, Tracker
-
-SHOWN_SAMPLES = 8
+from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status, Tracker, load_package, sample_text
 
 
 class TensorboardTracker(Tracker):
-    """Scalars under their own names.  A resumed run tells TensorBoard to forget the steps that are done again."""
+    """Writes scalars under their own names.  A resumed run tells TensorBoard to forget the steps that are done again."""
 
     def start(self, run: RunInfo) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError("trainer.logger names tensorboard, which is not installed; run: pip install 'rlhub[tracking]'")
-        from torch.utils.tensorboard import SummaryWriter
+        load_package("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter  # torch is loaded by those who want it alone
 
         purge = None if run.resumed_step is None else run.resumed_step + 1
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
@@ -29,8 +24,7 @@ class TensorboardTracker(Tracker):
         self._writer.flush()
 
     def log_generations(self, step: int, split: str, rows: Sequence[GenerationRow]) -> None:
-        parts = [f"**{row.prompt}**\n\n{row.response}\n\nscore: {row.score}" for row in rows[:SHOWN_SAMPLES]]
-        self._writer.add_text(f"samples/{split}", "\n\n---\n\n".join(parts), step)
+        self._writer.add_text(f"samples/{split}", sample_text(rows), step)
 
     def finish(self, status: Status, message: str = "") -> None:
         self._writer.add_text("status", f"{status} {message}".strip())

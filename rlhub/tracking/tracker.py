@@ -1,4 +1,4 @@
-"""Tracker: anything that is told about a run while it goes on.  The vocabulary shared by all of them is here.
+"""Tracker: the interface of everything that follows a run, and the vocabulary that all trackers share.
 
 A tracker of your own is one class in one file, registered with `TRACKERS.register("name")` in a module named in
 trainer.plugins, and chosen with trainer.logger='["console","name"]'.
@@ -6,19 +6,27 @@ trainer.plugins, and chosen with trainer.logger='["console","name"]'.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhub.errors import ConfigError
+
 Metrics = Mapping[str, float | int | str]
 Status = Literal["running", "finished", "interrupted", "failed"]
+
+TRACKERS_FOLDER = "trackers"
+SHOWN_SAMPLES = 8
+"""Samples of a step that a text shows; the rest is in generations/."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunInfo:
-    """What is known of a run before its first step.
+    """Describes a run before its first step.
 
     folder: the run folder.  config: the resolved configuration as plain nested dicts; given to trackers with secrets
         hidden.  total_steps: the last step's number, None when unknown.
@@ -32,10 +40,14 @@ class RunInfo:
     total_steps: int | None = None
     resumed_step: int | None = None
 
+    def own_folder(self, tracker: str) -> Path:
+        """Returns where a tracker keeps its files of this run: <run folder>/trackers/<name>."""
+        return self.folder / TRACKERS_FOLDER / tracker
+
 
 @dataclass(slots=True, kw_only=True)
 class GenerationRow:
-    """One sampled completion, to be read by people.
+    """A sampled completion, to be read by people.
 
     score: the reward function's; None when it failed.  finish_reason: stop, length or abort.
     extra: anything JSON has a form for.
@@ -50,8 +62,40 @@ class GenerationRow:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+SAMPLE_COLUMNS = ("prompt", "response", "score", "ground_truth", "data_source", "finish_reason")
+
+
+def sample_table(step: int, rows: Sequence[GenerationRow]) -> tuple[list[str], list[list[Any]]]:
+    """Returns the columns' names and the cells of a step's samples, for trackers that show tables."""
+    return ["step", *SAMPLE_COLUMNS], [[step, *(getattr(row, name) for name in SAMPLE_COLUMNS)] for row in rows]
+
+
+def sample_text(rows: Sequence[GenerationRow]) -> str:
+    """Returns the first samples as Markdown, for trackers that show texts."""
+    parts = [f"**{row.prompt}**\n\n{row.response}\n\nscore: {row.score}" for row in rows[:SHOWN_SAMPLES]]
+    return "\n\n---\n\n".join(parts)
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; a folder of that name without code, which a tracker has left behind, is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def load_package(name: str) -> Any:
+    """Imports the package that the tracker of the same name needs.  ConfigError says how it is installed."""
+    if not is_installed(name):
+        raise ConfigError(f"trainer.logger names {name}, which is not installed; run: pip install 'rlhub[{name}]'")
+    return importlib.import_module(name)
+
+
+def one_line(error: Exception) -> str:
+    """Returns an error's text as the part of a sentence."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
 class Tracker(ABC):
-    """Lives in the driver process; its methods are called in order and block the training loop, so they must be quick.
+    """Follows a run from the driver process; its methods are called in order and block the training loop, so they must be quick.
 
     `start` comes first and once; it raises ConfigError when the tracker cannot work (package or login missing), so a run
     does not begin without what its user asked for.  `finish` comes last and once.  Between them a failure is raised as
@@ -59,17 +103,19 @@ class Tracker(ABC):
     """
 
     @abstractmethod
-    def start(self, run: RunInfo) -> None: ...
+    def start(self, run: RunInfo) -> None:
+        """Opens the run, or continues it where run.resumed_step is set."""
 
     @abstractmethod
     def log(self, step: int, metrics: Metrics) -> None:
-        """All metrics of one step, once per step, steps ascending."""
+        """Receives all metrics of one step, once per step, steps ascending."""
 
     def log_generations(self, step: int, split: str, rows: Sequence[GenerationRow]) -> None:  # noqa: B027 - optional
-        """Sample completions of a step; split is "val" or "train"."""
+        """Receives sample completions of a step; split is "val" or "train"."""
 
     def phase(self, name: str) -> None:  # noqa: B027 - optional
-        """The run is now doing `name` (generate, update_actor, ...)."""
+        """Hears that the run is now doing `name` (generate, update_actor, ...)."""
 
     @abstractmethod
-    def finish(self, status: Status, message: str = "") -> None: ...
+    def finish(self, status: Status, message: str = "") -> None:
+        """Closes the run.  message: why it failed."""

@@ -6,21 +6,18 @@ The run's id is kept in the run folder, so a resumed job continues the same run 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhub.errors import ConfigError, RlhubError
 from rlhub.tracking.run_folder import RunFolder
-from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status, Tracker
+from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status, Tracker, load_package, one_line, sample_table
 
 NOTE = "wandb_run_id"
 EXIT_CODES: dict[Status, int] = {"finished": 0, "running": 0, "interrupted": 1, "failed": 1}
-
-
 WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
-"""Of WANDB_MODE."""
+"""Values of WANDB_MODE that need no account."""
 REMEDY = (
     "run `wandb login` (or set WANDB_API_KEY), keep the run on this machine with WANDB_MODE=offline (`wandb sync` uploads it "
     "later), or take wandb out of trainer.logger"
@@ -28,27 +25,21 @@ REMEDY = (
 
 
 def login_problems() -> list[str]:
-    """What is wrong with the account's key, found without a network; at a terminal wandb asks for one that is missing."""
+    """Returns what is wrong with the account's key, found without a network; at a terminal wandb asks for one that is missing."""
     wandb = importlib.import_module("wandb")
     try:
         if wandb.setup().settings.mode not in WITHOUT_LOGIN:
             wandb.login(verify=False)
     except (wandb.Error, ValueError, OSError) as error:
-        return [f"trainer.logger names wandb, which has no login on this machine ({_one_line(error)}): {REMEDY}"]
+        return [f"trainer.logger names wandb, which has no login on this machine ({one_line(error)}): {REMEDY}"]
     return []
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
-
-
 class WandbTracker(Tracker):
-    """All metrics with the trainer's step as wandb's; sample completions as a table per validation."""
+    """Logs all metrics with the trainer's step as wandb's, and sample completions as a table per validation."""
 
     def start(self, run: RunInfo) -> None:
-        if importlib.util.find_spec("wandb") is None:
-            raise ConfigError("trainer.logger names wandb, which is not installed; run: pip install 'rlhub[tracking]'")
-        self._wandb: Any = importlib.import_module("wandb")
+        self._wandb: Any = load_package("wandb")
         folder = RunFolder(run.folder)
         known = folder.note(NOTE) if run.resumed_step is not None else None
         run_id = known or uuid.uuid4().hex[:12]
@@ -57,16 +48,15 @@ class WandbTracker(Tracker):
                 project=run.project, name=run.experiment, id=run_id, resume="allow", dir=str(run.folder), config=run.config
             )
         except (self._wandb.Error, OSError) as error:
-            raise ConfigError(f"wandb does not start ({_one_line(error)}): {REMEDY}") from error
+            raise ConfigError(f"wandb does not start ({one_line(error)}): {REMEDY}") from error
         folder.write_note(NOTE, run_id)
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._guarded(lambda: self._run.log(dict(metrics), step=step))
 
     def log_generations(self, step: int, split: str, rows: Sequence[GenerationRow]) -> None:
-        names = ["step", "prompt", "response", "score", "ground_truth", "data_source", "finish_reason"]
-        cells = [[step, r.prompt, r.response, r.score, r.ground_truth, r.data_source, r.finish_reason] for r in rows]
-        self._guarded(lambda: self._run.log({f"samples/{split}": self._wandb.Table(columns=names, data=cells)}, step=step))
+        columns, cells = sample_table(step, rows)
+        self._guarded(lambda: self._run.log({f"samples/{split}": self._wandb.Table(columns=columns, data=cells)}, step=step))
 
     def finish(self, status: Status, message: str = "") -> None:
         self._guarded(lambda: self._run.finish(exit_code=EXIT_CODES[status]))

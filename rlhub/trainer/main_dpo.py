@@ -16,7 +16,7 @@ DESCRIPTION = (
 
 def main(config: DPOConfig) -> int:
     """Build, fit; returns the exit status (128 + signal when stopped by one)."""
-    from rlhub.trainer.preference import build_dpo_data, build_dpo_trainer
+    from rlhub.trainer.supervised import build_dpo_data, build_dpo_trainer
     from rlhub.trainer.training import train
 
     return train(config, build_dpo_data(config), build_dpo_trainer)

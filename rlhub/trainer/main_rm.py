@@ -16,7 +16,7 @@ DESCRIPTION = (
 
 def main(config: RMConfig) -> int:
     """Build, fit; returns the exit status (128 + signal when stopped by one)."""
-    from rlhub.trainer.preference import build_rm_data, build_rm_trainer
+    from rlhub.trainer.supervised import build_rm_data, build_rm_trainer
     from rlhub.trainer.training import train
 
     return train(config, build_rm_data(config), build_rm_trainer)

@@ -1,8 +1,11 @@
 """Run: everything around the training steps that is the same for every trainer.
 
-The run folder and its lock, resuming, metrics, progress, checkpoints with retention, and stopping on signals.  A step ends
-in this order: checkpoint committed (with the step's metrics inside), then its line in metrics.jsonl; a process killed
-between the two writes the line on resume, so each step stands there exactly once.
+The run folder and its lock, resuming, metrics, progress, checkpoints with retention, and stopping on signals.  A step ends in
+this order: checkpoint committed (with the step's metrics inside), then its line in metrics.jsonl; a process killed between the
+two writes the line on resume, so each step stands there exactly once.
+
+Training steps in a row that change nothing, because loss or gradient was not finite, have a limit: one such step is chance;
+several come from a setting or a model with which no step will ever be taken.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,15 +24,13 @@ from rlhub.checkpoint.store import Checkpoint, CheckpointStore
 from rlhub.config.rules.faults import planned_faults
 from rlhub.config.rules.placement import pools_of
 from rlhub.config.sections.trainer import TrainerConfig
-from rlhub.errors import CheckpointError, RunFolderError
-from rlhub.tracking.call_timing import CallTiming
+from rlhub.errors import CheckpointError, NonFiniteError, RunFolderError
 from rlhub.tracking.metrics_log import MetricsLog
 from rlhub.tracking.recorder import Recorder
 from rlhub.tracking.report import write_report
 from rlhub.tracking.run_folder import RunFolder
-from rlhub.tracking.spans import STEPS, SpanLog
+from rlhub.tracking.spans import STEPS, CallTiming, SpanLog
 from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status
-from rlhub.trainer.skipped_steps import SkippedSteps
 from rlhub.utils import faults
 from rlhub.utils.faults import FaultPlan
 from rlhub.utils.signals import StopSignals
@@ -37,6 +38,8 @@ from rlhub.utils.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
 
+TRAINED_MODELS = ("actor", "critic", "train")
+"""What the metrics of models that are trained begin with."""
 SHOWN_CHANGES = 8
 """Most changed settings that a message names."""
 SaveFunction = Callable[[Path], list[FileEntry]]
@@ -66,6 +69,35 @@ class _Line:
     def complete(self) -> None:
         if self.late is not None:
             self.metrics, self.late = {**self.metrics, **self.late.result()}, None
+
+
+@dataclass(slots=True)
+class SkippedSteps:
+    """Counts training steps in a row that change nothing: their loss or gradient was not finite, and they were skipped.
+
+    One such step is chance; several on end come from a setting or a model with which no step will ever be taken.
+    limit: training steps; None: there is none.
+    """
+
+    limit: int | None
+    _in_a_row: dict[str, int] = field(init=False, default_factory=dict)
+
+    def add(self, metrics: Mapping[str, float | str]) -> bool:
+        """Counts a training step; returns whether a model has had as many in a row as the limit."""
+        for model in TRAINED_MODELS:
+            skipped = float(metrics.get(f"{model}/skipped_steps", 0.0))
+            taken = float(metrics.get(f"{model}/optimizer_steps", 1.0 - skipped))
+            self._in_a_row[model] = self._in_a_row.get(model, 0) + 1 if skipped and taken <= 0 else 0
+        return self.limit is not None and max(self._in_a_row.values()) >= self.limit
+
+    def error(self, step: int, folder: object) -> NonFiniteError:
+        """Returns what to raise when `add` was True and the step is saved."""
+        model = max(self._in_a_row, key=self._in_a_row.__getitem__)
+        return NonFiniteError(
+            f"{self._in_a_row[model]} training steps in a row were skipped, because loss or gradient was not finite "
+            f"({model}/skipped_steps), so the model does not change any more. Step {step} is saved as it is in {folder}. Look "
+            "for a coefficient, a learning rate or rewards out of all bounds; trainer.max_skipped_steps is the limit"
+        )
 
 
 class Run:
@@ -166,7 +198,7 @@ class Run:
         )
 
     def _complete_log(self) -> None:
-        """Of a finished run that was killed between its last checkpoint and that step's line: write the line and the report."""
+        """Writes the last line and the report of a finished run that was killed between its last checkpoint and that line."""
         done = self.checkpoint
         if done is None or not self.already_finished or done.path.parent != self.folder.path:
             return

@@ -15,8 +15,7 @@ import torch
 from rlhub.agents.openai_server.server import OpenAIServer, ServerOptions
 from rlhub.config.devices import count_gpus, torch_has_cuda
 from rlhub.config.sections.serve import ServeConfig
-from rlhub.engines.rollout.base import RolloutEngine, SamplingParams
-from rlhub.engines.rollout.elsewhere import WeightsElsewhere
+from rlhub.engines.rollout.base import ExternalWeights, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.errors import ConfigError
 from rlhub.models.shape import read_model_shape
@@ -86,7 +85,7 @@ def build_engine(config: ServeConfig) -> RolloutEngine:
         )
     )
     engine.initialize()
-    if isinstance(engine, WeightsElsewhere):
+    if isinstance(engine, ExternalWeights):
         with engine.overwriting(INITIAL_VERSION):
             """They are those of the files already; its workers are told the version."""
     else:

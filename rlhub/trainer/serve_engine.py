@@ -17,8 +17,15 @@ from typing import Any, NoReturn, Protocol
 from safetensors import SafetensorError, safe_open
 
 from rlhub.agents.openai_server.errors import unavailable
-from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, RolloutEngine, SamplingParams, WeightBucket
-from rlhub.engines.rollout.elsewhere import WeightsElsewhere
+from rlhub.engines.rollout.base import (
+    Completion,
+    ExternalWeights,
+    Follow,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    WeightBucket,
+)
 from rlhub.engines.rollout.weight_stream import abbreviate, apply_buckets
 from rlhub.errors import EngineError, RequestError, RlhubError, VersionError
 from rlhub.protocol.weights.fingerprint import nonfinite_names
@@ -100,7 +107,7 @@ class EngineAdministration:
 
     def _from_model(self, folder: Path, version: int) -> Callable[[], object]:
         engine = self._engine
-        if isinstance(engine, WeightsElsewhere):
+        if isinstance(engine, ExternalWeights):
             target = f"{__name__}:{WorkerFolder.__name__}"
             engine.call_workers(target, "check", str(folder))
 
@@ -127,7 +134,7 @@ class Weights(Protocol):
 
 
 class WorkerFolder:
-    """In each worker of an engine whose weights are elsewhere: reads a Hugging Face folder for itself."""
+    """Reads a Hugging Face folder in each worker of an engine with external weights."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights

@@ -1,5 +1,7 @@
-"""SupervisedTrainer: training on data that are there, one optimizer step a batch, with the same run folder, checkpoints and
-resume as RL.  What is learned is the worker's: demonstrations, preferences, a reward model."""
+"""Training on data that are there, one optimizer step a batch, with the same run folder, checkpoints and resume as RL.
+
+SupervisedTrainer is the same for demonstrations (SFT), preference pairs (DPO) and reward models: what is learned is the worker's.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,20 @@ from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.data.order import IndexedData, ResumableLoader
+from rlhub.data.preference import PreferenceDataset
+from rlhub.data.sft import SFTDataset
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Worker, WorkerGroup
+from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.metrics import mean_metrics
 from rlhub.trainer.run import Run
-from rlhub.trainer.workers import launch_workers
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
+from rlhub.workers.supervised import DPOWorker, RewardTrainingWorker, SFTWorker
 
 SupervisedConfig = SFTConfig | DPOConfig | RMConfig
 C = TypeVar("C", SFTConfig, DPOConfig, RMConfig)
+COLUMNS = ("input_ids", "attention_mask", "response_mask")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,7 +38,7 @@ class SupervisedTrainer:
     """`fit` trains to `total_steps` and returns the last step taken.
 
     model: a worker group with `train_step(batch)` (metrics of one optimizer step), `evaluate(batch)` (sums and their `count`),
-    `save_checkpoint` and `load_checkpoint`.  columns: of a batch, what the workers read.
+    `save_checkpoint` and `load_checkpoint`.  columns: what the workers read of a batch.
     """
 
     config: TrainerConfig
@@ -63,7 +69,7 @@ class SupervisedTrainer:
         return step
 
     def validate(self) -> dict[str, float]:
-        """val/...: each sum of the workers over the sum of their `count`."""
+        """Returns val/...: each sum of the workers over the sum of their `count`."""
         totals: dict[str, float] = {}
         for batch in self.val_batches:
             for name, value in mean_metrics(self.model.evaluate(self._read(batch)).meta_info["metrics"]).items():
@@ -79,11 +85,11 @@ class SupervisedTrainer:
         return [entry for rank in self.model.save_checkpoint(str(folder / "model")) for entry in rank]
 
     def state(self) -> dict[str, Any]:
-        """What the driver must remember besides the model."""
+        """Returns what the driver must remember besides the model."""
         return {"loader": self.loader.state()}
 
     def restore(self) -> int:
-        """Load the checkpoint the run resumes from; returns its step, 0 for a fresh start."""
+        """Loads the checkpoint the run resumes from; returns its step, 0 for a fresh start."""
         checkpoint = self.run.checkpoint
         if checkpoint is None:
             return 0
@@ -103,7 +109,7 @@ class SupervisedData:
 
 
 def read_data(config: SupervisedConfig, read: Callable[..., IndexedData], columns: Sequence[str]) -> SupervisedData:
-    """Read the files; DataError names file, row and column of what is unusable.  read: (files, tokenizer, *, vocab_size)."""
+    """Reads the files; DataError names file, row and column of what is unusable.  read: (files, tokenizer, *, vocab_size)."""
     data = config.data
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     assert data.train_files is not None and config.model.path is not None, "checked when the configuration is loaded"
@@ -119,8 +125,8 @@ def read_data(config: SupervisedConfig, read: Callable[..., IndexedData], column
 
 
 def builder(worker: type[Worker]) -> Callable[[C, SupervisedData, Run, ExitStack], SupervisedTrainer]:
-    """How a job builds its trainer around `worker`, called with (configuration, runtime): starts the workers; what must be
-    ended is put on the stack."""
+    """Returns what builds a job's trainer around `worker`, which is made with (configuration, runtime), and starts its workers;
+    what must be ended is put on the stack."""
 
     def build(config: C, data: SupervisedData, run: Run, stack: ExitStack) -> SupervisedTrainer:
         config.optim.total_training_steps = data.total_steps
@@ -144,3 +150,24 @@ def builder(worker: type[Worker]) -> Callable[[C, SupervisedData, Run, ExitStack
         )
 
     return build
+
+
+def build_sft_data(config: SFTConfig) -> SupervisedData:
+    """Reads demonstrations."""
+    return read_data(config, partial(SFTDataset, config.data), COLUMNS)
+
+
+def build_dpo_data(config: DPOConfig) -> SupervisedData:
+    """Reads preference pairs."""
+    return read_data(config, partial(PreferenceDataset, config.data), COLUMNS)
+
+
+def build_rm_data(config: RMConfig) -> SupervisedData:
+    """Reads preference pairs, with the margins if there are any."""
+    columns = COLUMNS if config.margin_key is None else (*COLUMNS, "margin")
+    return read_data(config, partial(PreferenceDataset, config.data, margin_key=config.margin_key), columns)
+
+
+build_sft_trainer = builder(SFTWorker)
+build_dpo_trainer = builder(DPOWorker)
+build_rm_trainer = builder(RewardTrainingWorker)

@@ -1,19 +1,37 @@
-"""A training job from data to exit status: the same for every trainer."""
+"""A training job from data to exit status, the same for every trainer; and whether a run can go on from its checkpoint.
+
+That is judged before any worker starts.  Tensors that training engines load are those that were saved: other adapters, sizes or
+dtypes do not fit them.  What they depend on stands in the checkpoint's own state, so that it holds for a checkpoint of another
+folder too.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rlhub.checkpoint.store import Checkpoint
+from rlhub.config.rules.asynchronous import is_async
+from rlhub.config.rules.engines import ONLY_ROLE, Engine, engines
 from rlhub.config.schema import to_dict
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
+from rlhub.config.sections.sft import SFTConfig
+from rlhub.config.sections.training import FSDPConfig, MegatronConfig, Section
 from rlhub.data.order import ResumableLoader
-from rlhub.errors import ClusterLostError
+from rlhub.errors import ClusterLostError, ConfigError
+from rlhub.models.shape import ModelShape, read_model_shape
+from rlhub.trainer.ppo.requirements import requirements
+from rlhub.trainer.ppo.sync_source import PROMPTS_IN_WORK, STREAMED
+from rlhub.trainer.ppo.worker_groups import ACTOR_ROLE, CRITIC_ROLE
 from rlhub.trainer.preflight.model import check_models
-from rlhub.trainer.resume import EXTRAS, MADE_WITH, TrainingConfig, changed_inputs, check_resume, made_with
 from rlhub.trainer.run import Run
+from rlhub.workers.base import HF_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +52,7 @@ class TrainingData(Protocol):
     def total_steps(self) -> int: ...
 
 
-C = TypeVar("C", bound=TrainingConfig)
+C = TypeVar("C", bound="TrainingConfig")
 D = TypeVar("D", bound=TrainingData)
 
 
@@ -69,3 +87,182 @@ def train(config: C, data: D, build: Callable[[C, D, Run, ExitStack], Trainer]) 
             raise
         logger.info("step %d of %d done; run folder %s, report %s", last, data.total_steps, run.folder.path, run.folder.report)
         return run.signals.exit_code
+
+
+TrainingConfig = PPOConfig | SFTConfig | DPOConfig | RMConfig
+
+MADE_WITH = "made_with"
+"""Key of a checkpoint's state: what `made_with` gave when it was saved.  Checkpoints without it are taken as they are."""
+EXTRAS = "data_extras"
+"""Key of a checkpoint's state: the loader's extras_fingerprint."""
+FILES = "files"
+"""Key of what `made_with` gives: setting that names a file of the user's own -> hash of the file."""
+REMEDY = (
+    "To go on with that run set it back; for a new run set trainer.experiment_name or trainer.default_local_dir to another name, "
+    "or trainer.resume_mode=disable (the old run is moved aside)"
+)
+NOT_COMPARED = {"mlp_columns", "max_positions", "tied"}
+"""Fields of a model's shape that follow from others, change no tensor, or are in a copy's config.json only where unusual."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Made:
+    """What a model's tensors in a checkpoint depend on.  dtype: of the weights that are stepped; None: of an engine that does
+    not say."""
+
+    path: str | None
+    override_config: dict[str, Any]
+    lora_rank: int
+    lora_alpha: float
+    target_modules: list[str]
+    dtype: str | None
+
+
+def made_with(config: TrainingConfig) -> dict[str, Any]:
+    """JSON-able; for a checkpoint's state."""
+    return {
+        "trainer": _trainer(config),
+        "models": {name: _as_dict(_made(engine)) for name, engine in _trained(config).items()},
+        FILES: {key: _hash(path) for key, path in _own_files(config).items()},
+    }
+
+
+def check_resume(config: TrainingConfig, checkpoint: Checkpoint) -> None:
+    """ConfigError that names what does not fit the checkpoint, with both values and the remedy."""
+    found = list(_problems(config, checkpoint))
+    if found:
+        raise ConfigError([f"cannot go on from {checkpoint.path}: {'; '.join(found)}. {REMEDY}"])
+
+
+def changed_inputs(config: TrainingConfig, checkpoint: Checkpoint, extras: str | None) -> list[str]:
+    """What the run goes on with that is not as it was, though its name is: files of the user's own, and of the data what only
+    rewards and workflows read.  extras: the loader's fingerprint of the latter."""
+    before, now = checkpoint.state.get(MADE_WITH, {}).get(FILES, {}), _own_files(config)
+    other = [
+        f"{key}={path} is another file, or was edited" for key, path in now.items() if before.get(key, _hash(path)) != _hash(path)
+    ]
+    if extras is not None and checkpoint.state.get(EXTRAS, extras) != extras:
+        other.append("extra_info or agent_name of rows in data.train_files changed")
+    return [f"{text} since {checkpoint.path} was saved: the run goes on with what is there now" for text in other]
+
+
+def _own_files(config: TrainingConfig) -> dict[str, Path]:
+    """Setting -> file that it names and that decides what is learned, where there is one."""
+    if not isinstance(config, PPOConfig):
+        return {}
+    rollout, where = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    named = {
+        "custom_reward_function.path": config.custom_reward_function.path,
+        "reward_model.judge.prompt_template": config.reward_model.judge.prompt_template,
+        f"{where}.agent.default_agent_loop": (rollout.agent.default_agent_loop or "").rpartition(":")[0],
+        f"{where}.multi_turn.tool_config_path": rollout.multi_turn.tool_config_path,
+    }
+    return {key: Path(text).expanduser() for key, text in named.items() if text and "\n" not in text and _is_file(text)}
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):  # a prompt's own text may be no path at all
+        return False
+
+
+def _hash(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+def _problems(config: TrainingConfig, checkpoint: Checkpoint) -> Iterator[str]:
+    before = checkpoint.state.get(MADE_WITH, {})
+    trainer, now = before.get("trainer"), _trainer(config)
+    if trainer not in (None, now):
+        yield f"it was saved by {trainer}, and this is {now}"
+        return
+    for folder, engine in _trained(config).items():
+        place, recorded = checkpoint.path / folder, before.get("models", {}).get(folder)
+        if not place.is_dir():
+            yield _absent(folder, config)
+        elif recorded is not None:
+            yield from _differences(recorded, engine)
+            yield from _other_shape(recorded, engine, place / HF_FOLDER)
+    if isinstance(config, PPOConfig) and not (is_async(config) or config.trainer.replay_from) and STREAMED in checkpoint.state:
+        yield PROMPTS_IN_WORK
+
+
+def _trainer(config: TrainingConfig) -> str:
+    return f"main_{type(config).__name__.removesuffix('Config').lower()}"
+
+
+def _trained(config: TrainingConfig) -> dict[str, Engine]:
+    """Folder in a checkpoint -> engine whose state is in it."""
+    found = engines(config)
+    if not isinstance(config, PPOConfig):
+        return {ONLY_ROLE: found[0]}
+    by_role = {engine.role: engine for engine in found}
+    names = [ACTOR_ROLE, *([CRITIC_ROLE] if requirements(config).values else [])]
+    return {name: by_role[name] for name in names}
+
+
+def _made(engine: Engine) -> Made:
+    model = engine.role_model.model
+    targets = [model.target_modules] if isinstance(model.target_modules, str) else sorted(model.target_modules)
+    return Made(
+        path=model.path,
+        override_config=model.override_config,
+        lora_rank=model.lora_rank,
+        lora_alpha=float(model.lora_alpha),
+        target_modules=targets,
+        dtype=_stepped_dtype(engine.section),
+    )
+
+
+def _stepped_dtype(section: Section) -> str | None:
+    """Megatron's optimizer steps float32 weights, whatever the model computes in."""
+    if isinstance(section, MegatronConfig):
+        return "fp32"
+    return section.model_dtype if isinstance(section, FSDPConfig) else None
+
+
+def _as_dict(made: Made) -> dict[str, Any]:
+    return {item.name: getattr(made, item.name) for item in fields(made)}
+
+
+def _absent(folder: str, config: TrainingConfig) -> str:
+    if isinstance(config, PPOConfig) and folder == CRITIC_ROLE:
+        return f"it holds no critic, which algorithm.adv_estimator={config.algorithm.adv_estimator} trains"
+    return f"it holds no {folder}, which {_trainer(config)} trains"
+
+
+def _differences(before: Mapping[str, Any], engine: Engine) -> Iterator[str]:
+    """Adapters and dtypes; a setting of adapters means something only where there are some."""
+    now, key = _as_dict(_made(engine)), engine.role_model.model_key
+    names = ["lora_rank"]
+    if before.get("lora_rank") == now["lora_rank"] != 0:
+        names += ["lora_alpha", "target_modules"]
+    for name in names:
+        if name in before and before[name] != now[name]:
+            yield f"{key}.{name} was {_shown(before[name])} and is {_shown(now[name])} now"
+    dtypes = (before.get("dtype"), now["dtype"])
+    if None not in dtypes and dtypes[0] != dtypes[1]:
+        yield f"{engine.key} keeps its weights in {dtypes[1]} now (model_dtype), and they were saved in {dtypes[0]}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return value[0] if len(value) == 1 else f"[{','.join(map(str, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _other_shape(before: Mapping[str, Any], engine: Engine, saved: Path) -> Iterator[str]:
+    """Sizes of a model that another path or other entries of its configuration make another."""
+    model = engine.role_model.model
+    if (before.get("path"), before.get("override_config")) == (model.path, model.override_config):
+        return
+    try:
+        old, new = read_model_shape(saved), read_model_shape(Path(model.path or "").expanduser(), model.override_config)
+    except ConfigError:
+        return  # a hub name, or a checkpoint of weights alone: the workers will tell
+    sizes = [item.name for item in fields(ModelShape) if item.name not in NOT_COMPARED]
+    other = [f"{name} {getattr(old, name)} -> {getattr(new, name)}" for name in sizes if getattr(old, name) != getattr(new, name)]
+    if other:
+        was, now = before.get("path"), model.path
+        yield f"{engine.role_model.model_key} is of another shape ({', '.join(other)}; path was {was} and is {now} now)"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """For what makes millions of objects and not one cycle: the collector would walk them over and over."""
+    """Turns the collector off while code makes millions of objects and not one cycle: it would walk them over and over."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -21,7 +21,7 @@ def without_collector() -> Iterator[None]:
 
 @contextmanager
 def heap_set_aside() -> Iterator[None]:
-    """What lives now, with everything that was imported, is not looked through again until the end of the block.
+    """Keeps all objects that live now, with everything that was imported, out of collections until the end of the block.
 
     torch and transformers alone are a million objects: a full collection stops every thread of the process for some 0.2 s, the
     event loop of the episodes among them.

@@ -116,11 +116,11 @@ class FaultPlan:
     record: str
 
     def record_of(self, fault: Fault) -> Path:
-        """The file that says that the fault has struck."""
+        """Returns the file that says that the fault has struck."""
         return Path(self.record) / f"fault-{fault.kind}-{fault.place}-rank{fault.rank}-step{fault.step}.json"
 
     def unstruck(self) -> Iterator[Fault]:
-        """The faults that have not struck yet."""
+        """Returns the faults that have not struck yet."""
         return (fault for fault in self.faults if not self.record_of(fault).exists())
 
 
@@ -134,7 +134,7 @@ class _Installed:
     struck: set[Fault] = field(default_factory=set)
 
     def due(self, place: str, rank: int, step: int) -> Fault | None:
-        """The fault that strikes now, if this process is the first to be there."""
+        """Returns the fault that strikes now, if this process is the first to be there."""
         for fault in self.plan.faults:
             if (fault.place, fault.rank, fault.step) == (place, rank, step) and fault not in self.struck:
                 self.struck.add(fault)
@@ -158,34 +158,34 @@ _installed: _Installed | None = None
 
 
 def install(plan: FaultPlan | None, *, rank: int = 0) -> None:
-    """From now on this process follows the plan (None: no plan).  rank: its own, in its group."""
+    """Makes this process follow the plan (None: no plan).  rank: its own, in its group."""
     global _installed
     _installed = _Installed(plan=plan, rank=rank) if plan is not None and plan.faults else None
 
 
 def installed() -> FaultPlan | None:
-    """The plan of this process, to be given to one that it starts."""
+    """Returns the plan of this process, to be given to one that it starts."""
     return None if _installed is None else _installed.plan
 
 
 def may_strike(place: str) -> bool:
-    """Whether this process's plan has a fault for the place."""
+    """Returns whether this process's plan has a fault for the place."""
     return _installed is not None and any(fault.place == place for fault in _installed.plan.faults)
 
 
 def begin_step(step: int) -> None:
-    """What this process does from now on belongs to that training step; before the first it is 0."""
+    """Sets the training step of what this process does from now on; before the first it is 0."""
     if _installed is not None:
         _installed.step = step
 
 
 def current_step() -> int:
-    """The step that is under way here, 0 without a plan."""
+    """Returns the current step of this process, 0 without a plan."""
     return 0 if _installed is None else _installed.step
 
 
 def at_call(role: str, method: str, step: int, rank: int) -> None:
-    """A rank begins a method of a role in that step of the driver's."""
+    """Passes the place where a rank begins a method of a role, in that step of the driver's."""
     if _installed is not None:
         begin_step(step)
         at(f"{_OWNERS.get(method, role.replace(_COLOCATED, 'actor'))}.{method}", rank=rank)
@@ -233,7 +233,7 @@ def _strike(fault: Fault, path: Path | None, pid: int) -> None:
 
 
 def _send(pid: int, number: signal.Signals, seconds: float) -> None:
-    """A stopped process goes on after that time; whoever wakes it must not be of its session, which may be stopped as a whole."""
+    """Sends the signal; a stopped process is woken after so long, by a process of another session: its own may be stopped too."""
     if number == signal.SIGSTOP:
         command = ["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {pid}"]
         subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

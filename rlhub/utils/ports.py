@@ -1,4 +1,4 @@
-"""A TCP port to listen on that is told to others before it is used."""
+"""A TCP port to listen on that others learn of before it is used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRIES = 100
 
 
 def free_port(host: str = "") -> int:
-    """A port of `host` ("": all addresses) on which nobody listens.
+    """Returns a port of `host` ("": all addresses) on which nobody listens.
 
     It lies below the range from which the system gives any connection its port, where it can: of that range another process
     may have taken it by the time it is used, as its own end of some connection.
@@ -35,7 +35,7 @@ def _first_of_connections() -> int:
 
 
 def _bound(host: str, port: int) -> int:
-    """The port, any for 0; 0 where it is taken."""
+    """Returns the port, any for 0; 0 where it is taken."""
     with socket.socket() as probe:
         try:
             probe.bind((host, port))

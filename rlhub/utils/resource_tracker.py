@@ -15,7 +15,7 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def start_apart() -> None:
-    """Start this process's tracker, which its children share, in a session of its own; does nothing where one runs already."""
+    """Starts this process's tracker, which its children share, in a session of its own; does nothing where one runs already."""
     original = util.spawnv_passfds
     util.spawnv_passfds = _spawn_apart  # type: ignore[assignment]  # it takes any sequence of descriptors
     try:

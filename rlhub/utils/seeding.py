@@ -1,34 +1,67 @@
-"""Seeds that depend on what is sampled, never on where or in which batch it is sampled.
+"""Seeds and noise that depend on what is sampled, never on where, in which order or in which batch it is sampled.
 
-SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) mixes the three numbers.
+All of them are words of one counter-based generator: Philox4x64-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy
+as 1, 2, 3, SC 2011) as numpy has it.  A word is a pure function of a few integers, so no generator's state needs saving.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import numpy as np
+from numpy.typing import NDArray
 
 _MASK = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
+_BLOCK = 4  # words that Philox gives for each value of its counter
+_SEED_BITS = 31
+_DOUBLE_BITS = np.uint64(11)  # 64 - 53: what is left fits a float64 exactly, so a uniform stays below 1
 
 
-def _mix(state: int) -> int:
-    state = (state + _GAMMA) & _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-    return state ^ (state >> 31)
+class Purpose(IntEnum):
+    """What words are drawn for: those of different purposes have nothing to do with each other, whatever the seed."""
+
+    SAMPLE = 0
+    """The seed of a sample: prompt's ordinal."""
+    ORDER = 1
+    """The order of a data set's rows: epoch."""
+    TOKEN = 2
+    """The noise with which a completion's tokens are sampled."""
+    CONTINUATION = 3
+    """The seed of a completion that goes on in an engine whose noise has no position: tokens so far."""
+    SELECTION = 4
+    """The keys by which a loss chooses among tokens: step, sample."""
+
+
+def _philox(seed: int, purpose: Purpose, numbers: tuple[int, ...], block: int) -> np.random.Philox:
+    """Philox under the key (seed, purpose), whose counter is the block and up to three numbers."""
+    counter = np.array([block, *(number & _MASK for number in numbers), 0, 0, 0][:_BLOCK], dtype=np.uint64)
+    return np.random.Philox(key=np.array([seed & _MASK, purpose], dtype=np.uint64), counter=counter)
+
+
+def random_bits(seed: int, purpose: Purpose, *numbers: int, first: int = 0, count: int = 1) -> NDArray[np.uint64]:
+    """Returns the words first .. first + count - 1 (64 random bits each) of the sequence that a seed, a purpose and up to three
+    numbers name; (count,)."""
+    block, skipped = divmod(first & _MASK, _BLOCK)
+    words: NDArray[np.uint64] = _philox(seed, purpose, numbers, block).random_raw(skipped + count)[skipped:]
+    return words
+
+
+def uniforms(seed: int, purpose: Purpose, *numbers: int, count: int) -> NDArray[np.float64]:
+    """Returns the first `count` words of the sequence as uniforms in [0, 1); (count,) float64."""
+    return (random_bits(seed, purpose, *numbers, count=count) >> _DOUBLE_BITS).astype(np.float64) * 2.0**-53
 
 
 def sample_seed(run_seed: int, ordinal: int, sample: int) -> int:
-    """Seed in [0, 2**31) of sample number `sample` of prompt number `ordinal` of the run with seed `run_seed`."""
-    return _mix(_mix(_mix(run_seed & _MASK) ^ (ordinal & _MASK)) ^ (sample & _MASK)) >> 33
+    """Returns the seed in [0, 2**31) of sample number `sample` of prompt number `ordinal` of the run with seed `run_seed`."""
+    return int(random_bits(run_seed, Purpose.SAMPLE, ordinal, first=sample)[0]) >> (64 - _SEED_BITS)
 
 
-def sample_seeds(run_seed: int, ordinals: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """`sample_seed` of every row: `ordinals` and `samples` (rows,) integers -> (rows,) int64."""
-    pairs = zip(ordinals.tolist(), samples.tolist(), strict=True)
-    return np.array([sample_seed(run_seed, ordinal, sample) for ordinal, sample in pairs], dtype=np.int64)
+def sample_seeds(run_seed: int, ordinal: int, num_samples: int) -> list[int]:
+    """Returns the `sample_seed` of the first samples of a prompt."""
+    words = random_bits(run_seed, Purpose.SAMPLE, ordinal, count=num_samples)
+    return [word >> (64 - _SEED_BITS) for word in words.tolist()]
 
 
-def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    """Order (size,) int64 of a data set's rows in one epoch; a function of its arguments only."""
-    return np.random.Generator(np.random.Philox(key=_mix(_mix(seed & _MASK) ^ epoch))).permutation(size)
+def permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
+    """Returns the order (size,) int64 of a data set's rows in one epoch; a function of its arguments only."""
+    return np.random.Generator(_philox(seed, Purpose.ORDER, (epoch,), 0)).permutation(size)

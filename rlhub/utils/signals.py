@@ -30,12 +30,12 @@ class StopSignals:
         return self._received is not None
 
     def defer(self) -> None:
-        """From now on a signal waits for whoever asks `requested`."""
+        """Makes signals set `requested` from now on, instead of ending the process."""
         self._deferring = True
 
     @property
     def exit_code(self) -> int:
-        """What the process should exit with: 128 + the signal's number, or 0 when none came."""
+        """The status that the process should exit with: 128 + the signal's number, or 0 when none came."""
         return 0 if self._received is None else 128 + self._received.value
 
     @property

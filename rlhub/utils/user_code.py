@@ -15,9 +15,10 @@ from rlhub.errors import LoadError
 
 def load_target(target: str) -> Any:
     """Returns the object; LoadError with the cause's traceback if there is none."""
+    module, name = _parts(target)
     try:
-        return resolve(target)
-    except (LoadError, FileNotFoundError) as error:
+        return _attribute(module, name)
+    except FileNotFoundError as error:
         raise LoadError(str(error)) from error
     except Exception as error:  # boundary to code of the user's: whatever its import raises
         raise LoadError(f"cannot load {target}:\n{traceback.format_exc()}") from error
@@ -25,9 +26,17 @@ def load_target(target: str) -> Any:
 
 def resolve(target: str) -> Any:
     """Returns the object; raises whatever the user's code raises at its import."""
+    return _attribute(*_parts(target))
+
+
+def _parts(target: str) -> tuple[str, str]:
     module, _, name = target.rpartition(":")
     if not module or not name:
         raise LoadError(f"{target!r} is neither 'module:name' nor 'path/to/file.py:name'")
+    return module, name
+
+
+def _attribute(module: str, name: str) -> Any:
     value: Any = module_from_file(module) if module.endswith(".py") else importlib.import_module(module)
     for part in name.split("."):
         value = getattr(value, part)

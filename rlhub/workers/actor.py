@@ -18,14 +18,12 @@ from rlhub.engines.training.updates import PolicyUpdater
 from rlhub.models.throughput import ThroughputMeter
 from rlhub.protocol import DataProto
 from rlhub.sharding_manager.files import WeightWriter
-from rlhub.sharding_manager.pools import WeightSender
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
+from rlhub.sharding_manager.separate import WeightSender
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.single_controller.placement import DevicePlace, device_place
 from rlhub.workers.base import EngineWorker
-from rlhub.workers.room import make_room
-from rlhub.workers.runtime import WorkerRuntime, memory_metrics
-from rlhub.workers.transfer import Meeting, open_meeting
+from rlhub.workers.memory_handover import Rendezvous, WorkerRuntime, memory_metrics, open_rendezvous, release_idle_memory
 
 ACTOR = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
 
@@ -81,7 +79,7 @@ class ActorPart(EngineWorker):
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """old_log_probs (rows, response) of the current policy, and sum_pi_squared where meta_info asks for it;
         meta_info["metrics"] are the throughput's."""
-        make_room()
+        release_idle_memory()
         started = time.perf_counter()
         extra = ("sum_pi_squared",) if batch.meta_info.get("sum_pi_squared") else ()
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs", *extra))
@@ -93,7 +91,7 @@ class ActorPart(EngineWorker):
     @register(dispatch_mode=ACTOR, deadline="infer")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """ref_log_prob (rows, response) of the frozen starting policy."""
-        make_room()
+        release_idle_memory()
         engine = self.reference or self.engine
         outputs = engine.infer(dict(batch.batch.items()), outputs=("log_probs",), adapters=False)
         if self.reference is not None:
@@ -104,7 +102,7 @@ class ActorPart(EngineWorker):
     def update_actor(self, batch: DataProto) -> DataProto:
         """All optimizer steps of the batch; meta_info["metrics"] are global.  NonFiniteError where they leave weights that are
         not finite."""
-        make_room()
+        release_idle_memory()
         started = time.perf_counter()
         metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
         check_finite(self.engine, "after the update")
@@ -115,7 +113,7 @@ class ActorPart(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def write_weights(self, folder: str, version: int) -> SyncReport:
         """Leave the policy's weights in the folder as `version` (collective); whoever generates with them goes on meanwhile."""
-        make_room()
+        release_idle_memory()
         check_finite(self.engine, "before the sync")
         if self._writer is None or self._writer[0] != folder:
             bucket_bytes = self.config.rollout.update_weights_bucket_mb << 20
@@ -140,14 +138,14 @@ class ActorWorker(ActorPart):
         self.closing.callback(self.sender.close)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, deadline="sync")
-    def open_transfer(self, num_receivers: int) -> Meeting:
+    def open_transfer(self, num_receivers: int) -> Rendezvous:
         """Where the ranks of this group and `num_receivers` of the rollout's can meet."""
-        return open_meeting(self.context.node, self.world_size, num_receivers)
+        return open_rendezvous(self.context.node, self.world_size, num_receivers)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
-    def join_transfer(self, meeting: Meeting) -> None:
-        """Meet the rollout's ranks (collective over both groups)."""
-        self.sender.connect(meeting.address, meeting.port, self.rank, meeting.size, self.runtime.deadline_s)
+    def join_transfer(self, rendezvous: Rendezvous) -> None:
+        """Joins the rollout's ranks (collective over both groups)."""
+        self.sender.connect(rendezvous.address, rendezvous.port, self.rank, rendezvous.size, self.runtime.deadline_s)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def sync_weights(self, version: int) -> SyncReport:

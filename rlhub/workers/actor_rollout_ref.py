@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from rlhub.engines.training.collectives import check_finite
 from rlhub.sharding_manager.manager import ShardingManager
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
 from rlhub.single_controller import Dispatch, register
 from rlhub.workers.actor import ActorPart
 from rlhub.workers.generation import spoil_weights
+from rlhub.workers.memory_handover import MemoryHolder, register_memory_holder
 from rlhub.workers.rollout import RolloutPart
-from rlhub.workers.room import GivesRoom, holds_memory
 
 
-class ActorRolloutRefWorker(ActorPart, RolloutPart, GivesRoom):
+class ActorRolloutRefWorker(ActorPart, RolloutPart, MemoryHolder):
     """Training and generation take turns on the same devices.  All methods run on every rank."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
@@ -21,14 +21,13 @@ class ActorRolloutRefWorker(ActorPart, RolloutPart, GivesRoom):
         self._init_actor()
         self._init_rollout()
         self.rollout_asleep = False
-        holds_memory(self)
-        self.give_room()  # to the roles that are built next, and to the trainer until the first weights
+        register_memory_holder(self)
+        self.release_memory()  # for the roles that are built next, and for the trainer until the first weights
         self.sharding = ShardingManager(
             self.engine,
             self.rollout,
             bucket_bytes=self.bucket_bytes,
             timeout_s=self.runtime.deadline_s,
-            share=self.config.rollout.share_weights,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
@@ -40,7 +39,7 @@ class ActorRolloutRefWorker(ActorPart, RolloutPart, GivesRoom):
         spoil_weights(self.rollout, self.rank)
         return report
 
-    def give_room(self) -> None:
+    def release_memory(self) -> None:
         """Give the GPU memory of the rollout engine to training; it wakes with the next weights."""
         if self.device.type == "cuda" and self.config.rollout.free_cache_engine and not self.rollout_asleep:
             self.rollout.sleep()

@@ -13,8 +13,7 @@ from rlhub.models.throughput import ThroughputMeter
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.base import EngineWorker
-from rlhub.workers.room import make_room
-from rlhub.workers.runtime import WorkerRuntime, memory_metrics
+from rlhub.workers.memory_handover import WorkerRuntime, memory_metrics, release_idle_memory
 
 CRITIC = make_nd_compute_dataproto_dispatch_fn(mesh_name="critic")
 
@@ -47,14 +46,14 @@ class CriticWorker(EngineWorker):
     @register(dispatch_mode=CRITIC, deadline="infer")
     def compute_values(self, batch: DataProto) -> DataProto:
         """values (rows, response), of the state before each response token."""
-        make_room()
+        release_idle_memory()
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("values",))
         return DataProto.from_dict(tensors={"values": outputs["values"]})
 
     @register(dispatch_mode=CRITIC, deadline="update")
     def update_critic(self, batch: DataProto) -> DataProto:
         """All optimizer steps of the batch; meta_info["metrics"] are global."""
-        make_room()
+        release_idle_memory()
         started = time.perf_counter()
         metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
         check_finite(self.engine, "after the update")

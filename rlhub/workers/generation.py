@@ -19,8 +19,8 @@ from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError
 from rlhub.models.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
 from rlhub.utils import faults
-from rlhub.utils.seeding import sample_seed
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.utils.seeding import sample_seeds
+from rlhub.workers.memory_handover import WorkerRuntime
 
 WRONG_BY, WRONG_TIMES = 3.0, 100.0  # nats of a log-prob, and of a weight: what no rounding explains
 
@@ -63,13 +63,13 @@ def generation_requests(
     prompts and attention_mask: (rows, prompt), left padded; ordinals: (rows,) the prompts' running numbers in the run.
     """
     lengths = attention_mask.sum(1).tolist()
-    requests = []
+    requests: list[GenerationRequest] = []
     for row, (ids, length, ordinal) in enumerate(zip(prompts.tolist(), lengths, ordinals.tolist(), strict=True)):
         if length == 0:
             raise EngineError(f"prompt in row {row} (ordinal {ordinal}) is empty: there is nothing to condition generation on")
         own = ids[len(ids) - length :]
-        for sample in range(num_samples):
-            requests.append(GenerationRequest(prompt_ids=own, seed=sample_seed(run_seed, ordinal, sample)))
+        seeds = sample_seeds(run_seed, ordinal, num_samples)
+        requests += [GenerationRequest(prompt_ids=own, seed=seed) for seed in seeds]
     return requests
 
 

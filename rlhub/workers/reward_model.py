@@ -17,7 +17,7 @@ from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.base import EngineWorker
 from rlhub.workers.generation import check_completions, generation_requests, pad_completions
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 
 REWARD_MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model")
 

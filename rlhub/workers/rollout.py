@@ -13,8 +13,8 @@ from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.protocol import DataProto
-from rlhub.sharding_manager.pools import WeightReceiver
-from rlhub.sharding_manager.report import SyncReport
+from rlhub.sharding_manager.route import SyncReport
+from rlhub.sharding_manager.separate import WeightReceiver
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.generation import (
     check_completions,
@@ -26,8 +26,7 @@ from rlhub.workers.generation import (
     spoil_weights,
     training_columns,
 )
-from rlhub.workers.runtime import WorkerRuntime
-from rlhub.workers.transfer import Meeting
+from rlhub.workers.memory_handover import Rendezvous, WorkerRuntime
 
 ROLLOUT = make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout")
 
@@ -113,10 +112,10 @@ class RolloutWorker(RolloutPart):
         self.closing.callback(self.receiver.close)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
-    def join_transfer(self, meeting: Meeting) -> None:
+    def join_transfer(self, rendezvous: Rendezvous) -> None:
         """Connects with the actor's ranks (collective over both groups)."""
-        rank = meeting.num_senders + self.rank
-        self.receiver.connect(meeting.address, meeting.port, rank, meeting.size, self.runtime.deadline_s)
+        rank = rendezvous.num_senders + self.rank
+        self.receiver.connect(rendezvous.address, rendezvous.port, rank, rendezvous.size, self.runtime.deadline_s)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def sync_weights(self, version: int) -> SyncReport:

@@ -31,7 +31,7 @@ from rlhub.models.hf import ModelKind
 from rlhub.protocol import DataProto
 from rlhub.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlhub.workers.base import EngineWorker
-from rlhub.workers.runtime import WorkerRuntime, memory_metrics
+from rlhub.workers.memory_handover import WorkerRuntime, memory_metrics
 
 MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="model")
 

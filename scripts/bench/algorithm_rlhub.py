@@ -17,7 +17,7 @@ from rlhub.algorithms.aggregation import Denominators, aggregate
 from rlhub.algorithms.correction.rejection import kept
 from rlhub.algorithms.correction.weights import RATIOS, bounded, normalized
 from rlhub.algorithms.inputs import AdvantageInputs, PolicyLossInputs, SelectionInputs
-from rlhub.algorithms.kl_control import AdaptiveKLController
+from rlhub.algorithms.kl import AdaptiveKLController
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from rlhub.algorithms.value_loss import value_loss
 from rlhub.config.sections.rollout_correction import rejection_bounds, weight_bounds

@@ -48,7 +48,7 @@ from rlhub.rollout_service.service import RolloutService, ServiceOptions
 from rlhub.sharding_manager.files import WeightWriter
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 from rlhub.utils.atomic import write_json
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 from tests.support.chat_model import save_chat_model
 from tests.support.plain_train_engine import PlainTrainEngine
 

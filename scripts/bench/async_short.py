@@ -33,10 +33,10 @@ from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.service import RolloutService, ServiceOptions
 from rlhub.trainer.ppo.build_stream import build_scoring
-from rlhub.trainer.ppo.prompt_log import PromptLog
-from rlhub.trainer.ppo.publishing import Publisher
+from rlhub.trainer.ppo.prompt_progress import PromptLog
+from rlhub.trainer.ppo.publication import Publisher
 from rlhub.trainer.ppo.scoring import build_scorer
-from rlhub.trainer.ppo.streaming import StreamSampler
+from rlhub.trainer.ppo.stream_source import StreamSource
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 from rlhub.utils.collector import heap_set_aside
 from rlhub.utils.timing import PhaseTimer
@@ -119,9 +119,12 @@ def measure_step(staleness: int, episode_s: float, training_s: float) -> Step:
         for step in range(1, STEPS + 1):
             if step == WARM_UP + 1:
                 started = clocks()
-            stream.sample(prompts, step)
+            stream.publish()
+            samples = stream.sample(prompts, step)
+            context.score(samples)
+            stream.select(samples)
             train(context.weights, step, training_s)
-            stream.publish(step)
+            stream.trained(step)
         stream.publisher.wait()
         seconds, cpu, process_cpu = ((end - start) / (STEPS - WARM_UP) for start, end in zip(started, clocks(), strict=True))
         return Step(seconds=seconds, cpu_s=cpu, process_cpu_s=process_cpu)
@@ -159,13 +162,13 @@ class stream_of(ExitStack):  # noqa: N801  used as a function that gives a conte
         service.start()
         self.weights = Weights(service.folder)
         scoring, log = build_scoring(reward), PromptLog(self.folder / "prompts.jsonl")
-        assert scoring.ahead is not None
+        assert scoring.scorer is not None
         parts = WorkflowParts(
             tokenizer=None,
             sampling=sampling(8),
             max_prompt_length=PROMPT,
             max_response_length=8,
-            score=scoring.ahead.score_text,
+            score=scoring.scorer.score_text,
             kwargs={"seconds": self.episode_s},
         )
         workflow = Waits(parts)
@@ -188,18 +191,17 @@ class stream_of(ExitStack):  # noqa: N801  used as a function that gives a conte
             timers=timers,
         )
         self.callback(publisher.close)
-        stream = StreamSampler(
+        stream = StreamSource(
             config=config,
             loader=Numbers(),  # type: ignore[arg-type]
             executor=executor,
             publisher=publisher,
             outcomes=scoring.outcomes,
-            scorer=build_scorer(config, reward, timers),
             vocabulary=Vocabulary(size=1 << 16, stop_token_ids=(), pad_id=0),
             log=log,
             timers=timers,
         )
-        stream.start()
+        self.score = build_scorer(config, reward, timers)
         self.enter_context(heap_set_aside())
         return stream
 

@@ -1,6 +1,6 @@
 """Episodes a second of an environment in the process that plays, in a local actor and in Ray actors; all within one run.
 
-    python scripts/bench/environments.py [--rounds 3] [--episodes 200] [--workers 4] [--hosts 1] [--no-ray]
+    python scripts/bench/environments.py [--rounds 3] [--episodes 200] [--workers 4] [--actors 1] [--no-ray]
 
 `grid_walk` runs in killable processes, the same number in each place, and says what the way to the actors costs an environment
 that does next to nothing.  Steps that wait for 10 ms, 50 at once, are an environment whose work is elsewhere.  The places take
@@ -24,7 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from rich.console import Console
 from rich.table import Table
 
-from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
+from rlhub.agents.remote.environment_actors import EnvironmentActorOptions, EnvironmentActors, environment_actor_starter
 from rlhub.envs.base import StepEnvironment, StepResult
 from rlhub.envs.source import EnvironmentSource, EnvironmentSpec, LocalEnvironmentSource
 from rlhub.single_controller.ray import connect
@@ -52,11 +52,11 @@ class Waiting(StepEnvironment):
 
 @dataclass(slots=True)
 class Place:
-    """Where environments run.  hosts: how many share the processes."""
+    """Where environments run.  actors: how many share the processes."""
 
     name: str
     source: EnvironmentSource
-    hosts: int = 1
+    actors: int = 1
 
 
 async def episode(source: EnvironmentSource, spec: EnvironmentSpec, number: int) -> None:
@@ -80,11 +80,11 @@ async def rate(source: EnvironmentSource, spec: EnvironmentSpec, number: int, at
     return number / (time.perf_counter() - began)
 
 
-async def started(backend: Backend, num_hosts: int, stack: AsyncExitStack) -> EnvironmentHosts:
-    hosts = EnvironmentHosts(environment_host_starter(EnvironmentHostOptions(backend=backend)), num_hosts, idle_s=600.0)
-    stack.push_async_callback(hosts.close)
-    await hosts.start()
-    return hosts
+async def started(backend: Backend, num_actors: int, stack: AsyncExitStack) -> EnvironmentActors:
+    pool = EnvironmentActors(environment_actor_starter(EnvironmentActorOptions(backend=backend)), num_actors, idle_s=600.0)
+    stack.push_async_callback(pool.close)
+    await pool.start()
+    return pool
 
 
 async def measure(arguments: argparse.Namespace) -> Table:
@@ -97,8 +97,8 @@ async def measure(arguments: argparse.Namespace) -> Table:
         stack.push_async_callback(own.aclose)
         places = [Place("in process", own), Place("local actor", await started("local", 1, stack))]
         if arguments.ray:
-            remote = await started("ray", arguments.hosts, stack)
-            places.append(Place(f"{arguments.hosts} Ray actor(s)", remote, arguments.hosts))
+            remote = await started("ray", arguments.actors, stack)
+            places.append(Place(f"{arguments.actors} Ray actor(s)", remote, arguments.actors))
         waiting = f"waits {WAIT_S * 1e3:.0f} ms a step, {AT_ONCE} at once"
         for load, name, workers, number in (
             (f"grid_walk, {arguments.workers} processes", "grid_walk", arguments.workers, arguments.episodes),
@@ -113,7 +113,7 @@ async def measure(arguments: argparse.Namespace) -> Table:
 
 async def rates_of(places: Sequence[Place], name: str, workers: int, number: int) -> list[float]:
     """One round: of each place, with the same number of processes altogether."""
-    specs = [EnvironmentSpec(name=name, num_workers=workers // place.hosts) for place in places]
+    specs = [EnvironmentSpec(name=name, num_workers=workers // place.actors) for place in places]
     return [await rate(place.source, spec, number, AT_ONCE) for place, spec in zip(places, specs, strict=True)]
 
 
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--episodes", type=int, default=200, help="of grid_walk, in each place and round")
     parser.add_argument("--workers", type=int, default=4, help="processes that run grid_walk")
-    parser.add_argument("--hosts", type=int, default=1, help="Ray actors, which share the processes")
+    parser.add_argument("--actors", type=int, default=1, help="Ray actors, which share the processes")
     parser.add_argument("--ray", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
     connection = connect({"object_store_memory": 200 * 2**20}, device="cpu", num_ranks=1) if arguments.ray else None

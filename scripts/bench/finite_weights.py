@@ -23,14 +23,16 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from two_ranks import PROMPT_TOKENS, RESPONSE_TOKENS, configuration
 
 from rlhub.config.rules.derive import derive
+from rlhub.config.sections.ppo import PPOConfig
 from rlhub.engines.training.collectives import check_finite
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Dispatch, LaunchOptions, launch, register
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
+
+PROMPT_TOKENS, RESPONSE_TOKENS = 16, 48
 
 
 class TimedWorker(ActorRolloutRefWorker):
@@ -53,6 +55,20 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
+def configuration(folder: Path, strategy: str) -> PPOConfig:
+    """Returns GRPO on the bench's model, with a learning rate that changes little in any number of rounds."""
+    config = PPOConfig()
+    config.actor_rollout_ref.model.path = str(folder)
+    config.actor_rollout_ref.model.enable_gradient_checkpointing = False
+    config.actor_rollout_ref.actor.strategy = strategy  # type: ignore[assignment]
+    config.actor_rollout_ref.actor.optim.lr = 1e-6
+    config.actor_rollout_ref.rollout.name = "hf"
+    config.data.max_prompt_length, config.data.max_response_length = PROMPT_TOKENS, RESPONSE_TOKENS
+    config.trainer.device = "cpu"
+    derive(config)
+    return config
+
+
 def batch(rows: int) -> DataProto:
     """Rows of full length, all of them trained."""
     ids = torch.randint(2, tiny_model.VOCAB_SIZE, (rows, PROMPT_TOKENS + RESPONSE_TOKENS), generator=torch.manual_seed(1))
@@ -71,10 +87,7 @@ def main() -> None:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rlhub-bench-") as folder:
         parameters = tiny_model.build(Path(folder), hidden=asked.hidden, layers=asked.layers, vocab_size=8192)
-        config = configuration(Path(folder), "hf")
-        config.actor_rollout_ref.actor.strategy = asked.strategy
-        config.actor_rollout_ref.actor.optim.lr = 1e-6
-        derive(config)
+        config = configuration(Path(folder), asked.strategy)
         runtime = WorkerRuntime(device="cpu", seed=1, max_prompt_length=PROMPT_TOKENS, max_response_length=RESPONSE_TOKENS)
         role = ClassWithInitArgs(TimedWorker, config.actor_rollout_ref, runtime)
         with launch({"actor": role}, LaunchOptions(backend="local")) as launched:

@@ -192,14 +192,15 @@ def rlhub(folder: str, response_tokens: int, backend: str) -> tuple[StepFunction
     run = stack.enter_context(Run(config.trainer, to_dict(config), data.total_steps))
     trainer = build_trainer(config, data, run, stack)
     run.start()
-    trainer.batches.start()
     batches, done = data.loader.endless(), 0
 
     def step() -> None:
         nonlocal done
         done += 1
         run.begin_step(done)
-        run.end_step(done, trainer.train_step(done, batches), save=trainer.save, state=trainer.state, last=False)
+        metrics = trainer.train_step(done, batches)
+        trainer.source.trained(done)
+        run.end_step(done, metrics, save=trainer.save, state=trainer.state, last=False)
 
     def processes() -> set[int]:
         children = {

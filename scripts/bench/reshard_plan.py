@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from random import Random
 
-from rlhub.sharding_manager.layouts import DecoderShape, Layout, megatron_layout, num_parameters, vllm_layout, weights
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from rlhub.sharding_manager.plan import Plan, Transfer, make_plan
 from rlhub.sharding_manager.schedule import Round, schedule
+from tests.support.layouts import DecoderShape, Layout, megatron_layout, num_parameters, vllm_layout, weights
 
 MODEL = DecoderShape(
     vocab_size=163_840,

@@ -3,8 +3,7 @@
     python scripts/bench/weight_sync.py [--millions 54] [--bucket-mb 64] [--repeats 5] [--only fsdp2] [--profile]
 
 Four processes on this machine hold plain tensors in the named layouts; `planned` is what the sharding manager runs at every
-sync, its checks included ("shared": into the one copy that ranks' engines keep on CPUs).  Beside it, on the same processes,
-taking turns:
+sync, its checks included.  Beside it, on the same processes, taking turns:
 
   copy       every rank copies as many bytes as its engine needs from its own memory: what no synchronisation can do without
   broadcast  the full model is gathered on rank 0 and broadcast, every rank keeps its part
@@ -21,12 +20,14 @@ import argparse
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -35,13 +36,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhub.engines.rollout.weight_memory import memory_blocks, move_to_blocks
 from rlhub.protocol.weights.pieces import Piece, PieceInfo
 from rlhub.protocol.weights.regions import sizes, take
-from rlhub.sharding_manager.execution import Execution, rank_plan
-from rlhub.sharding_manager.held import Held
-from rlhub.sharding_manager.layout_exchange import Member, exchange_members, this_node
-from rlhub.sharding_manager.layouts import (
+from rlhub.sharding_manager.layout_exchange import Member, Side, exchange_members, this_node
+from rlhub.sharding_manager.peers import Peers
+from rlhub.sharding_manager.route import BUFFER_BUCKETS, Route, make_route
+from rlhub.utils.atomic import fsync_file
+from tests.support.layouts import (
     DecoderShape,
     Layout,
     fsdp_layout,
@@ -51,13 +52,6 @@ from rlhub.sharding_manager.layouts import (
     shapes,
     vllm_layout,
 )
-from rlhub.sharding_manager.links import Links
-from rlhub.sharding_manager.plan import make_plan
-from rlhub.sharding_manager.route import Route, make_route
-from rlhub.sharding_manager.schedule import schedule
-from rlhub.sharding_manager.shared_weights import SharedWeights
-from rlhub.sharding_manager.transports.collective import CollectiveTransport
-from rlhub.utils.atomic import fsync_file
 
 MIB = 1 << 20
 WORLD = 4
@@ -68,14 +62,12 @@ CPU = torch.device("cpu")
 
 @dataclass(slots=True, kw_only=True)
 class Pair:
-    """Two layouts.  separate: in processes of their own, senders first; else both in each process.  shared: the engines of the
-    destination keep one copy."""
+    """Two layouts.  separate: in processes of their own, senders first; else both in each process."""
 
     name: str
     sources: Layout
     destinations: Layout
     separate: bool = False
-    shared: bool = False
 
     @property
     def world(self) -> int:
@@ -109,11 +101,9 @@ def pairs(model: DecoderShape) -> list[Pair]:
     return [
         Pair(name="fsdp1 -> full", sources=full, destinations=full),
         Pair(name="fsdp2 -> full x2", sources=fsdp2, destinations=full * 2),
-        Pair(name="fsdp2 -> full, shared", sources=fsdp2, destinations=full * 2, shared=True),
         Pair(name="fsdp2 -> tp2", sources=fsdp2, destinations=engine2),
         Pair(name="megatron tp2 -> tp2", sources=tp2, destinations=engine2),
         Pair(name="megatron tp2 -> full x2", sources=tp2, destinations=full * 2),
-        Pair(name="megatron tp2 -> full, shared", sources=tp2, destinations=full * 2, shared=True),
         Pair(name="megatron pp2 -> full x2", sources=pp2, destinations=full * 2),
         Pair(name="fsdp2 | full", sources=fsdp2, destinations=full, separate=True),
         Pair(name="fsdp2 | tp2", sources=fsdp2, destinations=engine2, separate=True),
@@ -124,54 +114,23 @@ def pairs(model: DecoderShape) -> list[Pair]:
 # One process
 
 
-class PlainEngine:
-    """What `SharedWeights` asks of a rollout engine, over plain tensors."""
-
-    def __init__(self, pieces: list[Piece]) -> None:
-        self.pieces = pieces
-
-    def live_weights(self) -> list[Piece]:
-        return self.pieces
-
-    def weight_memory(self) -> list[Tensor]:
-        return memory_blocks([piece.tensor for piece in self.pieces])
-
-    def move_weights(self, blocks: Sequence[Tensor]) -> None:
-        move_to_blocks([piece.tensor for piece in self.pieces], blocks)
-
-
 @dataclass(slots=True, kw_only=True)
 class Rank:
     """One process of a pair and the tensors it holds."""
 
     pair: Pair
-    links: Links | None
+    peers: Peers | None
     group: dist.ProcessGroup
     rank: int
     bucket_bytes: int
     folder: Path
-    source: Held = field(init=False)
-    destination: Held = field(init=False)
     source_pieces: list[Piece] = field(init=False)
     destination_pieces: list[Piece] = field(init=False)
     route: Route = field(init=False)
-    engine: PlainEngine = field(init=False)
-    shared: SharedWeights | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.source_pieces = hold(self._layout(self.pair.sources, self.source_ranks), fill=True)
         self.destination_pieces = hold(self._layout(self.pair.destinations, self.destination_ranks), fill=False)
-        self.source, self.destination = Held(self.source_pieces), Held(self.destination_pieces)
-        if self.pair.shared:
-            self._share()
-
-    def _share(self) -> None:
-        """One copy for all ranks, of which each writes a part."""
-        assert self.links is not None
-        self.engine = PlainEngine(self.destination_pieces)
-        self.shared = SharedWeights.share(self.links, self.engine)
-        assert self.shared is not None, "there is not enough shared memory"
-        self.destination_pieces = list(self.shared.parts(self.engine.pieces))
 
     @property
     def source_ranks(self) -> range:
@@ -187,27 +146,17 @@ class Rank:
 
     # The subjects
 
-    def planned(self) -> Callable[[], None]:
+    def planned(self) -> Callable[[], object]:
         """What ShardingManager, WeightSender and WeightReceiver do after the first sync."""
-        route = self.route = self._route()
+        side: Side = "both" if not self.pair.separate else "sender" if self.rank in self.source_ranks else "receiver"
+        route = self.route = self._route(side, [piece.info for piece in self.destination_pieces], check=True)
+        return lambda: route.run(self.source_pieces, self.destination_pieces, 0)
 
-        def sync() -> None:
-            with nullcontext() if self.shared is None else self.shared.writing(self.engine.pieces):
-                outcome = route.execution.run(Held(self.source_pieces), Held(self.destination_pieces))
-                assert route.agree(len(outcome.differing)) == 0
-
-        return sync
-
-    def _route(self) -> Route:
-        member = Member(
-            side="both" if not self.pair.separate else "sender" if self.rank in self.source_ranks else "receiver",
-            node=this_node(),
-            device="cpu",
-            sources=[piece.info for piece in self.source_pieces],
-            destinations=[piece.info for piece in self.destination_pieces],
-        )
-        members = exchange_members(self.links, member)
-        return make_route(self.links, members, memory_bytes=2 * self.bucket_bytes, check=True)
+    def _route(self, side: Side, destinations: list[PieceInfo], *, check: bool) -> Route:
+        sources = [piece.info for piece in self.source_pieces] if side != "receiver" else []
+        member = Member(side=side, node=this_node(), device="cpu", sources=sources, destinations=destinations)
+        members = exchange_members(self.peers, member)
+        return make_route(self.peers, members, memory_bytes=BUFFER_BUCKETS * self.bucket_bytes, check=check)
 
     def copy(self) -> Callable[[], None]:
         spare = [torch.ones_like(piece.tensor, memory_format=torch.contiguous_format) for piece in self.destination_pieces]
@@ -225,7 +174,7 @@ class Rank:
             full = gather()
             for name, shape in self._shapes().items():
                 values = full[name] if self.rank == 0 else torch.empty(shape)
-                if self.links is not None:
+                if self.peers is not None:
                     dist.broadcast(values, group=self.group, group_src=0)
                 self._keep(name, values)
 
@@ -257,23 +206,13 @@ class Rank:
                 piece.tensor.copy_(take(values, piece.region))
 
     def _gather(self) -> Callable[[], dict[str, Tensor]]:
-        """The full model on rank 0, every part sent once and in large messages."""
-        whole_model = full_layout(self._shapes(), 1, dtype=FP32)
-        plan = make_plan(self.pair.sources, whole_model, source_processes=self.source_ranks, destination_processes=[0])
-        transport = CollectiveTransport(self.links, 4 * self.bucket_bytes) if self.links else None
-        mine = rank_plan(
-            plan,
-            schedule(plan, transport.round_bytes) if transport else [],
-            source=self.rank if self.rank in self.source_ranks else None,
-            destination=0 if self.rank == 0 else None,
-            source_peers=self.source_ranks,
-            destination_peers=[0],
-        )
-        execution = Execution(mine, transport, self.links, check=False)
+        """Returns what gathers the full model on rank 0, by a plan of its own without checks."""
+        needed = full_layout(self._shapes(), 1, dtype=FP32)[0] if self.rank == 0 else []
+        route = self._route("both" if needed else "sender", needed, check=False)
 
         def gather() -> dict[str, Tensor]:
-            pieces = hold(whole_model[0], fill=False) if self.rank == 0 else []
-            execution.run(self.source, Held(pieces))
+            pieces = hold(needed, fill=False)
+            route.run(self.source_pieces, pieces, 0)
             return {piece.name: piece.tensor for piece in pieces}
 
         return gather
@@ -316,7 +255,7 @@ class Result:
 def measure(rank: Rank, repeats: int) -> dict[str, Result]:
     """All subjects in turn, so that a busy machine troubles them alike."""
     results: dict[str, Result] = {}
-    actions: dict[str, Callable[[], None]] = {}
+    actions: dict[str, Callable[[], object]] = {}
 
     def first(name: str) -> None:
         actions[name] = getattr(rank, name)()
@@ -364,11 +303,11 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, folder: Path) -> 
             continue
         group = dist.new_group(list(range(pair.world)))
         if rank < pair.world:
-            links = None
+            peers = None
             if pair.world > 1:
                 labels = ["rank"] * pair.world
-                links = Links(group, rank=rank, size=pair.world, device=CPU, timeout_s=TIMEOUT_S, labels=labels)
-            this = Rank(pair=pair, links=links, group=group, rank=rank, bucket_bytes=arguments.bucket_mb * MIB, folder=folder)
+                peers = Peers(group, rank=rank, size=pair.world, device=CPU, timeout_s=TIMEOUT_S, labels=labels)
+            this = Rank(pair=pair, peers=peers, group=group, rank=rank, bucket_bytes=arguments.bucket_mb * MIB, folder=folder)
             results = measure(this, arguments.repeats)
             size = int(gathered(group, sum(piece.tensor.nbytes for piece in this.destination_pieces)).sum())
             if rank == 0:

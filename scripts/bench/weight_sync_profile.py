@@ -1,8 +1,8 @@
-"""Where a weight sync's time goes on every rank, beside what this machine needs for the same bytes with nothing around them.
+"""Where a weight sync's time goes on every rank, next to what this machine needs for the same bytes with nothing around them.
 
 `weight_sync.py --profile` calls it.  The parts of a sync are timed inside it (a part within another is counted once); the bare
-parts run right after, on all ranks at the same moment, for they share one memory.  A rank does its parts one after another on
-one thread, so the sum of its bare parts is the limit of a sync that moves and checks these bytes in this way.
+parts run right after, on all ranks at the same moment, for they share one memory.  Messages travel while a rank copies and
+compares, so the sum of its bare parts is what a sync needs of one core that does everything, and the limit of CPU time.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhub.protocol.weights.fingerprint import digests
-from rlhub.sharding_manager import execution
-from rlhub.sharding_manager.held import Held
-from rlhub.sharding_manager.links import Links, Pending
+from rlhub.sharding_manager import route as routes
+from rlhub.sharding_manager.local_pieces import LocalPieces
+from rlhub.sharding_manager.peers import Peers, PendingMessage
 from rlhub.sharding_manager.route import Route
-from rlhub.sharding_manager.transports.shared_memory import ROUND_BYTES, SharedMemoryTransport
+from rlhub.sharding_manager.schedule import COPY_ELEMENTS
 
 COPY = "copies inside the process"
-PACK = "packing messages"
-UNPACK = "unpacking messages"
+PACK = "filling buffers"
+UNPACK = "emptying buffers"
 SOURCE = "fingerprints of what leaves"
 READ_BACK = "fingerprints of what arrived"
 STRIDED = "gathering strided weights for them"
+SOCKETS = "messages through the process group"
 WAIT = "waiting for the other ranks"
-WORDS = "posting words, exchanging fingerprints"
+POSTING = "posting messages, exchanging fingerprints"
 STEPS = "the plan's steps in Python"
-PARTS = (COPY, PACK, UNPACK, SOURCE, READ_BACK, STRIDED, WAIT, WORDS, STEPS)
-SOCKETS = "sockets instead (not part of a sync)"
+PARTS = (COPY, PACK, UNPACK, SOURCE, READ_BACK, STRIDED, SOCKETS, WAIT, POSTING, STEPS)
+MESSAGE_BYTES = 8 << 20
+COMPARING = "comparing"
 MB = 1e6
 
 
@@ -85,27 +87,26 @@ class Stopwatch:
 def watched(watch: Stopwatch) -> Iterator[None]:
     """While it is open, what a sync calls is timed as the part it belongs to."""
 
-    def around(owner: Any, attribute: str, name: str, within: str = "", only: str = "") -> None:
-        """within: another name for calls from inside a message or copy.  only: calls from inside that part belong to it."""
+    def around(owner: Any, attribute: str, name: str, at_end: str = "", only: str = "") -> None:
+        """at_end: another name for calls from inside the final comparison.  only: calls from inside that part belong to it."""
         inner = getattr(owner, attribute)
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
             outer = watch.inside[-1] if watch.inside else ""
-            with watch.part(outer if outer == only else within if within and "leaving" in watch.inside else name):
+            with watch.part(outer if outer == only else at_end if at_end and COMPARING in watch.inside else name):
                 return inner(*arguments, **keywords)
 
         patches.enter_context(mock.patch.object(owner, attribute, timed))
 
     with ExitStack() as patches:
-        around(execution, "_copy_block", COPY)
-        around(Held, "read", PACK, only=COPY)
-        around(Held, "write", UNPACK, only=COPY)
-        around(Held, "contiguous", STRIDED)
-        around(execution, "digests", READ_BACK, within=SOURCE)
-        around(execution.Execution, "_copy", "leaving")
-        around(execution.Execution, "_pack", "leaving")
-        around(Pending, "wait", WAIT)
-        around(Links, "exchange", WORDS)
+        around(routes, "_copy_block", COPY)
+        around(LocalPieces, "read", PACK, only=COPY)
+        around(LocalPieces, "write", UNPACK, only=COPY)
+        around(LocalPieces, "contiguous", STRIDED)
+        around(routes, "digests", SOURCE, at_end=READ_BACK)
+        around(Route, "_compare", COMPARING)
+        around(PendingMessage, "wait", WAIT)
+        around(Peers, "exchange", POSTING)
         yield
 
 
@@ -114,7 +115,7 @@ def profiled(sync: Callable[[], None]) -> dict[str, Spent]:
     watch = Stopwatch()
     with watched(watch), watch.part(STEPS):
         sync()
-    watch.spent[STEPS] += watch.spent.pop("leaving", Spent())
+    watch.spent[STEPS] += watch.spent.pop(COMPARING, Spent())
     return watch.spent
 
 
@@ -131,7 +132,7 @@ class Bare:
 
     @classmethod
     def of(cls, route: Route) -> Bare:
-        plan = route.execution._plan
+        plan = route.plan
         count = lambda by_peer: {peer: sum(t.num_bytes for t in transfers) for peer, transfers in by_peer.items()}  # noqa: E731
         return cls(copied=sum(t.num_bytes for t in plan.copies), sent=count(plan.sent), received=count(plan.received))
 
@@ -139,31 +140,27 @@ class Bare:
         sent, received = sum(self.sent.values()), sum(self.received.values())
         return {
             COPY: self.copied,
-            PACK: sent,
-            UNPACK: received,
             SOURCE: self.copied + sent,
             READ_BACK: self.copied + received,
+            SOCKETS: sent + received,
         }
 
     def calls(self, group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
         """Every rank runs the same ones, in this order."""
         sizes = self.bytes()
         memory, other = (torch.ones(max(sizes.values()), dtype=torch.uint8) for _ in range(2))
-        message = torch.ones(ROUND_BYTES, dtype=torch.uint8)
-        block = torch.ones(4 * execution.COPY_ELEMENTS["cpu"], dtype=torch.uint8)
+        block = torch.ones(4 * COPY_ELEMENTS["cpu"], dtype=torch.uint8)
         return {
             COPY: lambda: other[: sizes[COPY]].copy_(memory[: sizes[COPY]]),
-            PACK: lambda: [message[: len(part)].copy_(part) for part in _split(memory, sizes[PACK], ROUND_BYTES)],
-            UNPACK: lambda: [part.copy_(message[: len(part)]) for part in _split(memory, sizes[UNPACK], ROUND_BYTES)],
             SOURCE: lambda: digests(block[: len(part)] for part in _split(memory, sizes[SOURCE], len(block))),
             READ_BACK: lambda: digests(_split(memory, sizes[READ_BACK], len(block))),
             SOCKETS: lambda: self._sockets(group, memory, other),
         }
 
     def _sockets(self, group: dist.ProcessGroup, memory: Tensor, other: Tensor) -> None:
-        """The same messages over gloo, in rounds of the same size, two of them under way."""
-        queues = [(True, peer, list(_split(memory, size, ROUND_BYTES))) for peer, size in self.sent.items()]
-        queues += [(False, peer, list(_split(other, size, ROUND_BYTES))) for peer, size in self.received.items()]
+        """Sends and receives the same bytes over gloo, in messages of which two travel at once."""
+        queues = [(True, peer, list(_split(memory, size, MESSAGE_BYTES))) for peer, size in self.sent.items()]
+        queues += [(False, peer, list(_split(other, size, MESSAGE_BYTES))) for peer, size in self.received.items()]
         under_way: list[list[dist.Work]] = []
         for number in range(max((len(parts) for _, _, parts in queues), default=0)):
             under_way.append(
@@ -193,7 +190,6 @@ class RankProfile:
     parts: dict[str, Spent]
     bare: dict[str, Spent]
     bytes: dict[str, int]
-    transport: str
 
 
 def profile(sync: Callable[[], None], route: Route, group: dist.ProcessGroup, repeats: int) -> list[RankProfile]:
@@ -203,9 +199,7 @@ def profile(sync: Callable[[], None], route: Route, group: dist.ProcessGroup, re
     found = {}
     for name, call in bare.calls(group).items():
         found[name] = _best(lambda call=call, name=name: {name: _timed(call)}, group, repeats)[name]
-    transport = route.execution._transport
-    named = "shared memory" if isinstance(transport, SharedMemoryTransport) else "sockets" if transport else "nothing"
-    mine = RankProfile(parts=parts, bare=found, bytes=bare.bytes(), transport=named)
+    mine = RankProfile(parts=parts, bare=found, bytes=bare.bytes())
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
@@ -234,8 +228,8 @@ def show(ranks: Sequence[RankProfile], copy_wall_s: float, copy_cpu_s: float) ->
     """copy_*_s: of the plain copy of what each engine needs, on all ranks."""
     columns = f"{'MB':>8}{'wall s':>9}{'share':>7}{'CPU s':>9}{'bare wall':>11}{'CPU':>9}"
     for number, rank in enumerate(ranks):
-        print(f"  rank {number}, messages through {rank.transport:22}{columns}")
-        for name in (*PARTS, SOCKETS):
+        print(f"  rank {number:<38}{columns}")
+        for name in PARTS:
             _show_part(rank, name)
         total, limit = total_of(rank), limit_of(rank)
         print(f"    {'in all':47}{total.wall_s:9.3f}{'':7}{total.cpu_s:9.3f}{limit.wall_s:11.3f}{limit.cpu_s:9.3f}")
@@ -247,7 +241,7 @@ def show(ranks: Sequence[RankProfile], copy_wall_s: float, copy_cpu_s: float) ->
 
 def _show_part(rank: RankProfile, name: str) -> None:
     part, bare, total = rank.parts.get(name), rank.bare.get(name), total_of(rank)
-    size = rank.bytes[PACK] + rank.bytes[UNPACK] if name == SOCKETS else rank.bytes.get(name, 0)
+    size = rank.bytes.get(name, 0)
     if part is None and not size:
         return
     spent = f"{part.wall_s:9.3f}{part.wall_s / total.wall_s:7.0%}{part.cpu_s:9.3f}" if part else " " * 25
@@ -267,8 +261,8 @@ def total_of(rank: RankProfile) -> Spent:
 
 
 def limit_of(rank: RankProfile) -> Spent:
-    """The sum of what a sync cannot leave out."""
-    return _sum(spent for name, spent in rank.bare.items() if name != SOCKETS)
+    """Returns the sum of what a sync cannot leave out."""
+    return _sum(rank.bare.values())
 
 
 def _sum(spent: Iterable[Spent]) -> Spent:

@@ -150,17 +150,17 @@ def test_a_failing_reward_stops_the_run(faulty: Callable[..., Running], tmp_path
 FLIPPING_PLUGIN = """
 import sys
 import torch
-from rlhub.sharding_manager.execution import Execution
+from rlhub.sharding_manager.route import Route
 
-exchange = Execution._exchange
+compare = Route._compare
 
-def flipping(self, sent):  # when everything has been written, before it is read back
-    name, (piece, *_) = list(self._destination._pieces.items())[5]
+def flipping(self, live, wanted, sent):  # when everything has been written, before it is read back
+    name, (piece, *_) = list(live._pieces.items())[5]
     piece.tensor.view(torch.int32).view(-1)[7] ^= 1  # the lowest bit
     sys.stderr.write(f"flipped a bit of {name}.\\n")
-    return exchange(self, sent)
+    return compare(self, live, wanted, sent)
 
-Execution._exchange = flipping
+Route._compare = flipping
 """
 
 

@@ -20,10 +20,10 @@ from rlhub.engines.rollout.vllm.async_engine import AsyncVLLMEngine
 from rlhub.rollout_service.server import RolloutServer, UpdateReport
 from rlhub.rollout_service.weights_folder import FolderReader
 from rlhub.sharding_manager import files
-from rlhub.sharding_manager.report import SyncReport
-from tests.support.held import ENGINES, LIMIT_S, VARIABLE, Hold
+from rlhub.sharding_manager.route import SyncReport
+from tests.support.step_limit import ENGINES, LIMIT_S, VARIABLE, StepLimit
 
-HELD_AT = 20
+LIMIT_AT = 20
 """Tokens, of those that requests may get."""
 HERE = "tests.integration.async_vllm_replica"
 
@@ -47,7 +47,7 @@ class LookedInto(RolloutServer):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         importlib.import_module(ENGINES)
-        self.hold = Hold(Path(os.environ[VARIABLE]))
+        self.limit = StepLimit(Path(os.environ[VARIABLE]))
 
     @property
     def vllm(self) -> AsyncVLLMEngine:
@@ -66,13 +66,13 @@ class LookedInto(RolloutServer):
         """New weights while all of `wanted` run; `late` comes during the update.  What each was told as it ran, too."""
         self.config.rollout.recompute_kv_cache = recompute
         told: list[list[Progress]] = [[] for _ in wanted]
-        self.hold.at(0)
+        self.limit.set(0)
         tasks = [
             asyncio.create_task(self.vllm.agenerate(request, params, heard.append))
             for request, heard in zip(wanted, told, strict=True)
         ]
-        await self.hold.reached(0, len(tasks))
-        self.hold.at(HELD_AT)
+        await self.limit.reached(0, len(tasks))
+        self.limit.set(LIMIT_AT)
         while not all(told):
             await asyncio.sleep(0.001)
         reader = self._reader(folder)
@@ -82,7 +82,7 @@ class LookedInto(RolloutServer):
         last = asyncio.create_task(self.agenerate(late, params))
         await asyncio.sleep(0)
         assert self.vllm.load == len(wanted) + 1, "the requests ended before the update"
-        self.hold.let_go()
+        self.limit.lift()
         update.go.set()
         report = await updating
         self._readers[folder] = reader
@@ -91,7 +91,7 @@ class LookedInto(RolloutServer):
     async def part(self, request: GenerationRequest, params: SamplingParams, how: str) -> tuple[Completion | None, int]:
         """What there is of a request that ends early, and the engine's load after it."""
         told: list[Progress] = []
-        self.hold.at(HELD_AT)
+        self.limit.set(LIMIT_AT)
         task = asyncio.create_task(self.vllm.agenerate(request, params, told.append))
         while not told:
             await asyncio.sleep(0.001)
@@ -109,7 +109,7 @@ class LookedInto(RolloutServer):
             await self.abort(["nobody", request.request_id])
             completion = await asyncio.wait_for(task, 20)
             await self.resume()
-        self.hold.let_go()
+        self.limit.lift()
         while self.vllm.load:
             await asyncio.sleep(0.001)
         return completion, self.vllm._running()._llm.get_num_unfinished_requests()

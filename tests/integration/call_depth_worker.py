@@ -15,8 +15,8 @@ from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.vllm.engine import VLLMEngine
 from rlhub.models.tokenizer import Vocabulary
 from rlhub.single_controller import Dispatch, register
+from rlhub.workers.memory_handover import WorkerRuntime
 from rlhub.workers.rollout import RolloutPart
-from rlhub.workers.runtime import WorkerRuntime
 
 PACKAGE = str(Path(rlhub.__file__).parent)
 SEED, TOKENS, TOKEN, LOG_PROB = 0, 1, 5, -0.5

@@ -25,7 +25,7 @@ from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.errors import NonFiniteError
 from rlhub.models.lora import add_lora
 from rlhub.workers.base import save_engine
-from tests.support.memory import peak, reset_peak
+from tests.support.memory import peak_allocation
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.7
@@ -452,12 +452,12 @@ def infinite_weight(path: str, folder: str) -> tuple[str, tuple[str, ...], list[
 
 
 def stream_peak(path: str, bucket_bytes: int) -> tuple[int, int]:
-    """(bytes of all weights, most bytes of resident memory that streaming them added)."""
+    """Returns the bytes of all weights and the most bytes that tensors took at once while they were streamed."""
     built = make_engine(path, fsdp={"model_dtype": "fp32"}, optim=None)
-    total = added = 0
-    for _ in range(2):  # the first pass warms communication buffers up
-        dist.barrier()
-        before = reset_peak()
-        total = sum(t.numel() * t.element_size() for bucket in built.named_weights(bucket_bytes=bucket_bytes) for _, t in bucket)
-        added = peak() - before
-    return total, added
+    sizes: list[int] = []
+
+    def stream() -> None:
+        sizes.extend(t.nbytes for bucket in built.named_weights(bucket_bytes=bucket_bytes) for _, t in bucket)
+
+    peak = peak_allocation(stream)
+    return sum(sizes), peak

@@ -45,7 +45,7 @@ from tests.integration.fsdp_checks import (
     plain_outputs,
 )
 from tests.support.device_moves import counted_moves, moves_of_each_use
-from tests.support.memory import peak, reset_peak
+from tests.support.memory import peak_allocation
 
 CPU = torch.device("cpu")
 SGD = {"lr": 1e7, "eps": 1e8, "weight_decay": 0.0}
@@ -114,7 +114,7 @@ def gradients(engine: MegatronEngine) -> dict[str, Tensor]:
     """The whole gradient under checkpoint names, put together from what each rank's optimizer will step: every element must
     come exactly once."""
     mine = []
-    for holding in engine._held():
+    for holding in engine._live_ranges():
         if not holding.replica:
             grad = holding.parts.param.main_grad.flatten()[holding.start : holding.stop]
             mine += [(p.name, p.shape, p.region, p.tensor.clone()) for p in state._pieces("grad", grad, holding)]
@@ -443,15 +443,15 @@ def pieces_and_stream(path: str, layout: dict[str, Any], bucket_bytes: int) -> d
 
 @on_first_ranks
 def stream_peak(path: str, layout: dict[str, Any], bucket_bytes: int) -> tuple[int, int]:
-    """(bytes of all weights, most bytes of resident memory that streaming them added)."""
+    """Returns the bytes of all weights and the most bytes that tensors took at once while they were streamed."""
     built = make_engine(path, layout=layout, optim=None)
-    total = added = 0
-    for _ in range(2):  # the first pass warms communication buffers up
-        dist.barrier()
-        before = reset_peak()
-        total = sum(t.numel() * t.element_size() for b in built.named_weights(bucket_bytes=bucket_bytes) for _, t in b)
-        added = peak() - before
-    return total, added
+    sizes: list[int] = []
+
+    def stream() -> None:
+        sizes.extend(t.nbytes for bucket in built.named_weights(bucket_bytes=bucket_bytes) for _, t in bucket)
+
+    peak = peak_allocation(stream)
+    return sum(sizes), peak
 
 
 @on_first_ranks

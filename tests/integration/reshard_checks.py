@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,14 +24,13 @@ from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.errors import RlhubError, WeightMismatchError
 from rlhub.protocol.weights.regions import take
-from rlhub.sharding_manager import execution
-from rlhub.sharding_manager.execution import Execution
+from rlhub.sharding_manager import schedule
 from rlhub.sharding_manager.files import WeightReader, WeightWriter
+from rlhub.sharding_manager.local_pieces import LocalPieces
 from rlhub.sharding_manager.manager import ShardingManager
-from rlhub.sharding_manager.pools import WeightReceiver, WeightSender
-from rlhub.sharding_manager.schedule import Message
-from rlhub.sharding_manager.transports.collective import CollectiveTransport
-from rlhub.sharding_manager.transports.shared_memory import SharedMemoryTransport
+from rlhub.sharding_manager.route import Route
+from rlhub.sharding_manager.separate import WeightReceiver, WeightSender
+from rlhub.sharding_manager.transport import Transport
 from tests.support import rollout_contract as contract
 
 CPU = torch.device("cpu")
@@ -97,29 +95,23 @@ def error_of(action: Callable[[], object]) -> tuple[str, str]:
     return "", ""
 
 
-def use_sockets(stack: ExitStack, *, sockets: bool) -> type:
-    """The transport that the next plan takes."""
-    if sockets:
-        stack.enter_context(mock.patch.object(SharedMemoryTransport, "create", lambda *_, **__: None))
-    return CollectiveTransport if sockets else SharedMemoryTransport
-
-
 # Colocated
 
 
-def colocated(path: str, dtype: str, sockets: bool) -> dict[str, Any]:
-    """Four updates with changed weights, then broken ones; every rank's engine has weights of its own."""
-    train, engine = trainer(path), rollout(path, dtype)
-    manager = ShardingManager(train, engine, bucket_bytes=BUCKET, share=False)
-    with ExitStack() as stack:
-        kind = use_sockets(stack, sockets=sockets)
-        reports, wrong = [], []
-        for version in range(4):
-            full = step(train)
-            reports.append(manager.sync(version))
-            wrong += wrong_names(engine, full)
-    assert manager._route is not None
-    assert isinstance(manager._route.execution._transport, kind if dist.get_world_size() > 1 else type(None))
+def colocated(path: str, dtype: str, part_bytes: int) -> dict[str, Any]:
+    """Four updates with changed weights, then broken ones; transfers of `part_bytes` and more travel by themselves."""
+    with mock.patch.object(schedule, "PART_BYTES", part_bytes):
+        return updates(trainer(path), rollout(path, dtype))
+
+
+def updates(train: FSDPEngine, engine: RolloutEngine) -> dict[str, Any]:
+    """What `colocated` reports."""
+    manager = ShardingManager(train, engine, bucket_bytes=BUCKET)
+    reports, wrong = [], []
+    for version in range(4):
+        full = step(train)
+        reports.append(manager.sync(version))
+        wrong += wrong_names(engine, full)
     bound = sum(p.tensor.nbytes for p in engine.live_weights()) - sum(
         piece.tensor.numel() * engine.weight_dtype(piece.name).itemsize for piece in train.local_weights() or ()
     )
@@ -135,19 +127,20 @@ def colocated(path: str, dtype: str, sockets: bool) -> dict[str, Any]:
 
 
 def lost_message(manager: ShardingManager, engine: RolloutEngine) -> tuple[str, bool]:
-    """The name reported when the last rank writes one message's first part to no avail, and whether the engine then refuses."""
-    last, unpack = dist.get_rank() == dist.get_world_size() - 1, execution._unpack
+    """Returns the name reported when what the last rank received first is lost, and whether the engine then refuses."""
+    step(manager._train)  # type: ignore[arg-type]
+    last, finish = dist.get_rank() == dist.get_world_size() - 1, Transport._finish
+    before = {piece.name: piece.tensor.clone() for piece in engine.live_weights()}
     lost: list[str] = []
 
-    def broken(message: Message, buffer: Tensor, destination: Any) -> None:
-        before = destination.contiguous(message.transfers[0].name, message.transfers[0].region).clone()
-        unpack(message, buffer, destination)
-        if last and not lost:
-            lost.append(message.transfers[0].name)
-            destination.write(message.transfers[0].name, message.transfers[0].region, before)
+    def broken(self: Transport, pending: Any, posts: Any, buffer: Tensor, destination: LocalPieces) -> None:
+        finish(self, pending, posts, buffer, destination)
+        if last and not lost and posts:
+            transfer = posts[0].part.transfers[0]
+            lost.append(transfer.name)
+            destination.write(transfer.name, transfer.region, take(before[transfer.name], transfer.region))
 
-    step(manager._train)  # type: ignore[arg-type]
-    with mock.patch.object(execution, "_unpack", broken):
+    with mock.patch.object(Transport, "_finish", broken):
         try:
             manager.sync(5)
         except WeightMismatchError as error:
@@ -158,15 +151,15 @@ def lost_message(manager: ShardingManager, engine: RolloutEngine) -> tuple[str, 
 
 def flipped(manager: ShardingManager, engine: RolloutEngine) -> str:
     """The name reported when one element changes on the last rank after everything has arrived."""
-    last, exchange = dist.get_rank() == dist.get_world_size() - 1, Execution._exchange
+    last, exchange = dist.get_rank() == dist.get_world_size() - 1, Route._exchange
 
-    def flip_first(self: Execution, sent: dict[int, list[int]]) -> dict[int, list[int]]:
+    def flip_first(self: Route, sent: dict[int, list[int]]) -> dict[int, list[int]]:
         if last:
             view = next(piece.tensor for piece in engine.live_weights() if piece.name == "model.norm.weight")
             view[-1] = torch.nextafter(view[-1], torch.tensor(torch.inf, dtype=view.dtype))
         return exchange(self, sent)
 
-    with mock.patch.object(Execution, "_exchange", flip_first):
+    with mock.patch.object(Route, "_exchange", flip_first):
         try:
             manager.sync(6)
         except WeightMismatchError as error:
@@ -181,41 +174,37 @@ def connect(half: WeightSender | WeightReceiver, port: int, rank: int, world: in
     half.connect("127.0.0.1", port, rank, world, timeout_s)
 
 
-def send(path: str, port: int, receivers: int, versions: list[int], sockets: bool, folder: str) -> list[tuple[str, str]]:
+def send(path: str, port: int, receivers: int, versions: list[int], folder: str) -> list[tuple[str, str]]:
     """Updates to `receivers` processes; rank 0 leaves the full weights of each version in the folder."""
     train = trainer(path)
     rank, size = dist.get_rank(), dist.get_world_size()
     half = WeightSender(train, bucket_bytes=BUCKET)
     errors = []
-    with ExitStack() as stack:
-        use_sockets(stack, sockets=sockets)
-        connect(half, port, rank, size + receivers, 30)
-        for version in versions:
-            full = step(train)
-            if rank == 0:
-                torch.save(full, Path(folder) / f"{version}.pt")
-            errors.append(error_of(lambda version=version: half.send(version)))  # type: ignore[misc]
+    connect(half, port, rank, size + receivers, 30)
+    for version in versions:
+        full = step(train)
+        if rank == 0:
+            torch.save(full, Path(folder) / f"{version}.pt")
+        errors.append(error_of(lambda version=version: half.send(version)))  # type: ignore[misc]
     half.close()
     return errors
 
 
-def receive(path: str, port: int, rank: int, world: int, versions: list[int], sockets: bool, folder: str) -> dict[str, Any]:
+def receive(path: str, port: int, rank: int, world: int, versions: list[int], folder: str) -> dict[str, Any]:
     """The other end: what each update brought."""
     engine = rollout(path)
     half = WeightReceiver(engine, CPU, bucket_bytes=BUCKET)
     out: dict[str, Any] = {"errors": [], "wrong": [], "wire_bytes": []}
-    with ExitStack() as stack:
-        use_sockets(stack, sockets=sockets)
-        connect(half, port, rank, world, 30)
-        for version in versions:
-            error = ("", "")
-            try:
-                out["wire_bytes"].append(half.receive(version).wire_bytes)
-                if folder:
-                    out["wrong"] += wrong_names(engine, torch.load(Path(folder) / f"{version}.pt"))
-            except RlhubError as raised:
-                error = type(raised).__name__, str(raised)
-            out["errors"].append(error)
+    connect(half, port, rank, world, 30)
+    for version in versions:
+        error = ("", "")
+        try:
+            out["wire_bytes"].append(half.receive(version).wire_bytes)
+            if folder:
+                out["wrong"] += wrong_names(engine, torch.load(Path(folder) / f"{version}.pt"))
+        except RlhubError as raised:
+            error = type(raised).__name__, str(raised)
+        out["errors"].append(error)
     half.close()
     return out | {"version": engine.version, "refuses": refuses(engine), "layout": len(half.layout())}
 
@@ -261,20 +250,18 @@ def read_damaged(path: str, folder: str, version: int) -> tuple[tuple[str, str],
     return error_of(lambda: reader.read(version)), refuses(engine)
 
 
-def send_and_die(path: str, port: int, world: int, sockets: bool) -> None:
-    """Two whole updates; in the third, the last sender is killed when it has packed its first message."""
+def send_and_die(path: str, port: int, world: int) -> None:
+    """Sends two whole updates; in the third, the last sender is killed as soon as its first messages travel."""
     half = WeightSender(trainer(path), bucket_bytes=BUCKET)
-    with ExitStack() as stack:
-        use_sockets(stack, sockets=sockets)
-        connect(half, port, dist.get_rank(), world, 30)
-        half.send(0)
+    connect(half, port, dist.get_rank(), world, 30)
+    half.send(0)
     half.send(1)
     if dist.get_rank() == dist.get_world_size() - 1:
-        pack = Execution._pack
+        exchange = Transport._exchange
 
-        def last_act(self: Execution, *arguments: Any) -> None:
-            pack(self, *arguments)
+        def last_act(self: Transport, *arguments: Any) -> None:
+            exchange(self, *arguments)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        Execution._pack = last_act  # type: ignore[method-assign]
+        Transport._exchange = last_act  # type: ignore[method-assign,assignment]
     half.send(2)

@@ -34,8 +34,8 @@ from rlhub.engines.rollout.vllm.engine import VLLMEngine
 from rlhub.engines.training.base import TrainEngine
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.errors import EngineError, WeightMismatchError
-from rlhub.sharding_manager.execution import Execution
 from rlhub.sharding_manager.manager import ShardingManager
+from rlhub.sharding_manager.route import Route
 from tests.integration import vllm_batches
 from tests.support import interruptions
 from tests.support import rollout_contract as contract
@@ -152,15 +152,15 @@ def flip(engine: RolloutEngine, name: str) -> None:
 
 def caught_flip(engine: RolloutEngine, manager: ShardingManager, name: str, *, here: bool) -> str:
     """Sync with one element of `name` changed after the update, on this rank or not; the name the manager reports."""
-    exchange = Execution._exchange
+    exchange = Route._exchange
 
-    def flip_first(self: Execution, sent: dict[int, list[int]]) -> dict[int, list[int]]:
+    def flip_first(self: Route, sent: dict[int, list[int]]) -> dict[int, list[int]]:
         if here:
             flip(engine, name)
         return exchange(self, sent)
 
     try:
-        with mock.patch.object(Execution, "_exchange", flip_first):
+        with mock.patch.object(Route, "_exchange", flip_first):
             manager.sync(9)
     except WeightMismatchError as error:
         return error.weight
@@ -202,25 +202,6 @@ def observe_step(engine: RolloutEngine, manager: ShardingManager, model: PreTrai
     }
 
 
-def observe_sharing(
-    engine: VLLMEngine, train: TrainEngine, change: Callable[[int], None], model: PreTrainedModel
-) -> dict[str, Any]:
-    """Updates by a manager that lets ranks of equal engines keep one copy: into their own memory, then into that copy."""
-    manager = ShardingManager(train, engine, bucket_bytes=BUCKET)
-    steps = []
-    for version in (20, 21):
-        change(version)
-        steps.append(observe_step(engine, manager, model, version))
-    return {
-        "steps": steps,
-        "sharers": 1 if manager._shared is None else manager._shared.size,
-        "storages": len(engine.weight_memory()),
-        "wire_bytes": manager.sync(22).wire_bytes,
-        "flip": caught_flip(engine, manager, "model.norm.weight", here=dist.get_rank() == dist.get_world_size() - 1),
-        "healed": error_of(lambda: manager.sync(23)),
-    }
-
-
 def stale_prefix_error(engine: VLLMEngine, manager: ShardingManager, model: PreTrainedModel) -> float:
     """The long prompt's error when prefixes of the old weights are found; the caller has just changed the weights."""
     with mock.patch.object(engine._running(), "weights_changed"):
@@ -256,7 +237,7 @@ def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, 
     engine.initialize()
     out: dict[str, Any] = {"undisturbed": process_state() == before}
     out["without_weights"] = error_of(lambda: greedy(engine))
-    manager = ShardingManager(train, engine, bucket_bytes=BUCKET, share=False)  # each rank writes its own weights below
+    manager = ShardingManager(train, engine, bucket_bytes=BUCKET)
 
     def change(seed: int) -> None:
         perturb(live(), seed)
@@ -289,7 +270,6 @@ def run_case(folder: Path, case: Case, rank: int, world_size: int) -> dict[str, 
     last = rank == world_size - 1
     out["flips"] = {name: caught_flip(engine, manager, name, here=last) for name in FLIPPED[case.family]}
     out["healed"] = error_of(lambda: manager.sync(10))
-    out["shared"] = observe_sharing(engine, train, change, model)
     out["failure"] = vllm_batches.observe_failure(engine)
     engine.shutdown()
     engine.shutdown()

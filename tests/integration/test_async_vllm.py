@@ -22,12 +22,12 @@ from rlhub.errors import RequestError, WeightMismatchError, WorkerDiedError, Wor
 from rlhub.sharding_manager.files import WeightWriter
 from rlhub.single_controller import AsyncActor, AsyncActorOptions, ClassWithInitArgs, start_async_actor
 from rlhub.utils.aio.loop_thread import LoopThread
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 from tests.integration.async_vllm_replica import LookedInto
 from tests.support.chat_model import save_chat_model
-from tests.support.held import VARIABLE
 from tests.support.plain_train_engine import PlainTrainEngine
 from tests.support.rollout_contract import PROMPTS
+from tests.support.step_limit import VARIABLE
 from tests.support.tiny_models import greedy_reference, save_tiny_model, sequence_log_probs, tiny_model
 
 TOLERANCE = 2e-5
@@ -53,7 +53,7 @@ class Replica:
         options = AsyncActorOptions(
             name="rollout-0",
             num_cpus=0.0,
-            worker_env={VARIABLE: str(folder / "hold")},
+            worker_env={VARIABLE: str(folder / "limit")},
             log_dir=str(folder / "logs"),
             start_deadline_s=LIMIT_S,
         )

@@ -13,7 +13,7 @@ from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.rollout_service.server import ReplicaStatus, RolloutServer
 from rlhub.single_controller import AsyncActorOptions, ClassWithInitArgs, start_async_actor
 from rlhub.utils.aio.loop_thread import LoopThread
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 from tests.support.chat_model import save_chat_model
 from tests.support.tiny_models import save_tiny_model
 

@@ -188,7 +188,7 @@ def test_weight_stream_holds_two_buckets(ranks: Ranks, tmp_path: Path) -> None:
     bucket = 8 << 20
     for total, peak in ranks.call(checks.stream_peak, str(tmp_path), bucket):
         assert total > 7 * bucket
-        assert peak < 2 * bucket + (2 << 20)
+        assert peak <= 2 * bucket
     for total, peak in ranks.call(checks.stream_peak, str(tmp_path), 1 << 30):  # the control: all at once is seen
         assert peak > total // 2 or ranks.world == 1
 

@@ -223,7 +223,7 @@ def test_weight_stream_holds_two_buckets(group: Group, tmp_path: Path) -> None:
     bucket = 8 << 20
     for total, peak in group.call(checks.stream_peak, 2, str(tmp_path), TP2, bucket):
         assert total > 7 * bucket
-        assert peak < 2 * bucket + (3 << 20)
+        assert peak <= 2 * bucket
     for total, peak in group.call(checks.stream_peak, 2, str(tmp_path), TP2, 1 << 30):  # the control: all at once is seen
         assert peak > total // 2
 

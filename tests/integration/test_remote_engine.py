@@ -70,7 +70,7 @@ def test_new_weights_through_the_folder_are_those_that_generate(server: Server, 
 
 def test_a_server_that_an_ended_job_left_paused_is_woken_by_the_next(server: Server, tmp_path: Path) -> None:
     ended = build(server, "remote", tmp_path)
-    ended._ask(ended._server.pause())
+    ended._ask(ended._dialect.pause())
     ended.shutdown()
     job = build(server, "remote", tmp_path)
     job.update_weights([[pair] for pair in weights(server, seed=1).items()], 1)
@@ -130,7 +130,7 @@ def test_requests_go_on_under_weights_that_change(server: Server, tmp_path: Path
             remote.update_weights([list(moved[1].items())], 12)
         await asyncio.to_thread(remote.pause)
         await asyncio.to_thread(remote.update_weights, [list(moved[1].items())], 12)
-        server.hold.let_go()
+        server.limit.lift()
         await asyncio.to_thread(remote.resume)
         return list(await asyncio.gather(*tasks))
 
@@ -206,7 +206,7 @@ def test_cancelled_and_aborted_requests_end_on_the_server(server: Server) -> Non
     assert [len(one.token_ids) for one in remote.generate(requests(), SamplingParams(max_new_tokens=9, ignore_eos=True))] == [
         9
     ] * 3
-    server.hold.let_go()
+    server.limit.lift()
     remote.shutdown()
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams
-from rlhub.engines.rollout.stepped import SteppedEngine
+from rlhub.engines.rollout.continuous_batching import SteppedEngine
 from rlhub.errors import EngineError, WeightMismatchError, WorkerDiedError
 from rlhub.rollout_service.fleet import FleetLimits
 from rlhub.rollout_service.server import ReplicaStatus, RolloutServer, UpdateReport
@@ -30,10 +30,10 @@ from rlhub.sharding_manager.files import WeightWriter
 from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, launch
 from rlhub.single_controller.decorator import registered_methods
 from rlhub.workers.actor import ActorWorker
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 from tests.support.chat_model import save_chat_model
 from tests.support.plain_train_engine import PlainTrainEngine
-from tests.support.rollout_service import PACE, HeldSteps
+from tests.support.rollout_service import PACE, LimitedSteps
 
 NEW_TOKENS = 150
 RUNTIME = WorkerRuntime(device="cpu", seed=0, max_prompt_length=32, max_response_length=NEW_TOKENS, deadline_s=60.0)
@@ -49,10 +49,10 @@ class Paced(RolloutServer):
         assert isinstance(self.engine, SteppedEngine)
         loop = self.engine._loop
         make = loop._make_stepper
-        loop._make_stepper = lambda: HeldSteps(make(), PACE)
+        loop._make_stepper = lambda: LimitedSteps(make(), PACE)
 
-    async def hold(self, limit: int | None) -> None:
-        PACE.hold(limit)
+    async def set_pace(self, limit: int | None) -> None:
+        PACE.set(limit)
 
     async def furthest(self) -> int:
         return PACE.furthest
@@ -92,9 +92,9 @@ class Job:
         """Of all replicas, asked of themselves."""
         return self.ask("status")
 
-    def hold(self, limit: int | None) -> None:
+    def limit(self, limit: int | None) -> None:
         """No request gets more tokens than these; what is in work then stays so, however slow this process is."""
-        self.ask("hold", limit)
+        self.ask("set_pace", limit)
 
     def ask(self, method: str, *args: Any) -> dict[str, Any]:
         """All replicas that live."""
@@ -130,14 +130,14 @@ def results(futures: list[Future[Completion]]) -> list[Completion]:
 
 def test_weights_are_published_while_requests_run(job: Job) -> None:
     before = job.version
-    job.hold(0)
+    job.limit(0)
     futures = [job.submit(seed) for seed in range(6)]
     reports = []
     for limit in (20, 40):
-        job.hold(limit)
+        job.limit(limit)
         until(lambda: set(job.ask("furthest").values()) == {limit})  # noqa: B023  it is called at once
         reports.append(job.publish())
-    job.hold(None)
+    job.limit(None)
     completions = results(futures)
     for completion in completions:
         assert len(completion.token_ids) == len(completion.versions) == len(completion.log_probs) == NEW_TOKENS
@@ -157,15 +157,15 @@ def test_a_killed_replica_loses_no_request_and_comes_back_with_the_newest_weight
     victim = job.statuses()["rollout-0"]
     told: list[list[int]] = [[], []]
     follows = [lambda progress, own=own: own.extend(progress.token_ids) for own in told]
-    job.hold(0)
+    job.limit(0)
     futures = [job.submit(seed, follow=follow) for seed, follow in enumerate([*follows, None, None])]
     until(lambda: [status.load for status in job.statuses().values()] == [2, 2])  # none comes when others are held already
-    job.hold(20)
+    job.limit(20)
     until(lambda: min(map(len, told)) > 2)
     time.sleep(0.2)  # what is lost is estimated from the time
     assert not any(future.done() for future in futures)
     os.kill(victim.pid, signal.SIGKILL)
-    job.hold(None)
+    job.limit(None)
     completions = results(futures)
     assert [done.token_ids for done in completions] == [done.token_ids for done in undisturbed]
     assert all(done.token_ids[: len(own)] == own for done, own in zip(completions, told, strict=False))
@@ -235,7 +235,7 @@ def test_the_actor_writes_its_weights_for_the_service(job: Job) -> None:
 def test_closing_leaves_no_process_and_no_weights(job: Job) -> None:
     pids, folder = [status.pid for status in job.statuses().values()], job.service.folder
     assert folder.is_relative_to(SHARED_MEMORY) and folder.exists()
-    job.hold(0)
+    job.limit(0)
     waiting = job.submit(1)
     job.service.close()
     job.service.close()

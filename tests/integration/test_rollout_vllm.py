@@ -82,19 +82,6 @@ def test_one_flipped_element_in_the_engine_is_caught_by_name_on_every_rank(job: 
         assert case["healed"] == "none"
 
 
-def test_ranks_with_the_same_weights_generate_from_one_copy(job: list[dict[str, Any]]) -> None:
-    for name, case in cases(job):
-        seen, together = case["shared"], len(job) == 2 and name.endswith("tp1")
-        assert (seen["sharers"], seen["storages"] == 1) == ((2, True) if together else (1, False)), name
-        assert seen["steps"][0]["reference"] != seen["steps"][1]["reference"]
-        for step in seen["steps"]:
-            assert step["greedy"] == step["reference"], name
-            assert step["long_prompt_error"] < 2e-5 and step["log_prob_error"] < 2e-5
-        if together:
-            assert seen["wire_bytes"] == 0, "each rank writes what its own trainer holds"
-        assert (seen["flip"], seen["healed"]) == ("model.norm.weight", "none")
-
-
 def test_the_trainers_process_is_left_as_it_was(job: list[dict[str, Any]]) -> None:
     for name, case in cases(job):
         assert case["undisturbed"], name
@@ -171,4 +158,4 @@ def test_errors_outside_the_steps_leave_the_engine_as_it_was(job: list[dict[str,
 def test_after_an_error_inside_a_step_the_engine_generates_no_more(job: list[dict[str, Any]]) -> None:
     for name, case in cases(job):
         assert "_Broken" in case["failure"]["failure"], name
-        assert "built anew" in case["failure"]["answer"], name
+        assert "built again" in case["failure"]["answer"], name

@@ -52,16 +52,16 @@ def check_stream(server: Server, client: openai.OpenAI) -> None:
             told.append(chunk.choices[0])
             ids.extend(chunk.choices[0].model_extra["token_ids"])
 
-    server.hold.at(1)
+    server.limit.set(1)
     chunks = client.completions.create(
         model="policy", prompt=PROMPTS[0], max_tokens=40, logprobs=0, stream=True, extra_body=extra
     )
     for limit in (1, 10, 30):
-        server.hold.at(limit)
+        server.limit.set(limit)
         while len(ids) < limit:
             hear(next(chunks))
         assert len(ids) == limit
-    server.hold.let_go()
+    server.limit.lift()
     for chunk in chunks:
         hear(chunk)
     log_probs = [value for choice in told for value in choice.logprobs.token_logprobs]
@@ -101,7 +101,7 @@ def check_requests_in_flight(server: Server, folder: Path) -> None:
         await all_have(11)
         await asyncio.to_thread(remote.pause)
         await asyncio.to_thread(remote.update_weights, [list(moved[1].items())], 12)
-        server.hold.let_go()
+        server.limit.lift()
         await asyncio.to_thread(remote.resume)
         await all_have(12)
         remote.abort()

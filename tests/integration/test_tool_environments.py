@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
+from rlhub.agents.remote.environment_actors import EnvironmentActorOptions, EnvironmentActors, environment_actor_starter
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import build_workflow
 from rlhub.envs.base import EnvDiedError, EnvError, Environment, EnvironmentLimits, StepEnvironment
@@ -146,22 +146,22 @@ def test_a_call_that_hangs_is_ended_and_the_next_episode_has_an_environment(spec
 
 
 def test_in_an_actor_too_and_the_actor_lives(ray_cluster: None, spec: EnvironmentSpec, tmp_path: Path) -> None:
-    options = EnvironmentHostOptions(folder=str(tmp_path), log_dir=str(tmp_path / "logs"))
+    options = EnvironmentActorOptions(folder=str(tmp_path), log_dir=str(tmp_path / "logs"))
 
     async def main() -> None:
-        hosts = EnvironmentHosts(environment_host_starter(options), 1, idle_s=WAIT_S)
-        await hosts.start()
+        pool = EnvironmentActors(environment_actor_starter(options), 1, idle_s=WAIT_S)
+        await pool.start()
         try:
-            host = hosts.hosts[0].actor
-            await hang_and_go_on(hosts, spec, tmp_path)
-            assert hosts.hosts[0].actor is host and not hosts.counts
-            while (status := (await hosts.status())["environments-0"]).leased:  # given back without waiting for its end
+            actor = pool.members[0].actor
+            await hang_and_go_on(pool, spec, tmp_path)
+            assert pool.members[0].actor is actor and not pool.counts
+            while (status := (await pool.status())["environments-0"]).leased:  # given back without waiting for its end
                 await asyncio.sleep(0.005)
             assert (status.alive, status.replaced) == (1, 1)
             for pid in noted(tmp_path, "closed"):
-                assert host.worker.pid in [parent.pid for parent in psutil.Process(pid).parents()]  # type: ignore[attr-defined]
+                assert actor.worker.pid in [parent.pid for parent in psutil.Process(pid).parents()]  # type: ignore[attr-defined]
         finally:
-            await hosts.close()
+            await pool.close()
 
     asyncio.run(asyncio.wait_for(main(), WAIT_S))
     assert all_gone(tmp_path)

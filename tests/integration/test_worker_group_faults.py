@@ -22,7 +22,7 @@ from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Launched, LaunchOptions, launch
 from rlhub.single_controller.ray import pending
 from rlhub.single_controller.ray.reaper import marked_processes
-from rlhub.trainer.workers import launch_workers
+from rlhub.trainer.launch import launch_workers
 from tests.integration.controller_workers import Probe, Second
 from tests.support.processes import alive, all_end
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhub.engines.rollout.continuous_batching import TokenEvent
+from rlhub.engines.rollout.hf.continuous_batch import ContinuousBatch
 from rlhub.engines.rollout.hf.engine import HFEngine
-from rlhub.engines.rollout.hf.stepper import HFStepper
-from rlhub.engines.rollout.stepping import TokenEvent
 
 FILE = "broken"
 
@@ -18,7 +18,7 @@ def broken(model: Path) -> Path:
     return model.with_name(FILE)
 
 
-def _step(stepper: HFStepper, step: Any = HFStepper.step) -> Sequence[TokenEvent]:
+def _step(stepper: ContinuousBatch, step: Any = ContinuousBatch.step) -> Sequence[TokenEvent]:
     if (file := broken(Path(stepper._model.config._name_or_path))).exists():
         raise RuntimeError(file.read_text())
     events: Sequence[TokenEvent] = step(stepper)
@@ -26,4 +26,4 @@ def _step(stepper: HFStepper, step: Any = HFStepper.step) -> Sequence[TokenEvent
 
 
 assert HFEngine._make_stepper, "the steps are its own"
-HFStepper.step = _step  # type: ignore[method-assign]
+ContinuousBatch.step = _step  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
-from rlhub.engines.rollout.stepped import SteppedEngine
+from rlhub.engines.rollout.continuous_batching import SteppedEngine
 from tests.support.rollout_contract import PROMPTS, requests
 from tests.support.stopping import LIMIT_S, halt, run_to
 from tests.support.tiny_models import sequence_log_probs

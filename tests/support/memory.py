@@ -1,35 +1,26 @@
-"""What a process has in memory, without what it has freed and kept."""
+"""The bytes that tensors take, counted by torch's profiler: resident memory would measure the C library's allocator."""
 
 from __future__ import annotations
 
-import ctypes
+import json
+import tempfile
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
-from rlhub.utils.freed_memory import M_MMAP_MAX, M_TRIM_THRESHOLD
+from torch.profiler import ProfilerActivity, profile
 
-GLIBCS_MMAP_MAX, GLIBCS_TRIM_THRESHOLD = 65536, 128 * 1024
-
-
-def give_freed_memory_back() -> None:
-    """Now and from now on, as glibc does by itself: large blocks are seen when they are taken."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_MAX, GLIBCS_MMAP_MAX)
-    libc.mallopt(M_TRIM_THRESHOLD, GLIBCS_TRIM_THRESHOLD)
-    libc.malloc_trim(0)
+CPU_DEVICE = 0  # the number of its type in a trace
 
 
-def reset_peak() -> int:
-    """Bytes that are resident now; `peak` counts from here."""
-    give_freed_memory_back()
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def peak() -> int:
-    """Most bytes that were resident since `reset_peak`."""
-    return _status("VmHWM")
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+def peak_allocation(action: Callable[[], object]) -> int:
+    """Returns the most bytes that tensors on the CPU took at once during the action, above those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        action()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    of_memory = [event for event in events if event["name"] == "[memory]" and event["args"]["Device Type"] == CPU_DEVICE]
+    changes = [event["args"]["Bytes"] for event in sorted(of_memory, key=lambda event: float(event["ts"]))]
+    return max(accumulate(changes, initial=0))

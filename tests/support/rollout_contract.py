@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams, WeightBucket
-from rlhub.engines.rollout.stepped import SteppedEngine
+from rlhub.engines.rollout.continuous_batching import SteppedEngine
 from rlhub.errors import EngineError, RequestError
 from rlhub.protocol.weights.regions import take
 from tests.support.stopping import LIMIT_S, StopAt, halt, run_to

@@ -11,16 +11,16 @@ from torch import nn
 
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
+from rlhub.engines.rollout.continuous_batching import Stepper, TokenEvent
 from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES
-from rlhub.engines.rollout.stepping import Stepper, TokenEvent
 from rlhub.rollout_service.server import RolloutServer
 from rlhub.sharding_manager.files import WeightWriter
 from rlhub.single_controller import AsyncActor, AsyncActorOptions, ClassWithInitArgs, astart_async_actor
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 from tests.support.plain_train_engine import PlainTrainEngine
 
-HELD_FAKE = "held_fake"
+LIMITED_FAKE = "limited_fake"
 STEP_S = 0.002
 RUNTIME = WorkerRuntime(device="cpu", seed=0, max_prompt_length=32, max_response_length=64, deadline_s=5.0)
 
@@ -33,7 +33,7 @@ class Pace:
     furthest: int = 0
     """Tokens of the request that has most."""
 
-    def hold(self, limit: int | None) -> None:
+    def set(self, limit: int | None) -> None:
         self.limit, self.furthest = limit, 0
 
 
@@ -41,7 +41,7 @@ PACE = Pace()
 """Of the engines in this process."""
 
 
-class HeldSteps:
+class LimitedSteps:
     """A stepper that steps no further than the pace allows."""
 
     def __init__(self, inner: Stepper, pace: Pace) -> None:
@@ -73,19 +73,19 @@ class HeldSteps:
         self.inner.recompute()
 
 
-class HeldFake(FakeEngine):
+class LimitedFake(FakeEngine):
     """At the pace of this process."""
 
     def _make_stepper(self) -> Stepper:
-        return HeldSteps(super()._make_stepper(), PACE)
+        return LimitedSteps(super()._make_stepper(), PACE)
 
 
-def fake_config(*, held: bool = False) -> ActorRolloutRefConfig:
-    """For a service without a model.  held: its engines keep the pace."""
-    if held and HELD_FAKE not in ROLLOUT_ENGINES:
-        ROLLOUT_ENGINES.register(HELD_FAKE)(HeldFake)
+def fake_config(*, limited: bool = False) -> ActorRolloutRefConfig:
+    """For a service without a model.  limited: its engines keep the pace."""
+    if limited and LIMITED_FAKE not in ROLLOUT_ENGINES:
+        ROLLOUT_ENGINES.register(LIMITED_FAKE)(LimitedFake)
     config = ActorRolloutRefConfig()
-    config.rollout.name = HELD_FAKE if held else "fake"
+    config.rollout.name = LIMITED_FAKE if limited else "fake"
     return config
 
 

@@ -23,7 +23,7 @@ from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import Completion, RolloutEngine
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from tests.support.chat_model import save_chat_model
-from tests.support.held import ENGINES, VARIABLE, Hold
+from tests.support.step_limit import ENGINES, VARIABLE, StepLimit
 from tests.support.tiny_models import sequence_log_probs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,14 +33,14 @@ END_S = 60.0
 
 @dataclass
 class Server:
-    """A running main_serve.  admin_key_file: of its administration.  family: its processes.  hold: of its engine's steps."""
+    """A running main_serve.  admin_key_file: of its administration.  family: its processes.  limit: of its engine's steps."""
 
     model: Path
     address: str
     key_file: Path
     admin_key_file: Path
     log: Path
-    hold: Hold
+    limit: StepLimit
     family: list[int] = field(default_factory=list)
 
     @property
@@ -60,10 +60,10 @@ def serving(folder: Path, *settings: str, plugins: Sequence[str] = ()) -> Iterat
     command = [sys.executable, "-m", "rlhub.trainer.main_serve", f"model.path={model}", "server.port=0", "device=cpu"]
     files = [f"server.ready_file={ready}", f"server.api_key_file={key}", f"server.admin_key_file={admin}"]
     files.append(f"plugins=[{','.join((ENGINES, *plugins))}]")
-    hold = Hold(folder / "hold")
+    limit = StepLimit(folder / "limit")
     with log.open("w") as stream:
         path = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, VARIABLE: str(hold.file)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, VARIABLE: str(limit.file)}
         process = subprocess.Popen([*command, *files, *settings], stdout=stream, stderr=stream, env=environment)
     deadline = time.monotonic() + START_S
     try:
@@ -77,7 +77,7 @@ def serving(folder: Path, *settings: str, plugins: Sequence[str] = ()) -> Iterat
             key_file=key,
             admin_key_file=admin,
             log=log,
-            hold=hold,
+            limit=limit,
             family=family,
         )
     finally:
@@ -114,11 +114,11 @@ async def started(
     server: Server, ask: Callable[[], Sequence[asyncio.Task[Completion]]], tokens: int
 ) -> list[asyncio.Task[Completion]]:
     """What `ask` asks for, when each of its requests has so many tokens, and gets none more before it is let go."""
-    server.hold.at(0)
+    server.limit.set(0)
     tasks = list(ask())
-    await server.hold.reached(0, len(tasks))
-    server.hold.at(tokens)
-    await server.hold.reached(tokens, len(tasks))
+    await server.limit.reached(0, len(tasks))
+    server.limit.set(tokens)
+    await server.limit.reached(tokens, len(tasks))
     return tasks
 
 

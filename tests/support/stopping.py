@@ -8,8 +8,7 @@ import threading
 from collections.abc import Collection, Sequence
 
 from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
-from rlhub.engines.rollout.stepped import SteppedEngine
-from rlhub.engines.rollout.stepping import EngineLoop, Stepper, TokenEvent
+from rlhub.engines.rollout.continuous_batching import EngineLoop, SteppedEngine, Stepper, TokenEvent
 
 LIMIT_S = 120.0
 

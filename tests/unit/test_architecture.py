@@ -1,4 +1,4 @@
-"""The architecture, held by reading the source: layers, forbidden imports, sizes, and what a light process may load.
+"""The architecture, held by reading the source: layers, cycles, forbidden imports, sizes, and what a light process may load.
 
 A finding names file and line.  Waivers are in this file, each with its reason; an unused waiver is a failure too.
 """
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from scripts.checks.house import strongly_connected
 from tests.support.source_trees import ROOT, nodes, sources, trees
 
 # Low to high.  A unit imports itself and lower rows only; units of one row do not see each other.
@@ -57,10 +58,17 @@ LATER = ("TO" + "DO", "FIX" + "ME", "XX" + "X")
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
+MAX_PARAMETERS = 8
 
 # path (and ::function) -> why it may break the rule
 SIZE_WAIVERS: dict[str, str] = {}
 LAYER_WAIVERS: dict[str, str] = {}
+PARAMETER_WAIVERS: dict[str, str] = {
+    "engines/training/fsdp/engine.py::__init__": "the parts of an engine, which its factory alone puts together",
+    "engines/training/megatron/engine.py::__init__": "the parts of an engine, which its factory alone puts together",
+    "models/packed_attention.py::packed_attention": "the signature of transformers' attention functions",
+    "rollout_service/executor/executor.py::__init__": "the parts of the executor, which its builder alone puts together",
+}
 
 
 def unit_of(path: str) -> str:
@@ -138,6 +146,20 @@ def oversized(files: dict[str, ast.Module], sources: dict[str, str]) -> dict[str
     return found
 
 
+def overlong_signatures(files: dict[str, ast.Module]) -> dict[str, str]:
+    """`path::function` -> sentence, for functions with too many parameters (`self` and `cls` aside)."""
+    found = {}
+    for path, tree in files.items():
+        for node in functions(tree):
+            spec = node.args
+            every = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *filter(None, (spec.vararg, spec.kwarg))]
+            count = sum(parameter.arg not in ("self", "cls") for parameter in every)
+            if count > MAX_PARAMETERS:
+                where = f"rlhub/{path}:{node.lineno}"
+                found[f"{path}::{node.name}"] = f"{where}: {node.name} has {count} parameters; make them a dataclass"
+    return found
+
+
 def untidy(files: dict[str, ast.Module], sources: dict[str, str]) -> list[str]:
     """Prints, work left for later, attribute guards and swallowed exceptions."""
     found = []
@@ -190,6 +212,19 @@ def import_cycles(files: dict[str, ast.Module]) -> list[str]:
     return sorted({" <-> ".join(sorted((a, b))) for a in edges for b in reachable[a] if a in reachable.get(b, set())})
 
 
+def file_cycles(files: dict[str, ast.Module]) -> list[str]:
+    """Groups of files that import each other, directly or around a corner, at any depth and under TYPE_CHECKING too."""
+    paths = {"rlhub." + path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files}
+
+    def imported(path: str) -> set[str]:
+        names = [name for _, name in imports(path, files[path])]  # `from package import name`: the module of that name, if any
+        found = {paths.get(name) or paths.get(name.rpartition(".")[0]) for name in names}
+        return {other for other in found if other is not None and other != path}
+
+    parts = strongly_connected({path: imported(path) for path in files})
+    return sorted(" <-> ".join(sorted(part)) for part in parts if len(part) > 1)
+
+
 def report(findings: list[str]) -> str:
     return "\n" + "\n".join(findings)
 
@@ -208,6 +243,11 @@ def test_units_form_no_cycle() -> None:
     assert not import_cycles(trees())
 
 
+def test_files_form_no_cycle() -> None:
+    found = file_cycles(trees())
+    assert not found, report(found)
+
+
 def test_outside_packages_stay_in_their_places() -> None:
     found = forbidden_imports(trees())
     assert not found, report(found)
@@ -218,6 +258,13 @@ def test_files_and_functions_are_short() -> None:
     problems = [text for key, text in found.items() if key not in SIZE_WAIVERS]
     assert not problems, report(problems)
     assert not SIZE_WAIVERS.keys() - found.keys(), "waivers nobody needs any more"
+
+
+def test_signatures_are_short() -> None:
+    found = overlong_signatures(trees())
+    problems = [text for key, text in found.items() if key not in PARAMETER_WAIVERS]
+    assert not problems, report(problems)
+    assert not PARAMETER_WAIVERS.keys() - found.keys(), "waivers nobody needs any more"
 
 
 def test_nothing_is_left_lying_about() -> None:
@@ -373,6 +420,32 @@ def test_cycle_rule_finds() -> None:
     files = parsed(models__x="import rlhub.engines.a", engines__x="import rlhub.data.a", data__x="import rlhub.models.a")
     assert import_cycles(files) == ["data <-> engines", "data <-> models", "engines <-> models"]
     assert not import_cycles(parsed(models__x="import rlhub.data.a", engines__x="import rlhub.data.a"))
+
+
+CYCLE = {
+    "models__x": "from rlhub.models.y import Y",
+    "models__y": "def f():\n    import rlhub.models.z",
+    "models__z": "if TYPE_CHECKING:\n    from .x import X",
+    "models__w": "from rlhub.models import x",
+}
+
+
+def test_file_cycle_rule_finds() -> None:
+    assert file_cycles(parsed(**CYCLE)) == ["models/x.py <-> models/y.py <-> models/z.py"]
+    package, module = "from rlhub.models.x import X", "from rlhub.models import Y"
+    through_the_package = {"models/__init__.py": ast.parse(package), "models/x.py": ast.parse(module)}
+    assert file_cycles(through_the_package) == ["models/__init__.py <-> models/x.py"]
+
+
+@pytest.mark.parametrize("gone", ["models__x", "models__y", "models__z"])
+def test_file_cycle_rule_lets_pass(gone: str) -> None:
+    assert file_cycles(parsed(**CYCLE | {gone: ""})) == []
+
+
+def test_signature_rule_finds() -> None:
+    names = ", ".join(f"a{number}: int" for number in range(MAX_PARAMETERS - 1))
+    text = f"class C:\n    def f(self, {names}, *b: int, c: int) -> None: ...\n    def g(self, {names}, *b: int) -> None: ..."
+    assert set(overlong_signatures(parsed(a__b=text))) == {"a/b.py::f"}
 
 
 def test_light_process_rule_finds() -> None:

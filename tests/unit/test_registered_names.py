@@ -60,7 +60,8 @@ MEANINGS: dict[tuple[str, str], str] = {
     ("single_controller/ray/cluster.py", "wandb"): "the folder that package writes to",
     ("tracking/console.py", "kl"): "a column's heading",
     **{("tracking/run_folder.py", name): "the folder that package writes to" for name in ("tensorboard", "wandb")},
-    ("protocol/disk.py", "json"): "a kind of column",
+    ("engines/rollout/remote/dialects.py", "vllm"): "a kind of server that another job runs",
+    ("protocol/serialization.py", "json"): "a kind of column",
 }
 """(path, string) -> what else the string means there."""
 
@@ -143,18 +144,18 @@ def constructed(tree: ast.Module) -> Iterator[ast.stmt]:
 @pytest.mark.parametrize(
     ("path", "source", "seen"),
     [
-        ("trainer/ppo/learner.py", "if estimator == 'grpo': pass", True),
-        ("trainer/ppo/learner.py", "needs = {'gae': 1}", True),
+        ("trainer/ppo/step.py", "if estimator == 'grpo': pass", True),
+        ("trainer/ppo/step.py", "needs = {'gae': 1}", True),
         ("workers/critic.py", "def f(mode: str = 'vanilla'): ...", True),
         ("engines/training/updates.py", "loss = losses['low_var_kl']", True),
         ("algorithms/advantages/rloo.py", "f('grpo')", True),
         ("algorithms/advantages/grpo.py", "f('grpo')", False),
         ("algorithms/registry.py", "f('grpo')", False),
-        ("trainer/ppo/learner.py", "'''grpo'''", False),
-        ("trainer/ppo/learner.py", "x = 'critic/grpo'", False),
+        ("trainer/ppo/step.py", "'''grpo'''", False),
+        ("trainer/ppo/step.py", "x = 'critic/grpo'", False),
         ("config/sections/algorithm.py", "class A:\n    adv_estimator: str = 'grpo'\n    'gae'", False),
         ("config/rules/checks.py", "if config.adv_estimator == 'gae': pass", True),
-        ("trainer/ppo/learner.py", "class A:\n    adv_estimator: str = 'grpo'", True),
+        ("trainer/ppo/step.py", "class A:\n    adv_estimator: str = 'grpo'", True),
     ],
 )
 def test_a_planted_name_is_found_and_only_where_it_should_not_be(path: str, source: str, seen: bool) -> None:

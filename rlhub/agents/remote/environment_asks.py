@@ -1,7 +1,7 @@
-"""How an episode in an episode host gets its environments: it asks the driver, as it asks for completions and scores.
+"""Environments of an episode in an episode actor: it asks the driver for them, as it asks for completions and scores.
 
 The driver leases and calls them for it, so that routing, waiting and restarts are in one place, and a lease ends with the run
-of its episode, however that ends: also when the episode's host dies, which could give nothing back.
+of its episode, however that ends: also when the episode's actor dies, which could give nothing back.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class EnvironmentAsk:
 
 
 class EnvironmentAsker(Protocol):
-    """The running episode, there."""
+    """The running episode in its actor."""
 
     async def ask_environment(self, lease: int, method: str, arguments: Mapping[str, Any]) -> Any: ...
 
-    def tell_environment(self, lease: int, method: str) -> None: ...
+    def notify_environment(self, lease: int, method: str) -> None: ...
 
 
 class AskedEnvironments:
-    """The EnvironmentSource of the workflows there.  current: the episode that the running code belongs to."""
+    """The EnvironmentSource of the workflows in an episode actor.  current: the episode that the running code belongs to."""
 
     def __init__(self, current: Callable[[], EnvironmentAsker]) -> None:
         self._current = current
@@ -59,17 +59,17 @@ class AskedEnvironments:
             await episode.ask_environment(lease, OPEN, {"spec": spec, "session": session})
             yield remote_environment(call, offers_tools=spec.offers_tools)
         finally:
-            episode.tell_environment(lease, RELEASE)
+            episode.notify_environment(lease, RELEASE)
 
 
 class EnvironmentAnswers:
-    """What one run of an episode elsewhere holds, at the driver."""
+    """The environments that one run of an episode in an actor leases, on the driver."""
 
     def __init__(self, source: EnvironmentSource | None) -> None:
         self._table = None if source is None else LeaseTable(source)
 
     async def answer(self, question: EnvironmentAsk) -> Any:
-        """Do what it asks for."""
+        """Does what the episode asks for, and returns the result."""
         if self._table is None:
             raise EnvDiedError("the episode asks for an environment of the driver, which lends none")
         if question.method == OPEN:
@@ -79,6 +79,6 @@ class EnvironmentAnswers:
         return await self._table.call(question.lease, question.method, question.arguments)
 
     async def give_back(self) -> None:
-        """Everything: the run is over."""
+        """Releases all environments: the run is over."""
         if self._table is not None:
             await self._table.release_all()

@@ -1,4 +1,4 @@
-"""Following a request through the service: its tokens so far at the replica, and what the router has told of them."""
+"""Streams the tokens of one request through the rollout service: from the replica, through the router, to the follower."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhub.engines.rollout.base import Completion, FinishReason, Follow, Generat
 
 
 class Trail:
-    """At the replica: a request's tokens so far, for one who asks from afar.  On one event loop."""
+    """A request's tokens so far, at the replica, for a caller in another process.  It lives on one event loop."""
 
     def __init__(self) -> None:
         self._so_far = Progress(token_ids=[], log_probs=[], versions=[])
@@ -25,12 +25,12 @@ class Trail:
         self._changed.set()
 
     def end(self) -> None:
-        """The request has its answer, or will get none."""
+        """Ends the stream: the request has its answer, or will get none."""
         self._ended = True
         self._changed.set()
 
     async def after(self, have: int) -> Progress | None:
-        """The tokens after the first `have`, as soon as there are any; None where no more will come."""
+        """Returns the tokens after the first `have`, as soon as there are any; None where no more will come."""
         while len(self._so_far.token_ids) <= have:
             if self._ended:
                 return None
@@ -46,7 +46,7 @@ class Trail:
 
 
 class Trails:
-    """Those of a replica, by the names under which requests are followed."""
+    """The trails of a replica, by the names under which requests are followed."""
 
     def __init__(self) -> None:
         self._begun: dict[str, Trail] = {}
@@ -54,7 +54,7 @@ class Trails:
 
     @contextmanager
     def of(self, name: str) -> Iterator[Trail]:
-        """While the request runs."""
+        """Gives the trail of a request while it runs."""
         trail = self._begun[name] = self._awaited.get(name) or Trail()
         try:
             yield trail
@@ -64,7 +64,7 @@ class Trails:
 
     async def after(self, name: str, have: int) -> Progress | None:
         """See Trail.after.  A request whose first tokens are asked for may not have arrived: a call with a long prompt is
-        overtaken.  One that has ended already is waited for in vain, until the asker, who has its answer, cancels the call."""
+        overtaken.  For one that has ended already this waits until the caller, who has the answer, cancels the call."""
         trail = self._begun.get(name)
         if trail is None and have:
             return None
@@ -75,53 +75,53 @@ class Trails:
 
 
 class Following:
-    """At the router: a request that is followed, through all the replicas that have it one after the other.
+    """A followed request at the router, through all the replicas that have it one after the other.
 
-    What was told stays true.  Where a replica dies the next one goes on from the tokens that were told, under its weights, and
-    does not begin anew: that could give others.
+    Tokens that were sent on stay valid.  Where a replica dies the next one continues from them, under its weights, and does not
+    start again: that could give others.
     """
 
     def __init__(self, request: GenerationRequest, params: SamplingParams, follow: Follow) -> None:
         self._first, self._params, self._follow = request, params, follow
-        self._told = Progress(token_ids=[], log_probs=[], versions=[])
-        self._before: Completion | None = None  # what was told before this attempt
+        self._sent = Progress(token_ids=[], log_probs=[], versions=[])
+        self._before: Completion | None = None  # the tokens of earlier attempts
 
-    def tell(self, progress: Progress) -> None:
-        """More tokens of this attempt."""
-        extend(self._told, progress)
+    def send_on(self, progress: Progress) -> None:
+        """Sends more tokens of this attempt to the follower."""
+        extend(self._sent, progress)
         self._follow(progress)
 
     def whole(self, completion: Completion) -> Completion:
-        """With what was told before this attempt, which gave the completion."""
+        """Returns the completion of this attempt, joined to the tokens of earlier ones."""
         return join(self._before, completion)
 
     def finished(self) -> Completion | None:
-        """The completion, if the last that was told ended it: then only the answer itself was lost."""
-        told, params = self._told, self._params
-        reason = told.finish_reason
-        if reason is None and len(told.token_ids) >= params.max_new_tokens - self._first.start:
+        """Returns the completion, if the tokens that were sent on end it: then only the answer itself was lost."""
+        sent, params = self._sent, self._params
+        reason = sent.finish_reason
+        if reason is None and len(sent.token_ids) >= params.max_new_tokens - self._first.start:
             reason = "length"
-        if told.token_ids and told.token_ids[-1] in params.stop_token_ids and not params.ignore_eos:
+        if sent.token_ids and sent.token_ids[-1] in params.stop_token_ids and not params.ignore_eos:
             reason = "stop"
         return None if reason is None else self._as_completion(reason)
 
     def again(self) -> GenerationRequest:
-        """What the next attempt asks for."""
-        if not self._told.token_ids:
+        """Returns the request of the next attempt."""
+        if not self._sent.token_ids:
             return self._first
         self._before = self._as_completion("abort")
-        told = self._told.token_ids
-        return replace(self._first, prompt_ids=[*self._first.prompt_ids, *told], start=self._first.start + len(told))
+        sent = self._sent.token_ids
+        return replace(self._first, prompt_ids=[*self._first.prompt_ids, *sent], start=self._first.start + len(sent))
 
     def _as_completion(self, reason: FinishReason) -> Completion:
-        told = self._told
+        sent = self._sent
         return Completion(
-            token_ids=list(told.token_ids), log_probs=list(told.log_probs), versions=list(told.versions), finish_reason=reason
+            token_ids=list(sent.token_ids), log_probs=list(sent.log_probs), versions=list(sent.versions), finish_reason=reason
         )
 
 
 def extend(so_far: Progress, more: Progress) -> None:
-    """Both as one."""
+    """Appends the second to the first."""
     so_far.token_ids += more.token_ids
     so_far.log_probs += more.log_probs
     so_far.versions += more.versions

@@ -9,10 +9,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from rlhub.algorithms.knobs import knobs_for
 from rlhub.config.sections.rollout import MultiTurnConfig, RolloutConfig
 from rlhub.errors import ConfigError, LoadError
-from rlhub.registry import Registry
+from rlhub.registry import Registry, knobs_for
 from rlhub.utils.user_code import load_target
 
 WorkflowFactory = Callable[..., Any]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rlhub.algorithms.groups import GroupStatistics, group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.outcome import on_tokens, outcome_rewards
 
 WEIGHTINGS = ("std", "clip-scaled", "plain")
 MAX_SCALE = 3.0  # the paper's bound
@@ -35,14 +34,14 @@ def cpgd(inputs: AdvantageInputs, knobs: CPGDKnobs) -> AdvantageOutputs:
     count in the scale.
     """
     assert inputs.group is not None, "cpgd requires groups"
-    rewards = outcome_rewards(inputs.token_level_rewards, inputs.response_mask)
+    rewards = inputs.outcome_rewards()
     stats = group_statistics(rewards, inputs.group)
     per_sample = stats.normalized(rewards, divide=knobs.weighting == "std")
     metrics = stats.metrics()
     if knobs.weighting == "clip-scaled":
         scale = spread_scale(stats, inputs.response_mask)
         per_sample, metrics["groups/cpgd_scale"] = scale * per_sample, scale
-    advantages = on_tokens(per_sample, inputs.response_mask, inputs.token_level_rewards.dtype)
+    advantages = inputs.on_tokens(per_sample)
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=metrics)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.masked import kept, whiten
+from rlhub.algorithms.masked import masked, whiten
 from rlhub.algorithms.returns import scan, time_first
 
 
@@ -27,9 +27,9 @@ def gae(inputs: AdvantageInputs, knobs: GAEKnobs) -> AdvantageOutputs:
     """
     assert inputs.values is not None, "gae requires values"
     mask = time_first(inputs.response_mask, inputs.values.dtype)
-    rewards, values = kept(inputs.token_level_rewards.t(), mask), kept(inputs.values.t(), mask)
+    rewards, values = masked(inputs.token_level_rewards.t(), mask), masked(inputs.values.t(), mask)
     next_values = torch.cat([scan(values, mask, 0.0)[1:], torch.zeros_like(values[:1])])
     deltas = rewards.add_(next_values, alpha=knobs.gamma).sub_(values).mul_(mask)
     advantages = scan(deltas, mask, knobs.gamma * knobs.lam)
-    returns = kept(values.add_(advantages).t().contiguous(), inputs.response_mask)
+    returns = masked(values.add_(advantages).t().contiguous(), inputs.response_mask)
     return AdvantageOutputs(advantages=whiten(advantages.t().contiguous(), inputs.response_mask), returns=returns)

@@ -10,7 +10,6 @@ import torch
 from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
 from rlhub.algorithms.masked import whiten
-from rlhub.algorithms.outcome import on_tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +43,7 @@ def gdpo(inputs: AdvantageInputs, knobs: GDPOKnobs) -> AdvantageOutputs:
         total += weight * stats.normalized(component, divide=knobs.norm_adv_by_std_in_grpo)
         metrics |= stats.metrics() | {f"groups/all_equal/{name}": stats.metrics()["groups/all_equal"]}
     metrics.pop("groups/all_equal", None)  # each component has its own
-    tokens = on_tokens(total, inputs.response_mask, inputs.token_level_rewards.dtype)
+    tokens = inputs.on_tokens(total)
     advantages = whiten(tokens, inputs.response_mask)
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=metrics)
 

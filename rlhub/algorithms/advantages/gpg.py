@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.outcome import on_tokens, outcome_rewards
 
 
 def gpg(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
@@ -15,10 +14,10 @@ def gpg(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
     depends on where the scorer puts its zero.
     """
     assert inputs.group is not None, "gpg requires groups"
-    rewards = outcome_rewards(inputs.token_level_rewards, inputs.response_mask)
+    rewards = inputs.outcome_rewards()
     stats = group_statistics(rewards, inputs.group)
     present = inputs.response_mask.sum(1) > 0
     total, useful = int(present.sum().item()), int((present & ~stats.flat).sum().item())
     alpha = total / useful if useful else 0.0
-    advantages = on_tokens(alpha * stats.centred(rewards), inputs.response_mask, inputs.token_level_rewards.dtype)
+    advantages = inputs.on_tokens(alpha * stats.centred(rewards))
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics() | {"groups/gpg_alpha": alpha})

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.outcome import on_tokens, outcome_rewards
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,8 +24,8 @@ def grpo(inputs: AdvantageInputs, knobs: GRPOKnobs) -> AdvantageOutputs:
     for a group of one (elsewhere its reward is taken as the advantage); both are counted in the metrics.
     """
     assert inputs.group is not None, "grpo requires groups"
-    rewards = outcome_rewards(inputs.token_level_rewards, inputs.response_mask)
+    rewards = inputs.outcome_rewards()
     stats = group_statistics(rewards, inputs.group)
     per_sample = stats.normalized(rewards, divide=knobs.norm_adv_by_std_in_grpo)
-    advantages = on_tokens(per_sample, inputs.response_mask, inputs.token_level_rewards.dtype)
+    advantages = inputs.on_tokens(per_sample)
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics())

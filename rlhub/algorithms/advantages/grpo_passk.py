@@ -8,7 +8,6 @@ import torch
 
 from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.outcome import on_tokens, outcome_rewards
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,7 +24,7 @@ def grpo_passk(inputs: AdvantageInputs, knobs: GRPOPassKKnobs) -> AdvantageOutpu
     counted (elsewhere a group of one, which one lost sample can make, is an error).
     """
     assert inputs.group is not None, "grpo_passk requires groups"
-    rewards = outcome_rewards(inputs.token_level_rewards, inputs.response_mask)
+    rewards = inputs.outcome_rewards()
     stats = group_statistics(rewards, inputs.group)
     nothing = torch.full_like(rewards, -torch.inf)
     best = rewards == stats.top(rewards)
@@ -34,5 +33,5 @@ def grpo_passk(inputs: AdvantageInputs, knobs: GRPOPassKKnobs) -> AdvantageOutpu
     if knobs.norm_adv_by_std_in_grpo:
         lead = stats.divided(lead)
     per_sample = torch.where(alone, lead, torch.zeros_like(lead))
-    advantages = on_tokens(per_sample, inputs.response_mask, inputs.token_level_rewards.dtype)
+    advantages = inputs.on_tokens(per_sample)
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics())

@@ -6,7 +6,6 @@ import torch
 
 from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.outcome import on_tokens, outcome_rewards
 
 
 def opo(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
@@ -16,10 +15,10 @@ def opo(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
     equal rewards; in a group of one the baseline is 0 and A = R_i, as in the published implementation.  Both are counted.
     """
     assert inputs.group is not None, "opo requires groups"
-    rewards = outcome_rewards(inputs.token_level_rewards, inputs.response_mask)
+    rewards = inputs.outcome_rewards()
     stats = group_statistics(rewards, inputs.group)
     lengths = inputs.response_mask.sum(1).to(rewards.dtype)
     baseline = stats.total(lengths * rewards) / stats.total(lengths).clamp(min=1)
     baseline = torch.where(stats.equal, rewards, torch.where(stats.size == 1, torch.zeros_like(baseline), baseline))
-    advantages = on_tokens(rewards - baseline, inputs.response_mask, inputs.token_level_rewards.dtype)
+    advantages = inputs.on_tokens(rewards - baseline)
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.masked import kept
+from rlhub.algorithms.masked import masked
 from rlhub.algorithms.returns import rewards_to_go
 
 NOISE_EPS = 8  # times the rounding of its dtype: a squared norm below that is rounding itself, and may be negative
@@ -38,15 +38,15 @@ def optimal_token_baseline(inputs: AdvantageInputs, knobs: OptimalTokenBaselineK
     returns = rewards_to_go(inputs.token_level_rewards, mask, knobs.gamma)
     weights = cumulative_score_norms(inputs.old_log_probs, inputs.sum_pi_squared, mask)
     baseline = weighted_means(returns.double(), weights, mask.bool(), inputs.group)
-    return AdvantageOutputs(advantages=kept(returns - baseline.to(returns.dtype), mask), returns=returns)
+    return AdvantageOutputs(advantages=masked(returns - baseline.to(returns.dtype), mask), returns=returns)
 
 
 def cumulative_score_norms(log_probs: Tensor, sum_pi_squared: Tensor, mask: Tensor) -> Tensor:
     """W_t, (batch, response) float64, 0 outside the mask."""
-    norms = 1 - 2 * kept(log_probs, mask).double().exp() + kept(sum_pi_squared, mask).double()
+    norms = 1 - 2 * masked(log_probs, mask).double().exp() + masked(sum_pi_squared, mask).double()
     noise = NOISE_EPS * torch.finfo(sum_pi_squared.dtype).eps
     norms = torch.where(norms.abs() > noise, norms, torch.zeros_like(norms))
-    return kept(kept(norms, mask).cumsum(1), mask)
+    return masked(masked(norms, mask).cumsum(1), mask)
 
 
 def weighted_means(values: Tensor, weights: Tensor, keep: Tensor, group: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
 from rlhub.algorithms.masked import whiten
-from rlhub.algorithms.outcome import on_tokens, outcome_rewards
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
@@ -15,8 +14,8 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, knobs: None) -> Advant
     these zeros with all others, by the batch's token mean.
     """
     assert inputs.group is not None, "reinforce_plus_plus_baseline requires groups"
-    rewards = outcome_rewards(inputs.token_level_rewards, inputs.response_mask)
+    rewards = inputs.outcome_rewards()
     stats = group_statistics(rewards, inputs.group)
-    centred = on_tokens(stats.centred(rewards), inputs.response_mask, inputs.token_level_rewards.dtype)
+    centred = inputs.on_tokens(stats.centred(rewards))
     advantages = whiten(centred, inputs.response_mask)
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics())

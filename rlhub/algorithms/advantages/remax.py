@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.outcome import on_tokens
 from rlhub.algorithms.returns import rewards_to_go
 
 
@@ -25,4 +24,4 @@ def remax(inputs: AdvantageInputs, knobs: ReMaxKnobs) -> AdvantageOutputs:
     assert inputs.baseline_rewards is not None, "remax requires baseline_rewards"
     mask = inputs.response_mask
     returns = rewards_to_go(inputs.token_level_rewards, mask, knobs.gamma)
-    return AdvantageOutputs(advantages=returns - on_tokens(inputs.baseline_rewards, mask, returns.dtype), returns=returns)
+    return AdvantageOutputs(advantages=returns - inputs.on_tokens(inputs.baseline_rewards), returns=returns)

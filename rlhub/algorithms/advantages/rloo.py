@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.outcome import on_tokens, outcome_rewards
 
 
 def rloo(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
@@ -13,8 +12,8 @@ def rloo(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
     Exactly 0 for a group of equal rewards and for a group of one; both are counted in the metrics.
     """
     assert inputs.group is not None, "rloo requires groups"
-    rewards = outcome_rewards(inputs.token_level_rewards, inputs.response_mask)
+    rewards = inputs.outcome_rewards()
     stats = group_statistics(rewards, inputs.group)
     per_sample = stats.size / (stats.size - 1).clamp(min=1) * stats.centred(rewards)
-    advantages = on_tokens(per_sample, inputs.response_mask, inputs.token_level_rewards.dtype)
+    advantages = inputs.on_tokens(per_sample)
     return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics())

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.correction.m2po import m2po_kept
-from rlhub.algorithms.correction.rejection import kept
+from rlhub.algorithms.correction.rejection import kept, m2po_kept
 from rlhub.algorithms.correction.weights import RATIOS, bounded, mean_weight, normalized, outside
 from rlhub.algorithms.masked import masked_sum
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig, rejection_bounds, weight_bounds

@@ -1,7 +1,9 @@
 """Importance weights pi / mu on the policy loss: truncated (TIS, Yao et al. 2025, "Your efficient RL framework secretly brings
 you off-policy RL training") or zero outside a band (IcePop, Ling team 2025, arXiv 2510.18855), by token or by sequence.
 
-With the clipped surrogate and pi_old from a forward pass of its own this is decoupled PPO (AReaL, arXiv 2505.24298).
+With the clipped surrogate and pi_old from a forward pass of its own this is decoupled PPO (AReaL, arXiv 2505.24298).  A-3PO
+(arXiv 2512.06547) interpolates that proximal policy instead of a pass: the staler a token, the nearer it is to the current
+policy, and a token of the newest published version needs none.
 """
 
 from __future__ import annotations
@@ -9,10 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.masked import masked, masked_sum
+from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked, masked_sum
 from rlhub.config.sections.rollout_correction import Bounds
 
-LOG_RATIO_BOUND = 20.0  # exp(20) is finite in float32 and far outside any threshold
 SMALLEST_MEAN = 1e-8  # a batch whose weights are all zero stays as it is
 
 
@@ -62,3 +63,16 @@ def normalized(weights: Tensor, mask: Tensor, level: str) -> Tensor:
     """weights / their mean over the WHOLE batch, after truncation; unchanged where that mean is 0."""
     mean = mean_weight(weights, mask, level)
     return torch.where(mean > SMALLEST_MEAN, weights / mean.clamp(min=SMALLEST_MEAN), weights)
+
+
+def proximal_log_probs(log_probs: Tensor, rollout_log_probs: Tensor, staleness: Tensor, mask: Tensor) -> Tensor:
+    """log pi_prox = log mu + ((d - 1) / d) (sg log pi - log mu) for d >= 1, sg log pi for d = 0.
+
+    log_probs (current policy), rollout_log_probs (mu), mask: (rows, response).  staleness: d, whole policy versions, (rows,
+    response) or (rows,).  Returns (rows, response) in log_probs' dtype, without gradient, 0 outside the mask.
+    """
+    versions = (staleness if staleness.dim() == 2 else staleness[:, None]).double()
+    pi, mu = log_probs.detach().double(), rollout_log_probs.detach().double()
+    share = (versions - 1) / versions.clamp(min=1)
+    interpolated = torch.where(versions >= 1, mu + share * (pi - mu), pi)
+    return masked(interpolated, mask).to(log_probs.dtype)

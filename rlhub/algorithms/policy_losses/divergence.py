@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rlhub.algorithms.inputs import PolicyLossInputs, PolicyLossOutputs
-from rlhub.algorithms.masked import masked
-from rlhub.algorithms.policy_losses.ratio import LOG_RATIO_BOUND, finished
+from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked
+from rlhub.algorithms.policy_losses.ratio import finished
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """(log pi, log mu) of the sampled tokens -> how far apart the policies are there, at least 0."""

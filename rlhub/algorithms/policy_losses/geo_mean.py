@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from rlhub.algorithms.inputs import PolicyLossInputs, PolicyLossOutputs
-from rlhub.algorithms.masked import masked
-from rlhub.algorithms.policy_losses.ratio import LOG_RATIO_BOUND, finished, row_mean
+from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked
+from rlhub.algorithms.policy_losses.ratio import finished, row_mean
 
 
 @dataclass(slots=True, kw_only=True)

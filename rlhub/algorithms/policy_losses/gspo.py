@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhub.algorithms.inputs import PolicyLossInputs, PolicyLossOutputs
-from rlhub.algorithms.masked import masked
-from rlhub.algorithms.policy_losses.ratio import LOG_RATIO_BOUND, clipped_surrogate, finished, row_mean
+from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked
+from rlhub.algorithms.policy_losses.ratio import clipped_surrogate, finished, row_mean
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlhub.algorithms.inputs import PolicyLossInputs, PolicyLossOutputs
-from rlhub.algorithms.masked import masked, masked_sum
-
-LOG_RATIO_BOUND = 20.0  # exp(20) is finite in float32 and far outside any clip range
+from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked, masked_sum
 
 
 def log_ratio(inputs: PolicyLossInputs) -> Tensor:

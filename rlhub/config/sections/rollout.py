@@ -130,8 +130,6 @@ class RolloutConfig:
     """Generate max_response_length tokens regardless of end-of-sequence; for benchmarks."""
     update_weights_bucket_mb: PositiveInt = 256
     """MiB of weights moved to the engine at a time; extra memory is at most two buckets."""
-    share_weights: bool = True
-    """CPU: ranks of one machine that hold the same weights of the engine (hf, vllm) keep one copy, in shared memory."""
     recompute_kv_cache: bool = True
     """async: after a weight update compute the KV cache of running requests anew; False keeps it: faster, less exact."""
     weights_folder: str | None = None

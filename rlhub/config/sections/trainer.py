@@ -39,7 +39,7 @@ class TrainerConfig:
     experiment_name: str = "run"
     """The run's name in trackers and folders."""
     logger: list[str] = field(default_factory=lambda: ["console"])
-    """Trackers: console, tensorboard, wandb; metrics.jsonl and report.html are always written."""
+    """Trackers: console, tensorboard, wandb, mlflow, swanlab, trackio; metrics.jsonl and report.html are always written."""
     total_epochs: PositiveInt = 1
     """Passes over the training prompts."""
     total_training_steps: PositiveInt | None = None

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,11 +26,12 @@ FinishReason = Literal["stop", "length", "abort"]
 FINISH_CODES: dict[FinishReason, int] = {"stop": 0, "length": 1, "abort": 2}
 """The numbers of the finish reasons in the column `finish_reason` of a batch."""
 WeightBucket = list[tuple[str, Tensor]]
+EngineDtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample.  temperature 0 is greedy.  top_k -1 and top_p 1.0 are off."""
+    """The settings of sampling.  temperature 0 is greedy.  top_k -1 and top_p 1.0 are off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -84,10 +85,9 @@ class Progress:
 
 
 Follow = Callable[[Progress], None]
-"""Told of the tokens of one request as they come: on the event loop that asked, each token once and in order, and nothing after
-the completion.  What was told is always a beginning of the completion, but need not be all of it: an engine that cannot tell
-tokens as they come tells none, and an abort comes without its last ones.  It must return at once; what it raises ends the
-request."""
+"""Takes the tokens of one request as they come: on the event loop of the caller, each token once and in order, and nothing after
+the completion.  What it gets is always a beginning of the completion, but need not be all of it: an engine that cannot stream
+gives nothing, and an abort comes without its last tokens.  It must return at once; what it raises ends the request."""
 
 
 class RolloutEngine(ABC):
@@ -97,12 +97,12 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def initialize(self) -> None:
-        """Build the engine.  On return the process's torch RNG state, default dtype, thread count and distributed
+        """Builds the engine.  On return the process's torch RNG state, default dtype, thread count and distributed
         environment variables are as they were."""
 
     @abstractmethod
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
-        """Completions in the order of the requests.  An empty list of requests gives an empty list.
+        """Returns completions in the order of the requests.  An empty list of requests gives an empty list.
 
         Raises RequestError for what it cannot serve (see `check_requests`), and EngineError while requests of `agenerate` wait or
         run.
@@ -110,7 +110,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """One request of the continuous batch, from any event loop; cancelling the task ends the request.  See Follow.
+        """Generates one completion in the continuous batch, from any event loop; cancelling the task ends the request.  See
+        Follow.
 
         Raises RequestError as `generate` does: what is wrong with one request ends that one.  While the engine is paused requests
         wait.  If a step fails, every waiting request gets the error, and so do later ones.
@@ -118,42 +119,43 @@ class RolloutEngine(ABC):
 
     @property
     def vocab_size(self) -> int | None:
-        """Rows of the model's embedding: it reads the token ids 0 to one less, and refuses others with RequestError.  None: it
-        has no model here, and who has checks them."""
+        """The number of rows of the model's embedding: the engine reads the token ids 0 to one less, and refuses others with
+        RequestError.  None: the model is not here, and whoever has it checks them."""
         return None
 
     @property
     def failure(self) -> str:
-        """Why it can never generate again and must be built anew, as far as that is known while nobody asks it to; "" while it
-        can.  Answers at once, from any thread."""
+        """Why the engine can never generate again and must be built again, as far as that is known while nobody asks it to; ""
+        while it can.  Answers at once, from any thread."""
         return ""
 
     @property
     @abstractmethod
     def load(self) -> int:
-        """Requests of `agenerate` that wait or run."""
+        """The number of requests of `agenerate` that wait or run."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Stop between two steps; returns when none is under way.  The requests wait with their tokens.  Idempotent."""
+        """Stops between two steps; returns when none is computing.  The requests wait with their tokens.  Idempotent."""
 
     @abstractmethod
     def resume(self, *, recompute: bool = True) -> None:
-        """Go on after `pause`.  Idempotent.  Raises EngineError, and stays paused, without a whole set of weights.
+        """Goes on after `pause`.  Idempotent.  Raises EngineError, and stays paused, without a whole set of weights.
 
-        recompute: where the weights changed meanwhile, the keys and values of the running requests' tokens are computed anew
+        recompute: where the weights changed meanwhile, the keys and values of the running requests' tokens are computed again
         with the live ones, as if the whole sequence had been read by them.  False goes on with the old ones.
         """
 
     @abstractmethod
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the requests of `agenerate` with these ids (None: all of them); their completions say "abort".  Returns at once;
+        """Ends the requests of `agenerate` with these ids (None: all of them); their completions say "abort".  Returns at once;
         unknown ids are passed over.  Works while paused."""
 
     @abstractmethod
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        """Replace all weights from a stream of full tensors with Hugging Face names (cast to the engine's dtype), reset the
-        prefix cache, then take `version`.  If the stream breaks the engine refuses to generate until a whole update.
+        """Replaces all weights from a stream of full tensors with Hugging Face names (cast to the engine's dtype), lets no later
+        request find cached prefixes of the old ones, then takes `version`.  If the stream breaks the engine refuses to generate
+        until a whole update.
 
         While requests of `agenerate` wait or run the engine must be paused: EngineError otherwise.
         """
@@ -162,38 +164,59 @@ class RolloutEngine(ABC):
     def overwriting(self, version: int) -> AbstractContextManager[None]:
         """Inside, the caller writes the whole of the live weights in place and the engine refuses to generate.
 
-        A clean end resets the prefix cache and takes `version`; after an exception the engine refuses to generate until a
-        whole update.  The weights' memory must be awake, and the engine paused if it has requests of `agenerate`.
+        After a clean end no request finds prefixes of the old weights, and `version` is taken; after an exception the engine
+        refuses to generate until a whole update.  The weights' memory must be awake, and the engine paused if it has requests of
+        `agenerate`.
         """
 
     @abstractmethod
     def live_weights(self) -> Iterator[Piece]:
-        """The engine's live parameters as VIEWS under Hugging Face names: fused parameters are taken apart, a
+        """Yields the engine's live parameters as VIEWS under Hugging Face names: fused parameters are taken apart, a
         tensor-parallel rank yields its own slices, a tied weight comes once."""
 
     @abstractmethod
     def weight_dtype(self, name: str) -> torch.dtype:
-        """In which dtype the engine holds the weight of this Hugging Face name."""
-
-    def weight_memory(self) -> Sequence[Tensor]:
-        """The blocks of memory that the live weights lie in, each as its bytes; in the same order in engines of the same
-        layout.  Empty where the weights must stay where they are."""
-        return ()
-
-    def move_weights(self, blocks: Sequence[Tensor]) -> None:
-        """Keep the weights in `blocks` from now on, which hold the same bytes as those of `weight_memory`, or what the caller
-        is about to write.  Only inside `overwriting`."""
-        raise NotImplementedError(f"the weights of {type(self).__name__} stay where they are: its weight_memory is empty")
+        """Returns the dtype in which the engine holds the weight of this Hugging Face name."""
 
     @abstractmethod
     def sleep(self) -> None:
-        """Free the KV cache (and weights) where the platform can.  On every platform, weights must be updated before the
+        """Frees the KV cache (and weights) where the platform can.  On every platform, weights must be updated before the
         next generate.  Idempotent.  Raises EngineError while requests of `agenerate` wait or run."""
 
     @abstractmethod
     def wake_up(self, *, weights_only: bool = False) -> None:
-        """Take back the memory given up by `sleep`: the weights' only (enough for update_weights), or all.  Idempotent."""
+        """Takes back the memory given up by `sleep`: the weights' only (enough for update_weights), or all.  Idempotent."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Release processes, threads, memory and groups; waiting requests get an EngineError.  Idempotent."""
+        """Releases processes, threads, memory and groups; waiting requests get an EngineError.  Idempotent."""
+
+
+class ExternalWeights(ABC):
+    """The side of a rollout engine whose weights live in worker processes of its own.
+
+    Nobody in this process can write or read the weights; a class of the caller's does, in every worker.
+    """
+
+    @abstractmethod
+    def call_workers(self, target: str, method: str, *arguments: Any) -> Sequence[Any]:
+        """Calls, in every worker, a method of its one object of the class `target` ("module:Class", built from what WeightReader
+        takes for an engine); returns the answers, by rank.
+
+        It runs between two steps, which wait, so it must return soon.  Arguments and answers are pickled; an RlhubError of a
+        worker is raised here.
+        """
+
+    @abstractmethod
+    def overwriting(self, version: int) -> AbstractContextManager[None]:
+        """As RolloutEngine's; the workers write the weights."""
+
+
+def resolve_dtype(name: EngineDtype, device: torch.device) -> torch.dtype:
+    """Returns the dtype that an engine holds the weights in.
+
+    `auto` is bfloat16 on accelerators and float32 on CPU, where bfloat16 arithmetic is emulated on most machines.
+    """
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]

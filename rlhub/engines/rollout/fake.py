@@ -1,6 +1,6 @@
 """A rollout engine without a model: completions follow from prompt and seed alone.  For tests of what uses an engine.
 
-It has a real continuous batch all the same: one token a step for every request, each step as slow as it is told to be.
+It has a real continuous batch all the same: one token a step for every request, each step as slow as it is set to be.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from rlhub.engines.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams, WeightBucket
+from rlhub.engines.rollout.continuous_batching import SteppedEngine, Stepper, TokenEvent
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.stepped import SteppedEngine
-from rlhub.engines.rollout.stepping import Stepper, TokenEvent
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.protocol.weights.pieces import Piece, whole_piece
 
@@ -29,7 +28,7 @@ FIRST_TOKEN = 3  # 0 to 2 are commonly padding, beginning and end of sequence
 
 
 def hashed_script(request: GenerationRequest, params: SamplingParams) -> list[int]:
-    """Tokens from a checksum of (prompt, seed); as long as allowed, or shorter and ended by the first stop token."""
+    """Returns tokens from a checksum of (prompt, seed); as long as allowed, or shorter and ended by the first stop token."""
     key = zlib.crc32(repr((list(request.prompt_ids), request.seed)).encode())
     stops = bool(params.stop_token_ids) and not params.ignore_eos
     length = 1 + key % params.max_new_tokens if stops else params.max_new_tokens
@@ -80,7 +79,7 @@ class FakeEngine(SteppedEngine):
         )
 
     def _whole(self, request: GenerationRequest, params: SamplingParams) -> list[int]:
-        """What the request is to get; one that goes on after `start` tokens gets the rest of what it would have had."""
+        """Returns what the request is to get; one that goes on after `start` tokens gets the rest of what it would have had."""
         prompt = list(request.prompt_ids)
         beginning = replace(request, prompt_ids=prompt[: len(prompt) - request.start], start=0)
         room = self._setup.max_model_len - len(prompt)
@@ -156,7 +155,7 @@ class FakeStepper:
             self._rest.pop(key, None)
 
     def recompute(self) -> None:
-        """It has no keys and values."""
+        """Does nothing: it has no keys and values."""
 
 
 def _reason(tokens: Sequence[int], params: SamplingParams) -> FinishReason:

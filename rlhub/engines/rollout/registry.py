@@ -1,21 +1,21 @@
-"""Which rollout engines exist, and building one from the configuration.
+"""Which rollout engines exist, building one from the configuration, and what of a configuration an engine cannot do.
 
-Importing this module loads neither torch nor an engine, so names can be checked before anything starts.
+Importing this module loads neither torch nor an engine, so names and settings can be checked before anything starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhub.config.sections.reward import JudgeConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
-from rlhub.models.shape import read_model_values
+from rlhub.models.shape import NUM_EXPERTS, read_model_values
 from rlhub.registry import Registry
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class RolloutSetup:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt plus completion, in tokens."""
+        """The longest prompt plus completion, in tokens."""
         return self.config.max_model_len or self.max_prompt_length + self.max_response_length
 
 
@@ -62,9 +62,9 @@ engine has no model on the run's GPUs.  MODEL_PROBLEMS, which loads no torch, sa
 
 PARALLEL_SERVICE, MOST_REPLICAS, MEMORY_SHARE = "parallel_service", "most_replicas", "memory_share"
 MODEL_PROBLEMS = "model_problems"
-_CHECKS = "rlhub.engines.rollout.service_checks"
+_CHECKS = "rlhub.engines.rollout.registry"
 _PROCESSES = "rlhub.engines.rollout.vllm.async_engine:AsyncVLLMEngine"
-_VLLM = {MEMORY_SHARE: f"{_CHECKS}:memory_share", MODEL_PROBLEMS: f"{_CHECKS}:expert_problems"}
+_VLLM = {MEMORY_SHARE: f"{_CHECKS}:gpu_memory_utilization", MODEL_PROBLEMS: f"{_CHECKS}:expert_problems"}
 ROLLOUT_ENGINES.add_lazy(
     "vllm", "rlhub.engines.rollout.vllm.engine:VLLMEngine", requires={"vllm"}, companions={PARALLEL_SERVICE: _PROCESSES, **_VLLM}
 )
@@ -88,14 +88,14 @@ ROLLOUT_ENGINES.add_lazy("fake", "rlhub.engines.rollout.fake:FakeEngine")
 
 
 def resolve_engine_name(name: str) -> str:
-    """`auto` becomes vllm where it is installed, else hf; any other name is returned as it is."""
+    """Returns the engine's name; `auto` becomes vllm where it is installed, else hf; any other name is returned as it is."""
     if name != "auto":
         return name
     return "vllm" if find_spec("vllm") is not None else "hf"
 
 
 def engine_factory(config: RolloutConfig) -> EngineFactory:
-    """The engine of this configuration.  Raises RegistryError for an unknown `config.name`."""
+    """Returns the engine of this configuration.  Raises RegistryError for an unknown `config.name`."""
     name = resolve_engine_name(config.name)
     if config.mode == "async" and config.tensor_model_parallel_size > 1:
         in_its_place: EngineFactory | None = ROLLOUT_ENGINES.companion(name, PARALLEL_SERVICE)
@@ -104,7 +104,7 @@ def engine_factory(config: RolloutConfig) -> EngineFactory:
 
 
 def most_replicas(config: RolloutConfig) -> int | None:
-    """Of a service of single requests; None: the engine knows no limit."""
+    """Returns how many replicas a service of single requests can have; None: the engine knows no limit."""
     limit: Callable[[RolloutConfig], int] | None = ROLLOUT_ENGINES.companion(resolve_engine_name(config.name), MOST_REPLICAS)
     return None if limit is None else limit(config)
 
@@ -137,3 +137,48 @@ def model_problems(name: str, model: ModelConfig, *, where: str) -> list[str]:
 def build_rollout_engine(setup: RolloutSetup) -> RolloutEngine:
     """Returns the configured engine, not yet initialized.  Raises RegistryError for an unknown `config.name`."""
     return engine_factory(setup.config)(setup)
+
+
+# --- what the rows of the table name ----------------------------------------------------------------------------------------
+
+KEY = "actor_rollout_ref.rollout"
+
+
+def one_device_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
+    """Returns what is wrong with the section for an engine without tensor parallelism."""
+    size = config.tensor_model_parallel_size
+    if size == 1:
+        return []
+    return [
+        f"{KEY}.tensor_model_parallel_size={size} with {KEY}.name={config.name}: this engine has one device a copy; set it to 1, "
+        f"or {KEY}.name=vllm"
+    ]
+
+
+def service_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
+    """Returns what is wrong with the section for an engine that serves single requests alone."""
+    if config.mode == "async":
+        return []
+    return [f"{KEY}.name={config.name} with {KEY}.mode={config.mode}: this engine is for mode=async; set that, or name=vllm"]
+
+
+def expert_problems(values: Mapping[str, Any], *, where: str) -> list[str]:
+    """Refuses a mixture of experts where vLLM generates: it fuses the experts of a layer into tensors of its own layout, which
+    the check of the weights after each sync cannot read back (on CPU it repacks them, so they could not even be written)."""
+    count = next((int(values[name]) for name in NUM_EXPERTS if values.get(name)), 1)
+    if count == 1:
+        return []
+    return [
+        f"{where}: the model is a mixture of {count} experts, which vLLM fuses into a layout of its own: new weights could not "
+        f"be checked there; set {where.partition('=')[0]}=hf (slower), or have a server of another job generate (name=remote)"
+    ]
+
+
+def no_share(config: RolloutConfig | JudgeConfig) -> float:
+    """Returns 0: the engine takes the memory that its weights and its requests need."""
+    return 0.0
+
+
+def gpu_memory_utilization(config: RolloutConfig | JudgeConfig) -> float:
+    """Returns what vLLM takes of a GPU's whole memory, weights and key-value cache together."""
+    return config.gpu_memory_utilization

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.correction.a3po import proximal_log_probs
 from rlhub.algorithms.correction.correct import correct, token_factors
-from rlhub.algorithms.correction.weights import log_ratios
+from rlhub.algorithms.correction.weights import log_ratios, proximal_log_probs
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import Rows
 

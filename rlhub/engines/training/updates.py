@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rlhub.algorithms.aggregation import Denominators, aggregate
 from rlhub.algorithms.inputs import PolicyLossInputs
-from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.masked import masked, masked_sum
 from rlhub.algorithms.mismatch import (
     extreme_metrics,
@@ -33,6 +32,7 @@ from rlhub.config.sections.ppo import CriticConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
 from rlhub.engines.training.correction import UpdateCorrection
+from rlhub.registry import knobs_for
 
 
 @dataclass(slots=True, kw_only=True)

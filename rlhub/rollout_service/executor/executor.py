@@ -29,7 +29,7 @@ from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.executor.statistics import RolloutStatistics
-from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
+from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Reject, Rejected, TaskResult, TimedOut
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 from rlhub.utils.seeding import sample_seed
 
@@ -115,7 +115,7 @@ class WorkflowExecutor:
         self._episodes: dict[str, tuple[_Work, int]] = {}
         self._scoring: set[asyncio.Task[None]] = set()
         self._failure_limit = FailureLimit(options.max_failed_batches * staleness.batch)
-        runner.on_outcome = self._on_outcome
+        runner.on_result = self._on_result
 
     # What training calls, from its own thread or on the event loop; `next_groups` and `state` wait, so not on the loop.
 
@@ -302,22 +302,22 @@ class WorkflowExecutor:
         workflow = work.workflows[data.sample]
         self.runner.submit(episode, workflow, work.engines[-1], data, task_id=data.session, deadline=deadline)
 
-    def _on_outcome(self, outcome: Outcome) -> None:
-        """An episode has ended."""
-        work, sample = self._episodes.pop(outcome.task_id)
+    def _on_result(self, result: TaskResult) -> None:
+        """Takes the result of an episode that has ended."""
+        work, sample = self._episodes.pop(result.task_id)
         if self._error is not None:
             return
         if self._work.get(work.item.ordinal) is not work:  # its group has ended before
-            if isinstance(outcome, Accepted):
-                self.statistics.wasted_tokens += sum(outcome.value.response_mask)
+            if isinstance(result, Accepted):
+                self.statistics.wasted_tokens += sum(result.value.response_mask)
             return
         try:
-            self._settle(work, sample, outcome)
+            self._settle(work, sample, result)
         except Exception as error:  # noqa: BLE001  the loop's boundary: training gets the error
             self._fail(error)
 
-    def _settle(self, work: _Work, sample: int, outcome: Outcome) -> None:
-        match outcome:
+    def _settle(self, work: _Work, sample: int, result: TaskResult) -> None:
+        match result:
             case Accepted(value=trajectory):
                 work.trajectories[sample] = trajectory
                 if not work.missing:
@@ -326,13 +326,13 @@ class WorkflowExecutor:
                 self._reject(work, "rejected_groups", reason)
             case TimedOut(deadline_s=deadline):
                 self.statistics.counts["timed_out_episodes"] += 1
-                self._failed(work, DeadlineError(f"episode {outcome.task_id}", deadline))
+                self._failed(work, DeadlineError(f"episode {result.task_id}", deadline))
             case Failed(error=ConfigError() as error):  # what is set wrongly is wrong in every episode
                 self._fail(error)
             case Failed(error=error):
                 self._failed(work, error)
             case Cancelled():
-                self._failed(work, WorkflowError(f"episode {outcome.task_id} was cancelled by its own code"))
+                self._failed(work, WorkflowError(f"episode {result.task_id} was cancelled by its own code"))
 
     def _complete(self, work: _Work) -> None:
         done = [trajectory for trajectory in work.trajectories if trajectory is not None]

@@ -51,7 +51,7 @@ _COPIES: dict[str | None, int] = {None: 1, "lost": 0, "duplicate": 2}
 
 
 class RayAsyncActor:
-    """See the module docstring; made by `start_ray_actor`."""
+    """The caller's side; see the module docstring.  `start_ray_actor` creates it."""
 
     def __init__(self, options: AsyncActorOptions) -> None:
         self.name = options.name

@@ -87,7 +87,7 @@ class RayProcesses:
 
     @classmethod
     def attach(cls, actors: Sequence[Any], pool: RayResourcePool, options: ProcessOptions) -> RayProcesses:
-        """Take over processes that run already (detached ones of another driver)."""
+        """Takes over processes that run already (detached ones of another driver)."""
         processes = cls.__new__(cls)
         processes.pool, processes.options, processes.failed, processes._marker = pool, options, False, ""
         processes._deadline = time.monotonic() + options.start_deadline_s

@@ -22,7 +22,7 @@ LOOK_EVERY_S = 1.0
 ANSWER_S = 10.0
 """Longest wait for one answer; on a machine that is very busy it may take seconds."""
 LEAST_ASKED = 3
-"""A process that stood still itself, or whose interpreter was held for long, hears nothing once and an answer the next time."""
+"""A process that was stopped itself, or whose interpreter was busy for long, misses one answer and gets the next."""
 LATEST_S = 50.0
 """Ray's own limit is 60 s (gcs_rpc_server_reconnect_timeout_s)."""
 

@@ -14,29 +14,26 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptDataset, PromptLoader
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
+from rlhub.rewards import RewardManager
 from rlhub.single_controller import ClassWithInitArgs, Launched
-from rlhub.trainer.ppo.batch_source import BatchSource
+from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.build_stream import build_evaluation_samples, build_stream
-from rlhub.trainer.ppo.collected import build_collected
-from rlhub.trainer.ppo.groups import CRITIC_ROLE, REFERENCE_ROLE, ROLLOUT_ROLE, Groups, actor_role, groups_of
-from rlhub.trainer.ppo.learner import Learner
-from rlhub.trainer.ppo.replay import FOLDER as RECORDINGS
-from rlhub.trainer.ppo.replay import RecordingSource, ReplaySource
+from rlhub.trainer.ppo.offline_source import RECORDINGS, RecordingSource, ReplaySource, build_collected
 from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements
 from rlhub.trainer.ppo.reward import prepare_reward, reward_roles
-from rlhub.trainer.ppo.rollouts import VALIDATION_ORDINALS, Generator
-from rlhub.trainer.ppo.sampling import Sampler
-from rlhub.trainer.ppo.scoring import Scorer
+from rlhub.trainer.ppo.scoring import build_scorer
+from rlhub.trainer.ppo.step import SampleSource, TrainingStep
+from rlhub.trainer.ppo.sync_source import VALIDATION_ORDINALS, Generator, SyncSource
 from rlhub.trainer.ppo.trainer import PPOTrainer
 from rlhub.trainer.ppo.validation import ValidationSamples, Validator
 from rlhub.trainer.ppo.validation_schedule import BlockingValidation, ConcurrentValidation, ValidationSchedule
+from rlhub.trainer.ppo.worker_groups import CRITIC_ROLE, REFERENCE_ROLE, ROLLOUT_ROLE, WorkerGroups, actor_role, groups_of
 from rlhub.trainer.run import Run
-from rlhub.trainer.workers import launch_workers
 from rlhub.workers.actor import ActorWorker, ReferenceWorker
 from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.critic import CriticWorker
+from rlhub.workers.memory_handover import WorkerRuntime
 from rlhub.workers.rollout import RolloutWorker
-from rlhub.workers.runtime import WorkerRuntime
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,9 +47,10 @@ class PPOData:
 
 
 def build_data(config: PPOConfig) -> PPOData:
-    """Read the files; DataError names file, row and column of what is unusable."""
+    """Reads the files; DataError names file, row and column of what is unusable."""
     model, data = config.actor_rollout_ref.model, config.data
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    assert data.train_files is not None, "checked when the configuration is loaded"
     dataset = PromptDataset(data, data.train_files, tokenizer, vocab_size=read_vocabulary(model, tokenizer).size)
     loader = PromptLoader(dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, drop_last=True)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
@@ -63,8 +61,9 @@ def build_data(config: PPOConfig) -> PPOData:
 
 
 def load_validation(config: PPOConfig, tokenizer: Any) -> list[DataProto]:
-    """The validation prompts in batches, with ordinals of their own."""
+    """Returns the validation prompts in batches, with ordinals of their own."""
     data, vocabulary = config.data, read_vocabulary(config.actor_rollout_ref.model, tokenizer)
+    assert data.val_files is not None, "the caller has asked"
     dataset = PromptDataset(data, data.val_files, tokenizer, vocab_size=vocabulary.size)
     size = data.val_batch_size or len(dataset)
     batches = list(PromptLoader(dataset, size, shuffle=False, drop_last=False))
@@ -74,7 +73,7 @@ def load_validation(config: PPOConfig, tokenizer: Any) -> list[DataProto]:
 
 
 def worker_runtime(config: PPOConfig) -> WorkerRuntime:
-    """What every worker knows of the run."""
+    """Returns what every worker knows of the run."""
     return WorkerRuntime(
         device=config.trainer.device,
         seed=config.trainer.seed,
@@ -85,7 +84,7 @@ def worker_runtime(config: PPOConfig) -> WorkerRuntime:
 
 
 def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Validator:
-    """A validator over data.val_files, with workers that cannot train."""
+    """Returns a validator over data.val_files, with workers that cannot train."""
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     batches = load_validation(config, tokenizer)
@@ -101,14 +100,15 @@ def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Validator
         samples = build_evaluation_samples(config, runtime, tokenizer, reward, run, stack)
     else:
         groups = groups_of(launched)
-        samples = Generator(groups.rollout, groups.weights, config.actor_rollout_ref.rollout)
+        groups.weights.sync(0)
+        samples = Generator(groups.rollout, config.actor_rollout_ref.rollout)
     return Validator(batches, samples, reward, tokenizer, run.timers, num_shown, config.reward_model)
 
 
 def policy_roles(
     config: PPOConfig, runtime: WorkerRuntime, *, train: bool = True, needs_reference: bool = False
 ) -> dict[str, ClassWithInitArgs]:
-    """The actor, the rollout and, where it is read, the reference: together, or those that have pools of their own apart."""
+    """Returns the roles of actor, rollout and, where it is read, reference: together, or apart on pools of their own."""
     section, trainer = config.actor_rollout_ref, config.trainer
     own_rollout, own_reference = (is_separate(trainer, role) for role in (ROLLOUT_ROLE, REFERENCE_ROLE))
     serves = is_async(config) or bool(trainer.replay_from)  # what generates, if anything does, is no role of the workers'
@@ -129,7 +129,7 @@ def policy_roles(
 
 
 def worker_roles(config: PPOConfig, total_steps: int) -> dict[str, ClassWithInitArgs]:
-    """The policy's roles, the critic where the estimator needs values, and what scores."""
+    """Returns the policy's roles, the critic where the estimator requires values, and what scores."""
     needs = requirements(config)
     runtime = worker_runtime(config)
     actor, critic = config.actor_rollout_ref.actor, config.critic
@@ -142,59 +142,67 @@ def worker_roles(config: PPOConfig, total_steps: int) -> dict[str, ClassWithInit
 
 
 def start_workers(config: PPOConfig, total_steps: int, run: Run) -> Launched:
-    """Launch the roles and build their models."""
+    """Launches the roles and builds their models."""
     return launch_workers(worker_roles(config, total_steps), config.trainer, run=run)
 
 
 def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) -> PPOTrainer:
-    """Start everything; what must be ended is put on `stack`."""
+    """Starts everything; what must be ended is put on `stack`."""
     parts = prepare_reward(config, data.tokenizer)
     stack.callback(parts.close)
     launched = stack.enter_context(start_workers(config, data.total_steps, run))
     reward, groups = parts.manager(launched.groups), groups_of(launched.groups)
-    learner = Learner(config, groups.actor, groups.reference, groups.critic, reward, run.timers)
-    batches, validation = build_batches(config, data, groups, learner.scorer, run, stack)
+    source, validation = build_source(config, data, groups, reward, run, stack)
+    train_step = TrainingStep(
+        config=config,
+        source=source,
+        score=build_scorer(config, reward, run.timers),
+        actor=groups.actor,
+        reference=groups.reference,
+        critic=groups.critic,
+        timers=run.timers,
+    )
     return PPOTrainer(
         config=config,
         run=run,
         loader=data.loader,
-        batches=batches,
-        learner=learner,
+        train_step=train_step,
         validation=validation,
         groups=groups,
         total_steps=data.total_steps,
     )
 
 
-def build_batches(
-    config: PPOConfig, data: PPOData, groups: Groups, scorer: Scorer, run: Run, stack: ExitStack
-) -> tuple[BatchSource, ValidationSchedule | None]:
-    """Where training batches come from, and what validates what they make; recorded on the way, where that is asked for."""
+def build_source(
+    config: PPOConfig, data: PPOData, groups: WorkerGroups, reward: RewardManager, run: Run, stack: ExitStack
+) -> tuple[SampleSource, ValidationSchedule | None]:
+    """Returns where samples come from, and what validates the policy; recorded on the way, where the configuration says so."""
     if config.trainer.replay_from:
         return ReplaySource(Path(config.trainer.replay_from), data.loader), None
-    batches, validation = build_generation(config, data, groups, scorer, run, stack)
+    source, validation = build_schedule(config, data, groups, reward, run, stack)
     if config.trainer.record_batches:
-        batches = RecordingSource(batches, scorer, run.folder.path / RECORDINGS)
-    return batches, validation
+        source = RecordingSource(source, run.folder.path / RECORDINGS)
+    return source, validation
 
 
-def build_generation(
-    config: PPOConfig, data: PPOData, groups: Groups, scorer: Scorer, run: Run, stack: ExitStack
-) -> tuple[BatchSource, ValidationSchedule | None]:
-    """Episodes that run all the time, or whole batches in turns with training."""
+def build_schedule(
+    config: PPOConfig, data: PPOData, groups: WorkerGroups, reward: RewardManager, run: Run, stack: ExitStack
+) -> tuple[SampleSource, ValidationSchedule | None]:
+    """Returns the source of the configured schedule: another job's files, episodes that run all the time, or whole batches in
+    turns with training."""
 
     def validator(samples: ValidationSamples) -> Validator:
         num_shown = config.trainer.log_val_generations
-        reward, timers = scorer.reward, run.timers
-        return Validator(data.val_batches, samples, reward, data.tokenizer, timers, num_shown, config.reward_model)
+        return Validator(data.val_batches, samples, reward, data.tokenizer, run.timers, num_shown, config.reward_model)
 
     if is_collected(config):
-        return build_collected(config, data.loader, data.tokenizer, scorer, groups.actor.write_weights, run.timers), None
+        return build_collected(config, data.loader, data.tokenizer, groups.actor.write_weights, run.timers), None
     if is_async(config):
-        batches, samples = build_stream(config, worker_runtime(config), data.tokenizer, data.loader, groups, scorer, run, stack)
-        concurrent = ConcurrentValidation(validator(samples), samples, batches.publisher.wait, run.spans.record)
+        runtime = worker_runtime(config)
+        stream, samples = build_stream(config, runtime, data.tokenizer, data.loader, groups, reward, run, stack)
+        concurrent = ConcurrentValidation(validator(samples), samples, stream.publisher.wait, run.spans.record)
         stack.callback(concurrent.close)
-        return batches, concurrent if data.val_batches else None
-    generator = Generator(groups.rollout, groups.weights, config.actor_rollout_ref.rollout)
+        return stream, concurrent if data.val_batches else None
+    generator = Generator(groups.rollout, config.actor_rollout_ref.rollout)
     blocking = BlockingValidation(validator(generator))
-    return Sampler(config, data.loader, generator, scorer), blocking if data.val_batches else None
+    return SyncSource(config, data.loader, generator, groups.weights), blocking if data.val_batches else None

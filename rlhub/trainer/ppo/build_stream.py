@@ -4,51 +4,105 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
+import os
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
-from rlhub.agents.remote.environment_hosts import EnvironmentHosts
-from rlhub.agents.remote.episode_hosts import EpisodeHosts
+from rlhub.agents.remote.environment_actors import EnvironmentActorOptions, EnvironmentActors, environment_actor_starter
+from rlhub.agents.remote.episode_actor import EpisodeActorSettings
+from rlhub.agents.remote.episode_actors import EpisodeActorOptions, EpisodeActors, episode_actor_starter
 from rlhub.agents.workflows.base import Score
+from rlhub.agents.workflows.registry import workflow_kwargs
 from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
-from rlhub.models.tokenizer import Vocabulary, read_vocabulary
+from rlhub.engines.rollout.base import SamplingParams
+from rlhub.models.tokenizer import Vocabulary, load_tokenizer, read_vocabulary
 from rlhub.rewards import RewardManager
 from rlhub.rollout_service.executor.executor import ExecutorOptions, WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
-from rlhub.rollout_service.router import Router
 from rlhub.rollout_service.service import RolloutService, service_options
-from rlhub.trainer.ppo.episode_samples import EpisodeSamples
+from rlhub.trainer.ppo.episode_scoring import (
+    EpisodeScorer,
+    GroupScoring,
+    OutcomeStore,
+    SignalFilter,
+    function_manager,
+    no_turn_scores,
+)
 from rlhub.trainer.ppo.episodes import (
     BASELINE,
+    TRAINING,
     VALIDATION,
-    GroupScoring,
-    SignalFilter,
+    EpisodeSamples,
     Workflows,
     baseline_sampling,
-    environment_hosts,
-    episode_hosts,
     training_sampling,
     validation_sampling,
 )
-from rlhub.trainer.ppo.groups import ROLLOUT_ROLE, Groups
-from rlhub.trainer.ppo.prompt_log import FILE as PROMPTS
-from rlhub.trainer.ppo.prompt_log import PromptLog
-from rlhub.trainer.ppo.publishing import Publisher
+from rlhub.trainer.ppo.prompt_progress import FILE as PROMPTS
+from rlhub.trainer.ppo.prompt_progress import PromptLog
+from rlhub.trainer.ppo.publication import Publisher
 from rlhub.trainer.ppo.requirements import requirements
-from rlhub.trainer.ppo.scoring import Scorer, build_scorer
-from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes, function_manager, no_turn_scores
-from rlhub.trainer.ppo.seen import SeenPublication
-from rlhub.trainer.ppo.streaming import StreamSampler
+from rlhub.trainer.ppo.scoring import build_scorer
+from rlhub.trainer.ppo.stream_source import StreamSource
+from rlhub.trainer.ppo.worker_groups import ROLLOUT_ROLE, WorkerGroups
 from rlhub.trainer.run import Run
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 from rlhub.utils.collector import heap_set_aside
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class EpisodeRuntime:
+    """What runs a job's episodes: the event loop, the rollout service, and the processes of agent.num_workers and num_env_hosts.
+
+    score: for workflows that want the reward of a turn.  stack: gets what must be ended.
+    """
+
+    config: PPOConfig
+    run: Run
+    stack: ExitStack
+    tokenizer: Any
+    vocabulary: Vocabulary
+    runner: AsyncTaskRunner
+    service: RolloutService
+    score: Score
+    hosts: EpisodeActors | None
+    environments: EnvironmentActors | None
+
+    def workflows(self, sampling: SamplingParams, purpose: str) -> Workflows:
+        """Returns the job's workflows with this sampling."""
+        workflows = Workflows(
+            self.config,
+            self.tokenizer,
+            sampling,
+            self.score,
+            purpose=purpose,
+            hosts=self.hosts,
+            environments=self.environments,
+        )
+        self.stack.callback(close_on_loop, self.runner, workflows.aclose)
+        return workflows
+
+    def validation_samples(self) -> EpisodeSamples:
+        """Returns what generates for validation: the same workflows with other sampling."""
+        workflows = self.workflows(validation_sampling(self.config, self.vocabulary), VALIDATION)
+        return EpisodeSamples(
+            self.config.actor_rollout_ref.rollout,
+            self.service.router,
+            workflows,
+            self.runner.loop,
+            seed=self.config.trainer.seed,
+            pad_id=self.vocabulary.pad_id,
+        )
 
 
 def build_stream(
@@ -56,183 +110,215 @@ def build_stream(
     runtime: WorkerRuntime,
     tokenizer: Any,
     loader: PromptLoader,
-    groups: Groups,
-    scorer: Scorer,
+    groups: WorkerGroups,
+    reward: RewardManager,
     run: Run,
     stack: ExitStack,
-) -> tuple[StreamSampler, EpisodeSamples]:
-    """Start the rollout service and what feeds it; what must be ended is put on `stack`.  Also what generates for validation."""
-    vocabulary = read_vocabulary(config.actor_rollout_ref.model, tokenizer)
-    runner = AsyncTaskRunner(name="episodes")
-    stack.callback(runner.close)
-    service = start_service(config, runtime, groups, run, runner)
+) -> tuple[StreamSource, EpisodeSamples]:
+    """Starts the rollout service and what feeds it; what must be ended is put on `stack`.  Returns also what generates for
+    validation."""
+    runner = start_runner(stack)
+    # Without a pool of their own replicas run on the devices of the actor's ranks.
+    places = () if is_separate(config.trainer, ROLLOUT_ROLE) else groups.actor.device_places()
+    options = service_options(config.actor_rollout_ref, config.trainer, run_folder=run.folder.path, beside=places)
+    service = RolloutService(config.actor_rollout_ref, runtime, options, loop=runner.loop)
+    logger.info("starting the rollout service, replicas: %d", options.num_replicas)
+    service.start()
     stack.callback(service.close)
-    environments = start_environments(config, run, runner, stack)
-    hosts = start_hosts(config, vocabulary, run, runner, stack)
-    scoring = build_scoring(scorer.reward)
-    score = no_turn_scores if scoring.ahead is None else scoring.ahead.score_text
-    sampling = training_sampling(config, vocabulary)
-    workflows = Workflows(config, tokenizer, sampling, score, hosts=hosts, environments=environments)
-    stack.callback(lambda: on_loop(runner, workflows.aclose()))
-    baselines = dataclasses.replace(workflows, sampling=baseline_sampling(config, vocabulary), purpose=BASELINE)
-    stack.callback(lambda: on_loop(runner, baselines.aclose()))
+    scoring = build_scoring(reward)
+    episodes = start_episodes(config, tokenizer, runner, service, scoring, run, stack)
     log = PromptLog(run.folder.path / PROMPTS)
-    ledger = PromptLedger(on_end=log.ended)
-    executor = build_executor(config, runner, service.router, workflows, baselines, scoring, vocabulary, ledger, run)
-    stack.callback(executor.close)
+    executor = build_executor(episodes, scoring, log)
     publisher = Publisher(
-        SeenPublication(service.router, run.spans.record),
+        service.router,
         service.loop,
         str(service.folder),
         write=groups.actor.write_weights,
         fail=executor.fail,
         timers=run.timers,
+        record=run.spans.record,
     )
     stack.callback(publisher.close)
-    batches = StreamSampler(
+    source = StreamSource(
         config=config,
         loader=loader,
         executor=executor,
         publisher=publisher,
         outcomes=scoring.outcomes,
-        scorer=scorer,
-        vocabulary=vocabulary,
+        vocabulary=episodes.vocabulary,
         log=log,
         timers=run.timers,
-        hosts=[found for found in (hosts, environments) if found is not None],
+        hosts=[found for found in (episodes.hosts, episodes.environments) if found is not None],
     )
-    samples = build_samples(config, service, runner, tokenizer, vocabulary, score, stack, hosts, environments)
+    samples = episodes.validation_samples()
     stack.enter_context(heap_set_aside())
-    return batches, samples
+    return source, samples
 
 
 def build_evaluation_samples(
     config: PPOConfig, runtime: WorkerRuntime, tokenizer: Any, reward: RewardManager, run: Run, stack: ExitStack
 ) -> EpisodeSamples:
-    """Episodes of a policy that nobody trains: replicas read the model's own files."""
-    runner = AsyncTaskRunner(name="episodes")
-    stack.callback(runner.close)
+    """Returns episodes of a policy that nobody trains: replicas read the model's own files."""
+    runner = start_runner(stack)
     options = service_options(config.actor_rollout_ref, config.trainer, run_folder=run.folder.path)
     service = RolloutService(config.actor_rollout_ref, runtime, dataclasses.replace(options, own_weights=True), loop=runner.loop)
     stack.callback(service.close)
     service.start()
+    return start_episodes(config, tokenizer, runner, service, build_scoring(reward), run, stack).validation_samples()
+
+
+def start_runner(stack: ExitStack) -> AsyncTaskRunner:
+    """Returns the event loop of the episodes, in a thread of its own."""
+    runner = AsyncTaskRunner(name="episodes")
+    stack.callback(runner.close)
+    return runner
+
+
+def start_episodes(
+    config: PPOConfig,
+    tokenizer: Any,
+    runner: AsyncTaskRunner,
+    service: RolloutService,
+    scoring: GroupScoring,
+    run: Run,
+    stack: ExitStack,
+) -> EpisodeRuntime:
+    """Starts the processes that run parts of episodes, if any; after the service, which has connected the cluster."""
     vocabulary = read_vocabulary(config.actor_rollout_ref.model, tokenizer)
-    environments = start_environments(config, run, runner, stack)
-    hosts = start_hosts(config, vocabulary, run, runner, stack)
-    ahead = build_scoring(reward).ahead
-    score = no_turn_scores if ahead is None else ahead.score_text
-    return build_samples(config, service, runner, tokenizer, vocabulary, score, stack, hosts, environments)
+    environments = environment_hosts(config, run)
+    hosts = episode_hosts(config, vocabulary, run)
+    for processes in (environments, hosts):
+        if processes is not None:
+            stack.callback(close_on_loop, runner, processes.close)
+            on_loop(runner, processes.start())
+    return EpisodeRuntime(
+        config=config,
+        run=run,
+        stack=stack,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        runner=runner,
+        service=service,
+        score=no_turn_scores if scoring.scorer is None else scoring.scorer.score_text,
+        hosts=hosts,
+        environments=environments,
+    )
 
 
-def start_hosts(
-    config: PPOConfig, vocabulary: Vocabulary, run: Run, runner: AsyncTaskRunner, stack: ExitStack
-) -> EpisodeHosts | None:
-    """The processes of agent.num_workers, if any; after the service, which has connected the cluster."""
-    hosts = episode_hosts(config, vocabulary, log_dir=run.folder.logs)
-    if hosts is not None:
-        stack.callback(lambda: on_loop(runner, hosts.close()))
-        on_loop(runner, hosts.start())
-    return hosts
+def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, run: Run) -> EpisodeActors | None:
+    """Returns the processes that run the episodes' own code, where the configuration wants any; not yet started."""
+    model, rollout, trainer = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.trainer
+    if rollout.agent.num_workers == 0:
+        return None
+    settings = EpisodeActorSettings(
+        tokenizer=functools.partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code),
+        samplings={
+            TRAINING: training_sampling(config, vocabulary),
+            VALIDATION: validation_sampling(config, vocabulary),
+            BASELINE: baseline_sampling(config, vocabulary),
+        },
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        kwargs=workflow_kwargs(rollout),
+        folder=os.getcwd(),
+        lends_environments=rollout.agent.num_env_hosts > 0,
+    )
+    seconds = trainer.deadline_s
+    options = EpisodeActorOptions(
+        backend=trainer.backend, start_s=seconds.start, log_dir=str(run.folder.logs.absolute()), plugins=tuple(trainer.plugins)
+    )
+    return EpisodeActors(
+        episode_actor_starter(settings, options),
+        rollout.agent.num_workers,
+        restarts=rollout.replica_restarts,
+        shutdown_s=seconds.shutdown,
+    )
 
 
-def start_environments(config: PPOConfig, run: Run, runner: AsyncTaskRunner, stack: ExitStack) -> EnvironmentHosts | None:
-    """The actors of agent.num_env_hosts, if any; after the service, which has connected the cluster."""
-    hosts = environment_hosts(config, log_dir=run.folder.logs)
-    if hosts is not None:
-        stack.callback(lambda: on_loop(runner, hosts.close()))
-        on_loop(runner, hosts.start())
-    return hosts
+def environment_hosts(config: PPOConfig, run: Run) -> EnvironmentActors | None:
+    """Returns the actors that run the episodes' environments, where the configuration wants any; not yet started."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    agent, seconds = rollout.agent, trainer.deadline_s
+    if agent.num_env_hosts == 0:
+        return None
+    assert agent.episode_timeout_s is not None, "derive first"
+    options = EnvironmentActorOptions(
+        backend=trainer.backend,
+        num_cpus=agent.env_host_cpus,
+        num_gpus=agent.env_host_gpus,
+        folder=os.getcwd(),
+        start_s=seconds.start,
+        log_dir=str(run.folder.logs.absolute()),
+        plugins=tuple(trainer.plugins),
+    )
+    return EnvironmentActors(
+        environment_actor_starter(options),
+        agent.num_env_hosts,
+        idle_s=max(agent.episode_timeout_s, seconds.generate),  # no turn of the policy takes longer
+        restarts=rollout.replica_restarts,
+        shutdown_s=seconds.shutdown,
+    )
 
 
-def start_service(config: PPOConfig, runtime: WorkerRuntime, groups: Groups, run: Run, runner: AsyncTaskRunner) -> RolloutService:
-    """One replica a rank of the rollout's pool; without such a pool beside the actor's ranks."""
-    beside = () if is_separate(config.trainer, ROLLOUT_ROLE) else groups.actor.device_places()
-    options = service_options(config.actor_rollout_ref, config.trainer, run_folder=run.folder.path, beside=beside)
-    service = RolloutService(config.actor_rollout_ref, runtime, options, loop=runner.loop)
-    logger.info("starting the rollout service, replicas: %d", options.num_replicas)
-    service.start()
-    return service
-
-
-def on_loop(runner: AsyncTaskRunner, work: Any) -> Any:
-    """Run a coroutine on the episodes' loop and wait for it."""
+def on_loop(runner: AsyncTaskRunner, work: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine on the episodes' loop and waits for it."""
     return asyncio.run_coroutine_threadsafe(work, runner.loop).result()
 
 
+def close_on_loop(runner: AsyncTaskRunner, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Closes something that lives on the episodes' loop."""
+    on_loop(runner, close())
+
+
 def build_scoring(reward: RewardManager) -> GroupScoring:
-    """What scores groups as they finish, where a function judges each row alone."""
+    """Returns what scores groups as they finish, where a function judges each row alone."""
     manager = function_manager(reward)
-    return GroupScoring(ahead=None if manager is None else AheadScorer(manager), outcomes=KeptOutcomes())
+    return GroupScoring(scorer=None if manager is None else EpisodeScorer(manager), outcomes=OutcomeStore())
 
 
-def build_executor(
-    config: PPOConfig,
-    runner: AsyncTaskRunner,
-    router: Router,
-    workflows: Workflows,
-    baselines: Workflows,
-    scoring: GroupScoring,
-    vocabulary: Vocabulary,
-    ledger: PromptLedger,
-    run: Run,
-) -> WorkflowExecutor:
-    """The executor with the bounds of the configuration."""
+def build_executor(episodes: EpisodeRuntime, scoring: GroupScoring, log: PromptLog) -> WorkflowExecutor:
+    """Returns the executor with the bounds of the configuration."""
+    config, vocabulary, router = episodes.config, episodes.vocabulary, episodes.service.router
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    staleness = StalenessManager(
-        batch=config.data.train_batch_size,
-        max_staleness=trainer.max_staleness,
-        pipeline_depth=trainer.pipeline_depth,
-        max_concurrent=rollout.agent.max_concurrent,
-    )
-    options = ExecutorOptions(
-        group_size=rollout.n,
-        seed=trainer.seed,
-        stale_policy=trainer.stale_policy,
-        episode_timeout_s=rollout.agent.episode_timeout_s,
-        max_failed_batches=rollout.agent.max_failed_batches,
-    )
-    return WorkflowExecutor(
-        runner=runner,
+    workflows = episodes.workflows(training_sampling(config, vocabulary), TRAINING)
+    baselines = episodes.workflows(baseline_sampling(config, vocabulary), BASELINE)
+    executor = WorkflowExecutor(
+        runner=episodes.runner,
         engine=router,
         workflow_for=workflows.of,
-        staleness=staleness,
-        ledger=ledger,
-        options=options,
+        staleness=StalenessManager(
+            batch=config.data.train_batch_size,
+            max_staleness=trainer.max_staleness,
+            pipeline_depth=trainer.pipeline_depth,
+            max_concurrent=rollout.agent.max_concurrent,
+        ),
+        ledger=PromptLedger(on_end=log.ended),
+        options=ExecutorOptions(
+            group_size=rollout.n,
+            seed=trainer.seed,
+            stale_policy=trainer.stale_policy,
+            episode_timeout_s=rollout.agent.episode_timeout_s,
+            max_failed_batches=rollout.agent.max_failed_batches,
+        ),
         on_group=scoring,
-        keep=signal_filter(config, scoring, vocabulary, run),
+        keep=signal_filter(episodes, scoring),
         interrupt=router.abort,
         baseline_for=baselines.of if requirements(config).baseline_rewards else None,
     )
+    episodes.stack.callback(executor.close)
+    return executor
 
 
-def signal_filter(config: PPOConfig, scoring: GroupScoring, vocabulary: Vocabulary, run: Run) -> SignalFilter | None:
-    """Of dynamic sampling, where it is on."""
+def signal_filter(episodes: EpisodeRuntime, scoring: GroupScoring) -> SignalFilter | None:
+    """Returns the filter of dynamic sampling, where that is on."""
+    config = episodes.config
     groups = config.algorithm.filter_groups
     if not groups.enable:
         return None
-    assert scoring.ahead is not None, "checked before start"
+    assert scoring.scorer is not None, "checked before start"
     return SignalFilter(
-        scorer=build_scorer(config, scoring.ahead.manager.lenient(), run.timers),
+        scorer=build_scorer(config, scoring.scorer.manager.lenient(), episodes.run.timers),
         outcomes=scoring.outcomes,
-        pad_id=vocabulary.pad_id,
+        pad_id=episodes.vocabulary.pad_id,
         most=(groups.max_num_gen_batches - 1) * config.data.train_batch_size,
     )
-
-
-def build_samples(
-    config: PPOConfig,
-    service: RolloutService,
-    runner: AsyncTaskRunner,
-    tokenizer: Any,
-    vocabulary: Vocabulary,
-    score: Score,
-    stack: ExitStack,
-    hosts: EpisodeHosts | None,
-    environments: EnvironmentHosts | None,
-) -> EpisodeSamples:
-    """Validation's episodes: the same workflows with other sampling."""
-    rollout = config.actor_rollout_ref.rollout
-    sampling = validation_sampling(config, vocabulary)
-    workflows = Workflows(config, tokenizer, sampling, score, VALIDATION, hosts, environments)
-    stack.callback(lambda: on_loop(runner, workflows.aclose()))
-    return EpisodeSamples(rollout, service.router, workflows, runner.loop, seed=config.trainer.seed, pad_id=vocabulary.pad_id)

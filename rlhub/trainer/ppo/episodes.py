@@ -1,62 +1,63 @@
-"""Which workflow runs a prompt's episodes, and what happens to a finished group: scoring, and the filter of dynamic sampling."""
+"""Episodes as the trainer asks for them: which workflow runs a prompt's episodes, with what sampling, and validation by episodes.
+
+Validation runs the same workflows on one version of the policy, while training goes on: a replica is pinned to the version, and
+what runs there counts in no bound on staleness.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import logging
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from rlhub.agents.remote.environment_hosts import EnvironmentHostOptions, EnvironmentHosts, environment_host_starter
-from rlhub.agents.remote.episode_host import HostSettings, WorkflowKey
-from rlhub.agents.remote.episode_hosts import EpisodeHosts, HostOptions, host_starter
+from rlhub.agents.remote.environment_actors import EnvironmentActors
+from rlhub.agents.remote.episode_actor import WorkflowKey
+from rlhub.agents.remote.episode_actors import EpisodeActors
 from rlhub.agents.remote.workflow import RemoteWorkflow
-from rlhub.agents.workflows.base import RolloutWorkflow, Score, WorkflowParts, build_workflow
+from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, Score, WorkflowParts, build_workflow
 from rlhub.agents.workflows.registry import default_workflow, workflow_class, workflow_kwargs
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.config.sections.rollout import ValSamplingConfig
+from rlhub.config.sections.rollout import RolloutConfig, ValSamplingConfig
 from rlhub.data import AGENT_NAME
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.models.tokenizer import Vocabulary, load_tokenizer
+from rlhub.errors import RewardError
+from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
+from rlhub.rewards import RewardFailure, RewardOutcome
 from rlhub.rewards.naive import OUTCOMES
 from rlhub.rollout_service.executor.batches import to_batch
-from rlhub.rollout_service.executor.episode_groups import Group
-from rlhub.trainer.ppo.sampling import groups_with_signal
-from rlhub.trainer.ppo.scoring import Scorer
-from rlhub.trainer.ppo.scoring_ahead import AheadScorer, KeptOutcomes
-
-logger = logging.getLogger(__name__)
-
+from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
+from rlhub.rollout_service.router import Pin, Router
+from rlhub.trainer.ppo.prompt_progress import prompt_items
+from rlhub.utils.aio.results import Reject
+from rlhub.utils.seeding import sample_seed
 
 TRAINING, VALIDATION, BASELINE = "training", "validation", "baseline"
 """What episodes are for: their sampling follows from it."""
 
 
 def training_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingParams:
-    """Of the episodes that are trained on."""
+    """Returns the sampling of the episodes that are trained on."""
     rollout = config.actor_rollout_ref.rollout
     own = ValSamplingConfig(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, do_sample=True)
     return sampling_params(config, vocabulary, own, log_probs=True)
 
 
 def validation_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingParams:
-    """Of the episodes that measure."""
+    """Returns the sampling of validation's episodes."""
     return sampling_params(config, vocabulary, config.actor_rollout_ref.rollout.val_kwargs, log_probs=True)
 
 
 def baseline_sampling(config: PPOConfig, vocabulary: Vocabulary) -> SamplingParams:
-    """Of the episode to which the others of a prompt are compared: greedy."""
+    """Returns the sampling of the episode to which the others of a prompt are compared: greedy."""
     return sampling_params(config, vocabulary, ValSamplingConfig(do_sample=False), log_probs=True)
 
 
 def sampling_params(config: PPOConfig, vocabulary: Vocabulary, sampling: ValSamplingConfig, *, log_probs: bool) -> SamplingParams:
-    """As whole-batch generation passes them to the engine."""
+    """Returns what whole-batch generation passes to the engine."""
     return SamplingParams(
         temperature=sampling.temperature if sampling.do_sample else 0.0,
         top_p=sampling.top_p,
@@ -80,12 +81,12 @@ class Workflows:
     sampling: SamplingParams
     score: Score
     purpose: str = TRAINING
-    hosts: EpisodeHosts | None = None
-    environments: EnvironmentHosts | None = None
+    hosts: EpisodeActors | None = None
+    environments: EnvironmentActors | None = None
     _built: dict[str, RolloutWorkflow] = field(init=False, default_factory=dict)
 
     def of(self, row: Mapping[str, Any]) -> RolloutWorkflow:
-        """The workflow of this prompt."""
+        """Returns the workflow of this prompt."""
         name = row.get(AGENT_NAME) or default_workflow(self.config.actor_rollout_ref.rollout)
         if name not in self._built:
             self._built[name] = self._build(name)
@@ -109,105 +110,103 @@ class Workflows:
         )
 
     async def aclose(self) -> None:
-        """Release what they hold, when no episode runs any more."""
+        """Closes the workflows, when no episode runs any more."""
         await asyncio.gather(*(workflow.aclose() for workflow in self._built.values()))
         self._built.clear()
 
 
-def episode_hosts(config: PPOConfig, vocabulary: Vocabulary, *, log_dir: Path) -> EpisodeHosts | None:
-    """The processes that run the episodes' own code, where the configuration wants any; not yet started."""
-    model, rollout, trainer = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.trainer
-    if rollout.agent.num_workers == 0:
-        return None
-    settings = HostSettings(
-        tokenizer=functools.partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code),
-        samplings={
-            TRAINING: training_sampling(config, vocabulary),
-            VALIDATION: validation_sampling(config, vocabulary),
-            BASELINE: baseline_sampling(config, vocabulary),
-        },
-        max_prompt_length=config.data.max_prompt_length,
-        max_response_length=config.data.max_response_length,
-        kwargs=workflow_kwargs(rollout),
-        folder=os.getcwd(),
-        lends_environments=rollout.agent.num_env_hosts > 0,
-    )
-    seconds = trainer.deadline_s
-    options = HostOptions(
-        backend=trainer.backend, start_s=seconds.start, log_dir=str(log_dir.absolute()), plugins=tuple(trainer.plugins)
-    )
-    return EpisodeHosts(
-        host_starter(settings, options),
-        rollout.agent.num_workers,
-        restarts=rollout.replica_restarts,
-        shutdown_s=seconds.shutdown,
-    )
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One episode's result.  failed: why it has no reward; None where it has one, or the run's reward scores it."""
+
+    trajectory: Trajectory
+    failed: RewardOutcome | None = None
 
 
-def environment_hosts(config: PPOConfig, *, log_dir: Path) -> EnvironmentHosts | None:
-    """The actors that run the episodes' environments, where the configuration wants any; not yet started."""
-    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    agent, seconds = rollout.agent, trainer.deadline_s
-    if agent.num_env_hosts == 0:
-        return None
-    assert agent.episode_timeout_s is not None, "derive first"
-    options = EnvironmentHostOptions(
-        backend=trainer.backend,
-        num_cpus=agent.env_host_cpus,
-        num_gpus=agent.env_host_gpus,
-        folder=os.getcwd(),
-        start_s=seconds.start,
-        log_dir=str(log_dir.absolute()),
-        plugins=tuple(trainer.plugins),
-    )
-    return EnvironmentHosts(
-        environment_host_starter(options),
-        agent.num_env_hosts,
-        idle_s=max(agent.episode_timeout_s, seconds.generate),  # no turn of the policy takes longer
-        restarts=rollout.replica_restarts,
-        shutdown_s=seconds.shutdown,
-    )
+def settle_rewards(samples: Sequence[_Sample]) -> list[RewardOutcome | None]:
+    """Returns what is known of each sample's score besides the rewards in its trajectory.
 
-
-@dataclass(slots=True)
-class GroupScoring:
-    """The executor's hook: scores a group's samples as soon as all of them are there.  None scores nothing ahead."""
-
-    ahead: AheadScorer | None
-    outcomes: KeptOutcomes
-
-    async def __call__(self, group: Group) -> None:
-        if self.ahead is not None and any(trajectory.rewards is None for trajectory in group.scored):
-            self.outcomes.put(group.ordinal, await self.ahead.outcomes(group))
-
-
-@dataclass(slots=True)
-class SignalFilter:
-    """The executor's filter for dynamic sampling (see sampling.py): whether a group's samples differ.
-
-    scorer: of one group, from what its samples were scored ahead; failures pass as samples without a score.
-    most: groups without signal in a row that are turned down; the next ones train, as whole batches are filled up.
+    Where workflows set rewards of their own, an episode that gave nothing has a reward of 0.  Where only some do (rows name
+    their workflows), their sums go with the outcomes, and the run's reward scores the others, as in training.
     """
+    trajectories = [sample.trajectory for sample in samples]
+    outcomes = [sample.failed for sample in samples]
+    if all(trajectory.rewards is None for trajectory in trajectories):
+        return outcomes
+    mixed = any(trajectory.rewards is None and any(trajectory.response_mask) for trajectory in trajectories)
+    for index, trajectory in enumerate(trajectories):
+        if trajectory.rewards is None and not any(trajectory.response_mask):
+            trajectory.set_reward(0.0)
+        if mixed and trajectory.rewards is not None:
+            outcomes[index] = outcomes[index] or RewardOutcome(score=float(sum(trajectory.rewards)))
+            trajectory.rewards = None
+    return outcomes
 
-    scorer: Scorer
-    outcomes: KeptOutcomes
-    pad_id: int
-    most: int
-    _without: int = 0
 
-    def __call__(self, group: Group) -> bool:
-        batch: DataProto = to_batch([group], pad_id=self.pad_id)
-        batch.non_tensor_batch[OUTCOMES] = object_array(list(self.outcomes.take(group)))
-        self.scorer(batch)
-        if bool(groups_with_signal(batch, len(group.trajectories))[0]):
-            self._without = 0
-            return True
-        self._without += 1
-        if self._without == self.most + 1:
-            logger.warning(
-                "dynamic sampling: %d groups in a row had no signal (algorithm.filter_groups.max_num_gen_batches); those that "
-                "follow fill the batch. The problems may be too easy or too hard for the policy: raise the bound or "
-                "actor_rollout_ref.rollout.n, or change the data",
-                self.most,
-            )
-        return self._without > self.most
+class EpisodeSamples:
+    """The ValidationSamples of an asynchronous run, of the version pinned between `pin` and `release`, else of the newest."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        router: Router,
+        workflows: Workflows,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        seed: int,
+        pad_id: int,
+    ) -> None:
+        self.config, self.router, self.workflows, self.loop = config, router, workflows, loop
+        self.seed, self.pad_id = seed, pad_id
+        self._pin: Pin | None = None
+
+    def pin(self, version: int) -> None:
+        """Keeps a replica at this version, which must be the newest."""
+        self._pin = self._on_loop(self.router.pin(version))
+
+    def release(self) -> None:
+        """Lets the replica take newer versions again."""
+        pin, self._pin = self._pin, None
+        if pin is not None:
+            self.loop.call_soon_threadsafe(pin.release)
+
+    def validation(self, prompts: DataProto) -> DataProto:
+        """Returns val_kwargs' samples per prompt, neighbours in prompt order."""
+        episodes = self._on_loop(self._episodes(self._pin or self.router, list(prompt_items(prompts))))
+        outcomes = settle_rewards([sample for _, samples in episodes for sample in samples])
+        groups = [Group(item=item, trajectories=[sample.trajectory for sample in samples]) for item, samples in episodes]
+        batch = to_batch(groups, pad_id=self.pad_id)
+        batch.non_tensor_batch[OUTCOMES] = object_array(outcomes)
+        return batch
+
+    def _on_loop(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    async def _episodes(self, engine: EpisodeEngine, items: list[PromptItem]) -> list[tuple[PromptItem, list[_Sample]]]:
+        samples = range(self.config.val_kwargs.n)
+        results = await asyncio.gather(*(self._episode(engine, item, sample) for item in items for sample in samples))
+        return [(item, results[len(samples) * row : len(samples) * (row + 1)]) for row, item in enumerate(items)]
+
+    async def _episode(self, engine: EpisodeEngine, item: PromptItem, sample: int) -> _Sample:
+        """Runs one episode.  One that gives nothing counts as an empty answer, since leaving it out would flatter the policy; one
+        in which a reward failed is a sample whose scoring failed, as any other."""
+        seed = sample_seed(self.seed, item.ordinal, sample)
+        data = EpisodeData(prompt_ids=item.prompt_ids, ordinal=item.ordinal, sample=sample, seed=seed, row=item.row)
+        running = self.workflows.of(item.row).arun_episode(engine, data)
+        try:
+            found = await asyncio.wait_for(running, self.config.agent.episode_timeout_s)
+        except (Reject, TimeoutError):
+            found = None
+        except RewardError as error:
+            return _Sample(self._empty(item), RewardOutcome(error=RewardFailure(kind="raised", message=str(error))))
+        return _Sample(found or self._empty(item))
+
+    def _empty(self, item: PromptItem) -> Trajectory:
+        return Trajectory(
+            prompt_ids=list(item.prompt_ids),
+            response_ids=[self.pad_id],
+            response_mask=[0],
+            rollout_log_probs=[0.0],
+            versions=[NOT_SAMPLED],
+            finish_reason="abort",
+        )

@@ -1,4 +1,4 @@
-"""Metrics the driver computes from a training batch, under the names people look for."""
+"""Metrics that the driver computes from a training batch, under the field's names."""
 
 from __future__ import annotations
 

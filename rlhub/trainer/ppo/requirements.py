@@ -17,11 +17,14 @@ OWN_NUMBERS = ("acc", "overlong", "overlong_reward", "function", "model", "judge
 
 @dataclass(slots=True, kw_only=True)
 class Requirements:
-    """values: a critic predicts them.  reference: log-probs of the frozen starting policy are read.  old_log_probs: a forward
-    pass of its own before the update; sum_pi_squared: which also gives that.  bypass: the rollout's log-probs stand in for
-    the old ones.  groups: several samples per prompt.
-    baseline_rewards: a greedy response per prompt is scored.  reward_components: the scorer's own numbers are read.
-    rollout_log_probs: the update reads them.  selection: the loss chooses tokens from the whole mini-batch."""
+    """What the training step computes.
+
+    values: a critic predicts them.  reference: log-probs of the frozen starting policy are read.  old_log_probs: the policy has
+    a forward pass of its own before the update; sum_pi_squared: which also gives that.  bypass: the rollout's log-probs stand in
+    for the old ones.  groups: several samples per prompt.  baseline_rewards: a greedy response per prompt is scored.
+    reward_components: the scorer's own numbers are read.  rollout_log_probs: the update reads them.  selection: the loss chooses
+    tokens from the whole mini-batch.
+    """
 
     values: bool
     reference: bool
@@ -36,18 +39,18 @@ class Requirements:
 
 
 def num_mini_batches(config: PPOConfig) -> int:
-    """Optimizer steps per epoch over one training batch."""
+    """Returns the optimizer steps per epoch over one training batch."""
     return config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
 
 
 def critic_mini_batches(config: PPOConfig) -> int:
-    """The critic's optimizer steps per epoch over one training batch."""
+    """Returns the critic's optimizer steps per epoch over one training batch."""
     size = config.critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
     return -(-config.data.train_batch_size // size)
 
 
 def requirements(config: PPOConfig) -> Requirements:
-    """The passes this run needs.
+    """Returns the passes this run needs.
 
     The old log-probs' own pass is skipped when the update's first forward pass is that very policy: one optimizer step per
     batch, one epoch, no KL in the reward, no estimator or loss that reads them and no rollout correction, which compares them
@@ -78,8 +81,8 @@ def requirements(config: PPOConfig) -> Requirements:
 
 
 def check_group_metric(config: PPOConfig) -> list[str]:
-    """The problem with the number by which groups are to be compared, where it can be known before the first scoring: what the
-    user's own reward function, or a plugin, returns cannot."""
+    """Returns the problem with the number by which groups are to be compared, where it can be known before the first scoring:
+    what the user's own reward function, or a plugin, returns cannot."""
     groups = config.algorithm.filter_groups
     known = (*NAMES_OF_THE_REWARD, *OWN_NUMBERS)
     if not groups.enable or groups.metric in known or config.custom_reward_function.path or config.trainer.plugins:

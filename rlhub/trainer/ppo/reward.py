@@ -21,8 +21,8 @@ from rlhub.rewards.combine import JUDGE, MODEL, CombinedManager, PartScores, Rew
 from rlhub.rewards.judge import Judge
 from rlhub.rewards.rendering import Rendering, padded
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
+from rlhub.workers.memory_handover import WorkerRuntime
 from rlhub.workers.reward_model import JudgeWorker, RewardModelWorker
-from rlhub.workers.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ REWARD_MODEL_ROLE, JUDGE_ROLE = "reward_model", "judge"
 
 @dataclass(slots=True, kw_only=True)
 class RewardParts:
-    """What is made before any worker starts, so that its errors come first.
+    """The parts of the reward that are built before any worker starts, so that their errors come first.
 
     function: None if its weight is 0.  rendering: None feeds the policy's tokens to the reward model.
     """
@@ -43,7 +43,7 @@ class RewardParts:
     judge_tokenizer: Any = None
 
     def manager(self, groups: Mapping[str, WorkerGroup]) -> RewardManager:
-        """The reward over the launched groups; the function's own manager where it is all there is."""
+        """Returns the reward over the launched groups: the function's own manager where it is all there is."""
         scoring = self.config.reward_model
         parts = []
         if scoring.enable:
@@ -74,7 +74,7 @@ class RewardParts:
 
 
 def prepare_reward(config: PPOConfig, tokenizer: Any) -> RewardParts:
-    """Start the reward function's first process and load tokenizers.  ConfigError for what cannot score together."""
+    """Starts the reward function's first process and loads tokenizers.  Raises ConfigError for what cannot score together."""
     scoring = config.reward_model
     rendering = build_rendering(config, tokenizer) if scoring.enable else None
     judge = scoring.judge.model
@@ -88,7 +88,7 @@ def prepare_reward(config: PPOConfig, tokenizer: Any) -> RewardParts:
 
 
 def reward_roles(config: PPOConfig, runtime: WorkerRuntime) -> dict[str, ClassWithInitArgs]:
-    """The roles that score with models, of those that are on."""
+    """Returns the roles that score with models, of those that are on."""
     scoring, roles = config.reward_model, {}
     if scoring.enable:
         roles[REWARD_MODEL_ROLE] = ClassWithInitArgs(RewardModelWorker, scoring, runtime)
@@ -98,7 +98,10 @@ def reward_roles(config: PPOConfig, runtime: WorkerRuntime) -> dict[str, ClassWi
 
 
 def build_rendering(config: PPOConfig, policy: Any) -> Rendering | None:
-    """None where the reward model reads the policy's own tokens.  ConfigError where it could not, or its texts be decoded."""
+    """Returns how texts are rendered for the reward model, None where it reads the policy's own tokens.
+
+    Raises ConfigError where it could not read them, or its texts not be decoded.
+    """
     model, key = config.reward_model.model, "reward_model.model"
     own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     shape = local_shape(model.path, model.override_config)
@@ -118,7 +121,7 @@ def build_rendering(config: PPOConfig, policy: Any) -> Rendering | None:
 
 
 def local_shape(path: str | None, overrides: Mapping[str, Any]) -> ModelShape | None:
-    """The sizes of a model in a local folder."""
+    """Returns the sizes of a model in a local folder."""
     folder = Path(path or "").expanduser()
     return read_model_shape(folder, overrides) if path and folder.is_dir() else None
 
@@ -144,7 +147,7 @@ def _check_vocabulary(shape: ModelShape | None, tokenizer: Any, model: str) -> N
 
 
 class ModelScorer:
-    """The reward model's part: one pass over the batch, which runs while the driver scores with the function."""
+    """Scores by the reward model: one pass over the batch, which runs while the driver scores with the function."""
 
     def __init__(self, group: WorkerGroup, rendering: Rendering | None) -> None:
         self.group, self.rendering = group, rendering
@@ -157,7 +160,7 @@ class ModelScorer:
 
 
 class JudgeScorer:
-    """The judge's part, for callers without an event loop."""
+    """Scores by the judge, for callers without an event loop."""
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
@@ -167,7 +170,7 @@ class JudgeScorer:
 
 
 class JudgeGenerator:
-    """`rewards.judge.Generate` over the judge's worker group: one call for all prompts, which blocks the loop it runs on."""
+    """Is `rewards.judge.Generate` over the judge's worker group: one call for all prompts, which blocks the loop it runs on."""
 
     def __init__(self, group: WorkerGroup, num_samples: int) -> None:
         self.group, self.num_samples = group, num_samples

@@ -1,7 +1,13 @@
-"""Scoring a rollout batch, once, whoever asks first: the sampler that looks for groups with signal, or the learner."""
+"""Scores of sampled responses: the reward of each row, that of the greedy responses they are compared with, and the numbers of
+the reward that an estimator or the group filter reads.
+
+The training step scores every response once, wherever it was sampled.  A reward function may have judged a finished episode
+before (episode_scoring.py): then the batch carries what it returned, and only what is made of it for the batch is left.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +19,8 @@ from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.registry import suggest
 from rlhub.rewards import RewardManager, RewardResult
-from rlhub.rollout_service.executor.batches import add_rewards
+from rlhub.rewards.base import FAILED
+from rlhub.rollout_service.executor.batches import ADDED, add_rewards
 from rlhub.trainer.ppo.requirements import NAMES_OF_THE_REWARD, requirements
 from rlhub.trainer.ppo.validation_metrics import correctness
 from rlhub.utils.timing import PhaseTimer
@@ -22,14 +29,28 @@ COMPONENT = "reward/"
 """Prefix of the columns that hold the scorer's own numbers."""
 SIGNAL = "group_metric"
 """Column (rows,) float64: the number in which the samples of a group are compared."""
+COUNTS = FAILED
+"""Metrics that add up over several scorings; other numbers of the scorer are averaged."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Samples:
+    """What a source has sampled.
+
+    batch: the samples of each prompt side by side.  greedy: the most likely response to each of these prompts, in their order;
+    None where no estimator compares with it.
+    """
+
+    batch: DataProto
+    greedy: DataProto | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Scorer:
-    """Adds token_level_scores (rows, response), scores (rows,) and valid (rows,) to a batch that has none.
+    """Scores samples, and the greedy responses to their prompts where there are any.
 
-    components: also every number of its own that the scorer returns, as columns `reward/<name>` (rows,) float64.
-    metric: also the column `group_metric`, that number of each sample; None: no one compares.
+    components: also keeps every number of its own that the reward returns, as columns `reward/<name>` (rows,) float64.
+    metric: also keeps that number of each sample, as column `group_metric`; None where no samples are compared.
     """
 
     reward: RewardManager
@@ -37,8 +58,21 @@ class Scorer:
     components: bool = False
     metric: str | None = None
 
-    def __call__(self, batch: DataProto) -> dict[str, float]:
-        """The metrics of scoring; nothing is done for a batch that is scored.  RewardError when failures exceed the limit."""
+    def __call__(self, samples: Samples) -> dict[str, float]:
+        """Adds the scores to the samples, with greedy responses also baseline_rewards; returns the metrics of scoring."""
+        metrics = dict(self.score_rows(samples.batch))
+        if samples.greedy is not None:
+            compared = self.score_rows(samples.greedy)
+            metrics |= {name: value + metrics.get(name, 0.0) for name, value in compared.items() if name.startswith(COUNTS)}
+            metrics |= add_baseline(samples.batch, samples.greedy)
+        return metrics
+
+    def score_rows(self, batch: DataProto) -> dict[str, float]:
+        """Adds token_level_scores (rows, response), scores (rows,) and valid (rows,), and returns the metrics.
+
+        Rows that come with their scores keep them: those of workflows that give rewards themselves, and recorded batches.
+        Raises RewardError when more rows fail than the limit allows.
+        """
         columns = batch.batch
         if "token_level_scores" in columns.keys():
             return {}
@@ -47,7 +81,8 @@ class Scorer:
         columns["token_level_scores"] = result.token_level_scores
         columns["scores"] = result.scores
         columns["valid"] = result.valid
-        add_rewards(columns)
+        if ADDED in columns.keys():
+            add_rewards(columns)
         if self.components:
             for name in numeric_entries(result):
                 columns[f"{COMPONENT}{name}"] = component(result, name)
@@ -58,7 +93,7 @@ class Scorer:
 
 
 def build_scorer(config: PPOConfig, reward: RewardManager, timers: PhaseTimer) -> Scorer:
-    """A scorer that keeps what the chosen estimator and the group filter read."""
+    """Returns a scorer that keeps what the chosen estimator and the group filter read."""
     groups = config.algorithm.filter_groups
     return Scorer(
         reward=reward,
@@ -68,8 +103,29 @@ def build_scorer(config: PPOConfig, reward: RewardManager, timers: PhaseTimer) -
     )
 
 
+def add_baseline(batch: DataProto, greedy: DataProto) -> dict[str, float]:
+    """Adds baseline_rewards (rows,): the reward of each prompt's greedy response (Li et al. 2024, arXiv 2310.10505); returns
+    their mean as a metric.
+
+    greedy: scored, one row a prompt, in the order in which `batch`, which is scored, has its samples side by side.  Where that
+    response has no valid score there is nothing to compare with, and the prompt's samples do not train.
+    """
+    n = len(batch) // len(greedy)
+    scores, valid = greedy.batch["scores"], greedy.batch["valid"]
+    batch.batch["baseline_rewards"] = scores.repeat_interleave(n)
+    batch.batch["valid"] = batch.batch["valid"] & valid.repeat_interleave(n)
+    return {"reward/greedy_mean": scores[valid].double().mean().item()} if bool(valid.any()) else {}
+
+
+def merge_scorings(scorings: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Returns the metrics of several scorings of equal size: counts add up, the rest is averaged over those that have it."""
+    names = dict.fromkeys(name for metrics in scorings for name in metrics)
+    values = {name: [metrics[name] for metrics in scorings if name in metrics] for name in names}
+    return {name: sum(found) if name.startswith(COUNTS) else sum(found) / len(found) for name, found in values.items()}
+
+
 def numeric_entries(result: RewardResult) -> list[str]:
-    """Names of the extras that are numbers in every row that has them."""
+    """Returns the names of the extras that are numbers in every row that has them."""
     return [
         name
         for name, column in result.extra.items()
@@ -78,9 +134,10 @@ def numeric_entries(result: RewardResult) -> list[str]:
 
 
 def component(result: RewardResult, name: str) -> Tensor:
-    """That number of each row, (rows,) float64; 0 for a row whose scoring failed, which has no entry at all.
+    """Returns that number of each row, (rows,) float64; 0 for a row whose scoring failed, which has no entry at all.
 
-    RewardError for a row that was scored and has none, or one that is not finite: whatever stood in for it would be learned.
+    Raises RewardError for a row that was scored and has none, or one that is not finite: whatever stood in for it would be
+    learned.
     """
     values, valid = result.extra[name], result.valid.numpy()
     missing = np.array([value is None for value in values], dtype=bool)
@@ -97,7 +154,7 @@ def component(result: RewardResult, name: str) -> Tensor:
 
 
 def group_metric(result: RewardResult, name: str) -> Tensor:
-    """The number of each row by which algorithm.filter_groups compares, (rows,) float64.
+    """Returns the number of each row by which algorithm.filter_groups compares, (rows,) float64.
 
     Names of the reward give the reward; `acc` falls back on what validation counts as correct; other names are the scorer's.
     """

@@ -25,7 +25,8 @@ from rlhub.utils.timing import PhaseTimer
 
 @dataclass(slots=True, kw_only=True)
 class ValidationReport:
-    """metrics: val/..., val-core/... and val-aux/...; samples: the first completions, to be read by people."""
+    """Holds the result of one validation.  metrics: val/..., val-core/... and val-aux/...; samples: the first completions, to be
+    read by people."""
 
     metrics: dict[str, float]
     samples: list[GenerationRow] = field(default_factory=list)
@@ -37,7 +38,7 @@ class ValidationSamples(Protocol):
     config: RolloutConfig
 
     def validation(self, prompts: DataProto) -> DataProto:
-        """val_kwargs' samples per prompt, neighbours in prompt order, with the current policy.
+        """Returns val_kwargs' samples per prompt, neighbours in prompt order, with the current policy.
 
         Where a workflow's own rewards are a column `scores`, or a sample could not be scored within its episode, the object
         column `reward_outcome` says which samples failed."""
@@ -63,7 +64,7 @@ class Validator:
         self.failures = failures
 
     def __call__(self) -> ValidationReport:
-        """Evaluate the current policy."""
+        """Evaluates the current policy."""
         n = self.generator.config.val_kwargs.n
         scored: list[ScoredSamples] = []
         sources: list[str] = []

@@ -32,12 +32,12 @@ NUMBERS = (bool, int, float, np.bool_, np.number)
 NUM_DRAWS = 1000
 """Bootstrap draws: the error of a mean of numbers between 0 and 1 is at most 0.5 / sqrt(1000) = 0.016 a prompt."""
 SEED = 42
-"""Of the draws: the same samples give the same metrics, whenever they are validated."""
+"""Seed of the draws: the same samples give the same metrics, whenever they are validated."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ScoredSamples:
-    """Samples of some prompts, n of each side by side, all (rows,).
+    """Holds samples of some prompts, n of each side by side, all (rows,).
 
     details: what the scorer returned beside the score, None where a row has no such entry.  failures: reward/num_failed and its
     kinds.
@@ -107,7 +107,8 @@ def correctness(details: Mapping[str, np.ndarray], scores: np.ndarray) -> np.nda
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased chance that one of k samples is right: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374)."""
+    """Returns the unbiased chance that one of k samples is right: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv
+    2107.03374)."""
     if num_samples - num_correct < k:
         return 1.0
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

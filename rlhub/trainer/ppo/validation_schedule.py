@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from rlhub.tracking.spans import RecordSpan, ignore_span
-from rlhub.trainer.ppo.episode_samples import EpisodeSamples
+from rlhub.trainer.ppo.episodes import EpisodeSamples
 from rlhub.trainer.ppo.validation import ValidationReport, Validator
 
 
@@ -19,12 +19,12 @@ class ValidationSchedule(Protocol):
     """Starts validations."""
 
     def begin(self, version: int) -> Future[ValidationReport]:
-        """Validate this version, the newest that was published."""
+        """Validates this version, the newest that was published."""
         ...
 
 
 class BlockingValidation:
-    """Training waits for each validation."""
+    """Validates while training waits."""
 
     def __init__(self, validator: Validator) -> None:
         self.validator = validator
@@ -37,7 +37,7 @@ class BlockingValidation:
 
 
 class ConcurrentValidation:
-    """Training goes on, one validation at a time: the next waits for the one before.
+    """Validates while training goes on, one validation at a time: the next waits for the one before.
 
     wait_for_weights: returns when the newest version is on the replicas.  record: receives each validation's span.
     """

@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
 from rlhub.checkpoint.store import CheckpointStore
 from rlhub.config.devices import count_gpus, driver_problem, gpu_memory_gb, torch_has_cuda
@@ -37,14 +36,14 @@ from rlhub.engines.training.registry import TRAIN_ENGINES
 from rlhub.errors import ConfigError
 from rlhub.models.shape import LANGUAGE_MODEL, ModelShape, read_labels, read_model_shape, read_model_values, reward_problem
 from rlhub.models.weight_files import file_problems
-from rlhub.registry import Registry
+from rlhub.registry import Registry, knobs_for
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
-from rlhub.tracking.registry import TRACKERS, login_problems
+from rlhub.tracking.registry import TRACKERS, login_problems, package_problems
 from rlhub.tracking.run_folder import RunFolder
-from rlhub.trainer.named import read_source, unknown
 from rlhub.trainer.ppo.requirements import check_group_metric
 from rlhub.trainer.preflight.memory import check_memory
+from rlhub.trainer.preflight.names import read_source, unknown
 from rlhub.trainer.preflight.rollout import check_episodes, check_rollout_engine, check_weights_reach
 
 logger = logging.getLogger(__name__)
@@ -244,13 +243,7 @@ def check_names(config: PPOConfig) -> list[str]:
 
 def check_trackers(names: Sequence[str]) -> list[str]:
     """Trackers exist and the packages they need are installed."""
-    problems = [problem for name in names for problem in unknown("trainer.logger", TRACKERS, name)]
-    for name in names:
-        needed = TRACKERS.row(name).requires if name in TRACKERS else frozenset()
-        missing = [package for package in sorted(needed) if find_spec(package) is None]
-        if missing:
-            problems.append(f"trainer.logger: {name} needs the package {', '.join(missing)}, which is not installed")
-    return problems
+    return [problem for name in names for problem in unknown("trainer.logger", TRACKERS, name)] + package_problems(names)
 
 
 def check_login(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:

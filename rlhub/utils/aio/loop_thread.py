@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A uvloop where it is installed (it switches tasks in about half the time), else asyncio's own."""
+    """Returns a uvloop where it is installed (it switches tasks in about half the time), else asyncio's own."""
     try:
         import uvloop
     except ImportError:
@@ -40,14 +40,14 @@ class LoopThread:
         return self.loop.is_closed() or not self._thread.is_alive()
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Run a function on the loop soon, from any thread."""
+        """Runs a function on the loop soon, from any thread."""
         if self.is_current:
             self.loop.call_soon(function, *args)
         else:
             self.loop.call_soon_threadsafe(function, *args)
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """What a function returns or raises that is called on the loop: soon, or at once where this is the loop's own thread."""
+        """Calls a function on the loop, soon, or at once where this is the loop's own thread; returns a future of its result."""
         answer: Future[Any] = Future()
 
         def run() -> None:
@@ -63,14 +63,14 @@ class LoopThread:
         return answer
 
     def run(self, coroutine: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
-        """Run a coroutine to its end and return its result; the calling thread, which must be another, waits."""
+        """Runs a coroutine to its end and returns its result; the calling thread, which must be another, waits."""
         if self.is_current:
             coroutine.close()
             raise RuntimeError(f"the loop of {self.name} would wait for itself; await the coroutine instead")
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
 
     def stop(self, deadline_s: float = 5.0) -> None:
-        """Cancel what still runs, end the loop and the thread.  May be called twice."""
+        """Cancels what still runs, ends the loop and the thread.  May be called twice."""
         if self.stopped:
             return
         if self.is_current:
@@ -83,7 +83,7 @@ class LoopThread:
         self._thread.join(timeout=deadline_s)
 
     def stop_soon(self) -> None:
-        """`stop` without waiting, from any thread."""
+        """Does as `stop` without waiting, from any thread."""
         if not self.stopped:
             self.call(self._stop_itself)
 

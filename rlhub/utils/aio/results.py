@@ -1,7 +1,7 @@
-"""How asynchronous tasks ended, one type for each way, and their way to those who wait, in threads and on other event loops.
+"""Results of asynchronous tasks, and their way from an event loop to those who wait for them, in threads and on other loops.
 
-Nothing ends as None or gets lost.  A waiter asks for a number of results and gets all of them or none, so a time limit that
-passes loses nothing.
+There is one type for each way in which a task can end, so that nothing ends as None or gets lost.  A waiter asks for a number of
+results and gets all of them or none, so a time limit that passes loses nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Accepted:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Rejected:
-    """The task decided that its result must not be used: it returned None or raised `Reject`."""
+    """The task decided that its value must not be used: it returned None or raised `Reject`."""
 
     task_id: str
     reason: str
@@ -56,7 +56,7 @@ class TimedOut:
     deadline_s: float
 
 
-Outcome = Accepted | Rejected | Failed | Cancelled | TimedOut
+TaskResult = Accepted | Rejected | Failed | Cancelled | TimedOut
 
 
 class Reject(Exception):  # noqa: N818  a signal, not an error
@@ -64,26 +64,26 @@ class Reject(Exception):  # noqa: N818  a signal, not an error
 
 
 class Waiter:
-    """Somebody who waits for `count` outcomes.  wake: lets the waiting side go on; may be called from any thread."""
+    """A wait for `count` results.  wake: lets the waiting side continue; may be called from any thread."""
 
-    __slots__ = ("count", "outcomes", "wake")
+    __slots__ = ("count", "results", "wake")
 
     def __init__(self, count: int, wake: Callable[[], None]) -> None:
         if count < 0:
-            raise ValueError(f"cannot wait for {count} outcomes; ask for 0 or more")
+            raise ValueError(f"cannot wait for {count} results; ask for 0 or more")
         self.count = count
         self.wake = wake
-        self.outcomes: list[Outcome] | None = None
+        self.results: list[TaskResult] | None = None
 
 
 def thread_waiter(count: int) -> tuple[Callable[[float | None], object], Waiter]:
-    """For a plain thread: what to call to wait at most so many seconds, and the waiter."""
+    """Returns, for a plain thread, a function that waits at most so many seconds, and the waiter."""
     event = threading.Event()
     return event.wait, Waiter(count, event.set)
 
 
 def async_waiter(count: int) -> tuple[Callable[[float | None], Awaitable[object]], Waiter]:
-    """For a coroutine: what to await to wait at most so many seconds, and the waiter."""
+    """Returns, for a coroutine, a function to await that waits at most so many seconds, and the waiter."""
     loop = asyncio.get_running_loop()
     woken: asyncio.Future[None] = loop.create_future()
 
@@ -95,7 +95,7 @@ def async_waiter(count: int) -> tuple[Callable[[float | None], Awaitable[object]
         try:
             loop.call_soon_threadsafe(finish)
         except RuntimeError:
-            logger.warning("the event loop that waited for outcomes is closed")
+            logger.warning("the event loop that waited for results is closed")
 
     async def wait(timeout: float | None) -> None:
         await asyncio.wait((woken,), timeout=timeout)
@@ -103,82 +103,82 @@ def async_waiter(count: int) -> tuple[Callable[[float | None], Awaitable[object]
     return wait, Waiter(count, wake)
 
 
-class OutcomeQueue:
-    """`put` and `release_held` on one thread, the rest from any.
+class ResultQueue:
+    """Finished work that waits for its consumers.  `put` and `release_surplus` belong to one thread, the rest to any.
 
-    max_results: outcomes beyond it are held: kept, but `is_full` says that no more should be made.
-    on_room: called after outcomes were taken, where a maximum is set.
+    max_results: results beyond it are kept as a surplus, and `is_full` says that no more should be produced.
+    on_space: called after results were taken, where a maximum is set.
     """
 
-    def __init__(self, max_results: int | None, on_room: Callable[[], None]) -> None:
+    def __init__(self, max_results: int | None, on_space: Callable[[], None]) -> None:
         self._max_results = max_results
-        self._on_room = on_room
-        self._ready: deque[Outcome] = deque()
-        self._held: deque[Outcome] = deque()
+        self._on_space = on_space
+        self._ready: deque[TaskResult] = deque()
+        self._surplus: deque[TaskResult] = deque()
         self._waiters: deque[Waiter] = deque()
         self._lock = threading.Lock()
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._ready) + len(self._held)
+        return len(self._ready) + len(self._surplus)
 
     @property
     def is_full(self) -> bool:
-        """Whether the maximum is reached: what is made now would have to be held."""
+        """Whether the maximum is reached: what is produced now would be surplus."""
         return self._max_results is not None and len(self._ready) >= self._limit(self._max_results)
 
-    def put(self, outcome: Outcome) -> None:
-        """Add one; never waits and never fails."""
-        if self._max_results is not None and (self._held or self.is_full):
-            self._held.append(outcome)
+    def put(self, result: TaskResult) -> None:
+        """Adds one; never waits and never fails."""
+        if self._max_results is not None and (self._surplus or self.is_full):
+            self._surplus.append(result)
             return
-        self._ready.append(outcome)
+        self._ready.append(result)
         if self._waiters:
             self._serve()
 
-    def release_held(self) -> None:
-        """Move what was held to where there is room now."""
-        while self._held and not self.is_full:
-            self._ready.append(self._held.popleft())
+    def release_surplus(self) -> None:
+        """Moves the surplus to the consumers' end, as far as the maximum allows now."""
+        while self._surplus and not self.is_full:
+            self._ready.append(self._surplus.popleft())
             if self._waiters:
                 self._serve()
 
     def enlist(self, waiter: Waiter) -> None:
-        """Serve this waiter when it is its turn and there is enough."""
+        """Serves this waiter when it is its turn and there are enough results."""
         self._waiters.append(waiter)
         self._serve()
-        self._tell_room()
+        self._report_space()
         if self._closed:
             waiter.wake()
 
-    def collect(self, waiter: Waiter) -> list[Outcome] | None:
-        """What the waiter was given; None where it was not served, and no longer waits then."""
+    def collect(self, waiter: Waiter) -> list[TaskResult] | None:
+        """Returns what the waiter was given; None where it was not served, and no longer waits then."""
         with self._lock:
-            if waiter.outcomes is None:
+            if waiter.results is None:
                 self._forget(waiter)
-        return waiter.outcomes
+        return waiter.results
 
     def withdraw(self, waiter: Waiter) -> None:
-        """The waiter went away without collecting: what it was given comes first again."""
+        """Takes back what a waiter was given that left without collecting: its results come first again."""
         with self._lock:
             self._forget(waiter)
-            self._ready.extendleft(reversed(waiter.outcomes or ()))
+            self._ready.extendleft(reversed(waiter.results or ()))
         self._serve()
 
-    def take(self, max_count: int | None) -> list[Outcome]:
-        """At most so many, at once."""
+    def take(self, max_count: int | None) -> list[TaskResult]:
+        """Returns at most so many, at once."""
         with self._lock:
             count = len(self._ready) if max_count is None else min(max_count, len(self._ready))
             taken = [self._ready.popleft() for _ in range(count)]
-        self._tell_room()
+        self._report_space()
         return taken
 
     def close(self) -> None:
-        """Nothing will be put any more: hold nothing back, and let those go who wait for more than there is."""
+        """Ends the queue: the surplus is handed out, and waiters that want more than there is are woken without."""
         self._closed = True
         self._max_results = None
-        self._ready.extend(self._held)
-        self._held.clear()
+        self._ready.extend(self._surplus)
+        self._surplus.clear()
         self._serve()
         with self._lock:
             waiters, self._waiters = self._waiters, deque()
@@ -186,7 +186,7 @@ class OutcomeQueue:
             waiter.wake()
 
     def _limit(self, max_results: int) -> int:
-        """A waiter that wants more than the maximum must still be served."""
+        """Returns the limit on waiting results: a waiter that wants more than the maximum must still be served."""
         try:
             return max(max_results, self._waiters[0].count)
         except IndexError:
@@ -197,16 +197,16 @@ class OutcomeQueue:
         with self._lock:
             while self._waiters and len(self._ready) >= self._waiters[0].count:
                 waiter = self._waiters.popleft()
-                waiter.outcomes = [self._ready.popleft() for _ in range(waiter.count)]
+                waiter.results = [self._ready.popleft() for _ in range(waiter.count)]
                 waiter.wake()
                 served = True
         if served:
-            self._tell_room()
+            self._report_space()
 
     def _forget(self, waiter: Waiter) -> None:
         if waiter in self._waiters:
             self._waiters.remove(waiter)
 
-    def _tell_room(self) -> None:
+    def _report_space(self) -> None:
         if self._max_results is not None:
-            self._on_room()
+            self._on_space()

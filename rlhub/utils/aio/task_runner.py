@@ -3,11 +3,11 @@
     runner = AsyncTaskRunner(max_concurrent=256)
     for prompt in prompts:
         runner.submit(episode, prompt)
-    for outcome in runner.wait(len(prompts)):       # Accepted, Rejected, Failed, Cancelled or TimedOut
+    for result in runner.wait(len(prompts)):       # Accepted, Rejected, Failed, Cancelled or TimedOut
         ...
 
 Nothing polls: a submission, a result, a cancellation and `resume` each wake exactly who waits for them.  A wake-up from another
-thread costs a system call, so one is under way at a time, however many tasks were submitted meanwhile.
+thread costs a system call, so there is one at a time, however many tasks were submitted meanwhile.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rlhub.utils.aio.results import (
     Accepted,
     Cancelled,
     Failed,
-    Outcome,
-    OutcomeQueue,
     Reject,
     Rejected,
+    ResultQueue,
+    TaskResult,
     TimedOut,
     Waiter,
     async_waiter,
@@ -44,7 +44,7 @@ _STARTS_PER_TURN = 256
 
 
 class _Entry:
-    """A task from its submission to its outcome."""
+    """A task from its submission to its result."""
 
     __slots__ = ("args", "cancelled", "deadline_s", "expired", "function", "kwargs", "task", "task_id", "timer")
 
@@ -66,9 +66,9 @@ class AsyncTaskRunner:
     """See the module docstring.  All methods may be called from any thread; those that wait, not on the runner's own loop.
 
     max_concurrent: tasks that run at the same time; None: all that were submitted.
-    max_queued: tasks that may wait for their start; `submit` then waits for room.
-    max_results: outcomes that may wait for a consumer.  Further ones are kept, but nothing new starts until there is room.
-    on_outcome: called with each outcome on the loop's thread, instead of keeping it for `wait`.  It must not block.
+    max_queued: tasks that may wait for their start; `submit` then waits for space.
+    max_results: results that may wait for a consumer.  Further ones are kept, but nothing new starts until some were taken.
+    on_result: called with each result on the loop's thread, instead of keeping it for `wait`.  It must not block.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class AsyncTaskRunner:
         max_concurrent: int | None = None,
         max_queued: int | None = None,
         max_results: int | None = None,
-        on_outcome: Callable[[Outcome], None] | None = None,
+        on_result: Callable[[TaskResult], None] | None = None,
         name: str = "tasks",
     ) -> None:
         for label, limit in (("max_concurrent", max_concurrent), ("max_queued", max_queued), ("max_results", max_results)):
@@ -86,23 +86,23 @@ class AsyncTaskRunner:
         self.name = name
         self._max_concurrent = max_concurrent
         self._max_queued = max_queued
-        self.on_outcome = on_outcome
+        self.on_result = on_result
         self._numbers = itertools.count()
         self._tasks: dict[str, _Entry] = {}
         self._queue: deque[_Entry] = deque()
-        self._num_withdrawn = 0  # of the queue: cancelled before their start, and reported already
-        self._parked: deque[tuple[_Entry, Waiter]] = deque()  # submissions that wait for room in the queue
-        self._room = threading.Lock()
+        self._num_withdrawn = 0  # tasks of the queue that were cancelled before their start, and reported already
+        self._parked: deque[tuple[_Entry, Waiter]] = deque()  # submissions that wait for space in the queue
+        self._queue_lock = threading.Lock()
         self._num_running = 0
         self._paused = self._closed = self._pump_due = False
         self._thread = LoopThread(name)
-        self._results = OutcomeQueue(max_results, self._wake)
+        self._results = ResultQueue(max_results, self._wake)
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Where the tasks run."""
+        """The event loop of the tasks."""
         return self._thread.loop
 
     @property
@@ -111,12 +111,12 @@ class AsyncTaskRunner:
 
     @property
     def num_queued(self) -> int:
-        """Submitted and not yet started, those that wait in `submit` for room included."""
+        """Tasks submitted and not yet started, those that wait in `submit` for space included."""
         return len(self._queue) + len(self._parked) - self._num_withdrawn
 
     @property
     def num_ready(self) -> int:
-        """Outcomes that nobody has taken yet."""
+        """Results that nobody has taken yet."""
         return len(self._results)
 
     @property
@@ -124,7 +124,7 @@ class AsyncTaskRunner:
         return self._paused
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """What a function returns or raises that is called on the loop: soon, or at once where this is the loop's own thread."""
+        """Calls a function on the loop, soon, or at once where this is the loop's own thread; returns a future of its result."""
         return self._thread.ask(function, *args)
 
     # -- submitting --------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class AsyncTaskRunner:
         deadline: float | None = None,
         **kw: Any,
     ) -> str:
-        """Run `async_fn(*args, **kw)` on the loop when its turn has come, and return its id.  Waits while the queue is full.
+        """Runs `async_fn(*args, **kw)` on the loop when its turn has come, and returns its id.  Waits while the queue is full.
 
         task_id: must not be that of a task that is queued or running.  deadline: seconds from the task's start after which
         it is cancelled and ends as TimedOut.
@@ -199,8 +199,8 @@ class AsyncTaskRunner:
         return self._max_queued is not None and len(self._queue) - self._num_withdrawn >= self._max_queued
 
     def _enqueue(self, entry: _Entry, waiter: Waiter) -> bool:
-        """Queue it, or park it until there is room (False); those that came first get room first."""
-        with self._room:
+        """Queues the task, or parks it until there is space (False); those that came first are queued first."""
+        with self._queue_lock:
             parked = bool(self._parked) or self._is_full()
             if parked:
                 self._parked.append((entry, waiter))
@@ -210,8 +210,8 @@ class AsyncTaskRunner:
         return not parked
 
     def _take_back(self, entry: _Entry) -> None:
-        """The submitter went away while it waited for room: without a trace if there was none yet."""
-        with self._room:
+        """Withdraws a task whose submitter left while it waited for space; one that was queued meanwhile is cancelled."""
+        with self._queue_lock:
             parked = [place for place in self._parked if place[0] is entry]
             for place in parked:
                 self._parked.remove(place)
@@ -221,7 +221,7 @@ class AsyncTaskRunner:
 
     def _admit_parked(self) -> None:
         while self._parked:
-            with self._room:
+            with self._queue_lock:
                 if not self._parked or self._is_full():
                     return
                 entry, waiter = self._parked.popleft()
@@ -230,14 +230,14 @@ class AsyncTaskRunner:
 
     # -- results -----------------------------------------------------------------------------------------------------------
 
-    def wait(self, count: int, timeout: float | None = None) -> list[Outcome]:
-        """Exactly `count` outcomes in the order in which the tasks ended.
+    def wait(self, count: int, timeout: float | None = None) -> list[TaskResult]:
+        """Returns exactly `count` results in the order in which the tasks ended.
 
         Raises DeadlineError (a TimeoutError) when there are fewer after `timeout` seconds; these stay for the next call.
         Several callers are served in the order in which they came.
         """
         if self._thread.is_current:
-            raise RuntimeError(f"the loop of {self.name} would wait for itself; use await_outcomes")
+            raise RuntimeError(f"the loop of {self.name} would wait for itself; use await_results")
         wait, waiter = thread_waiter(count)
         self._results.enlist(waiter)
         try:
@@ -247,7 +247,7 @@ class AsyncTaskRunner:
             raise
         return self._taken(waiter, timeout)
 
-    async def await_outcomes(self, count: int, timeout: float | None = None) -> list[Outcome]:
+    async def await_results(self, count: int, timeout: float | None = None) -> list[TaskResult]:
         """`wait` for a caller on any event loop."""
         wait, waiter = async_waiter(count)
         self._results.enlist(waiter)
@@ -258,23 +258,23 @@ class AsyncTaskRunner:
             raise
         return self._taken(waiter, timeout)
 
-    def poll(self, max_count: int | None = None) -> list[Outcome]:
-        """What is there now, at most `max_count`, without waiting."""
+    def poll(self, max_count: int | None = None) -> list[TaskResult]:
+        """Returns the results that are there now, at most `max_count`, without waiting."""
         return self._results.take(max_count)
 
-    def _taken(self, waiter: Waiter, timeout: float | None) -> list[Outcome]:
+    def _taken(self, waiter: Waiter, timeout: float | None) -> list[TaskResult]:
         found = self._results.collect(waiter)
         if found is not None:
             return found
         have = f"{self.num_ready} of {waiter.count} are there, {self.num_running} tasks run, {self.num_queued} are queued"
         if self._closed:
             raise RuntimeError(f"the task runner {self.name} was closed: {have}")
-        raise DeadlineError(f"outcomes of {self.name}", float(timeout or 0.0), have)
+        raise DeadlineError(f"results of {self.name}", float(timeout or 0.0), have)
 
     # -- control -----------------------------------------------------------------------------------------------------------
 
     def cancel(self, task_id: str) -> bool:
-        """Ask a task to end; it ends as Cancelled, unless it catches the cancellation and returns.  False: no such task is
+        """Asks a task to end; it ends as Cancelled, unless it catches the cancellation and returns.  False: no such task is
         queued or running."""
         entry = self._tasks.get(task_id)
         if entry is None or self._thread.stopped:
@@ -283,17 +283,17 @@ class AsyncTaskRunner:
         return True
 
     def pause(self) -> None:
-        """Start nothing new.  What runs goes on, and outcomes are delivered."""
+        """Starts nothing new.  Running tasks continue, and results are delivered."""
         self._paused = True
 
     def resume(self) -> None:
-        """Start queued tasks again."""
+        """Starts queued tasks again."""
         self._paused = False
         self._wake()
 
     def close(self, deadline_s: float = 10.0) -> None:
-        """Cancel all tasks, wait for their end, and end the loop.  Outcomes can still be taken; whoever waits for more than
-        there are gets an error.  May be called twice."""
+        """Cancels all tasks, waits for their end, and ends the loop.  Results can still be taken; a wait for more than there are
+        raises an error.  May be called twice."""
         if self._closed and self._thread.stopped:
             return
         self._closed = True
@@ -324,9 +324,9 @@ class AsyncTaskRunner:
             self._thread.call(self._pump)
 
     def _pump(self) -> None:
-        """Start what may start."""
+        """Starts what may start."""
         self._pump_due = False
-        self._results.release_held()
+        self._results.release_surplus()
         limit = self._max_concurrent
         queue = self._queue
         for _ in range(_STARTS_PER_TURN):
@@ -368,30 +368,30 @@ class AsyncTaskRunner:
             else:
                 self._finish(entry, Accepted(task_id=entry.task_id, value=value))
 
-    def _finish(self, entry: _Entry, outcome: Outcome) -> None:
+    def _finish(self, entry: _Entry, result: TaskResult) -> None:
         if entry.timer is not None:
             entry.timer.cancel()
         del self._tasks[entry.task_id]
         self._num_running -= 1
-        self._deliver(outcome)
+        self._deliver(result)
         if self._queue and not self._pump_due:
             self._wake()
 
-    def _deliver(self, outcome: Outcome) -> None:
-        if self.on_outcome is None:
-            self._results.put(outcome)
+    def _deliver(self, result: TaskResult) -> None:
+        if self.on_result is None:
+            self._results.put(result)
             return
         try:
-            self.on_outcome(outcome)
+            self.on_result(result)
         except Exception:
-            logger.exception("on_outcome of %s failed for task %s", self.name, outcome.task_id)
+            logger.exception("on_result of %s failed for task %s", self.name, result.task_id)
 
     def _cancel(self, entry: _Entry) -> None:
         if self._tasks.get(entry.task_id) is not entry or entry.cancelled:
             return
         if entry.task is not None:
             # After the task's first step, which is in the loop's queue already: cancelled before it, `_run` would never
-            # begin, and nothing would report an outcome.
+            # begin, and nothing would report a result.
             self._thread.loop.call_soon(entry.task.cancel)
             return
         entry.cancelled = True

@@ -1,4 +1,4 @@
-"""The environment variables of a child: very few for code that a model wrote, all but secrets for the user's own."""
+"""The environment variables that a child is given: code that a model wrote gets the least, the user's own all but secrets."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rlhub.errors import ConfigError
 from rlhub.utils.redact import looks_secret
 
 BARE = {"PATH": os.defpath, "HOME": "/", "LANG": "C.UTF-8", "TMPDIR": ""}
-"""The variables for code that a model wrote, and their values where the driver has none; "": left out."""
+"""The variables of code that a model wrote, with their values where the driver has none; "": left out."""
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """env: names of further variables that are passed on; setting: the setting that lists them, for messages.
+    """What a child may read.  env: names of variables that are passed on besides; setting: where they are listed, for messages.
 
     untrusted: the child runs code that a model wrote.  It is given PATH, HOME, LANG, TMPDIR and `env`, nobody but root can look
-    into its process, and its imports count as its own time.
+    into its process, and what it imports counts as its own time.
     """
 
     setting: str = "env"
@@ -39,12 +39,12 @@ class Access:
         return {name: value for name, value in bare.items() if value} | THREADS | {name: os.environ[name] for name in self.env}
 
     def hint(self, message: str) -> str:
-        """Returns an addition to an error's message that names a variable which is set here and kept from the child, or ""."""
-        withheld = [name for name in os.environ if not self._passed(name) and _missed(name, message)]
-        if not withheld:
+        """Returns what to add to an error's message that names a variable which is set here and kept from the child, or ""."""
+        kept = [name for name in os.environ if not self._passed(name) and _missed(name, message)]
+        if not kept:
             return ""
-        verb = "is" if len(withheld) == 1 else "are"
-        return f"\n({', '.join(withheld)} {verb} set, but kept from this process: add to {self.setting} what it may read)"
+        verb = "is" if len(kept) == 1 else "are"
+        return f"\n({', '.join(kept)} {verb} set, but kept from this process: add to {self.setting} what it may read)"
 
     def _passed(self, name: str) -> bool:
         return name in self.env or (name in BARE if self.untrusted else not looks_secret(name))

@@ -1,8 +1,8 @@
 """The program of a child: load one function, call it for every call of a request, answer every call with a line.
 
 Runs below a supervisor, in a session of its own, with memory and file limits; the functions it calls are not trusted to return,
-to leave the interpreter alive or to keep quiet.  It imports the standard library and little else, so that a child is up in
-some 70 ms.
+to leave the interpreter alive or to keep quiet.  It loads the standard library and little else, so
+that a child is up in some 70 ms.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(setup: dict[str, Any]) -> NoReturn:
     for fd in (request_fd, reply_fd, crash_fd):
         os.set_inheritable(fd, False)
     become_child(request_fd, (reply_fd, crash_fd), namespace=setup["namespace"])
-    channel = DriverChannel(request_fd, reply_fd)
+    channel = DriverPipes(request_fd, reply_fd)
     faulthandler.enable(file=crash_fd, all_threads=False)
     _silence()
     _limit(int(setup["memory_bytes"]), open_to_others=not setup["untrusted"])
@@ -54,8 +54,8 @@ def main(setup: dict[str, Any]) -> NoReturn:
     os._exit(0)  # without running exit handlers of unknown code
 
 
-class DriverChannel:
-    """The pipes to the driver.  A fork of this process has them not: it can neither take a call nor answer one."""
+class DriverPipes:
+    """The pipes to the driver.  A fork of this process does not have them: it can neither take a call nor answer one."""
 
     def __init__(self, request_fd: int, reply_fd: int) -> None:
         self._request_fd, self._reply_fd, self._owner = request_fd, reply_fd, os.getpid()
@@ -82,7 +82,7 @@ class DriverChannel:
             os._exit(0)
 
     def note_import(self, *, begins: bool) -> None:
-        """Notifies the driver that an import begins or ends in the current call."""
+        """Tells the driver that an import begins or ends in the current call."""
         number = self._id
         if number is not None and os.getpid() == self._owner:
             os.write(self._reply_fd, encode({"id": number, "importing": begins}))
@@ -102,15 +102,15 @@ class DriverChannel:
 
 
 class _Imports:
-    """Import statements and importlib.import_module that notify the driver when they load a module: no call's own time."""
+    """Import statements and importlib.import_module that tell the driver when they load something: that is no call's own time."""
 
-    def __init__(self, channel: DriverChannel) -> None:
+    def __init__(self, channel: DriverPipes) -> None:
         self._channel = channel
         self._statement, self._by_name = builtins.__import__, importlib.import_module
-        self._busy: set[int] = set()  # threads that import
+        self._busy: set[int] = set()  # threads that are importing
 
     def watch(self) -> None:
-        """Replaces both in this process and its forks."""
+        """Replaces the import functions, in this process and its forks."""
         builtins.__import__ = self._import
         importlib.import_module = self._import_module
 
@@ -137,7 +137,7 @@ class _Imports:
 
 
 def _is_loaded(name: str, fromlist: Iterable[str] | None, level: int, package: str | None) -> bool:
-    """Returns whether everything that an import statement names is loaded."""
+    """Returns whether an import statement finds all that it names."""
     if level:
         try:
             name = importlib.util.resolve_name("." * level + name, package or "")
@@ -208,7 +208,7 @@ def _bad_result(reply: dict[str, Any], number: str | None, reason: str) -> bytes
 
 
 def _silence() -> None:
-    """Empties standard input and discards standard output and error, whatever amount is printed."""
+    """Empties standard input, and discards standard output and error, whatever amount is printed."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
@@ -216,7 +216,7 @@ def _silence() -> None:
 
 
 def _limit(memory_bytes: int, *, open_to_others: bool) -> None:
-    """Limits address space and file sizes, allows no core files; orphaned grandchildren stay below this process.
+    """Limits address space and file sizes, and forbids core files; orphaned grandchildren stay below this process.
 
     open_to_others: processes of the same user may look into this one, as is usual.
     """

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from rlhub.errors import LoadError
 from rlhub.utils.children.access import Access
-from rlhub.utils.children.process import LOAD_TIMEOUT_S, CallRequest, ChildProcess, spawn
+from rlhub.utils.children.process import LOAD_TIMEOUT_S, ChildProcess, ChildRequest, spawn
 from rlhub.utils.children.wire import WireError
 
 FailureKind = Literal["raised", "timeout", "died", "memory", "bad_argument", "bad_result", "skipped"]
@@ -37,7 +37,7 @@ TRIVIAL_CHUNK, TRIVIAL_CHUNK_S = 32, 0.002  # so many calls at once, if they are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallFailure:
+class Failure:
     """Why a call has no value.
 
     raised: the function raised (`message`: its traceback); timeout; died: its process ended, twice; memory: over the cap;
@@ -53,15 +53,14 @@ class CallResult:
     """A call's value, or its failure."""
 
     value: Any = None
-    failure: CallFailure | None = None
+    failure: Failure | None = None
 
 
 @dataclass(slots=True, kw_only=True)
-class _MapState:
-    """The state of one `map`: the calls, those not yet handed out, those that are repeated, and the results.
+class _MapRun:
+    """The state of one `map`: the calls, those not yet handed out, those that get a second chance, and the results.
 
-    call_s: duration of a call in the chunk that was answered last, its round trip included; failed_loads: since the last
-    answer."""
+    call_s: what a call of the chunk that was answered last took, its round trip included; failed_loads: since the last answer."""
 
     calls: Sequence[Mapping[str, Any]]
     pending: deque[int]
@@ -79,13 +78,13 @@ class _MapState:
         return len(self.results) < len(self.calls) and self.num_failures <= self.max_failures
 
     def fail(self, number: int, kind: FailureKind, message: str) -> None:
-        self.results[number] = CallResult(failure=CallFailure(kind=kind, message=message))
+        self.results[number] = CallResult(failure=Failure(kind=kind, message=message))
         self.num_failures += 1
 
-    def request(self, numbers: list[int]) -> tuple[list[int], CallRequest | None]:
-        """Returns which of these calls can be sent, and their request; a call that cannot be sent fails."""
+    def request(self, numbers: list[int]) -> tuple[list[int], ChildRequest | None]:
+        """Returns the calls that can be sent and their request; those that cannot have failed with that."""
         try:
-            return numbers, CallRequest.of([dict(self.calls[number]) for number in numbers])
+            return numbers, ChildRequest.of([dict(self.calls[number]) for number in numbers])
         except WireError as error:
             if len(numbers) == 1:
                 self.fail(numbers[0], "bad_argument", str(error))
@@ -118,7 +117,7 @@ class KillablePool:
         self._finalizer = weakref.finalize(self, _kill_all, self._children)
 
     def start(self) -> None:
-        """Starts the first child and wait until its function is loaded.  Raises LoadError."""
+        """Starts the first child and waits until its function is loaded.  Raises LoadError."""
         self.map([])
 
     def map(self, calls: Sequence[Mapping[str, Any]], *, max_failures: int | None = None) -> list[CallResult]:
@@ -128,14 +127,14 @@ class KillablePool:
         costs a few deadlines and not one for every call.
         """
         most = len(calls) if max_failures is None else max_failures
-        run = _MapState(calls=calls, pending=deque(range(len(calls))), max_failures=most)
+        run = _MapRun(calls=calls, pending=deque(range(len(calls))), max_failures=most)
         with self._lock:
             try:
                 self._run(run)
             except BaseException:  # re-raised: an interrupted run must not leave children whose answers nobody expects
                 _kill_all(self._children)
                 raise
-        skipped = CallResult(failure=CallFailure(kind="skipped", message=f"{run.num_failures} other calls had failed"))
+        skipped = CallResult(failure=Failure(kind="skipped", message=f"{run.num_failures} other calls had failed"))
         return [run.results.get(number, skipped) for number in range(len(calls))]
 
     def close(self) -> None:
@@ -143,21 +142,21 @@ class KillablePool:
         with self._lock:
             _kill_all(self._children)
 
-    def _run(self, run: _MapState) -> None:
+    def _run(self, run: _MapRun) -> None:
         for child in [child for child in self._children if child.process.poll() is not None]:
             self._discard(child)  # it died idle, by no fault of a call
         while run.unfinished or not (run.calls or any(child.ready for child in self._children)):
             self._grow(run)
             self._feed(run)
             now = time.monotonic()  # a reply that is there by now is read, however long this thread then waits for a core
-            self._pump(run, self._seconds_to_wait(run))
+            self._pump(run, self._patience(run))
             for child in list(self._children):
                 self._settle(run, child, now)
         for child in [child for child in self._children if child.items]:
             self._discard(child)  # at work on calls that are skipped
 
-    def _grow(self, run: _MapState) -> None:
-        """Starts one child at first; another for a call that needs a fresh one, and while work outlasts the start of a child."""
+    def _grow(self, run: _MapRun) -> None:
+        """Starts one child at first; another for every call that needs a fresh one, and while work outlasts a child's start."""
         fresh = sum(1 for child in self._children if not child.served and not child.items)
         starting = any(not child.ready for child in self._children)
         slow = bool(run.pending) and not starting and time.monotonic() - run.began > GROW_AFTER_S
@@ -166,9 +165,9 @@ class KillablePool:
         if wanted and not hopeless and len(self._children) < self.num_workers:
             self._children.append(spawn(self.target, self.parameters, memory_gb=self.memory_gb, access=self.access))
 
-    def _feed(self, run: _MapState) -> None:
-        """Gives every idle child calls: large chunks first, smaller ones towards the end, so that all end together; but no chunk
-        so small that it is done at once."""
+    def _feed(self, run: _MapRun) -> None:
+        """Gives every idle child calls: large chunks first, smaller ones towards the end, so that all end together; but none that
+        is done at once."""
         for child in self._children:
             if not child.idle:
                 continue
@@ -180,14 +179,14 @@ class KillablePool:
             if request is not None:
                 child.give(sendable, request)
 
-    def _chunk_size(self, run: _MapState) -> int:
+    def _chunk_size(self, run: _MapRun) -> int:
         left = len(run.pending)
         shares = 1 if self.num_workers == 1 else 2 * self.num_workers
         least = min(TRIVIAL_CHUNK, int(TRIVIAL_CHUNK_S / run.call_s))
         return min(MAX_CHUNK, left, max(-(-left // shares), least))
 
-    def _seconds_to_wait(self, run: _MapState) -> float:
-        """Returns the seconds until a deadline may pass or another child should start."""
+    def _patience(self, run: _MapRun) -> float:
+        """Returns the seconds until something may have to be done without a reply."""
         now = time.monotonic()
         limits = [self._deadline(child) - now for child in self._children if child.items or not child.ready]
         if run.pending and len(self._children) < self.num_workers and all(child.ready for child in self._children):
@@ -197,8 +196,8 @@ class KillablePool:
     def _deadline(self, child: ChildProcess) -> float:
         return child.deadline(self.timeout_s)
 
-    def _pump(self, run: _MapState, timeout_s: float) -> None:
-        """Waits for pipes, then writes and reads as much as they allow."""
+    def _pump(self, run: _MapRun, timeout_s: float) -> None:
+        """Waits for pipes, then writes and reads what they take and have."""
         poller = select.poll()  # not select.select: a driver may have more than 1024 open files
         owners = {}
         for child in self._children:
@@ -218,7 +217,7 @@ class KillablePool:
             for reply in child.read():
                 self._accept(run, child, reply)
 
-    def _accept(self, run: _MapState, child: ChildProcess, reply: dict[str, Any]) -> None:
+    def _accept(self, run: _MapRun, child: ChildProcess, reply: dict[str, Any]) -> None:
         if "load_error" in reply:
             self._discard(child)
             self._load_failed(run, reply["load_error"])
@@ -241,8 +240,8 @@ class KillablePool:
             if not child.items:
                 run.call_s = (time.monotonic() - child.given_at) / child.num_given
 
-    def _settle(self, run: _MapState, child: ChildProcess, now: float) -> None:
-        """Removes a child that has ended or was past its deadline at `now`, and fails or repeats its calls."""
+    def _settle(self, run: _MapRun, child: ChildProcess, now: float) -> None:
+        """Removes a child that has ended or was past its deadline at `now`, and settles the calls it had."""
         late = (child.items or not child.ready) and now > self._deadline(child)
         if not (child.finished or late):
             return
@@ -255,9 +254,9 @@ class KillablePool:
             self._second_chance(run, child, "died", f"its process {how}")
         _take_back(run, child)
 
-    def _load_failed(self, run: _MapState, why: str) -> None:
-        """Raises LoadError if the function has never been loaded.  A function that has been is tried again a few times, for the
-        cause may be outside of it (memory, a file server); after that the calls fail that no other child can take."""
+    def _load_failed(self, run: _MapRun, why: str) -> None:
+        """Raises LoadError where the function has never been loaded.  One that has been is tried again a few times, for the cause
+        may be outside of it (memory, a file server); after that the calls fail that no other child can take."""
         run.failed_loads += 1
         if self._loaded and run.failed_loads < MAX_LOADS:
             return
@@ -269,8 +268,8 @@ class KillablePool:
             while waiting:
                 run.fail(waiting.popleft(), "died", f"{message}\n(it could be loaded before, and not the last {MAX_LOADS} times)")
 
-    def _second_chance(self, run: _MapState, child: ChildProcess, kind: FailureKind, message: str) -> None:
-        """Repeats the current call of a dead process once, as the first of a fresh child: the death may be the fault of an
+    def _second_chance(self, run: _MapRun, child: ChildProcess, kind: FailureKind, message: str) -> None:
+        """Repeats the current call once, as the first one of a fresh child: the death of a process may be the fault of an
         earlier call (a leak, a damaged heap) or of none."""
         number = child.items.popleft()
         if number in run.retried:
@@ -284,13 +283,13 @@ class KillablePool:
         return child.kill()
 
 
-def _take_back(run: _MapState, child: ChildProcess) -> None:
-    """Returns the calls that an ended child has not begun to the front of the queue."""
+def _take_back(run: _MapRun, child: ChildProcess) -> None:
+    """Puts the calls that an ended child has not begun first in the queue."""
     run.pending.extendleft(reversed(child.items))
     child.items.clear()
 
 
 def _kill_all(children: list[ChildProcess]) -> None:
-    """Kills all children, which are idle; also at garbage collection and interpreter exit."""
+    """Kills all children: idle ones have nothing to lose.  Runs at garbage collection and interpreter exit, too."""
     while children:
         children.pop().kill()

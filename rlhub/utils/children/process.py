@@ -38,7 +38,7 @@ PROBE_S = 60.0
 
 @functools.cache
 def namespaces_allowed() -> bool:
-    """Returns whether children can live in PID namespaces of their own.  Logs the consequences if not."""
+    """Returns whether children can live in PID namespaces of their own.  Says in the log what it means if not."""
     allowed, why = sys.platform == "linux", "only Linux has them"
     if allowed:
         try:
@@ -70,15 +70,15 @@ SIGNAL_BASE = 128  # see supervisor.py
 
 
 @dataclass(frozen=True, slots=True)
-class CallRequest:
-    """Calls as a child reads them.  nonce: its answers carry it; code that has not read the request cannot guess it."""
+class ChildRequest:
+    """Calls as a child reads them.  nonce: its answers carry it; who has not read the request cannot guess it."""
 
     nonce: str
     line: bytes
 
     @classmethod
-    def of(cls, calls: Sequence[Mapping[str, Any]]) -> CallRequest:
-        """Builds the request.  WireError if an argument has no JSON form."""
+    def of(cls, calls: Sequence[Mapping[str, Any]]) -> ChildRequest:
+        """Returns the request of these calls.  WireError if an argument has no JSON form."""
         nonce = secrets.token_hex(8)
         return cls(nonce, encode({"id": nonce, "calls": list(calls)}))
 
@@ -119,14 +119,14 @@ class ChildProcess:
         return bool(self._outgoing)
 
     def deadline(self, timeout_s: float) -> float:
-        """Returns when (monotonic) it is late with the current call, which may take `timeout_s`, or with its load.  Imports of a
-        call count as loading, all of them together: a new child may import in its first call."""
+        """Returns when (monotonic) it is late with the current call, which may take `timeout_s`, or with its load.  What the call
+        imports counts as loading, all of that together: a child that is new may do it in its first call."""
         if not self.ready:
             return self.since + LOAD_TIMEOUT_S
         late = self.since + timeout_s
         return max(late, self._import_began + LOAD_TIMEOUT_S - self._import_s) if self._imports else late
 
-    def give(self, items: Iterable[int], request: CallRequest) -> None:
+    def give(self, items: Iterable[int], request: ChildRequest) -> None:
         """Hands over calls; the line is written as far as the pipe takes it now, the rest by `write`."""
         self.items.extend(items)
         self._nonce, self._answered, self._imports = request.nonce, 0, 0
@@ -136,14 +136,14 @@ class ChildProcess:
         self.write()
 
     def write(self) -> None:
-        """Writes as much as the pipe takes; a broken pipe shows up as end of replies."""
+        """Writes what the pipe takes; a broken pipe shows up as end of replies."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             while self._outgoing:
                 self._outgoing = self._outgoing[os.write(self.request_fd, self._outgoing) :]
                 self.since = time.monotonic()
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the answers that have arrived.  Sets `finished` at the end of the stream, or on a line out of order."""
+        """Returns the answers that have arrived.  Sets `finished` at the end of the stream, or on what is not the next answer."""
         try:
             data = os.read(self.reply_fd, READ_BYTES)
         except BlockingIOError:
@@ -168,7 +168,7 @@ class ChildProcess:
         return int(psutil.Process(self.process.pid).children()[0].pid)
 
     def kill(self) -> str:
-        """Ends the child and all its descendants; returns how the child ended, with the crash's traceback if there is one."""
+        """Ends the child and all its descendants; says how the child ended, with the crash's traceback if there is one."""
         if self.finished and not self.strayed:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=EXIT_S)
@@ -187,7 +187,7 @@ class ChildProcess:
         return (f"ended with {how}" if ended_before else "closed its pipes") + (f"\n{crash}" if crash else "")
 
     def _is_next(self, reply: dict[str, Any]) -> bool:
-        """Returns whether this is the next reply; then it is counted."""
+        """Returns whether it is the reply that comes next; then it is counted."""
         if not self.ready:
             self.ready, self.pid = "ready" in reply, reply.get("ready", 0)
             return self.ready or "load_error" in reply
@@ -198,7 +198,7 @@ class ChildProcess:
         return True
 
     def _note_import(self, note: dict[str, Any]) -> None:
-        """Notes that an outermost import begins or ends; a thread of an earlier call may be late with that."""
+        """Records that an outermost import begins or ends; a thread of an earlier call may be late with that."""
         now = time.monotonic()
         if note.get("id") != f"{self._nonce}.{self._answered}":
             return
@@ -212,7 +212,7 @@ class ChildProcess:
                 self.since += now - self._import_began
 
     def _end(self) -> int:
-        """Ends the supervisor, which ends its descendants first; returns its exit code."""
+        """Ends the supervisor, with all that it answers for, and returns its exit code."""
         for sign in (signal.SIGTERM, signal.SIGCONT):  # somebody may have stopped it
             self.process.send_signal(sign)
         try:
@@ -257,7 +257,7 @@ def spawn(target: str, parameters: Iterable[str], *, memory_gb: float, access: A
 
 
 def _decoded(line: bytes) -> dict[str, Any]:
-    """Decodes a JSON object; {} for anything else, which is never the next reply."""
+    """Returns the reply in a line; {}, which is never the next reply, for what is no JSON object."""
     with contextlib.suppress(WireError):
         reply = decode(line)
         if isinstance(reply, dict):

@@ -74,7 +74,7 @@ def set_process(option: int, value: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Drops all capabilities; processes that this one starts do not get them back either."""
+    """Drops all capabilities; what this process starts gets none of them back either."""
     set_process(PR_SET_NO_NEW_PRIVS, 1)
     if sys.platform == "linux":
         header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
@@ -82,23 +82,20 @@ def drop_capabilities() -> None:
 
 
 def _ended(process: int, request_fd: int, driver: int) -> int:
-    """Waits for a child process, and reaps the others; kills it when the driver orders its end or is gone.
-
-    Returns its exit code.
-    """
-    read_end, write_end = os.pipe()
-    for fd in (read_end, write_end):
+    """Waits for a child process and reaps others; kills it when the driver orders its end or is gone.  Returns its exit code."""
+    reader, writer = os.pipe()
+    for fd in (reader, writer):
         os.set_blocking(fd, False)
-    signal.set_wakeup_fd(write_end)
+    signal.set_wakeup_fd(writer)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: _kill(process))
     poller = select.poll()
-    poller.register(read_end, select.POLLIN)
+    poller.register(reader, select.POLLIN)
     poller.register(request_fd, 0)  # nothing but its end: the driver alone holds the other one
     while (code := _reaped(process)) is None:
         events = dict(poller.poll(DRIVER_CHECK_S * 1000))
-        if read_end in events:
-            os.read(read_end, READ_BYTES)
+        if reader in events:
+            os.read(reader, READ_BYTES)
         if request_fd in events or os.getppid() != driver:  # a fork of the driver may hold the pipe open
             os.kill(process, signal.SIGKILL)
             return _exit_code(os.waitpid(process, 0)[1])
@@ -111,7 +108,7 @@ def _kill(process: int) -> None:
 
 
 def _reaped(wanted: int) -> int | None:
-    """Reaps ended processes; returns the exit code of `wanted` if it is among them."""
+    """Returns the exit code of `wanted` if it is among those that have ended."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             if found[0] == wanted:
@@ -132,8 +129,7 @@ def _children() -> Iterator[int]:
 
 
 def _enter_namespaces() -> bool:
-    """Enters a new PID namespace, for the forks of this process.  Returns whether that took a user namespace too.  OSError if not
-    allowed.
+    """Puts what this process forks into a new PID namespace.  True if that took a user namespace, too.  OSError if forbidden.
 
     root takes none: in one of its own it could not read other users' files any more.
     """
@@ -168,10 +164,9 @@ def _first_of_namespace(fds: Iterable[int]) -> None:
 
 
 def _fork_with_number_of(outside: int) -> int:
-    """Forks a process that has the same number inside as in the /proc `outside`: no two children have the same, so files named by
-    it do not collide, and it is the number that other processes know.  Numbers outside are given in turn, so the next is
-    guessed."""
-    read_end, write_end = os.pipe()
+    """Forks a process that has the same number inside as in the /proc `outside`, by which others know it: no two children share
+    one, so files named by it do not collide.  The numbers outside are given in turn, so the next is guessed."""
+    reader, writer = os.pipe()
     number = int(os.readlink("self", dir_fd=outside))
     for attempt in range(NUMBER_ATTEMPTS):
         with open("/proc/sys/kernel/ns_last_pid", "w") as file:
@@ -179,17 +174,17 @@ def _fork_with_number_of(outside: int) -> int:
         process = os.fork()
         if process == 0:
             number = int(os.readlink("self", dir_fd=outside))
-            os.write(write_end, b"%d" % number)
+            os.write(writer, b"%d" % number)
             if number != os.getpid() and attempt < NUMBER_ATTEMPTS - 1:
                 os._exit(0)
             break
-        number = int(os.read(read_end, READ_BYTES))
+        number = int(os.read(reader, READ_BYTES))
         if number == process:
             break
         if attempt < NUMBER_ATTEMPTS - 1:
             os.waitpid(process, 0)
-    os.close(read_end)
-    os.close(write_end)
+    os.close(reader)
+    os.close(writer)
     return process
 
 

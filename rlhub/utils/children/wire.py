@@ -1,4 +1,4 @@
-"""The messages between driver and killable children: one JSON text a line, no pickle.
+"""What driver and killable children say to each other: one JSON text a line, no pickle.
 
 JSON because a line may come from code nobody has checked: reading it can at worst fail.  Standard library only: this module
 is imported by every child.
@@ -19,8 +19,8 @@ class WireError(ValueError):
 
 
 def encode(value: Any) -> bytes:
-    """Encodes a value as one line.  Arrays and tensors become lists, sets lists, dates ISO text; bytes survive; anything else is
-    a WireError."""
+    """Returns the value as one line.  Arrays, tensors and sets become lists, dates ISO text; bytes survive; anything else is a
+    WireError."""
     try:
         return _ENCODER.encode(value).encode("ascii") + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -28,7 +28,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(line: bytes) -> Any:
-    """Decodes a line; WireError if it is no JSON."""
+    """Returns the value of a line; WireError if it is none."""
     try:
         return _DECODER.decode(line.decode("ascii"))
     except (ValueError, RecursionError) as error:

@@ -20,6 +20,9 @@ Loss = Callable[[PolicyLossInputs, Any], PolicyLossOutputs]
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
 COLUMNS = ["log_probs", "old_log_probs", "advantages", "weights", "rollout_log_probs", "selected"]
 
+MEASURED = ("ppo_kl", "pg_gate", "policy_drift")
+"""Sums of measured numbers; all others count tokens."""
+
 eps = st.sampled_from([0.0, 0.1, 0.2])
 own_eps = st.sampled_from([None, 0.05, 0.28])
 ppo = {"clip_ratio": eps, "clip_ratio_low": own_eps, "clip_ratio_high": own_eps}
@@ -116,23 +119,26 @@ def check_formula(name: str, loss: Loss, case: Case) -> None:
     probe = probe_of(case, case.dtype)
     leaf = inputs.log_probs.detach().double().requires_grad_()
     old, rollout, advantages = (exact(x) for x in (inputs.old_log_probs, inputs.rollout_log_probs, inputs.advantages))
-    weights, total, bounded, drift = inputs.weights, torch.zeros((), dtype=torch.float64), 0, 0.0
+    weights, total, sums = inputs.weights, torch.zeros((), dtype=torch.float64), dict.fromkeys(outputs.sums, 0.0)
     expected = [[0.0] * len(row) for row in case.mask]
     for i, keep in enumerate(case.mask):
         places = [t for t, m in enumerate(keep) if m]
         row = [Token(leaf[i, t], old[i][t], rollout[i][t], advantages[i][t], bool(inputs.selected[i, t])) for t in places]
-        for t, (value, binds) in zip(places, REFERENCES[name](row, case.knobs) if row else [], strict=True):
+        for t, (value, binds, counted) in zip(places, REFERENCES[name](row, case.knobs) if row else [], strict=True):
             weight = 1.0 if weights is None else weights[i, t].item()
             expected[i][t] = value.item() * weight
             total = total + value * weight * probe[i, t].item()
-            bounded += binds
-            drift -= max(-20.0, min(20.0, leaf[i, t].item() - old[i][t]))
+            moved = max(-20.0, min(20.0, leaf[i, t].item() - old[i][t]))
+            for metric, number in {"pg_clipfrac": binds, "ppo_kl": -moved, **counted}.items():
+                sums[metric] += number
     assert_close(outputs.loss, expected)
     wanted = torch.autograd.grad(total, leaf)[0] if total.requires_grad else torch.zeros_like(leaf)
     assert_close(gradient(inputs, (outputs.loss * probe).sum()), wanted.tolist())
-    assert_close(outputs.sums["ppo_kl"], drift, amplification=10.0)
-    if case.dtype == torch.float64:  # a count may differ by a token when float32 rounds a ratio onto its bound
-        assert outputs.sums["pg_clipfrac"] == bounded
+    for metric, number in sums.items():
+        if metric in MEASURED:
+            assert_close(outputs.sums[metric], number, amplification=10.0)
+        elif case.dtype == torch.float64:  # a count may differ by a token when float32 rounds a ratio onto its bound
+            assert outputs.sums[metric] == number, metric
 
 
 def check_masked_garbage(loss: Loss, case: Case) -> None:

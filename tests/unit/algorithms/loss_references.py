@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,13 @@ class Token:
         return self.new.item()
 
 
-Result = tuple[Tensor, bool]
-"""The token's loss without its weight, and whether its own gradient is bounded or dropped."""
+class Result(NamedTuple):
+    """The token's loss without its weight, whether its own gradient is bounded or dropped, and what it adds to further sums."""
+
+    loss: Tensor
+    bounded: bool
+    counted: dict[str, float] = {}
+
 
 Reference = Callable[[list[Token], Any], list[Result]]
 
@@ -61,10 +66,10 @@ def ppo_bounds(knobs: Any) -> tuple[float, float]:
 def clipped(ratio: Tensor, advantage: float, low: float, high: float) -> Result:
     """The pessimistic side of the clip: above 1 + high it binds for A > 0, below 1 - low for A < 0."""
     if advantage > 0 and ratio.item() > 1 + high:
-        return constant(-advantage * (1 + high)), True
+        return Result(constant(-advantage * (1 + high)), True)
     if advantage < 0 and ratio.item() < 1 - low:
-        return constant(-advantage * (1 - low)), True
-    return -advantage * ratio, False
+        return Result(constant(-advantage * (1 - low)), True)
+    return Result(-advantage * ratio, False)
 
 
 def each(token_loss: Callable[[Token, Any], Result]) -> Reference:
@@ -72,9 +77,10 @@ def each(token_loss: Callable[[Token, Any], Result]) -> Reference:
 
 
 def vanilla(token: Token, knobs: Any) -> Result:
-    loss, bounded = clipped(ratio_to(token.old, token), token.advantage, *ppo_bounds(knobs))
+    loss, bounded, _ = clipped(ratio_to(token.old, token), token.advantage, *ppo_bounds(knobs))
     ceiling = -token.advantage * knobs.clip_ratio_c
-    return (constant(ceiling) if token.advantage < 0 and loss.item() > ceiling else loss), bounded
+    beyond = token.advantage < 0 and loss.item() > ceiling
+    return Result(constant(ceiling) if beyond else loss, bounded, {"pg_clipfrac_lower": beyond})
 
 
 def gspo(row: list[Token], knobs: Any) -> list[Result]:
@@ -92,11 +98,12 @@ def sapo(token: Token, knobs: Any) -> Result:
     ratio = ratio_to(token.old, token)
     exponent = tau * (ratio.item() - 1)
     passed = 1 / math.cosh(exponent / 2) ** 2 if exponent < 700 else 0.0  # 4 p (1 - p)
-    return -token.advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, passed < 0.5 and token.advantage != 0
+    loss = -token.advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return Result(loss, passed < 0.5 and token.advantage != 0, {"pg_gate": passed})
 
 
 def reinforce(token: Token, knobs: Any) -> Result:
-    return -token.advantage * token.new, False
+    return Result(-token.advantage * token.new, False)
 
 
 def cispo(token: Token, knobs: Any) -> Result:
@@ -104,7 +111,7 @@ def cispo(token: Token, knobs: Any) -> Result:
     weight = min(ratio, 1 + knobs.clip_high)
     if knobs.clip_low is not None:
         weight = max(weight, 1 - knobs.clip_low)
-    return -weight * token.advantage * token.new, weight != ratio
+    return Result(-weight * token.advantage * token.new, weight != ratio)
 
 
 def geo_mean(row: list[Token], knobs: Any) -> list[Result]:
@@ -116,7 +123,7 @@ def geo_mean(row: list[Token], knobs: Any) -> list[Result]:
         bounded.append(above or below)
     mean = torch.stack(logs).sum() / len(row)
     ratio = mean.exp() if abs(mean.item()) <= 20 else constant(math.exp(math.copysign(20, mean.item())))
-    return [(-token.advantage * ratio, binds) for token, binds in zip(row, bounded, strict=True)]
+    return [Result(-token.advantage * ratio, binds) for token, binds in zip(row, bounded, strict=True)]
 
 
 def cpgd(token: Token, knobs: Any) -> Result:
@@ -127,7 +134,7 @@ def cpgd(token: Token, knobs: Any) -> Result:
     if token.advantage < 0 and low < 1 and token.now < token.old + math.log(1 - low):
         capped, bounded = constant(token.old + math.log(1 - low)), True
     drift = min(ratio_to(token.old, token).item() - 1, knobs.drift_bound)
-    return -token.advantage * capped + knobs.drift_coef * drift * token.new, bounded
+    return Result(-token.advantage * capped + knobs.drift_coef * drift * token.new, bounded, {"policy_drift": drift})
 
 
 def dppo(divergence: Callable[[float, float], float]) -> Reference:
@@ -136,9 +143,10 @@ def dppo(divergence: Callable[[float, float], float]) -> Reference:
         away_up = token.advantage > 0 and token.now > token.rollout and apart > knobs.divergence_high
         away_down = token.advantage < 0 and token.now < token.rollout and apart > knobs.divergence_low
         if away_up or away_down:
-            return constant(0.0), True
-        ratio = min(ratio_to(token.rollout, token).item(), knobs.ratio_cap)
-        return -token.advantage * ratio * token.new, False
+            return Result(constant(0.0), True)
+        ratio = ratio_to(token.rollout, token).item()
+        loss = -token.advantage * min(ratio, knobs.ratio_cap) * token.new
+        return Result(loss, False, {"pg_ratio_capped": ratio > knobs.ratio_cap})
 
     return each(loss)
 
@@ -153,8 +161,8 @@ def bernoulli_kl(log_pi: float, log_mu: float) -> float:
 
 
 def clip_cov(token: Token, knobs: Any) -> Result:
-    loss, bounded = clipped(ratio_to(token.old, token), token.advantage, *ppo_bounds(knobs))
-    return (constant(0.0), True) if token.selected else (loss, bounded)
+    plain = clipped(ratio_to(token.old, token), token.advantage, *ppo_bounds(knobs))
+    return Result(constant(0.0), True, {"cov_selected": True}) if token.selected else plain
 
 
 def kl_cov(token: Token, knobs: Any) -> Result:
@@ -162,7 +170,7 @@ def kl_cov(token: Token, knobs: Any) -> Result:
     apart = token.new - token.old
     if token.selected and apart.item() != 0:
         loss = loss + knobs.ppo_kl_coef * (apart if apart.item() > 0 else -apart)
-    return loss, token.selected
+    return Result(loss, token.selected, {"cov_selected": token.selected})
 
 
 REFERENCES: dict[str, Reference] = {

@@ -171,15 +171,6 @@ def kl(name: str, log_prob: float, reference: float) -> float:
     return max(0.0, min(10.0, math.expm1(x) - x))
 
 
-def ppo_token(new: float, old: float, advantage: float, low: float, high: float, c: float) -> tuple[float, bool, bool]:
-    """Loss of one token, whether the ratio clip binds, whether the dual clip binds."""
-    ratio = math.exp(max(-20.0, min(20.0, new - old)))
-    clipped = min(max(ratio, 1 - low), 1 + high)
-    objective = min(advantage * ratio, advantage * clipped)
-    dual = advantage < 0 and objective < c * advantage
-    return -(max(objective, c * advantage) if advantage < 0 else objective), advantage * clipped < advantage * ratio, dual
-
-
 def aggregate(loss: Table, mask: Mask, mode: str, factor: float) -> float:
     """Over a whole optimizer step, from its own definition of each mean."""
     rows = [[x for x, m in zip(row, keep, strict=True) if m] for row, keep in zip(loss, mask, strict=True)]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import statistics
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhub.algorithms.groups import group_statistics
-from rlhub.algorithms.outcome import outcome_rewards
 from tests.unit.algorithms.cases import assert_close, few
 
 rows = st.lists(st.tuples(st.sampled_from([-5, 0, 3, 10**15]), st.sampled_from([0.0, 0.1, 0.3, 1e6])), max_size=12)
@@ -38,10 +36,3 @@ def test_equality_is_not_read_from_the_rounded_spread() -> None:
     stats = group_statistics(torch.cat([seven, apart]), torch.tensor([0] * 7 + [1] * 2))
     assert stats.equal.tolist() == [True] * 7 + [False] * 2
     assert stats.metrics() == {"groups/num": 2.0, "groups/all_equal": 0.5, "groups/singleton": 0.0}
-
-
-def test_outcome_is_the_masked_sum_in_float64() -> None:
-    rewards = torch.tensor([[0.1, float("nan"), 0.2], [1.0, 1.0, 1.0]])
-    outcome = outcome_rewards(rewards, torch.tensor([[1, 0, 1], [0, 0, 0]]))
-    assert outcome.dtype == torch.float64
-    assert outcome.tolist() == pytest.approx([0.3, 0.0])

@@ -1,4 +1,5 @@
-"""KL estimators element by element, their gradients, and what they estimate in expectation."""
+"""KL estimators element by element, their gradients and what they estimate in expectation; the coefficient's controller against
+its recursion, and the penalised reward."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhub.algorithms.kl import AdaptiveKLController, FixedKLController, penalized_rewards
 from rlhub.algorithms.registry import KL_ESTIMATORS
 from tests.unit.algorithms import references
-from tests.unit.algorithms.cases import assert_close, catches, dtypes, exact, few, masks, numbers, seeds, tensor
+from tests.unit.algorithms.cases import assert_close, catches, dtypes, exact, few, garbage, masks, numbers, seeds, tensor
 
 NAMES = ["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 cases = st.tuples(masks(), seeds, dtypes, st.sampled_from([0.0, 0.1, 2.0, 60.0]))
@@ -33,7 +35,7 @@ def check(named, case) -> None:
 @pytest.mark.parametrize("suffix", ["", "+"])
 @pytest.mark.parametrize("name", NAMES)
 def test_values(name: str, suffix: str) -> None:
-    @settings(few, max_examples=15)  # hundreds are drawn in tests/integration/test_losses_random.py
+    @few
     @given(cases)
     def run(case) -> None:
         check((name, KL_ESTIMATORS.get(name + suffix)), case)
@@ -68,6 +70,11 @@ def test_gradients(d: float) -> None:
     for name, derivative in own.items():
         assert gradient(name, d) == pytest.approx(derivative)
         assert gradient(f"{name}+", d) == pytest.approx(d)
+
+
+@pytest.mark.parametrize("d", [-30.0, 30.0])
+def test_beyond_its_bounds_k3_has_no_gradient_of_its_own(d: float) -> None:
+    assert gradient("k3", d) == 0.0 and gradient("k3+", d) == d
 
 
 def categorical(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -134,3 +141,63 @@ def test_k3_keeps_its_gradient_near_the_reference(name: str) -> None:
     assert bool((slope[d != 0] != 0).all())
     assert bool((values >= 0).all())
     torch.testing.assert_close(values.double(), torch.expm1(-d) + d, rtol=1e-6, atol=1e-10)
+
+
+measured = st.lists(st.tuples(st.floats(0, 5), st.integers(1, 512)), max_size=6)
+
+
+@few
+@given(measured, st.floats(0.01, 2), st.integers(100, 10000))
+def test_adaptive(steps, target, horizon) -> None:
+    controller, beta = AdaptiveKLController(0.2, target, horizon), 0.2
+    for kl, samples in steps:
+        error = kl / target - 1
+        error = 0.2 if error > 0.2 else -0.2 if error < -0.2 else error
+        beta = beta * (1 + error * samples / horizon)
+        controller.update(kl, samples)
+        assert controller.value == pytest.approx(beta, rel=1e-12)
+
+
+def test_it_rises_above_the_target_falls_below_and_rests_on_it() -> None:
+    controller = AdaptiveKLController(1.0, 0.1, 1000)
+    controller.update(0.1, 100)
+    assert controller.value == pytest.approx(1.0)
+    controller.update(1e6, 100)
+    assert controller.value == pytest.approx(1.02)  # the error is clipped to 0.2
+    controller.update(0.0, 100)
+    assert controller.value == pytest.approx(1.02 * 0.98)
+
+
+def test_fixed_stays() -> None:
+    controller = FixedKLController(0.3)
+    controller.update(100.0, 1000)
+    assert controller.value == 0.3
+
+
+@pytest.mark.parametrize(("target", "horizon"), [(0.0, 10), (0.1, 0), (-1.0, 10)])
+def test_a_target_or_horizon_that_divides_by_nothing_is_refused(target: float, horizon: int) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        AdaptiveKLController(0.1, target, horizon)
+
+
+penalty_cases = st.tuples(masks(), seeds, dtypes, st.floats(0, 2, width=32))
+
+
+def check_penalty(penalize, case) -> None:
+    mask, seed, dtype, beta = case
+    keep = torch.tensor(mask)
+    scores, kl = tensor(numbers(seed, mask), dtype), garbage(tensor(numbers(seed + 1, mask), dtype), keep)
+    s, d = exact(scores), exact(kl)
+    expected = [[s[i][t] - (beta * d[i][t] if m else 0.0) for t, m in enumerate(row)] for i, row in enumerate(mask)]
+    assert_close(penalize(scores, kl, keep, beta), expected)
+
+
+@few
+@given(penalty_cases)
+def test_penalty(case) -> None:
+    check_penalty(penalized_rewards, case)
+
+
+def test_a_penalty_of_the_wrong_sign_or_without_mask_is_caught() -> None:
+    assert catches(check_penalty, lambda scores, kl, mask, beta: penalized_rewards(scores, -kl, mask, beta), penalty_cases)
+    assert catches(check_penalty, lambda scores, kl, mask, beta: scores - beta * kl, penalty_cases)

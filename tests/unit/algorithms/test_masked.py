@@ -50,14 +50,13 @@ def test_equal_values_whiten_to_nothing_even_in_float32() -> None:
 
 @few
 @given(cases)
-def test_sum_mean_and_variance(case) -> None:
+def test_sum_and_mean(case) -> None:
     mask, seed, dtype = case
     values, keep = tensor(numbers(seed, mask, scale=3.0), dtype), torch.tensor(mask)
     noisy, rows = garbage(values, keep), exact(values)
     kept = references.inside(rows, mask)
     assert_close(code.masked_sum(noisy, keep), sum(kept))
     assert_close(code.masked_mean(noisy, keep), sum(kept) / (len(kept) + 1e-8))
-    assert_close(code.masked_var(noisy, keep), references.variance(kept))
     by_row = [references.inside([row], [m]) for row, m in zip(rows, mask, strict=True)]
     assert_close(code.masked_sum(noisy, keep, dim=1), [sum(row) for row in by_row])
     assert_close(code.masked_mean(noisy, keep, dim=1), [sum(row) / (len(row) + 1e-8) for row in by_row])
@@ -71,6 +70,6 @@ def test_no_gradient_flows_to_what_is_masked() -> None:
 
 def test_an_empty_mask_and_a_single_value_are_finite() -> None:
     values, nothing, one = torch.tensor([[5.0, 7.0]]), torch.tensor([[0, 0]]), torch.tensor([[0, 1]])
-    assert code.masked_mean(values, nothing) == 0 and code.masked_var(values, nothing) == 0
+    assert code.masked_mean(values, nothing) == 0
     assert code.whiten(values, nothing).tolist() == [[0.0, 0.0]]
-    assert code.masked_var(values, one) == 0 and code.whiten(values, one).tolist() == [[0.0, 0.0]]
+    assert code.whiten(values, one).tolist() == [[0.0, 0.0]]

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from rlhub.rewards.pool import RewardOutcome, read_outcome
-from rlhub.utils.children.pool import CallFailure, CallResult
+from rlhub.utils.children.pool import CallResult, Failure
 
 
 @pytest.mark.parametrize(
@@ -55,5 +55,5 @@ def test_anything_else_is_a_bad_value(value: Any, says: str) -> None:
     ],
 )
 def test_failures_of_the_pool_keep_their_kind(kind: Any, expected: str) -> None:
-    outcome = read_outcome(CallResult(failure=CallFailure(kind=kind, message="why")))
+    outcome = read_outcome(CallResult(failure=Failure(kind=kind, message="why")))
     assert outcome.error is not None and (outcome.error.kind, outcome.error.message) == (expected, "why")

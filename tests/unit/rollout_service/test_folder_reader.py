@@ -13,7 +13,7 @@ import torch
 
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.training import ModelConfig
-from rlhub.engines.rollout.elsewhere import WeightsElsewhere
+from rlhub.engines.rollout.base import ExternalWeights
 from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import DeadlineError, EngineError, WeightMismatchError
@@ -21,7 +21,7 @@ from rlhub.rollout_service.weights_folder import WorkerReader, WorkersReader
 from tests.support.rollout_service import Weights
 
 
-class Workers(WeightsElsewhere):
+class Workers(ExternalWeights):
     """Fake engines in the place of worker processes."""
 
     def __init__(self, count: int) -> None:

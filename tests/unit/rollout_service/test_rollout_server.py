@@ -23,7 +23,7 @@ from tests.support.rollout_service import PACE, RUNTIME, Replicas, Weights, fake
 @pytest.fixture
 def weights(tmp_path: Path) -> Iterator[Weights]:
     yield Weights(tmp_path)
-    PACE.hold(None)
+    PACE.set(None)
 
 
 async def reach(tokens: int) -> None:
@@ -34,7 +34,7 @@ async def reach(tokens: int) -> None:
 
 
 async def started(weights: Weights, *, held: bool = False) -> RolloutServer:
-    server = RolloutServer(fake_config(held=held), RUNTIME)
+    server = RolloutServer(fake_config(limited=held), RUNTIME)
     await server.start()
     weights.write(0)
     await server.update_weights(weights.folder, 0)
@@ -85,11 +85,11 @@ def test_requests_keep_their_tokens_over_an_update(weights: Weights) -> None:
         server = await started(weights, held=True)
         whole = await server.agenerate(request(), sampling(40))
         weights.write(1)
-        PACE.hold(10)
+        PACE.set(10)
         running = asyncio.create_task(server.agenerate(request(), sampling(40)))
         await reach(10)
         await server.update_weights(weights.folder, 1)
-        PACE.hold(None)
+        PACE.set(None)
         completion = await running
         assert completion.token_ids == whole.token_ids
         assert completion.versions == [0] * 10 + [1] * 30
@@ -168,7 +168,7 @@ def test_an_explicit_pause_outlasts_an_update(weights: Weights) -> None:
 def test_abort_ends_requests_with_what_they_have(weights: Weights) -> None:
     async def scenario() -> None:
         server = await started(weights, held=True)
-        PACE.hold(5)
+        PACE.set(5)
         running = asyncio.create_task(server.agenerate(request(), sampling(60)))
         await reach(5)
         await server.abort()

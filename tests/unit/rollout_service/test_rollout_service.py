@@ -30,7 +30,7 @@ def submit(service: RolloutService, tokens: int = 8) -> Future[Completion]:
 
 
 def local(tmp_path: Path, *, held: bool = False, **options: object) -> RolloutService:
-    config = fake_config(held=held)
+    config = fake_config(limited=held)
     return RolloutService(config, RUNTIME, ServiceOptions(backend="local", run_folder=tmp_path, **options))  # type: ignore[arg-type]
 
 
@@ -89,7 +89,7 @@ def test_closing_ends_waiting_requests_and_may_be_repeated(tmp_path: Path) -> No
     service.start()
     Weights(service.folder).write(0)
     service.publish(str(service.folder), 0)
-    PACE.hold(2)
+    PACE.set(2)
     try:
         waiting = submit(service, 60)
         service.close()
@@ -97,7 +97,7 @@ def test_closing_ends_waiting_requests_and_may_be_repeated(tmp_path: Path) -> No
         with pytest.raises(EngineError, match="was closed"):
             waiting.result(LIMIT_S)
     finally:
-        PACE.hold(None)
+        PACE.set(None)
 
 
 def test_a_failed_start_leaves_nothing(tmp_path: Path) -> None:

@@ -42,16 +42,16 @@ def play(
     """Run it over replicas that serve version 0.  held: requests stop after so many tokens, until the scenario lets them go."""
 
     async def main() -> None:
-        replicas = Replicas(fake_config(held=held is not None), server)
+        replicas = Replicas(fake_config(limited=held is not None), server)
         router = Router(replicas, limits or FleetLimits(restarts=2), **options)
         try:
             await asyncio.gather(*(router.add(f"rollout-{number}") for number in range(num_replicas)))
             weights.write(0)
             await router.update(weights.folder, 0)
-            PACE.hold(held)
+            PACE.set(held)
             await scenario(router, weights, replicas)
         finally:
-            PACE.hold(None)
+            PACE.set(None)
             await router.close()
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
@@ -77,7 +77,7 @@ def test_requests_go_where_the_least_is_under_way(weights: Weights) -> None:
             tasks.append(asyncio.create_task(router.agenerate(request(), sampling(tokens))))
             await asyncio.sleep(0)
         assert sorted(replica.requests for replica in router.fleet.replicas.values()) == [1, 4]
-        PACE.hold(None)
+        PACE.set(None)
         await asyncio.gather(*tasks)
         assert [(replica.requests, replica.cost) for replica in router.fleet.replicas.values()] == [(0, 0)] * 2
 
@@ -105,14 +105,14 @@ def test_a_session_stays_with_its_replica_as_long_as_it_is_remembered(weights: W
 
 def test_a_request_whose_replica_dies_is_answered_by_another(weights: Weights) -> None:
     async def scenario(router: Router, weights: Weights, replicas: Replicas) -> None:
-        PACE.hold(None)
+        PACE.set(None)
         undisturbed = await router.agenerate(request(), sampling(20))
-        PACE.hold(8)
+        PACE.set(8)
         task = asyncio.create_task(router.agenerate(request(), sampling(20)))
         await until(lambda: PACE.furthest == 8)
         victim = holding(router)
         victim.actor.kill()
-        PACE.hold(None)
+        PACE.set(None)
         assert (await task).token_ids == undisturbed.token_ids
         metrics = router.metrics()
         assert (metrics["rollout/retries"], metrics["rollout/replica_deaths"]) == (1, 1)
@@ -143,7 +143,7 @@ def test_a_request_that_kills_every_replica_ends(weights: Weights) -> None:
         with pytest.raises(WorkerDiedError):
             await task
         assert router.metrics()["rollout/retries"] == 2
-        PACE.hold(None)
+        PACE.set(None)
         await router.agenerate(request(), sampling())
 
     play(scenario, weights, held=2, retries=2)
@@ -238,7 +238,7 @@ def test_a_removed_replica_finishes_its_requests(weights: Weights) -> None:
         assert not removal.done()
         weights.write(1)
         await router.update(weights.folder, 1)
-        PACE.hold(None)
+        PACE.set(None)
         assert set((await task).versions) == {0, 1}, "it takes new weights as long as it generates"
         await removal
         assert leaving.actor.ended and router.metrics()["rollout/retries"] == 0

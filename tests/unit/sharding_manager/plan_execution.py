@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhub.protocol.weights.pieces import Piece, PieceInfo, by_name, views
 from rlhub.protocol.weights.regions import num_elements, sizes, take
 from rlhub.sharding_manager.plan import Plan, Transfer
-from rlhub.sharding_manager.schedule import Message, Round
+from rlhub.sharding_manager.schedule import Part, Round
 
 Layout = Sequence[Sequence[PieceInfo]]
 Held = list[dict[str, list[Piece]]]
@@ -59,13 +59,13 @@ def write(held: dict[str, list[Piece]], transfer: Transfer, value: Tensor) -> No
     assert written == value.numel(), f"{transfer} brings more than its destination holds"
 
 
-def pack(held: dict[str, list[Piece]], message: Message) -> Tensor:
-    return torch.cat([read(held, transfer).reshape(-1).view(torch.uint8) for transfer in message.transfers])
+def pack(held: dict[str, list[Piece]], part: Part) -> Tensor:
+    return torch.cat([read(held, transfer).reshape(-1).view(torch.uint8) for transfer in part.transfers])
 
 
-def unpack(held: dict[str, list[Piece]], message: Message, packed: Tensor) -> None:
+def unpack(held: dict[str, list[Piece]], part: Part, packed: Tensor) -> None:
     offset = 0
-    for transfer in message.transfers:
+    for transfer in part.transfers:
         data = packed[offset : offset + transfer.num_bytes].view(transfer.dtype)  # fails where it is not aligned
         write(held, transfer, data.reshape(sizes(transfer.region)))
         offset += transfer.num_bytes
@@ -78,7 +78,9 @@ def execute(plan: Plan, rounds: Sequence[Round], sources: Held, destinations: He
             write(destinations[transfer.destination], transfer, read(sources[transfer.source], transfer))
     for one in rounds:
         for message in one.messages:
-            unpack(destinations[message.destination], message, pack(sources[message.source], message))
+            assert [transfer for part in message.parts for transfer in part.transfers] == message.transfers
+            for part in message.parts:
+                unpack(destinations[message.destination], part, pack(sources[message.source], part))
 
 
 def assert_holds(destinations: Held, weights: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhub.protocol.weights.regions import Region, num_elements, take, whole
-from rlhub.sharding_manager.layouts import (
+from tests.support.layouts import (
     DecoderShape,
     Layout,
     fsdp_layout,

@@ -15,8 +15,8 @@ from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.errors import EngineError, WeightMismatchError
 from rlhub.protocol.weights.pieces import Piece
 from rlhub.protocol.weights.regions import take
-from rlhub.sharding_manager.execution import Execution
 from rlhub.sharding_manager.manager import ShardingManager
+from rlhub.sharding_manager.route import Route
 from tests.support import rollout_contract as contract
 from tests.support.plain_train_engine import PlainTrainEngine
 from tests.support.tiny_models import greedy_reference, save_tiny_model
@@ -123,8 +123,8 @@ def test_one_flipped_element_of_a_planned_update_is_caught_and_never_serves(
     manager = ShardingManager(PlainTrainEngine(model), rollout, bucket_bytes=BUCKET)
     manager.sync(0)
     with monkeypatch.context() as broken:
-        exchange = Execution._exchange
-        broken.setattr(Execution, "_exchange", lambda self, sent: (flip(rollout, name), exchange(self, sent))[1])
+        exchange = Route._exchange
+        broken.setattr(Route, "_exchange", lambda self, sent: (flip(rollout, name), exchange(self, sent))[1])
         with pytest.raises(WeightMismatchError, match="1 of") as caught:
             manager.sync(1)
         assert caught.value.weight == name

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from rlhub.errors import ReshardError
 from rlhub.protocol.weights.pieces import PieceInfo
 from rlhub.protocol.weights.regions import Region, whole
-from rlhub.sharding_manager.layouts import DecoderShape, fsdp_layout, full_layout, megatron_layout, shapes, vllm_layout
 from rlhub.sharding_manager.plan import Plan, make_plan
 from rlhub.sharding_manager.schedule import schedule
+from tests.support.layouts import DecoderShape, fsdp_layout, full_layout, megatron_layout, shapes, vllm_layout
 from tests.unit.sharding_manager.plan_execution import (
     Layout,
     assert_fits,

@@ -8,10 +8,9 @@ import torch
 from rlhub.errors import ReshardError
 from rlhub.protocol.weights.pieces import PieceInfo
 from rlhub.protocol.weights.regions import num_elements
-from rlhub.sharding_manager.execution import rank_plan
-from rlhub.sharding_manager.layouts import fsdp_layout, full_layout
 from rlhub.sharding_manager.plan import Plan, make_plan
-from rlhub.sharding_manager.schedule import schedule
+from rlhub.sharding_manager.schedule import rank_plan, schedule
+from tests.support.layouts import fsdp_layout, full_layout
 from tests.unit.sharding_manager.plan_execution import Layout, assert_fits
 
 BF16 = torch.bfloat16

@@ -10,13 +10,13 @@ import pytest
 
 from rlhub.errors import ConfigError, RlhubError
 from rlhub.single_controller.calls import ObservedCall
-from rlhub.tracking import call_timing
 from rlhub.tracking import recorder as recorder_module
-from rlhub.tracking.call_timing import CallTiming
+from rlhub.tracking import spans
 from rlhub.tracking.metrics_log import read_metrics
 from rlhub.tracking.recorder import Recorder
 from rlhub.tracking.registry import TRACKERS
 from rlhub.tracking.run_folder import RunFolder
+from rlhub.tracking.spans import CallTiming
 from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status, Tracker
 from rlhub.utils.timing import PhaseTimer
 
@@ -141,7 +141,7 @@ def test_call_timing_sums_what_succeeded(monkeypatch: pytest.MonkeyPatch) -> Non
     for now, seconds, error in ((101.0, 1.0, None), (103.0, 2.0, None), (107.0, 4.0, ValueError())):
         call = ObservedCall(role="actor", method="update_actor", blocking=True, workers=())
         timing.on_start(call)
-        monkeypatch.setattr(call_timing.time, "perf_counter", lambda now=now: now)
+        monkeypatch.setattr(spans.time, "perf_counter", lambda now=now: now)
         timing.on_end(call, seconds, error)
     assert timer.drain() == {"timing_s/update_actor": 3.0} and phases == ["update_actor"] * 3
 
@@ -151,6 +151,6 @@ def test_calls_that_run_at_the_same_time_add_up_to_the_time_that_passed(monkeypa
     timer = PhaseTimer()
     timing = CallTiming(timer)
     for method, now, seconds in (("compute_log_prob", 104.0, 4.0), ("compute_values", 106.0, 5.0)):
-        monkeypatch.setattr(call_timing.time, "perf_counter", lambda now=now: now)
+        monkeypatch.setattr(spans.time, "perf_counter", lambda now=now: now)
         timing.on_end(ObservedCall(role="actor", method=method, blocking=False, workers=()), seconds, None)
     assert timer.drain() == {"timing_s/compute_log_prob": 4.0, "timing_s/compute_values": 2.0}

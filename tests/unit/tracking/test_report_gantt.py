@@ -10,7 +10,7 @@ import pytest
 from rlhub.tracking.metrics_log import MetricsLog
 from rlhub.tracking.recorder import Recorder
 from rlhub.tracking.report import write_report
-from rlhub.tracking.report_gantt import LABEL, MAX_BARS, MAX_ROWS, NUM_STEPS, RIGHT, WIDTH, gantt, last_steps, stack
+from rlhub.tracking.report_charts import GANTT_RIGHT, GANTT_WIDTH, LABEL, MAX_BARS, MAX_ROWS, NUM_STEPS, gantt, last_steps, stack
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.spans import STEPS, TRAINER, Span, SpanLog, read_trace, write_trace
 from rlhub.tracking.tracker import RunInfo
@@ -40,7 +40,7 @@ def test_the_last_steps_fill_the_width_and_bars_lie_where_their_time_was() -> No
     drawing = gantt(a_run(8))
     found = bars(drawing)
     assert [title for title in found if title.startswith("step")] == [f"step {n}: 2 s" for n in (6, 7, 8)]
-    second = (WIDTH - LABEL - RIGHT) / (2 * NUM_STEPS)
+    second = (GANTT_WIDTH - LABEL - GANTT_RIGHT) / (2 * NUM_STEPS)
     assert found["step 8: 2 s"] == pytest.approx((LABEL + 4 * second, 2 * second), abs=0.2)
     assert found["update_actor: 1.5 s"] == pytest.approx((LABEL + 4.5 * second, 1.5 * second), abs=0.2)
     assert [lane for lane in ("steps", "trainer", "actor", "replica 0") if f">{lane}</text>" not in drawing] == []

@@ -203,11 +203,11 @@ def test_the_names_of_a_run_are_those_that_its_parts_write() -> None:
     from rlhub.checkpoint.store import ASIDE, DELETING, POINTER, PREFIX, REPLACED
     from rlhub.rollout_service.weights_folder import PREFIX as WEIGHTS
     from rlhub.tracking.run_folder import WRITTEN, _matches
-    from rlhub.trainer.ppo.prompt_log import FILE
-    from rlhub.trainer.ppo.replay import FOLDER
+    from rlhub.trainer.ppo.offline_source import RECORDINGS
+    from rlhub.trainer.ppo.prompt_progress import FILE
 
     steps = [f"{prefix}{PREFIX}7" for prefix in ("", ASIDE, DELETING, REPLACED)]
-    for name in (*steps, POINTER, FILE, FOLDER, f"{WEIGHTS}0123"):
+    for name in (*steps, POINTER, FILE, RECORDINGS, f"{WEIGHTS}0123"):
         assert _matches(Path(name), WRITTEN), name
 
 

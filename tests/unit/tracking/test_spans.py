@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhub.single_controller.calls import ObservedCall
-from rlhub.tracking.call_timing import CallTiming
-from rlhub.tracking.spans import STEPS, TRAINER, Span, SpanLog, ignore_span, lanes_of, read_trace, write_trace
+from rlhub.tracking.spans import STEPS, TRAINER, CallTiming, Span, SpanLog, ignore_span, lanes_of, read_trace, write_trace
 from rlhub.utils.timing import PhaseTimer
 
 

@@ -15,8 +15,8 @@ from rlhub.config.sections.preference import DPOConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import FSDPConfig, MegatronConfig
 from rlhub.errors import ConfigError
-from rlhub.trainer.ppo.sampling import STREAMED
-from rlhub.trainer.resume import EXTRAS, MADE_WITH, TrainingConfig, changed_inputs, check_resume, made_with
+from rlhub.trainer.ppo.sync_source import STREAMED
+from rlhub.trainer.training import EXTRAS, MADE_WITH, TrainingConfig, changed_inputs, check_resume, made_with
 
 SIZES = {"model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
 Change = Callable[[PPOConfig], object]

@@ -1,20 +1,23 @@
-"""Key-value cache of one decoding batch: written in place, grown rarely, and compacted when rows finish.
+"""The key-value cache of a decoding batch: filled by reading prompts, written in place, grown rarely, compacted when rows finish.
 
-Appending by concatenation would copy the whole cache at every token.
+Appending by concatenation would copy the whole cache at every token.  Rows of different lengths are left-padded, and a mask hides
+the padding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 GROWTH = 1.5  # capacity factor when full; each token is then copied about twice in all
 
 
-class BufferLayer(DynamicLayer):
+class BufferLayer(DynamicLayer):  # type: ignore[misc]  # transformers' types are not read
     """One layer's keys and values, (rows, kv heads, capacity, width), of which the first `length` columns are filled."""
 
     def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
@@ -23,7 +26,7 @@ class BufferLayer(DynamicLayer):
         self.keys, self.values, self.length = keys, values, length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append; returns views of everything filled."""
+        """Appends; returns views of everything filled."""
         stop = self.length + key_states.shape[2]
         if stop > self.keys.shape[2]:
             self._grow(stop)
@@ -37,7 +40,7 @@ class BufferLayer(DynamicLayer):
         self.keys, self.values = (_resized(buffer, self.length, capacity) for buffer in (self.keys, self.values))
 
     def keep(self, rows: Tensor, first_column: int) -> None:
-        """Drop all rows but `rows` and all columns before `first_column`."""
+        """Drops all rows but `rows` and all columns before `first_column`."""
         columns = slice(first_column, self.length)
         capacity = self.keys.shape[2] - first_column
         length = self.length - first_column
@@ -46,7 +49,7 @@ class BufferLayer(DynamicLayer):
         self.length = length
 
     def widen(self, columns: int) -> None:
-        """Insert columns of zeros before the first."""
+        """Inserts columns of zeros before the first."""
         self.keys, self.values = (_shifted(buffer, self.length, columns) for buffer in (self.keys, self.values))
         self.length += columns
 
@@ -55,7 +58,7 @@ class BufferLayer(DynamicLayer):
 
 
 def _resized(buffer: Tensor, length: int, capacity: int) -> Tensor:
-    """A buffer of `capacity` columns with the first `length` of `buffer`."""
+    """Returns a buffer of `capacity` columns with the first `length` of `buffer`."""
     rows, heads, _, width = buffer.shape
     out = buffer.new_empty(rows, heads, capacity, width)
     out[:, :, :length] = buffer[:, :, :length]
@@ -63,7 +66,7 @@ def _resized(buffer: Tensor, length: int, capacity: int) -> Tensor:
 
 
 def _shifted(buffer: Tensor, length: int, columns: int) -> Tensor:
-    """A buffer with zeros in the first `columns` and then the first `length` of `buffer`."""
+    """Returns a buffer with zeros in the first `columns` and then the first `length` of `buffer`."""
     rows, heads, capacity, width = buffer.shape
     out = buffer.new_empty(rows, heads, capacity + columns, width)
     out[:, :, :columns] = 0
@@ -72,19 +75,18 @@ def _shifted(buffer: Tensor, length: int, columns: int) -> Tensor:
 
 
 def allocate(prefilled: Cache, rows: int, length: int, capacity: int) -> Cache:
-    """An empty cache for `rows` rows, shaped like the layers of `prefilled`, whose first `length` columns are to be filled."""
+    """Returns a cache for `rows` rows, shaped like the layers of `prefilled`; its first `length` columns are to be filled."""
     layers = []
     for layer in prefilled.layers:
         _, heads, _, width = layer.keys.shape
         keys = layer.keys.new_empty(rows, heads, capacity, width)
         values = layer.values.new_empty(rows, heads, capacity, layer.values.shape[-1])
         layers.append(BufferLayer(keys, values, length))
-    cache = Cache(layers=layers)
-    return cache
+    return Cache(layers=layers)
 
 
 def fill_rows(cache: Cache, prefilled: Cache, rows: Tensor, source: Tensor) -> None:
-    """Copy the prompts `source` of `prefilled` to the rows `rows`, right aligned with the cache's filled columns."""
+    """Copies the prompts `source` of `prefilled` to the rows `rows`, right aligned with the cache's filled columns."""
     for layer, prompt in zip(cache.layers, prefilled.layers, strict=True):
         width = prompt.keys.shape[2]
         columns = slice(layer.length - width, layer.length)
@@ -96,22 +98,56 @@ def fill_rows(cache: Cache, prefilled: Cache, rows: Tensor, source: Tensor) -> N
 
 
 def keep_rows(cache: Cache, rows: Tensor, first_column: int) -> None:
-    """Compact every layer; see `BufferLayer.keep`."""
+    """Compacts every layer; see `BufferLayer.keep`."""
     for layer in cache.layers:
         layer.keep(rows, first_column)
 
 
 def widen(cache: Cache, columns: int) -> None:
-    """Make room on the left in every layer; see `BufferLayer.widen`."""
+    """Inserts columns on the left of every layer; see `BufferLayer.widen`."""
     for layer in cache.layers:
         layer.widen(columns)
 
 
-def new_prompt_cache(num_layers: int) -> Cache:
-    """A growing cache for one forward over prompts."""
-    return Cache(layers=[DynamicLayer() for _ in range(num_layers)])
+def prefill_chunks(lengths: list[int], max_tokens: int) -> list[tuple[int, int]]:
+    """Returns ranges of the ascending `lengths` whose padded size is at most `max_tokens` (at least one prompt each)."""
+    chunks, first = [], 0
+    for i in range(1, len(lengths) + 1):
+        if i == len(lengths) or (i + 1 - first) * lengths[i] > max_tokens:
+            chunks.append((first, i))
+            first = i
+    return chunks
 
 
-def minus_infinity(dtype: torch.dtype) -> float:
-    """What masks a key: the lowest finite number, so that a row without any visible key stays finite."""
-    return torch.finfo(dtype).min
+def read_prompts(model: PreTrainedModel, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Cache]:
+    """Runs the model over left-padded prompts; returns logits of the last position (prompts, vocabulary) and the filled cache."""
+    width = len(prompts[-1])
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+    pads = torch.tensor([width - len(prompt) for prompt in prompts])
+    columns = torch.arange(width)
+    visible = (columns[None, :] <= columns[:, None])[None] & (columns[None, None, :] >= pads[:, None, None])
+    mask = torch.zeros(visible.shape, dtype=model.dtype).masked_fill_(~visible, torch.finfo(model.dtype).min)
+    cache = Cache(layers=[DynamicLayer() for _ in range(len(model.get_decoder().layers))])
+    out = model(
+        input_ids=ids.to(model.device),
+        attention_mask=mask[:, None].to(model.device),
+        position_ids=(columns[None, :] - pads[:, None]).clamp(min=0).to(model.device),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return out.logits[:, -1], cache
+
+
+def key_mask(pads: Tensor, columns: int, dtype: torch.dtype) -> Tensor | None:
+    """Returns the (rows, 1, 1, columns) additive mask that hides each row's padding; None when there is none.
+
+    It holds the lowest finite number, so that a row without any visible key stays finite.
+    """
+    if int(pads.max()) == 0:
+        return None
+    hidden = torch.arange(columns, device=pads.device)[None, :] < pads[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=pads.device).masked_fill_(hidden, torch.finfo(dtype).min)
+    return mask[:, None, None]

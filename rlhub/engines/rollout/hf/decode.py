@@ -9,18 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
-from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows
-from rlhub.engines.rollout.hf.noise import uniforms
-from rlhub.engines.rollout.hf.prompts import key_mask, prefill_chunks, read_prompts
-from rlhub.engines.rollout.hf.sampling import sample_tokens
-from rlhub.engines.rollout.hf.step import ModelStep
+from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows, key_mask, prefill_chunks, read_prompts
+from rlhub.engines.rollout.hf.sampling import sample_tokens, token_uniforms
 from rlhub.errors import EngineError
 
 KEEP_FRACTION = 0.75  # compact below this share of live rows: copying stays a small part of the work it saves
@@ -34,7 +30,7 @@ NOISE_BLOCK = 64  # tokens whose noise is drawn at once
 
 @dataclass(slots=True, kw_only=True)
 class DecodeLimits:
-    """max_model_len: prompt plus completion; max_prefill_tokens: padded prompt tokens in one forward."""
+    """The limits of a batch.  max_model_len: prompt plus completion; max_prefill_tokens: padded prompt tokens in one forward."""
 
     max_model_len: int
     max_prefill_tokens: int
@@ -57,7 +53,7 @@ class _Batch:
 
 @dataclass(slots=True, kw_only=True)
 class _Output:
-    """tokens and log_probs (requests, columns), lengths (requests,), stopped (requests,)."""
+    """What was sampled: tokens and log_probs (requests, columns), lengths (requests,), stopped (requests,)."""
 
     tokens: Tensor
     log_probs: Tensor
@@ -66,33 +62,26 @@ class _Output:
 
 
 class _Noise:
-    """Uniforms of all requests, drawn in blocks of tokens."""
+    """The uniforms of all requests, drawn in blocks of tokens."""
 
     def __init__(self, requests: Sequence[GenerationRequest], device: torch.device) -> None:
-        self._seeds = np.array([request.seed for request in requests], dtype=np.int64)
-        self._starts = np.array([request.start for request in requests], dtype=np.int64)
+        self._requests = requests
         self._device = device
         self._block = torch.empty(0)
 
     def at(self, step: int, ids: Tensor) -> Tensor:
-        """(rows,) uniforms of token `step` of the requests `ids`."""
+        """Returns the (rows,) uniforms of token `step` of the requests `ids`."""
         if step % NOISE_BLOCK == 0:
-            self._block = torch.from_numpy(uniforms(self._seeds, self._starts + step, NOISE_BLOCK)).to(self._device)
+            seeds, firsts = ([one.seed for one in self._requests], [one.start + step for one in self._requests])
+            self._block = torch.from_numpy(token_uniforms(seeds, firsts, NOISE_BLOCK)).to(self._device)
         return self._block[ids, step % NOISE_BLOCK]
 
 
 @torch.inference_mode()
 def decode(
-    model: PreTrainedModel,
-    step_forward: ModelStep,
-    requests: Sequence[GenerationRequest],
-    params: SamplingParams,
-    limits: DecodeLimits,
+    model: PreTrainedModel, requests: Sequence[GenerationRequest], params: SamplingParams, limits: DecodeLimits
 ) -> list[Completion]:
-    """Completions of one batch, in the order of the requests; `versions` is left empty.
-
-    `model` reads the prompts, `step_forward` the tokens after them.
-    """
+    """Generates the completions of one batch, in the order of the requests; `versions` is left empty."""
     device = model.device
     batch, logits = _prefill(model, requests, params, limits)
     noise = _Noise(requests, device)
@@ -111,14 +100,14 @@ def decode(
             break
         if num_alive < KEEP_FRACTION * len(tokens):
             tokens = _compact(batch, tokens)
-        logits = _step(step_forward, batch, tokens)
+        logits = _step(model, batch, tokens)
     return _completions(output, params)
 
 
 def _prefill(
     model: PreTrainedModel, requests: Sequence[GenerationRequest], params: SamplingParams, limits: DecodeLimits
 ) -> tuple[_Batch, Tensor]:
-    """Read the distinct prompts and spread them over the rows; returns the batch and logits (rows, vocabulary)."""
+    """Reads the distinct prompts and spreads them over the rows; returns the batch and logits (rows, vocabulary)."""
     prompts = sorted({tuple(request.prompt_ids) for request in requests}, key=len)
     place = {prompt: i for i, prompt in enumerate(prompts)}
     source = torch.tensor([place[tuple(request.prompt_ids)] for request in requests])
@@ -152,7 +141,7 @@ def _prefill(
 
 
 def _record(output: _Output, batch: _Batch, step: int, tokens: Tensor, log_probs: Tensor, stop_ids: Tensor) -> None:
-    """Store the step's tokens of the live rows and note which rows end with them."""
+    """Stores the step's tokens of the live rows and notes which rows end with them."""
     output.tokens[batch.ids, step] = tokens
     output.log_probs[batch.ids, step] = log_probs
     output.lengths[batch.ids] += batch.alive
@@ -162,7 +151,7 @@ def _record(output: _Output, batch: _Batch, step: int, tokens: Tensor, log_probs
 
 
 def _compact(batch: _Batch, tokens: Tensor) -> Tensor:
-    """Keep the live rows, and drop columns that are padding for all of them; returns their tokens."""
+    """Keeps the live rows, and drops columns that are padding for all of them; returns their tokens."""
     rows = batch.alive.nonzero()[:, 0]
     first_column = int(batch.pads[rows].min())
     keep_rows(batch.cache, rows, first_column)
@@ -175,12 +164,30 @@ def _compact(batch: _Batch, tokens: Tensor) -> Tensor:
     return tokens[rows]
 
 
-def _step(step_forward: ModelStep, batch: _Batch, tokens: Tensor) -> Tensor:
-    """Feed one token a row; returns logits (rows, vocabulary)."""
+def _step(model: PreTrainedModel, batch: _Batch, tokens: Tensor) -> Tensor:
+    """Feeds one token a row; returns logits (rows, vocabulary)."""
     batch.length += 1
-    logits = step_forward(tokens, batch.positions, batch.cache, None if batch.mask is None else batch.mask[..., : batch.length])
+    mask = None if batch.mask is None else batch.mask[..., : batch.length]
+    logits = decode_step(model, tokens, batch.positions, batch.cache, mask)
     batch.positions = batch.positions + batch.alive  # rows that ended stay: there are no positions beyond max_model_len
     return logits
+
+
+def decode_step(model: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: Cache, mask: Tensor | None) -> Tensor:
+    """Feeds one token a row and appends it to the cache; returns logits (rows, vocabulary).
+
+    tokens, positions (rows,) int64; mask additive (rows, 1, 1, keys with the new one), None if every key is visible.
+    """
+    out = model(
+        input_ids=tokens[:, None],
+        attention_mask=mask,
+        position_ids=positions[:, None],
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    logits: Tensor = out.logits
+    return logits[:, -1]
 
 
 def _completions(output: _Output, params: SamplingParams) -> list[Completion]:

@@ -1,4 +1,4 @@
-"""RolloutEngine over a Hugging Face model held in this process."""
+"""RolloutEngine over a Hugging Face model that lives in this process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams, WeightBucket
-from rlhub.engines.rollout.dtypes import resolve_dtype
+from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams, WeightBucket, resolve_dtype
+from rlhub.engines.rollout.continuous_batching import SteppedEngine, Stepper
+from rlhub.engines.rollout.hf.continuous_batch import ContinuousBatch
 from rlhub.engines.rollout.hf.decode import DecodeLimits, decode
-from rlhub.engines.rollout.hf.step import ModelStep
-from rlhub.engines.rollout.hf.stepper import HFStepper
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.stepped import SteppedEngine
-from rlhub.engines.rollout.stepping import Stepper
-from rlhub.engines.rollout.weight_memory import memory_blocks, move_to_blocks
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.models.experts import unfused_tensors
@@ -38,13 +34,11 @@ class HFEngine(SteppedEngine):
         super().__init__(setup)
         self._dtype = resolve_dtype(setup.config.dtype, setup.device)
         self._model: PreTrainedModel | None = None
-        self._step: ModelStep | None = None
         self._weights: dict[str, Tensor] = {}
 
     def initialize(self) -> None:
         with torch.random.fork_rng(devices=[self._setup.device] if self._setup.device.type == "cuda" else []):
             self._model = self._build()
-        self._step = ModelStep(self._model)
         self._weights = _named_weights(self._model)
         self._ready = self._setup.load_checkpoint
 
@@ -69,14 +63,14 @@ class HFEngine(SteppedEngine):
             return self._generate(requests, params)
 
     def _generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
-        """Batches of requests of similar length, equal prompts together."""
-        assert self._model is not None and self._step is not None
+        """Generates in batches of requests of similar length, equal prompts together."""
+        assert self._model is not None
         limits, max_rows = self._limits(), self._setup.config.max_num_seqs
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), list(requests[i].prompt_ids)))
         completions: dict[int, Completion] = {}
         for first in range(0, len(order), max_rows):
             indices = order[first : first + max_rows]
-            batch = decode(self._model, self._step, [requests[i] for i in indices], params, limits)
+            batch = decode(self._model, [requests[i] for i in indices], params, limits)
             for index, completion in zip(indices, batch, strict=True):
                 completion.versions = [self.version] * len(completion.token_ids)
                 completions[index] = completion
@@ -87,8 +81,8 @@ class HFEngine(SteppedEngine):
         return None if self._model is None else int(self._model.get_input_embeddings().weight.shape[0])
 
     def _make_stepper(self) -> Stepper:
-        assert self._model is not None and self._step is not None, "single requests are refused before"
-        return HFStepper(self._model, self._step, self._limits(), self._setup.config.max_num_seqs)
+        assert self._model is not None, "single requests are refused before"
+        return ContinuousBatch(self._model, self._limits(), self._setup.config.max_num_seqs)
 
     def _limits(self) -> DecodeLimits:
         config = self._setup.config
@@ -121,18 +115,6 @@ class HFEngine(SteppedEngine):
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._weights[name].dtype
 
-    def weight_memory(self) -> Sequence[Tensor]:
-        return memory_blocks(self._weight_tensors()) if self._setup.device.type == "cpu" else ()
-
-    def move_weights(self, blocks: Sequence[Tensor]) -> None:
-        assert self._model is not None
-        move_to_blocks(self._weight_tensors(), blocks)
-        self._weights = _named_weights(self._model)
-
-    def _weight_tensors(self) -> list[Tensor]:
-        assert self._model is not None
-        return list(self._model.parameters())
-
     def sleep(self) -> None:
         with self._loop.exclusive("sleep"):
             self._ready = False
@@ -142,11 +124,11 @@ class HFEngine(SteppedEngine):
 
     def shutdown(self) -> None:
         self._loop.close()
-        self._model, self._step, self._weights, self._ready = None, None, {}, False
+        self._model, self._weights, self._ready = None, {}, False
 
 
 def _named_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """A tied weight is listed once, at the input embedding."""
+    """Names the parameters; a tied weight is listed once, at the input embedding."""
     return dict(unfused_tensors((name, param.detach()) for name, param in model.named_parameters()))
 
 

@@ -1,15 +1,33 @@
-"""From logits to a token and its log-probability: temperature, top-k, top-p, then inverse-CDF sampling."""
+"""From logits to a token and its log-probability: temperature, top-k, top-p, then inverse-CDF sampling.
+
+The uniform of token `index` of a completion is a pure function of (seed, index), so a completion is the same whatever batch it is
+generated in.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhub.engines.rollout.base import SamplingParams
+from rlhub.utils.seeding import Purpose, random_bits
+
+FLOAT32_BITS = np.uint64(40)  # 64 - 24: what is left fits a float32 exactly, so the result stays below 1
+
+
+def token_uniforms(seeds: Iterable[int], firsts: Iterable[int], count: int) -> NDArray[np.float32]:
+    """Returns uniforms in [0, 1) for tokens first .. first + count - 1 of each seed; (rows, count) float32."""
+    pairs = zip(seeds, firsts, strict=True)
+    bits = np.array([random_bits(seed, Purpose.TOKEN, first=first, count=count) for seed, first in pairs], dtype=np.uint64)
+    return (bits >> FLOAT32_BITS).astype(np.float32) * np.float32(2.0**-24)
 
 
 def sample_tokens(logits: Tensor, noise: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """One token a row and its log-probability under the distribution it was drawn from.
+    """Samples one token a row, with its log-probability under the distribution it was drawn from.
 
     logits: (rows, vocabulary), any floating dtype; noise: (rows,) float32 uniforms in [0, 1).
     Returns tokens (rows,) int64 and log-probs (rows,) float32.  temperature 0 takes the most likely token and gives its
@@ -36,7 +54,7 @@ def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _truncate(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Logits with everything outside top-k, then outside the nucleus of top-p, at minus infinity."""
+    """Returns logits with everything outside top-k, then outside the nucleus of top-p, at minus infinity."""
     if params.top_k > 0 and params.top_k < logits.shape[-1]:
         floor = logits.topk(params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < floor, -torch.inf)

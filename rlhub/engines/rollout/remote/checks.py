@@ -1,4 +1,4 @@
-"""What of actor_rollout_ref.rollout.remote can be found wrong before any process starts; loads no torch."""
+"""Checks of actor_rollout_ref.rollout.remote before any process starts; loads no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVALUATION_ONLY = ("openai",)
 
 
 def remote_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
-    """Sentences on the servers' addresses, their key and, where the job `trains`, how they get its weights."""
+    """Returns sentences on the servers' addresses, their key and, where the job `trains`, how they get its weights."""
     remote = config.remote
     problems = [
         f"{KEY}.urls: {url!r} is no address; expected http://host:port or https://host:port"
@@ -31,7 +31,7 @@ def remote_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
 
 
 def most_replicas(config: RolloutConfig) -> int:
-    """One a server: it has one version of the weights at a time, and pauses for all its requests."""
+    """Returns one replica a server: it has one version of the weights at a time, and pauses for all its requests."""
     return max(len(set(config.remote.urls)), 1)
 
 

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,17 +27,15 @@ from rlhub.engines.rollout.base import (
     SamplingParams,
     WeightBucket,
 )
-from rlhub.engines.rollout.follower import Follower
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.remote.dialect import NO_IDS, Call, Dialect, NoTokenIdsError
+from rlhub.engines.rollout.remote.dialects import DIALECTS, NO_IDS, Call, Dialect, NoTokenIdsError
 from rlhub.engines.rollout.remote.http import BrokenConnectionError, Http, read_key
-from rlhub.engines.rollout.remote.made import Made
 from rlhub.engines.rollout.remote.staging import Staging
-from rlhub.engines.rollout.remote.turns import Turns
-from rlhub.engines.rollout.requests import check_requests
+from rlhub.engines.rollout.remote.weights_lock import WeightsLock
+from rlhub.engines.rollout.request_checks import check_requests
+from rlhub.engines.rollout.streaming import ProgressRelay
 from rlhub.errors import ConfigError, DeadlineError, EngineError, RlhubError
 from rlhub.protocol.weights.pieces import Piece
-from rlhub.registry import load_object
 from rlhub.utils.aio.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,47 @@ logger = logging.getLogger(__name__)
 PROBE = (1, 2, 3)  # not 0, which is often padding: its embedding is zero, and all logits are the same after it
 CERTAIN = 1e-3
 """How far from 0 the log-prob of the only possible token may be."""
-TURN_FACTOR = 4.0  # of a request's time: who has the turn makes four at most
+LOCK_FACTOR = 4.0  # of a request's time: who has the lock makes four at most
+
+
+class _PartialCompletion:
+    """A request's completion so far, over all the attempts at it.
+
+    completion: its reason is "abort" until the end is known.  relay: to whom its tokens are streamed; None: to nobody.
+    """
+
+    def __init__(self, request: GenerationRequest, params: SamplingParams, relay: ProgressRelay | None) -> None:
+        self._request, self._params = request, params
+        self.relay = relay
+        self.completion = Completion(token_ids=[], log_probs=[], finish_reason="abort", versions=[])
+
+    def __len__(self) -> int:
+        return len(self.completion.token_ids)
+
+    @property
+    def rest(self) -> GenerationRequest:
+        """The request for the tokens that are still missing."""
+        start = self._request.start + len(self)
+        return replace(self._request, prompt_ids=[*self._request.prompt_ids, *self.completion.token_ids], start=start)
+
+    def add(self, part: Progress | Completion) -> None:
+        """Takes more tokens and streams them, with the reason where they are the last."""
+        self.completion.token_ids += part.token_ids
+        self.completion.log_probs += part.log_probs
+        self.completion.versions += part.versions
+        if self.relay is not None:
+            # What a pause ended goes on.
+            ended = part.finish_reason if part.finish_reason != "abort" else None
+            tokens, log_probs, versions = part.token_ids, part.log_probs, part.versions
+            self.relay.send(Progress(token_ids=tokens, log_probs=log_probs, versions=versions, finish_reason=ended))
+
+    def ended(self, max_model_len: int) -> FinishReason | None:
+        """Returns why there is nothing more to ask for, by the tokens alone; None where there is."""
+        tokens, params = self.completion.token_ids, self._params
+        if tokens and tokens[-1] in params.stop_token_ids and not params.ignore_eos:
+            return "stop"
+        full = self._request.start + len(self) >= params.max_new_tokens or len(self.rest.prompt_ids) >= max_model_len
+        return "length" if full else None
 
 
 class RemoteEngine(RolloutEngine):
@@ -60,15 +99,15 @@ class RemoteEngine(RolloutEngine):
         self._url = urls[setup.dp_rank % len(urls)]
         self._key = read_key("api_key_file", remote.api_key_file)
         self._admin_key = read_key("admin_key_file", remote.admin_key_file)
-        self._server: Dialect = load_object(f"{__package__}.{remote.server}:Server")(setup)
+        self._dialect: Dialect = DIALECTS[remote.server](setup)
         self._folder = Path(remote.weights_folder).expanduser().absolute() if remote.weights_folder else None
         name = f"policy-{urls.index(self._url)}"
         self._staging = Staging(self._folder or Path(), name, setup.model.path)
-        self._turns = Turns(self._folder or Path(), name, timeout_s=TURN_FACTOR * remote.request_s)
+        self._lock = WeightsLock(self._folder or Path(), name, timeout_s=LOCK_FACTOR * remote.request_s)
         self._ready = setup.load_checkpoint
         self._loop: LoopThread | None = None
         self._http: Http | None = None
-        self._streams = self._server.trains  # until a stream shows that it brings no token ids
+        self._streams = self._dialect.trains  # until a stream shows that it brings no token ids
         self._going = asyncio.Event()  # used on the loop's thread only
         self._pauses = 0  # how many there were: tells a request whether its end was one of them
         self._changing = threading.Lock()
@@ -82,25 +121,25 @@ class RemoteEngine(RolloutEngine):
         self._http = Http(self._url, self._key, request_s=self._remote.request_s, admin_key=self._admin_key)
         self._loop.call(self._going.set)
         try:
-            self._loop.run(self._http.wait_ready(self._server.health, self._remote.start_s))
-            if not self._server.trains:
+            self._loop.run(self._http.wait_ready(self._dialect.health, self._remote.start_s))
+            if not self._dialect.trains:
                 logger.warning("%s: %s", self._url, NO_IDS)
-            elif self._goes_on() and self._server.processed:
+            elif self._goes_on() and self._dialect.processed:
                 self._loop.run(self._probe())
             if self._folder is not None:
-                self._turns.arrive()
+                self._lock.arrive()
         except BaseException:
             self.shutdown()
             raise
 
     def _goes_on(self) -> bool:
-        """Whether the server generates before it has new weights.  A job that ended in a weight update has left it paused; the
-        one that gives it weights from now on wakes it."""
+        """Returns whether the server generates before it has new weights.  A job that ended in a weight update has left it
+        paused; the one that gives it weights from now on wakes it."""
         if self._folder is None:
             return True
         try:
-            with self._turns.taken():
-                self._ask(self._server.resume(recompute=True))
+            with self._lock.taken():
+                self._ask(self._dialect.resume(recompute=True))
         except BrokenConnectionError:
             raise
         except EngineError as error:
@@ -109,7 +148,7 @@ class RemoteEngine(RolloutEngine):
         return True
 
     async def _probe(self) -> None:
-        """Whether log-probs are those of the distribution that is sampled.  EngineError if not, or if there are none."""
+        """Checks that log-probs are those of the distribution that is sampled.  Raises EngineError if not, or without any."""
         params = SamplingParams(top_k=1, max_new_tokens=1, ignore_eos=True)
         try:
             async with asyncio.timeout(self._remote.start_s):
@@ -145,24 +184,27 @@ class RemoteEngine(RolloutEngine):
         check_requests(requests, params, max_model_len=self._setup.max_model_len)
 
         async def gather() -> list[Completion]:
-            return list(await asyncio.gather(*(self._complete(Made(request, params, None), params) for request in requests)))
+            return list(
+                await asyncio.gather(*(self._complete(_PartialCompletion(request, params, None), params) for request in requests))
+            )
 
         found: list[Completion] = self._running().run(gather())
         return found
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """Servers stream to who follows.  A stream that breaks off goes on, in another request, after the tokens that came."""
+        """Streams the tokens of a request that is followed.  A stream that breaks off goes on, in another request, after the
+        tokens that came."""
         if not self._paused:
             self._refuse_unready("generate")
         check_requests([request], params, max_model_len=self._setup.max_model_len)
-        follower = None if follow is None else Follower(follow)
-        future = asyncio.run_coroutine_threadsafe(self._tracked(request, params, follower), self._running().loop)
+        relay = None if follow is None else ProgressRelay(follow)
+        future = asyncio.run_coroutine_threadsafe(self._tracked(request, params, relay), self._running().loop)
         answer = asyncio.wrap_future(future)
-        return await (answer if follower is None else follower.until(answer))
+        return await (answer if relay is None else relay.until(answer))
 
-    async def _tracked(self, request: GenerationRequest, params: SamplingParams, follower: Follower | None) -> Completion:
-        made = Made(request, params, follower)
-        task = asyncio.create_task(self._complete(made, params))
+    async def _tracked(self, request: GenerationRequest, params: SamplingParams, relay: ProgressRelay | None) -> Completion:
+        partial = _PartialCompletion(request, params, relay)
+        task = asyncio.create_task(self._complete(partial, params))
         self._live[task] = request.request_id
         try:
             return await task
@@ -170,85 +212,86 @@ class RemoteEngine(RolloutEngine):
             current = asyncio.current_task()
             if current is not None and current.cancelling():  # the caller went away
                 raise
-            return made.completion  # by `abort`
+            return partial.completion  # by `abort`
         finally:
             del self._live[task]
 
-    async def _complete(self, made: Made, params: SamplingParams) -> Completion:
-        """One completion, in as many attempts as pauses end it and streams break off that brought something."""
+    async def _complete(self, partial: _PartialCompletion, params: SamplingParams) -> Completion:
+        """Generates one completion, in as many attempts as pauses end it and streams break off that brought something."""
         ended: FinishReason | None = None
         while ended is None:
             await self._going.wait()
-            had, pauses = len(made), self._pauses
+            had, pauses = len(partial), self._pauses
             try:
-                found = await self._once(made, params)
+                found = await self._once(partial, params)
             except BrokenConnectionError as error:
-                if len(made) == had and pauses == self._pauses:
+                if len(partial) == had and pauses == self._pauses:
                     raise
-                logger.warning("%s; going on after %d tokens", error, len(made))
-                if (ended := made.ended(self._setup.max_model_len)) is not None:
-                    made.add(Progress(token_ids=[], log_probs=[], versions=[], finish_reason=ended))
+                logger.warning("%s; going on after %d tokens", error, len(partial))
+                if (ended := partial.ended(self._setup.max_model_len)) is not None:
+                    partial.add(Progress(token_ids=[], log_probs=[], versions=[], finish_reason=ended))
             else:
                 ended = found if found != "abort" or pauses == self._pauses else None
-        made.completion.finish_reason = ended
-        return made.completion
+        partial.completion.finish_reason = ended
+        return partial.completion
 
-    async def _once(self, made: Made, params: SamplingParams) -> FinishReason:
-        had = len(made)
-        if made.follower is not None and self._streams:
+    async def _once(self, partial: _PartialCompletion, params: SamplingParams) -> FinishReason:
+        had = len(partial)
+        if partial.relay is not None and self._streams:
             try:
-                return await self._streamed(made, params)
+                return await self._streamed(partial, params)
             except NoTokenIdsError:
-                if len(made) > had:
+                if len(partial) > had:
                     raise
                 self._streams = False
-                logger.warning("%s streams no token ids or no log-probs: its answers are told when they are whole", self._url)
+                logger.warning("%s streams no token ids or no log-probs: its answers come when they are whole", self._url)
         before = self.version
-        found = await self._ask_whole(made.rest, params)
+        found = await self._ask_whole(partial.rest, params)
         found.versions = self._versions(found.versions, found.finish_reason, before)
-        made.add(found)
+        partial.add(found)
         return found.finish_reason
 
     async def _ask_whole(self, request: GenerationRequest, params: SamplingParams) -> Completion:
         assert self._http is not None
-        path, body = self._server.generate(request, params, self._remote.model_name)
+        path, body = self._dialect.generate(request, params, self._remote.model_name)
         before = self.version
-        return self._server.completion(await self._http.call(path, body), before)
+        return self._dialect.completion(await self._http.call(path, body), before)
 
     def _versions(self, versions: list[int], ended: FinishReason, before: int) -> list[int]:
-        """What a pause did not end was either over before it or begun after it; of the latter the weights are the new ones.
+        """Returns the versions of an answer.  What a pause did not end was either over before it or begun after it, and then has
+        the new weights.
 
         before: the version when the request was sent.
         """
-        if ended != "abort" and self.version != before and not self._server.keeps_requests:
+        if ended != "abort" and self.version != before and not self._dialect.keeps_requests:
             return [self.version] * len(versions)
         return versions
 
-    async def _streamed(self, made: Made, params: SamplingParams) -> FinishReason:
+    async def _streamed(self, partial: _PartialCompletion, params: SamplingParams) -> FinishReason:
         assert self._http is not None
-        path, body = self._server.generate(made.rest, params, self._remote.model_name)
+        path, body = self._dialect.generate(partial.rest, params, self._remote.model_name)
         before, pauses, have = self.version, self._pauses, 0
         waiting: list[Progress] = []
         sure: bool | None = None  # whether the tokens' versions are known as they come
         ended: FinishReason | None = None
         async with aclosing(self._http.stream(path, {**body, "stream": True})) as events:
             async for event in events:
-                part = self._server.part(event, before, have)
+                part = self._dialect.part(event, before, have)
                 if part is None:
                     continue
                 have += len(part.token_ids)
                 ended = part.finish_reason or ended
                 if sure is None:  # a stream that was there before any pause is ended by it
-                    sure = self._server.keeps_requests or pauses == self._pauses
+                    sure = self._dialect.keeps_requests or pauses == self._pauses
                 if sure:
-                    made.add(part)
+                    partial.add(part)
                 else:
                     waiting.append(part)
         if ended is None:
             raise BrokenConnectionError(f"{self._url}{path} ended its answer without a reason")
         for part in waiting:
             part.versions = self._versions(part.versions, ended, before)
-            made.add(part)
+            partial.add(part)
         return ended
 
     @property
@@ -256,7 +299,7 @@ class RemoteEngine(RolloutEngine):
         return len(self._live)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """They have the tokens that were streamed; those of a whole answer are lost."""
+        """Ends requests with the tokens that were streamed; those of a whole answer are lost."""
 
         def cancel() -> None:
             for task, name in self._live.items():
@@ -271,11 +314,11 @@ class RemoteEngine(RolloutEngine):
                 return
             self._paused = True
             self._running().call(self._stop)
-            self._ask(self._server.pause())
+            self._ask(self._dialect.pause())
 
     def _stop(self) -> None:
         self._pauses += 1
-        if not self._server.keeps_requests:
+        if not self._dialect.keeps_requests:
             self._going.clear()
 
     def resume(self, *, recompute: bool = True) -> None:
@@ -283,7 +326,7 @@ class RemoteEngine(RolloutEngine):
             if not self._paused:
                 return
             self._refuse_unready("resume")
-            self._ask(self._server.resume(recompute=recompute))
+            self._ask(self._dialect.resume(recompute=recompute))
             self._paused = False
             self._running().call(self._going.set)
 
@@ -317,28 +360,28 @@ class RemoteEngine(RolloutEngine):
         self._ready, self.version = True, version
 
     def _send(self, version: int) -> None:
-        """Have the server run the copy, unless another engine of this job has just brought it the same."""
+        """Lets the server run the copy, unless another engine of this job has just brought it the same."""
         fingerprint = self._staging.fingerprint()
-        with self._turns.taken() as turn:
-            if turn.loaded is not None and turn.loaded[:2] == (version, fingerprint):
+        with self._lock.taken() as record:
+            if record.loaded is not None and record.loaded[:2] == (version, fingerprint):
                 return
-            turn.begin()
+            record.begin()
             self._reload(version)
-            turn.end(version, fingerprint)
+            record.end(version, fingerprint)
 
     def _reload(self, version: int) -> None:
-        """Between two requests' tokens, whether or not the caller has paused."""
+        """Changes the weights between two requests' tokens, whether or not the caller has paused."""
         folder = self._staging.write(version)
         own = not self._paused
-        reload = self._server.reload(str(folder), version, reset_version=self.version < 0)
+        reload = self._dialect.reload(str(folder), version, reset_version=self.version < 0)
         try:
-            self._ask([*(self._server.pause() if own else ()), *reload])
+            self._ask([*(self._dialect.pause() if own else ()), *reload])
         except RlhubError:
             with suppress(RlhubError):  # others may use the server; where its weights are not whole it refuses
-                self._ask(self._server.resume(recompute=True) if own else ())
+                self._ask(self._dialect.resume(recompute=True) if own else ())
             raise
         if own:
-            self._ask(self._server.resume(recompute=True))
+            self._ask(self._dialect.resume(recompute=True))
 
     def live_weights(self) -> Iterator[Piece]:
         return self._staging.pieces()

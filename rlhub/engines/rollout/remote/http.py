@@ -27,8 +27,8 @@ class BrokenConnectionError(EngineError):
 
 
 class Http:
-    """Lives on one event loop.  url: without the path.  admin_key: of the calls that say so, where it differs from `key`.
-    request_s: for one request, waiting for a place or for a server that mends itself included."""
+    """One server's connections, on one event loop.  url: without the path.  admin_key: of the calls that say so, where it
+    differs from `key`. request_s: for one request, waiting for a place or for a server that mends itself included."""
 
     def __init__(self, url: str, key: str | None, *, request_s: float, admin_key: str | None = None) -> None:
         self.url, self._request_s = url.rstrip("/").removesuffix("/v1"), request_s
@@ -36,14 +36,14 @@ class Http:
         self._session: aiohttp.ClientSession | None = None
 
     async def call(self, path: str, body: dict[str, Any] | None = None, *, method: str = "POST", admin: bool = False) -> Any:
-        """The answer's JSON, None where there is none.  EngineError for any status but success, of which RequestError for 400;
-        DeadlineError when it is late.  admin: with the administration's key."""
+        """Returns the answer's JSON, None where there is none.  Raises EngineError for any status but success, of which
+        RequestError for 400; DeadlineError when it is late.  admin: with the administration's key."""
         async with self._answered(path, body, method, admin=admin) as answer:
             text = await answer.text()
             return await answer.json() if answer.content_type == JSON and text else None
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """The JSON of each event as it comes; an answer that is not streamed is the only one.  Raises as `call`, and
+        """Yields the JSON of each event as it comes; an answer that is not streamed is the only one.  Raises as `call`, and
         BrokenConnectionError where the last event does not come."""
         async with self._answered(path, body, "POST") as answer:
             if answer.content_type == JSON:
@@ -68,15 +68,15 @@ class Http:
     async def _answered(
         self, path: str, body: dict[str, Any] | None, method: str, *, admin: bool = False
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer of success, to be read inside; where the server tells when to come back it is asked again then."""
+        """Gives an answer of success, to be read inside; a server that says when to come back is asked again then."""
         headers = self._admin_headers if admin else self._headers
         deadline = time.monotonic() + self._request_s
         try:
             while True:
                 faults.at("remote.request")
                 timeout = aiohttp.ClientTimeout(total=max(deadline - time.monotonic(), 0.001))
-                made = self._open().request(method, self.url + path, json=body, timeout=timeout, headers=headers)
-                async with made as answer:
+                request = self._open().request(method, self.url + path, json=body, timeout=timeout, headers=headers)
+                async with request as answer:
                     if answer.status < 400:
                         yield answer
                         return
@@ -91,11 +91,11 @@ class Http:
         except TimeoutError:
             raise DeadlineError(f"an answer of {self.url}{path}", self._request_s) from None
         except (aiohttp.ClientError, ConnectionError) as error:
-            told = f"{self.url}{path}: {type(error).__name__}: {error}; does the server still run?"
-            raise BrokenConnectionError(told) from error
+            message = f"{self.url}{path}: {type(error).__name__}: {error}; does the server still run?"
+            raise BrokenConnectionError(message) from error
 
     async def wait_ready(self, path: str, seconds: float) -> None:
-        """Until the server answers.  DeadlineError after `seconds`."""
+        """Waits until the server answers.  Raises DeadlineError after `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -119,10 +119,10 @@ class Http:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Data of server-sent events, of any length."""
-    held = b""
+    """Yields the data of server-sent events, of any length."""
+    rest = b""
     async for some in content.iter_any():
-        *lines, held = (held + some).split(b"\n")
+        *lines, rest = (rest + some).split(b"\n")
         for line in lines:
             if line.startswith(DATA):
                 yield line.removeprefix(DATA).strip()
@@ -133,7 +133,7 @@ def _bearer(key: str | None) -> dict[str, str]:
 
 
 def read_key(setting: str, file: str | None) -> str | None:
-    """The key in a file that rollout.remote's setting names.  ConfigError if it cannot be read or is empty."""
+    """Returns the key in a file that rollout.remote's setting names.  Raises ConfigError if it cannot be read or is empty."""
     if file is None:
         return None
     try:

@@ -2,7 +2,7 @@
 
 <folder>/<name>-<version>/   a Hugging Face folder, as any server loads it; made under another name and renamed
 
-Engines at one server share the name, and write in turns (`turns`).
+Engines at one server share the name, and write one after the other (`weights_lock`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class Staging:
-    """name: of the server's folders among those of others.  model: the folder whose configuration goes with the weights."""
+    """The copy of one engine.  name: of the server's folders among those of others.  model: the folder whose configuration goes
+    with the weights."""
 
     def __init__(self, folder: Path, name: str, model: str | None) -> None:
         self._folder, self._name = folder, name
@@ -34,7 +35,7 @@ class Staging:
         self.weights: dict[str, Tensor] = {}
 
     def take(self, buckets: Iterable[WeightBucket]) -> None:
-        """Keep a whole stream; the first says which weights the model has."""
+        """Keeps a whole stream; the first says which weights the model has."""
         if self.weights:
             apply_buckets(buckets, self.weights, self._copy)
             return
@@ -46,7 +47,7 @@ class Staging:
             self.weights[name].copy_(tensor)
 
     def fingerprint(self) -> str:
-        """Of the weights as they are now."""
+        """Returns the fingerprint of the weights as they are now."""
         return combine((name, fingerprint(tensor)) for name, tensor in self.weights.items())
 
     def pieces(self) -> Iterator[Piece]:
@@ -54,7 +55,7 @@ class Staging:
             yield whole_piece(name, tensor)
 
     def write(self, version: int) -> Path:
-        """The folder with the weights as they are now; older ones are removed, and later ones, from before a run was
+        """Writes a folder with the weights as they are now; older ones are removed, and later ones, from before a run was
         resumed."""
         final = self._folder / f"{self._name}-{version}"
         aside = self._folder / f"{self._name}-{version}{TEMPORARY_SUFFIX}"
@@ -72,7 +73,8 @@ class Staging:
         return final
 
     def _named(self) -> dict[str, Tensor]:
-        """A tied head too: vLLM on CPU packs it apart from the embedding, and keeps the old one if it is not named."""
+        """Returns the weights, a tied head too: vLLM on CPU packs it apart from the embedding, and keeps the old one if it is
+        not named."""
         tied = HEAD not in self.weights and EMBEDDING in self.weights and self._is_tied()
         return {**self.weights, HEAD: self.weights[EMBEDDING]} if tied else self.weights
 

@@ -1,4 +1,4 @@
-"""What vLLM is built with, in this process or in processes of its own.  Imports vLLM: see `environment`."""
+"""vLLM's engine arguments, in this process or in processes of its own.  Imports vLLM: see `environment`."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import torch
 
 from rlhub.engines.rollout.base import (
     Completion,
+    ExternalWeights,
     FinishReason,
     Follow,
     GenerationRequest,
@@ -25,12 +26,11 @@ from rlhub.engines.rollout.base import (
     RolloutEngine,
     SamplingParams,
     WeightBucket,
+    resolve_dtype,
 )
-from rlhub.engines.rollout.dtypes import resolve_dtype
-from rlhub.engines.rollout.elsewhere import WeightsElsewhere
-from rlhub.engines.rollout.follower import Follower
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.requests import check_requests
+from rlhub.engines.rollout.request_checks import check_requests
+from rlhub.engines.rollout.streaming import ProgressRelay
 from rlhub.engines.rollout.vllm.environment import child_variables, guarded_process
 from rlhub.errors import EngineError, RequestError, RlhubError
 from rlhub.models.hf import check_weights
@@ -45,7 +45,7 @@ LOADED_WEIGHTS = "rlhub.engines.rollout.vllm.worker:LoadedWeights"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Live:
+class _Entry:
     """A request that waits or runs.  go: set when it may be sent, or was aborted before.  sent: vLLM knows it."""
 
     key: str
@@ -55,7 +55,7 @@ class _Live:
     aborted: bool = False
 
 
-class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
+class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
     """See the module docstring.  Requests that come while it is paused are sent when it goes on."""
 
     def __init__(self, setup: RolloutSetup) -> None:
@@ -71,7 +71,7 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
         self._keys = itertools.count()
         self._updates = itertools.count()
         self._salt = ""
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _Entry] = {}
         self._thread: LoopThread | None = None
         self._client: AsyncClient | None = None
         self._vocab_size: int | None = None
@@ -118,10 +118,10 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
         if not self._paused:
             self._refuse_unready("generate")
         self._check([request], params)
-        follower = None if follow is None else Follower(follow)
-        work = self._answer(self._enter(request), params, follower)
+        relay = None if follow is None else ProgressRelay(follow)
+        work = self._answer(self._enter(request), params, relay)
         answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop().loop))
-        return await (answer if follower is None else follower.until(answer))
+        return await (answer if relay is None else relay.until(answer))
 
     def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
         check_requests(requests, params, max_model_len=self._setup.max_model_len, vocab_size=self.vocab_size)
@@ -130,18 +130,18 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
     def vocab_size(self) -> int | None:
         return self._vocab_size
 
-    def _enter(self, request: GenerationRequest) -> _Live:
-        live = _Live(key=str(next(self._keys)), request=request)
+    def _enter(self, request: GenerationRequest) -> _Entry:
+        live = _Entry(key=str(next(self._keys)), request=request)
         self._live[live.key] = live
         return live
 
-    async def _answer(self, live: _Live, params: SamplingParams, follower: Follower | None) -> Completion:
-        """On the client's loop, from the arrival of a request to its end."""
+    async def _answer(self, live: _Entry, params: SamplingParams, relay: ProgressRelay | None) -> Completion:
+        """Serves a request on the client's loop, from its arrival to its end."""
 
-        def told(tokens: list[int], log_probs: list[float], reason: FinishReason | None) -> None:
-            assert follower is not None
+        def stream(tokens: list[int], log_probs: list[float], reason: FinishReason | None) -> None:
+            assert relay is not None
             versions = [self.version] * len(tokens)
-            follower.tell(Progress(token_ids=tokens, log_probs=log_probs, versions=versions, finish_reason=reason))
+            relay.send(Progress(token_ids=tokens, log_probs=log_probs, versions=versions, finish_reason=reason))
 
         try:
             if self._paused and not live.aborted:
@@ -149,8 +149,8 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
             if live.aborted:
                 return Completion(token_ids=[], log_probs=[], finish_reason="abort")
             live.sent = True
-            listener = None if follower is None else told
-            return await self._running().generate(live.key, live.request, params, self._salt, listener)
+            on_tokens = None if relay is None else stream
+            return await self._running().generate(live.key, live.request, params, self._salt, on_tokens)
         except asyncio.CancelledError:
             if self._closed:
                 self._refuse_closed()
@@ -159,10 +159,10 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
             raise
         except (ValueError, TypeError) as error:  # before the core has it
             if self.failure:
-                raise EngineError(f"{self.failure}; the engine must be built anew: {error}") from error
+                raise EngineError(f"{self.failure}; the engine must be built again: {error}") from error
             raise RequestError(f"vLLM refuses the request: {error}") from error
         except Exception as error:
-            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}; the engine must be built anew") from error
+            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}; the engine must be built again") from error
         finally:
             self._live.pop(live.key, None)
 
@@ -172,7 +172,7 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
 
     @property
     def failure(self) -> str:
-        """vLLM looks after its processes in a thread."""
+        """Says what vLLM knows, which watches its processes in a thread."""
         client = self._client
         return "vLLM's engine core, or a worker of it, has ended" if client is not None and client.dead else ""
 
@@ -180,8 +180,8 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
         self._loop().call(self._abort, request_ids)
 
     def _abort(self, request_ids: Sequence[str] | None) -> None:
-        there = list(self._live.values())
-        chosen = [live for live in there if request_ids is None or live.request.request_id in request_ids]
+        requests = list(self._live.values())
+        chosen = [live for live in requests if request_ids is None or live.request.request_id in request_ids]
         for live in chosen:
             live.aborted = True
             live.go.set()
@@ -252,7 +252,7 @@ class AsyncVLLMEngine(RolloutEngine, WeightsElsewhere):
         self._ready = False
 
     def wake_up(self, *, weights_only: bool = False) -> None:
-        """Nothing sleeps."""
+        """Does nothing: nothing sleeps."""
 
     def shutdown(self) -> None:
         self._closed, self._ready = True, False

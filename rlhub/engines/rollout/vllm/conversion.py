@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 from vllm import CompletionOutput
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from rlhub.engines.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams
 from rlhub.errors import EngineError
-from rlhub.utils.counter_noise import streams
+from rlhub.utils.seeding import Purpose, random_bits
 
-SEED_BITS = np.uint64(1)  # 64 - 63: a generator's seed is a signed integer
+SEED_BITS = 1  # 64 - 63: a generator's seed is a signed integer
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -39,7 +38,7 @@ def _seed(request: GenerationRequest) -> int:
     """vLLM's noise has no position: what goes on after `start` tokens has noise of its own, and repeats no earlier one."""
     if request.start == 0:
         return request.seed
-    return int(streams(np.array([request.seed], dtype=np.int64), request.start)[0] >> SEED_BITS)
+    return int(random_bits(request.seed, Purpose.CONTINUATION, request.start)[0]) >> SEED_BITS
 
 
 def completion_of(output: CompletionOutput, params: SamplingParams, version: int) -> Completion:

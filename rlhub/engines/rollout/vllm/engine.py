@@ -11,16 +11,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from torch import distributed as dist
 
-from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams, WeightBucket
-from rlhub.engines.rollout.dtypes import resolve_dtype
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams, WeightBucket, resolve_dtype
+from rlhub.engines.rollout.continuous_batching import SteppedEngine, Stepper
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.stepped import SteppedEngine
-from rlhub.engines.rollout.stepping import Stepper
 from rlhub.engines.rollout.vllm.environment import distributed_variables, guarded_process, settle
-from rlhub.engines.rollout.weight_memory import memory_blocks, move_to_blocks
 from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.models.hf import check_weights
@@ -30,7 +26,7 @@ from rlhub.protocol.weights.pieces import Piece
 if TYPE_CHECKING:
     from rlhub.engines.rollout.vllm.in_process import InProcessLLM
 
-DISCARD_WEIGHTS = 2  # vLLM's sleep level that keeps neither cache nor weights: the next update brings them anew
+DISCARD_WEIGHTS = 2  # vLLM's sleep level that keeps neither cache nor weights: the next update brings them
 SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of what sleep frees, in the order in which they are woken
 
 
@@ -45,7 +41,7 @@ class VLLMEngine(SteppedEngine):
         self._weight_dtypes: dict[str, torch.dtype] = {}
 
     def initialize(self) -> None:
-        """Collective over all ranks of the job when torch.distributed is initialized."""
+        """Builds vLLM; collective over all ranks of the job when torch.distributed is initialized."""
         in_process_group = dist.is_initialized()
         world_size = dist.get_world_size() if in_process_group else 1
         if world_size % self._setup.config.tensor_model_parallel_size:
@@ -127,15 +123,6 @@ class VLLMEngine(SteppedEngine):
 
     def live_weights(self) -> Iterator[Piece]:
         return self._running().live_weights()
-
-    def weight_memory(self) -> Sequence[Tensor]:
-        return memory_blocks(self._parameters()) if self._setup.device.type == "cpu" else ()
-
-    def move_weights(self, blocks: Sequence[Tensor]) -> None:
-        move_to_blocks(self._parameters(), blocks)
-
-    def _parameters(self) -> list[Tensor]:
-        return list(self._running().model.parameters())
 
     def weight_dtype(self, name: str) -> torch.dtype:
         return self._weight_dtypes[name]

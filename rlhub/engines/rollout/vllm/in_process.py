@@ -16,8 +16,8 @@ from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 
 from rlhub.engines.rollout.base import GenerationRequest, SamplingParams, WeightBucket
+from rlhub.engines.rollout.continuous_batching import TokenEvent
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.stepping import TokenEvent
 from rlhub.engines.rollout.vllm import internals
 from rlhub.engines.rollout.vllm.arguments import engine_arguments
 from rlhub.engines.rollout.vllm.conversion import finish_reason_of, log_probs_of, vllm_params
@@ -37,7 +37,7 @@ class InProcessLLM:
         arguments = {
             **engine_arguments(setup, dtype),
             "enable_sleep_mode": self.can_sleep,
-            "async_scheduling": False if setup.config.mode == "async" else None,  # else a step would always be under way
+            "async_scheduling": False if setup.config.mode == "async" else None,  # else a step would always be computing
         }
         if in_process_group:
             arguments["distributed_executor_backend"] = "external_launcher"
@@ -70,7 +70,7 @@ class InProcessLLM:
         return "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
 
     @property
-    def _steps_under_way(self) -> int:
+    def _concurrent_steps(self) -> int:
         """How many steps vLLM schedules before the first of them has ended."""
         return int(self.llm.llm_engine.vllm_config.max_concurrent_batches)
 
@@ -110,7 +110,7 @@ class InProcessLLM:
                 raise
             finally:
                 # A step may be ahead of the last token, and only the next one tells the model which requests ended.
-                for _ in range(self._steps_under_way + 1 if self._failure is None else 0):
+                for _ in range(self._concurrent_steps + 1 if self._failure is None else 0):
                     self._step()
 
     def _step(self) -> list[RequestOutput]:
@@ -123,13 +123,13 @@ class InProcessLLM:
 
     def _refuse_failed(self) -> None:
         if self._failure is not None:
-            raise EngineError(f"vLLM failed in a step and must be built anew: {self._failure}") from self._failure
+            raise EngineError(f"vLLM failed in a step and must be built again: {self._failure}") from self._failure
 
     # -- single requests: see Stepper --------------------------------------------------------------------------------------
 
     def check_steps(self) -> None:
         """Raises EngineError if single requests could not be interrupted between two steps."""
-        if self._steps_under_way > 1:
+        if self._concurrent_steps > 1:
             raise EngineError(
                 "vLLM schedules a step ahead of the one that runs, so single requests could not be interrupted between two: "
                 "set rollout.mode=async"
@@ -158,7 +158,7 @@ class InProcessLLM:
         self.llm.llm_engine.abort_request([str(key) for key in keys])
 
     def recompute(self) -> None:
-        """All running requests go back to the waiting ones, which have no keys and values."""
+        """Sends all running requests back to the waiting ones, which have no keys and values."""
         if not self.llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineError("vLLM did not give up the keys and values of the running requests")
 

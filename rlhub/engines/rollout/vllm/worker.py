@@ -48,7 +48,7 @@ class WorkerWeights:
         yield
 
     def wake_up(self, *, weights_only: bool = False) -> None:
-        """Nothing sleeps."""
+        """Does nothing: nothing sleeps."""
 
 
 class LoadedWeights:
@@ -66,7 +66,7 @@ class WorkerExtension:
     """Mixed into vLLM's worker class; its method can be called by collective_rpc."""
 
     def rlhub_call(self, target: str, method: str, arguments: bytes) -> bytes:
-        """Call a method of this worker's object of the class `target` (module:Class), built from WorkerWeights on first use."""
+        """Calls a method of this worker's object of the class `target` (module:Class), built from WorkerWeights on first use."""
         try:
             value = getattr(self._rlhub_object(target), method)(*pickle.loads(arguments))
         except RlhubError as error:

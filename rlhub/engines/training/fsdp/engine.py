@@ -22,7 +22,6 @@ from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
 from rlhub.models.lora import lora_names, saved_config, saved_names, set_adapters
 from rlhub.protocol.weights.pieces import Piece
-from rlhub.utils.freed_memory import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -65,8 +64,6 @@ class FSDPEngine(TrainEngine):
         self._offloaded = False
 
     def initialize(self) -> None:
-        if self.device.type == "cpu":
-            keep_freed_memory()
         self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
         self.layout = make_layout(self.fsdp_config, self.device)
         plan = BuildPlan(

@@ -36,7 +36,6 @@ from rlhub.models.megatron.model import MegatronLM
 from rlhub.models.megatron.names import ParamParts, parts
 from rlhub.protocol.weights.pieces import Piece
 from rlhub.protocol.weights.regions import take
-from rlhub.utils.freed_memory import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -78,8 +77,6 @@ class MegatronEngine(TrainEngine):
         self._host = HostCopies()
 
     def initialize(self) -> None:
-        if self.device.type == "cpu":
-            keep_freed_memory()
         parallel = self._parallel = ensure_model_parallel(self.megatron_config)
         self.dp_rank, self.dp_size, self.is_collect = parallel.data_rank, parallel.data_size, parallel.collects
         plan = MegatronPlan(

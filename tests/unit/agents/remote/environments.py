@@ -1,4 +1,4 @@
-"""Environments for tests of environment hosts, named by `module:Class`."""
+"""Environments for tests of environment actors, named by `module:Class`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = f"{__name__}:"
 
 
 class Waiting(StepEnvironment):
-    """Each step takes `seconds`, and until so many have been `together`; notes how many wait at once, in all hosts."""
+    """Each step takes `seconds`, and until so many have been `together`; notes how many wait at once, in all actors."""
 
     running = most = open = 0
     lock = threading.Lock()

@@ -20,8 +20,8 @@ from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, RolloutSetup
 from rlhub.errors import WorkflowError
 from rlhub.rollout_service.router import Router
 from rlhub.rollout_service.server import RolloutServer
-from tests.support.rollout_service import PACE, HeldFake, Replicas, Weights, request, sampling
-from tests.unit.agents.remote.test_episode_host import DATA, remotely, whole
+from tests.support.rollout_service import PACE, LimitedFake, Replicas, Weights, request, sampling
+from tests.unit.agents.remote.test_episode_actor import DATA, remotely, whole
 from tests.unit.rollout_service.test_router import holding, play, until
 
 WILFUL = "wilful_fake"
@@ -40,7 +40,7 @@ def own_tokens(number: int, request: GenerationRequest, params: SamplingParams) 
 
 def wilful_fake(setup: RolloutSetup) -> FakeEngine:
     """No two write the same."""
-    return HeldFake(setup, script=partial(own_tokens, next(built)))
+    return LimitedFake(setup, script=partial(own_tokens, next(built)))
 
 
 class Wilful(RolloutServer):
@@ -65,17 +65,17 @@ class Follower:
 async def hear(follower: Follower, *counts: int) -> None:
     """Let it hear so many tokens, one count after the other; then nothing holds anything up."""
     for count in counts:
-        PACE.hold(count)
+        PACE.set(count)
         await until(lambda: len(follower.tokens) == count)  # noqa: B023  it is called at once
-    PACE.hold(None)
+    PACE.set(None)
 
 
 def test_tokens_are_told_before_the_completion_is_there(weights: Weights) -> None:
     async def scenario(router: Router, weights: Weights, replicas: Replicas) -> None:
         follower = Follower()
-        PACE.hold(None)
+        PACE.set(None)
         alone = await router.agenerate(request(), sampling(20))
-        PACE.hold(0)
+        PACE.set(0)
         task = asyncio.create_task(router.agenerate(request(), sampling(20), follower))
         await hear(follower, 3, 11)
         completion = await task
@@ -92,7 +92,7 @@ def test_what_was_told_stays_true_when_the_replica_dies(weights: Weights) -> Non
         await until(lambda: len(follower.tokens) == 5)
         first, victim = list(follower.tokens), holding(router)
         victim.actor.kill()
-        PACE.hold(None)
+        PACE.set(None)
         completion = await task
         assert completion.token_ids[: len(first)] == first
         assert completion.token_ids[: len(follower.tokens)] == follower.tokens
@@ -140,7 +140,7 @@ def test_a_follower_that_fails_ends_its_request(weights: Weights) -> None:
         for replica in router.fleet.replicas.values():
             status = await replica.actor.call("status")
             assert status.num_tokens == 0 and replica.requests == 0
-        PACE.hold(None)
+        PACE.set(None)
         await router.agenerate(request(), sampling())
 
     play(scenario, weights, held=3)
@@ -154,7 +154,7 @@ def test_a_cancelled_request_is_told_of_no_more(weights: Weights) -> None:
         replica = holding(router)
         task.cancel()
         await asyncio.wait([task])
-        PACE.hold(None)
+        PACE.set(None)
         while (await replica.actor.call("status")).load:  # until the limit of the whole scenario
             await asyncio.sleep(0.001)
         assert len(follower.tokens) == 5 and (await replica.actor.call("status")).num_tokens == 0

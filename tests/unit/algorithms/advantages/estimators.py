@@ -208,7 +208,7 @@ def check_rearranged(name: str, case: Any, seed: int, extra: int) -> None:
     def move(value: Tensor) -> Tensor:
         if value.dim() == 1:
             return value[order]
-        wide = torch.full((rows, width + extra), 0 if value.dtype == torch.int64 else float("nan"), dtype=value.dtype)
+        wide = torch.full((rows, width + extra), junk_of(value), dtype=value.dtype)
         wide[:, where] = value
         return wide[order]
 
@@ -229,12 +229,16 @@ def check_invalid(name: str, case: Any, count: int) -> None:
     def extend(value: Tensor) -> Tensor:
         if value.dtype == torch.int64 and value.dim() == 1:
             return torch.cat([value, -100 - torch.arange(count)])
-        junk = 0 if value.dtype == torch.int64 else float("nan")
-        return torch.cat([value, torch.full((count, *value.shape[1:]), junk, dtype=value.dtype)])
+        return torch.cat([value, torch.full((count, *value.shape[1:]), junk_of(value), dtype=value.dtype)])
 
     plain, other = estimate(name, knobs, inputs), estimate(name, knobs, changed(inputs, extend))
     torch.testing.assert_close(other.advantages[:rows], plain.advantages, rtol=1e-4, atol=1e-6)
     assert not other.advantages[rows:].any() and not other.returns[rows:].any()
+
+
+def junk_of(column: Tensor) -> float:
+    """What may stand where no token is: NaN, and 0 in the mask itself."""
+    return float("nan") if column.dtype.is_floating_point else 0
 
 
 def changed(inputs: AdvantageInputs, change: Callable[[Tensor], Tensor]) -> AdvantageInputs:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rlhub.algorithms.inputs import AdvantageInputs
-from rlhub.algorithms.knobs import knobs_for
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS
 from rlhub.config.sections.algorithm import AlgorithmConfig
 from rlhub.errors import ConfigError
+from rlhub.registry import knobs_for
 from tests.unit.algorithms.advantages.estimators import estimate
 
 

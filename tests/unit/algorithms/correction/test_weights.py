@@ -1,4 +1,5 @@
-"""Importance weights against loops, with controls that swap the policies, forget a bound or normalise over the wrong things."""
+"""Importance weights and A-3PO's proximal policy against loops, with controls that swap the policies, forget a bound or normalise
+over the wrong things."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhub.algorithms.correction import weights as module
-from rlhub.algorithms.correction.weights import RATIOS, bounded, log_ratios, normalized, outside
+from rlhub.algorithms.correction.weights import RATIOS, bounded, log_ratios, normalized, outside, proximal_log_probs
 from rlhub.config.sections.rollout_correction import Bounds
-from tests.unit.algorithms.cases import assert_close, catches, few
+from tests.unit.algorithms.cases import assert_close, catches, exact, few, seeds
 from tests.unit.algorithms.correction.correction_cases import bands, cases, levels, slow_weights, truncations
 
 settings = st.tuples(cases(), levels, st.one_of(bands, truncations), st.booleans())
@@ -86,3 +87,52 @@ def test_a_batch_whose_weights_are_all_zero_stays_zero_when_normalised() -> None
     for mask in (torch.ones(2, 3), torch.zeros(2, 3)):
         for level in RATIOS:
             assert normalized(zero, mask, level).tolist() == zero.tolist()
+
+
+proximal_settings = st.tuples(cases(), seeds, st.booleans())
+
+
+def versions(case, seed: int, per_token: bool) -> torch.Tensor:
+    shape = case.mask.shape if per_token else case.mask.shape[:1]
+    return torch.randint(0, 5, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def slow_proximal(case, staleness: torch.Tensor) -> list[list[float]]:
+    table = []
+    for i, (pi, mu, keep) in enumerate(zip(exact(case.pi), exact(case.mu), case.mask.tolist(), strict=True)):
+        row = []
+        for t, (p, q, m) in enumerate(zip(pi, mu, keep, strict=True)):
+            d = int(staleness[i][t] if staleness.dim() == 2 else staleness[i])
+            row.append((p if d == 0 else q + (d - 1) / d * (p - q)) if m else 0.0)
+        table.append(row)
+    return table
+
+
+def check_proximal(function, setting) -> None:
+    case, seed, per_token = setting
+    staleness = versions(case, seed, per_token)
+    assert_close(function(case.pi, case.mu, staleness, case.mask), slow_proximal(case, staleness))
+
+
+@few
+@given(proximal_settings)
+def test_proximal_policy(setting) -> None:
+    check_proximal(proximal_log_probs, setting)
+
+
+def test_a_broken_proximal_policy_is_caught() -> None:
+    assert catches(check_proximal, lambda pi, mu, d, mask: proximal_log_probs(mu, pi, d, mask), proximal_settings)
+    assert catches(check_proximal, lambda pi, mu, d, mask: proximal_log_probs(pi, mu, d + 1, mask), proximal_settings)
+    assert catches(
+        check_proximal, lambda pi, mu, d, mask: proximal_log_probs(pi, mu, d, torch.ones_like(mask)), proximal_settings
+    )
+
+
+def test_one_version_behind_is_the_rollout_policy_and_none_the_current_one() -> None:
+    pi, mu = torch.tensor([[-1.0, -1.3]], requires_grad=True), torch.tensor([[-2.1, -1.1]])
+    mask = torch.ones(1, 2)
+    assert torch.equal(proximal_log_probs(pi, mu, torch.tensor([1]), mask), mu)
+    current = proximal_log_probs(pi, mu, torch.tensor([0]), mask)
+    assert torch.equal(current, pi.detach()) and not current.requires_grad
+    far = proximal_log_probs(pi, mu, torch.tensor([10**6]), mask)
+    torch.testing.assert_close(far, pi.detach(), rtol=0, atol=1e-5)

@@ -16,7 +16,7 @@ from tests.unit.algorithms.cases import catches, few
 from tests.unit.algorithms.loss_references import REFERENCES
 
 NAMES = POLICY_LOSSES.names()
-some = settings(few, max_examples=8)  # hundreds are drawn in tests/integration/test_losses_random.py
+some = settings(few, max_examples=15)
 each_loss = pytest.mark.parametrize("name", NAMES)
 
 

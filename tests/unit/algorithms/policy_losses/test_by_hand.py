@@ -35,6 +35,14 @@ def test_on_policy_each_loss_is_the_policy_gradient(name: str) -> None:
     assert gradients(name, [0.0, 0.0, 0.0], [2.0, -1.0, 0.0]) == pytest.approx([-2.0, 1.0, 0.0])
 
 
+def test_the_clip_stops_a_token_that_has_moved_far_enough_and_never_one_that_must_come_back() -> None:
+    below, inside, above = math.log(0.7), 0.1, math.log(1.3)
+    assert gradients("vanilla", [below, inside, above], [2.0] * 3) == pytest.approx([-1.4, -2.0 * math.exp(0.1), 0.0])
+    assert gradients("vanilla", [below, inside, above], [-2.0] * 3) == pytest.approx([0.0, 2.0 * math.exp(0.1), 2.6])
+    assert gradients("vanilla", [1.0, 1.2], [-2.0] * 2) == pytest.approx([2.0 * math.e, 0.0])  # dual clip: e^1.2 > 3
+    assert gradients("vanilla", [0.3], [2.0], clip_ratio_high=0.5) == pytest.approx([-2.0 * math.exp(0.3)])
+
+
 def test_on_policy_the_geometric_mean_spreads_the_rows_gradient_evenly() -> None:
     assert gradients("geo_mean", [0.0, 0.0], [2.0, -1.0]) == pytest.approx([-0.5, -0.5])
     assert gradients("geo_mean", [0.0] * 3, [2.0] * 3) == pytest.approx([-2.0] * 3)
@@ -130,6 +138,11 @@ def test_weights_of_another_dtype_leave_the_losss_dtype_alone() -> None:
             selected=torch.zeros(2, 3, dtype=torch.uint8),
         )
         assert POLICY_LOSSES.get(name)(inputs, knobs_class() if knobs_class else None).loss.dtype == torch.float32, name
+
+
+def test_a_dual_clip_that_would_bound_every_loss_is_refused() -> None:
+    with pytest.raises(ValueError, match="clip_ratio_c must be above 1"):
+        POLICY_LOSSES.knobs_class("vanilla")(clip_ratio_c=1.0)
 
 
 def test_temperatures_that_do_not_gate_are_refused() -> None:

@@ -169,6 +169,15 @@ def part(rows: Mapping[str, Tensor], indices: list[int]) -> dict[str, Tensor]:
 # Values
 
 
+def ppo_token(new: float, old: float, advantage: float, low: float, high: float, c: float) -> tuple[float, bool, bool]:
+    """Loss of one token, whether the ratio clip binds, whether the dual clip binds."""
+    ratio = math.exp(max(-20.0, min(20.0, new - old)))
+    clipped = min(max(ratio, 1 - low), 1 + high)
+    objective = min(advantage * ratio, advantage * clipped)
+    dual = advantage < 0 and objective < c * advantage
+    return -(max(objective, c * advantage) if advantage < 0 else objective), advantage * clipped < advantage * ratio, dual
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_whole_loss_is_policy_less_entropy_plus_kl(mode: str) -> None:
     rows = batch("advantages", "old_log_probs", "ref_log_prob")
@@ -179,7 +188,7 @@ def test_the_whole_loss_is_policy_less_entropy_plus_kl(mode: str) -> None:
     kl = [[0.0] * RESPONSE for _ in range(ROWS)]
     clipped = dual = 0
     for i, t in ((i, t) for i in range(ROWS) for t in range(RESPONSE) if MASK[i][t]):
-        policy[i][t], binds, lower = references.ppo_token(new[i][t], old[i][t], advantages[i][t], 0.2, 0.28, 3.0)
+        policy[i][t], binds, lower = ppo_token(new[i][t], old[i][t], advantages[i][t], 0.2, 0.28, 3.0)
         kl[i][t] = references.kl("k3", new[i][t], ref[i][t])
         clipped, dual = clipped + binds, dual + lower
     parts = [references.aggregate(table, MASK, mode, float(RESPONSE)) for table in (policy, entropy, kl)]

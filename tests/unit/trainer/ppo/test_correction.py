@@ -8,16 +8,26 @@ import pytest
 import torch
 
 from rlhub.algorithms.registry import POLICY_LOSSES
+from rlhub.config.rules.derive import derive
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rollout import RemoteConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
+from rlhub.errors import PolicyMismatchError
 from rlhub.protocol import DataProto
 from rlhub.registry import Row
-from rlhub.trainer.ppo.columns import policy_inputs
-from rlhub.trainer.ppo.correction import add_staleness, bypass, correct_batch, measure_mismatch, mismatch_by_staleness
+from rlhub.trainer.ppo.correction import (
+    MismatchBound,
+    add_staleness,
+    correct_batch,
+    measure_mismatch,
+    mismatch_bound,
+    mismatch_by_staleness,
+)
 from rlhub.trainer.ppo.requirements import requirements
+from rlhub.trainer.ppo.step import policy_inputs
 from rlhub.trainer.preflight import checks as preflight
-from tests.unit.trainer.ppo.test_learner import LENGTHS, learn
-from tests.unit.trainer.ppo.test_learner import config_of as learner_config
+from tests.unit.trainer.ppo.test_step import LENGTHS, learn
+from tests.unit.trainer.ppo.test_step import config_of as step_config
 
 OLD = [[-1.0, -2.0, -3.0], [-1.0, -1.5, 0.0]]
 RATIO = [[3.0, 1.0, 0.25], [1.0, 0.9, 50.0]]
@@ -121,11 +131,11 @@ def test_mismatch_has_the_extremes_of_the_weight() -> None:
 def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_and_travel_once() -> None:
     batch = batch_of()
     del batch.batch["old_log_probs"]
-    bypass(batch)
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     needs = requirements(config_of(bypass_mode=True))
     assert correct_batch(batch, settings(bypass_mode=True, rollout_rs=["token_k2"], rollout_rs_threshold=["0.1"])) == {}
     assert batch.batch["response_mask"].tolist() == MASK
-    sent = policy_inputs(batch, rollout_log_probs=needs.rollout_log_probs).batch
+    sent = policy_inputs(batch, needs).batch
     assert torch.equal(sent["old_log_probs"], batch.batch["rollout_log_probs"])
     assert "rollout_log_probs" not in sent.keys()
 
@@ -138,7 +148,7 @@ def test_staleness_is_counted_in_versions_and_travels(per_token: bool) -> None:
     assert correct_batch(batch, settings(proximal="a3po")) == {}
     expected = [[2, 1, 0], [0, 0, 0]] if per_token else [2, 0]
     assert batch.batch["staleness"].tolist() == expected
-    sent = policy_inputs(batch, rollout_log_probs=True).batch
+    sent = policy_inputs(batch, requirements(config_of(proximal="a3po"))).batch
     assert {"staleness", "rollout_log_probs"} <= set(sent.keys())
 
 
@@ -222,12 +232,12 @@ def test_the_rows_of_losses_without_a_ratio_say_so() -> None:
         assert (moved > 5e-6) == ("weights" not in row.requires), (name, moved)
 
 
-# In the learner
+# In the training step
 
 
 def test_rejected_rows_leave_the_policys_loss_alone_not_the_baseline_and_not_the_critic() -> None:
     """The rollout's log-probs are 0.05 below the trainer's on every token: sequences of more than 3 tokens leave the band."""
-    config = learner_config("gae")
+    config = step_config("gae")
     plain = learn(config)
     config.algorithm.rollout_correction = settings(rollout_is="token", rollout_rs=["seq_sum_k1"], rollout_rs_threshold=["1.18"])
     run = learn(config)
@@ -242,7 +252,7 @@ def test_rejected_rows_leave_the_policys_loss_alone_not_the_baseline_and_not_the
 
 
 def test_in_bypass_mode_no_pass_is_made_and_the_update_gets_the_rollouts_log_probs() -> None:
-    config = learner_config(mini=2)
+    config = step_config(mini=2)
     config.algorithm.rollout_correction = settings(bypass_mode=True)
     run = learn(config)
     assert "actor.compute_log_prob" not in run.names()
@@ -258,3 +268,65 @@ def test_the_mismatch_is_told_apart_by_staleness() -> None:
     new, old = -math.log(3) / 2, -(math.log(0.25) + math.log(0.9)) / 3
     assert found == pytest.approx({"mismatch/kl/staleness_0": new, "mismatch/kl/staleness_2": old})
     assert mismatch_by_staleness(batch_of()) == {}
+
+
+# The bound: sound engines of each precision pass, a corrupted one stops the run, staleness is allowed for.
+
+
+def bound_of(device: str = "cpu", **rollout: object) -> MismatchBound:
+    config = PPOConfig()
+    config.trainer.device = device
+    for name, value in rollout.items():
+        setattr(config.actor_rollout_ref.rollout, name, value)
+    derive(config)
+    return mismatch_bound(config)
+
+
+@pytest.mark.parametrize(
+    ("bound", "usual"),
+    [
+        (bound_of(), 1e-5),
+        (bound_of(dtype="bfloat16"), 0.02),
+        (bound_of("cuda"), 0.02),
+        (bound_of("cuda", dtype="float16"), 0.02),
+        (bound_of(name="remote", remote=RemoteConfig(urls=["http://host:8000"])), 0.02),
+    ],
+)
+def test_a_corrupted_engine_stops_the_run_and_a_sound_one_says_nothing(
+    bound: MismatchBound, usual: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    for kl in (usual, 0.0, -usual):
+        bound.check({"mismatch/kl": kl})
+    assert not caplog.text
+    bound.check({"mismatch/kl": 20 * usual if usual > 1e-4 else 0.01})
+    assert "does not sample from the policy that is trained" in caplog.text
+    for kl in (6.14, math.inf, math.nan):
+        with pytest.raises(PolicyMismatchError, match=r"mismatch/kl is .* algorithm\.rollout_correction\.mismatch_stop"):
+            bound.check({"mismatch/kl": kl})
+
+
+def test_the_newest_tokens_count_and_old_ones_may_be_farther_away() -> None:
+    bound = bound_of()
+    stale = {"mismatch/kl": 3.0, "mismatch/kl/staleness_4": 4.0}
+    bound.check(stale | {"mismatch/kl/staleness_0": 1e-6})
+    with pytest.raises(PolicyMismatchError, match="staleness_0"):
+        bound.check(stale | {"mismatch/kl/staleness_0": 0.2})
+    bound.check({"mismatch/kl": 0.3, "mismatch/kl/staleness_1": 0.3})  # one step ahead: there are no newer ones
+    with pytest.raises(PolicyMismatchError, match="staleness_1"):
+        bound.check({"mismatch/kl": 6.14, "mismatch/kl/staleness_1": 6.14})
+    bound.check({})  # nothing was measured
+
+
+def test_what_is_another_distribution_has_no_bound_but_the_one_that_is_set() -> None:
+    for change in ({"top_p": 0.9}, {"top_k": 8}):
+        bound_of(**change).check({"mismatch/kl": 2.0})
+    config = PPOConfig()
+    config.trainer.device, config.trainer.replay_from = "cpu", "somewhere"
+    config.algorithm.rollout_correction.mismatch_stop = 0.5
+    with pytest.raises(PolicyMismatchError, match="the bound is 0.5"):
+        mismatch_bound(config).check({"mismatch/kl": 0.6})
+
+
+def test_old_keys_and_values_are_allowed_for() -> None:
+    assert bound_of(mode="async", recompute_kv_cache=False).oldest_keys == 1
+    assert bound_of(mode="async").oldest_keys == 0

@@ -18,7 +18,7 @@ from rlhub.models.tokenizer import load_tokenizer
 from rlhub.protocol import DataProto
 from rlhub.rewards.combine import CombinedManager
 from rlhub.trainer.ppo.reward import JudgeGenerator, ModelScorer, RewardParts, build_rendering, prepare_reward, reward_roles
-from rlhub.workers.runtime import WorkerRuntime
+from rlhub.workers.memory_handover import WorkerRuntime
 from scripts.bench.tiny_model import build as build_words
 from tests.support.chat_model import save_chat_model
 from tests.unit.rewards.test_judge import batch_of

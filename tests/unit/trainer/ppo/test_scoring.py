@@ -1,4 +1,4 @@
-"""Scoring happens once, and the scorer's own numbers become columns where somebody reads them."""
+"""Rows with scores keep them, and the scorer's own numbers become columns where somebody reads them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import RewardResult
-from rlhub.trainer.ppo.learner import reward_components
-from rlhub.trainer.ppo.scoring import Scorer, component
+from rlhub.trainer.ppo.advantages import reward_components
+from rlhub.trainer.ppo.scoring import Samples, Scorer, component
 from rlhub.utils.timing import PhaseTimer
 
 ROWS = 3
@@ -56,16 +56,16 @@ EXTRA = {"correct": np.array([1.0, 0.0, 1.0]), "format": objects(True, 2, 0.5), 
 def test_rewards_of_tools_join_the_score_of_valid_samples() -> None:
     rows = batch()
     rows.batch["added_rewards"] = torch.tensor([[0.5, 0.0], [0.25, 0.25], [0.0, 0.0]])
-    Scorer(reward=CountingReward(result({}, valid=[True, False, True])), timers=PhaseTimer(), metric="score")(rows)
+    Scorer(reward=CountingReward(result({}, valid=[True, False, True])), timers=PhaseTimer(), metric="score").score_rows(rows)
     assert rows.batch["scores"].tolist() == [1.5, 0.0, 0.5] == rows.batch["group_metric"].tolist()
     assert rows.batch["token_level_scores"].tolist() == [[1.5, 1.0], [0.0, 0.0], [0.5, 0.5]]
 
 
-def test_a_scored_batch_is_not_scored_again() -> None:
+def test_rows_that_come_with_scores_keep_them() -> None:
     reward, rows = CountingReward(result({})), batch()
     score = Scorer(reward=reward, timers=PhaseTimer())
-    assert score(rows) == {"reward/num_failed": 0.0}
-    assert score(rows) == {} and reward.calls == 1
+    assert score(Samples(batch=rows)) == {"reward/num_failed": 0.0}
+    assert score(Samples(batch=rows)) == {} and reward.calls == 1
     assert rows.batch["scores"].tolist() == [1.0, 0.0, 0.5] and set(rows.batch.keys()) == {
         "responses", "token_level_scores", "scores", "valid",
     }  # fmt: skip
@@ -73,7 +73,7 @@ def test_a_scored_batch_is_not_scored_again() -> None:
 
 def test_numbers_become_components_and_texts_do_not() -> None:
     rows = batch()
-    Scorer(reward=CountingReward(result(EXTRA)), timers=PhaseTimer(), components=True)(rows)
+    Scorer(reward=CountingReward(result(EXTRA)), timers=PhaseTimer(), components=True).score_rows(rows)
     found = reward_components(rows)
     assert {name: column.tolist() for name, column in found.items()} == {"correct": [1.0, 0.0, 1.0], "format": [1.0, 2.0, 0.5]}
     assert all(column.dtype == torch.float64 for column in found.values())
@@ -81,7 +81,7 @@ def test_numbers_become_components_and_texts_do_not() -> None:
 
 def test_components_are_kept_only_for_those_who_read_them() -> None:
     rows = batch()
-    Scorer(reward=CountingReward(result(EXTRA)), timers=PhaseTimer())(rows)
+    Scorer(reward=CountingReward(result(EXTRA)), timers=PhaseTimer()).score_rows(rows)
     assert reward_components(rows) == {}
 
 

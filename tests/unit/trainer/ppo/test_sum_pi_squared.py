@@ -8,18 +8,7 @@ import pytest
 import torch
 
 from rlhub.protocol import DataProto
-from rlhub.trainer.ppo.learner import Learner
-from rlhub.utils.timing import PhaseTimer
-from tests.unit.trainer.ppo.test_learner import (
-    SCORES,
-    FakeGroup,
-    FakeReward,
-    config_of,
-    learn,
-    log_probs_of,
-    remote,
-    rollout_batch,
-)
+from tests.unit.trainer.ppo.test_step import FakeGroup, config_of, learn, log_probs_of, remote, rollout_batch, step_of
 
 
 class Generous(FakeGroup):
@@ -36,17 +25,8 @@ class Generous(FakeGroup):
 
 def run(group: type[FakeGroup]) -> tuple[torch.Tensor, list[Any]]:
     calls: list[Any] = []
-    actor = group("actor", calls)
-    learner = Learner(
-        config=config_of("optimal_token_baseline"),
-        actor=actor,  # type: ignore[arg-type]
-        reference=actor,  # type: ignore[arg-type]
-        critic=None,
-        reward=FakeReward(calls, SCORES, set()),
-        timers=PhaseTimer(),
-    )
     batch = rollout_batch(2)
-    learner.learn(batch, 1)
+    step_of(config_of("optimal_token_baseline"), calls, group("actor", calls), None, [batch])(1, iter(()))
     return batch.batch["advantages"], calls
 
 

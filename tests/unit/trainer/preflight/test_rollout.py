@@ -12,7 +12,7 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RemoteConfig, RolloutConfig
 from rlhub.config.sections.serve import ServeConfig
 from rlhub.engines.rollout.remote.checks import EVALUATION_ONLY, remote_problems
-from rlhub.registry import load_object
+from rlhub.engines.rollout.remote.dialects import DIALECTS
 from rlhub.trainer.preflight import checks as preflight
 from rlhub.trainer.preflight.rollout import check_episodes, check_rollout_engine, check_weights_reach
 from rlhub.trainer.preflight.serve import check as check_server
@@ -115,8 +115,7 @@ def test_training_asks_more_than_evaluation_and_nothing_where_nobody_generates()
 
 def test_what_serves_evaluation_only_is_what_its_dialect_says() -> None:
     for server in ("rlhub", "vllm", "sglang", "openai"):
-        dialect = load_object(f"rlhub.engines.rollout.remote.{server}:Server")
-        assert dialect.trains == (server not in EVALUATION_ONLY)
+        assert DIALECTS[server].trains == (server not in EVALUATION_ONLY)
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm_async"])

@@ -1,4 +1,4 @@
-"""The task runner: every outcome arrives exactly once, in time, and as what it is."""
+"""The task runner: every result arrives exactly once, in time, and as what it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from rlhub.errors import DeadlineError
 from rlhub.utils.aio import loop_thread
-from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Outcome, Reject, Rejected, TimedOut
+from rlhub.utils.aio.results import Accepted, Cancelled, Failed, Reject, Rejected, TaskResult, TimedOut
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 
 LONG_S = 60.0
@@ -43,13 +43,13 @@ async def fail(error: BaseException) -> None:
     raise error
 
 
-def values(outcomes: list[Outcome]) -> list[Any]:
-    assert all(isinstance(outcome, Accepted) for outcome in outcomes), outcomes
-    return [outcome.value for outcome in outcomes if isinstance(outcome, Accepted)]
+def values(results: list[TaskResult]) -> list[Any]:
+    assert all(isinstance(result, Accepted) for result in results), results
+    return [result.value for result in results if isinstance(result, Accepted)]
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Wait for something that no outcome announces."""
+    """Wait for something that no result announces."""
     end = time.monotonic() + LONG_S
     while not holds():
         assert time.monotonic() < end
@@ -68,7 +68,7 @@ def test_every_way_to_end_has_its_type(runner: AsyncTaskRunner) -> None:
         "exited": runner.submit(fail, SystemExit(3)),
     }
     assert runner.cancel(ids["cancelled"])
-    found = {outcome.task_id: outcome for outcome in runner.wait(len(ids), timeout=LONG_S)}
+    found = {result.task_id: result for result in runner.wait(len(ids), timeout=LONG_S)}
     assert found[ids["accepted"]] == Accepted(task_id=ids["accepted"], value=3)
     assert found[ids["none"]] == Rejected(task_id=ids["none"], reason="the task returned None")
     assert found[ids["rejected"]] == Rejected(task_id=ids["rejected"], reason="too long")
@@ -163,7 +163,7 @@ def test_asubmit_waits_without_holding_up_its_loop_and_leaves_no_trace_when_canc
     runner = AsyncTaskRunner(max_queued=1)
     runner.pause()
 
-    async def main() -> list[Outcome]:
+    async def main() -> list[TaskResult]:
         await runner.asubmit(give, 1)
         second = asyncio.create_task(runner.asubmit(give, 2))
         third = asyncio.create_task(runner.asubmit(give, 3))
@@ -173,7 +173,7 @@ def test_asubmit_waits_without_holding_up_its_loop_and_leaves_no_trace_when_canc
         assert isinstance((await asyncio.gather(second, return_exceptions=True))[0], asyncio.CancelledError)
         runner.resume()
         await third
-        return await runner.await_outcomes(2, timeout=LONG_S)
+        return await runner.await_results(2, timeout=LONG_S)
 
     try:
         assert values(asyncio.run(main())) == [1, 3]
@@ -188,12 +188,12 @@ def test_cancel_ends_queued_and_running_tasks_and_says_whether_there_was_one(run
     runner.pause()
     queued = runner.submit(give, 2)
     assert runner.cancel(queued) and runner.cancel(running) and not runner.cancel("nobody")
-    assert {outcome.task_id for outcome in runner.wait(2, timeout=LONG_S)} == {queued, running}
+    assert {result.task_id for result in runner.wait(2, timeout=LONG_S)} == {queued, running}
     assert not runner.cancel(queued) and runner.num_queued == 0
     runner.resume()
     for _ in range(200):  # at every moment of a task's start
         assert runner.cancel(runner.submit(give, 1, LONG_S))
-    assert all(isinstance(outcome, Cancelled) for outcome in runner.wait(200, timeout=LONG_S))
+    assert all(isinstance(result, Cancelled) for result in runner.wait(200, timeout=LONG_S))
 
 
 def test_a_task_that_catches_its_cancellation_ends_as_what_it_returns(runner: AsyncTaskRunner) -> None:
@@ -236,10 +236,10 @@ def test_ids_are_unique_among_tasks_that_live(runner: AsyncTaskRunner) -> None:
 
 
 def test_waiters_are_served_in_turn_and_one_that_goes_away_gives_back(runner: AsyncTaskRunner) -> None:
-    async def main() -> list[list[Outcome]]:
-        gone = asyncio.create_task(runner.await_outcomes(2))
-        first = asyncio.create_task(runner.await_outcomes(2, timeout=LONG_S))
-        second = asyncio.create_task(runner.await_outcomes(1, timeout=LONG_S))
+    async def main() -> list[list[TaskResult]]:
+        gone = asyncio.create_task(runner.await_results(2))
+        first = asyncio.create_task(runner.await_results(2, timeout=LONG_S))
+        second = asyncio.create_task(runner.await_results(1, timeout=LONG_S))
         await asyncio.sleep(0.02)
         runner.submit(give, 1)
         until(lambda: runner.num_ready == 1)
@@ -254,7 +254,7 @@ def test_waiters_are_served_in_turn_and_one_that_goes_away_gives_back(runner: As
 
 def test_a_waiter_that_was_served_and_cancelled_in_the_same_moment_gives_back(runner: AsyncTaskRunner) -> None:
     async def main() -> None:
-        waiting = asyncio.create_task(runner.await_outcomes(1))
+        waiting = asyncio.create_task(runner.await_results(1))
         await asyncio.sleep(0.02)
         runner.submit(give, 1)
         until(lambda: not runner._results._waiters)  # it is served, and its loop has not noticed
@@ -265,13 +265,13 @@ def test_a_waiter_that_was_served_and_cancelled_in_the_same_moment_gives_back(ru
     assert values(runner.wait(1, timeout=LONG_S)) == [1]
 
 
-def test_on_outcome_runs_on_the_loop_may_submit_and_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_result_runs_on_the_loop_may_submit_and_may_fail(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[Any] = []
     done = threading.Event()
 
-    def take(outcome: Outcome) -> None:
+    def take(result: TaskResult) -> None:
         assert asyncio.get_running_loop() is runner.loop
-        seen.extend(values([outcome]))
+        seen.extend(values([result]))
         if seen[-1] == 1:
             raise ValueError("a bug of the callback's")
         if seen[-1] == 3000:
@@ -279,13 +279,13 @@ def test_on_outcome_runs_on_the_loop_may_submit_and_may_fail(caplog: pytest.LogC
         else:
             runner.submit(give, seen[-1] + 1)  # far more often than a recursion could go deep
 
-    runner = AsyncTaskRunner(on_outcome=take)
+    runner = AsyncTaskRunner(on_result=take)
     try:
         runner.submit(give, 1)
         runner.submit(give, 2)
         assert done.wait(LONG_S)
         assert seen == list(range(1, 3001)) and runner.num_ready == 0
-        assert "on_outcome of tasks failed for task 0" in caplog.text
+        assert "on_result of tasks failed for task 0" in caplog.text
     finally:
         runner.close()
 
@@ -315,7 +315,7 @@ def test_close_ends_everything_once_and_wakes_who_waits() -> None:
     for thread in threads:
         thread.join(LONG_S)
     assert len(failures) == 2 and all("closed" in str(error) for error in failures)
-    assert [type(outcome) for outcome in runner.poll()] == [Cancelled] * 3
+    assert [type(result) for result in runner.poll()] == [Cancelled] * 3
     with pytest.raises(RuntimeError, match="is closed"):
         runner.submit(give, 4)
     with pytest.raises(RuntimeError, match="was closed: 0 of 1"):
@@ -328,8 +328,8 @@ def test_nothing_waits_on_its_own_loop(runner: AsyncTaskRunner) -> None:
         runner.wait(1)
 
     runner.submit(deadlock)
-    (outcome,) = runner.wait(1, timeout=LONG_S)
-    assert isinstance(outcome, Failed) and "use await_outcomes" in str(outcome.error)
+    (result,) = runner.wait(1, timeout=LONG_S)
+    assert isinstance(result, Failed) and "use await_results" in str(result.error)
 
 
 @pytest.mark.parametrize("limit", ["max_concurrent", "max_queued", "max_results"])
@@ -412,9 +412,9 @@ def test_whatever_threads_do_each_task_has_exactly_one_outcome() -> None:
         choose = random.Random(seed)
         while busy.is_set():
             try:
-                found.extend(outcome.task_id for outcome in runner.wait(choose.randint(1, 20), timeout=choose.random() * 0.002))
+                found.extend(result.task_id for result in runner.wait(choose.randint(1, 20), timeout=choose.random() * 0.002))
             except TimeoutError:
-                found.extend(outcome.task_id for outcome in runner.poll(choose.randint(0, 3)))
+                found.extend(result.task_id for result in runner.poll(choose.randint(0, 3)))
 
     feeders = [threading.Thread(target=feed, args=(seed,), daemon=True) for seed in range(3)]
     drainers = [threading.Thread(target=drain, args=(seed,), daemon=True) for seed in range(2)]
@@ -430,6 +430,6 @@ def test_whatever_threads_do_each_task_has_exactly_one_outcome() -> None:
     busy.clear()
     for thread in drainers:
         thread.join(LONG_S)
-    found.extend(outcome.task_id for outcome in runner.poll())
+    found.extend(result.task_id for result in runner.poll())
     runner.close()
     assert len(submitted) == 360 and sorted(found) == sorted(submitted)

@@ -1,0 +1,266 @@
+"""EpisodeActor, the object of an AsyncActor: runs the episodes' own code (tools, tokenizing, environments) in its process.
+
+Generation, scoring and environment actors stay with the driver: what an episode asks of them waits here until the driver, which
+fetches the questions with `next`, sends the answer.  An episode may have several questions open at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rlhub.agents.remote.environment_asks import AskedEnvironments, EnvironmentAsk
+from rlhub.agents.trajectory import Trajectory
+from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts, build_workflow
+from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
+from rlhub.errors import RlhubError, WorkflowError
+from rlhub.utils.aio.results import Reject
+
+
+class WorkflowKey(NamedTuple):
+    """The workflow of an episode.  purpose: which of the actor's samplings; name: as `build_workflow` takes it."""
+
+    purpose: str
+    name: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class EpisodeActorSettings:
+    """The parts of which an episode actor builds its workflows; they travel to it.
+
+    tokenizer: makes it.  samplings: by purpose.  kwargs: the workflows' own settings.  folder: the driver's working directory,
+    from which relative paths in the settings and names count; "" stays where the process is.  lends_environments: the driver
+    has environments for the episodes; else each workflow runs its own here.
+    """
+
+    tokenizer: Callable[[], Any]
+    samplings: Mapping[str, SamplingParams]
+    max_prompt_length: int
+    max_response_length: int
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    folder: str = ""
+    lends_environments: bool = False
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Ask:
+    """The episode wants a completion; the answer is a Completion.  followed: and it wants the tokens as they come."""
+
+    number: int
+    request: GenerationRequest
+    params: SamplingParams
+    followed: bool = False
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ScoreAsk:
+    """The episode wants a score; the answer is that of `agents.workflows.base.Score`."""
+
+    number: int
+    row: Mapping[str, Any]
+    text: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Withdrawn:
+    """The episode waits no longer for the answer to this question."""
+
+    number: int
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Ended:
+    """The episode's last message.  rejected: why it raised Reject."""
+
+    trajectory: Trajectory | None = None
+    rejected: str | None = None
+
+
+Message = Ask | ScoreAsk | EnvironmentAsk | Withdrawn | Ended
+
+_CURRENT: ContextVar[_Episode] = ContextVar("rlhub_episode")
+"""The episode that a piece of code belongs to: all episodes of a workflow share its parts, and so their `score`."""
+
+
+class EpisodeActor:
+    """See the module docstring.  All methods run on one event loop; a session is one run of one episode."""
+
+    def __init__(self, settings: EpisodeActorSettings) -> None:
+        if settings.folder and os.getcwd() != settings.folder:
+            os.chdir(settings.folder)
+        self._settings = settings
+        self._tokenizer = settings.tokenizer()
+        self._workflows: dict[WorkflowKey, RolloutWorkflow] = {}
+        self._episodes: dict[str, _Episode] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    async def begin(self, session: str, workflow: WorkflowKey, data: EpisodeData) -> None:
+        """Starts an episode."""
+        if session in self._episodes:
+            raise WorkflowError(f"session {session} runs already: give every run of an episode a name of its own")
+        episode = self._episodes[session] = _Episode()
+        episode.task = asyncio.create_task(self._run(episode, workflow, data))
+
+    async def next(self, session: str) -> Message:
+        """Returns what the episode asks next, in order; waits for it.  Raises the episode's error, and drops it at its end."""
+        episode = self._episodes.get(session)
+        if episode is None:
+            raise WorkflowError(f"no session {session} runs here: it has ended or was cancelled")
+        message = await episode.messages.get()
+        if isinstance(message, Ended | Exception):
+            self._episodes.pop(session, None)
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def answer(self, session: str, number: int, value: Any) -> None:
+        """Takes the answer to question `number`.  One that nobody waits for any more is ignored."""
+        if session in self._episodes:
+            self._episodes[session].settle(number, value, None)
+
+    async def report_progress(self, session: str, number: int, progress: Progress) -> None:
+        """Takes more tokens of the completion that question `number` asks for.  In order: one call after the other."""
+        if session in self._episodes:
+            self._episodes[session].report_progress(number, progress)
+
+    async def refuse(self, session: str, number: int, error: RlhubError) -> None:
+        """Raises this error in the episode: there is no answer to question `number`."""
+        if session in self._episodes:
+            self._episodes[session].settle(number, None, error)
+
+    async def cancel(self, session: str) -> None:
+        """Ends an episode; its code cleans up after this has returned.  An unknown session is ignored."""
+        episode = self._episodes.pop(session, None)
+        if episode is not None and episode.task is not None:
+            episode.unwanted = True
+            episode.task.cancel()
+            self._leaving.add(episode.task)
+            episode.task.add_done_callback(self._leaving.discard)
+
+    async def close(self) -> None:
+        """Ends all episodes and releases what their workflows hold."""
+        for session in list(self._episodes):
+            await self.cancel(session)
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await asyncio.gather(*(workflow.aclose() for workflow in self._workflows.values()))
+        self._workflows.clear()
+
+    async def _run(self, episode: _Episode, key: WorkflowKey, data: EpisodeData) -> None:
+        _CURRENT.set(episode)
+        end: Ended | Exception
+        try:
+            end = Ended(trajectory=await self._workflow(key).arun_episode(episode, data))
+        except Reject as reason:
+            end = Ended(rejected=str(reason))
+        except asyncio.CancelledError:
+            if episode.unwanted:
+                raise
+            end = WorkflowError(f"episode {data.session} was cancelled by its own code")
+        except Exception as error:  # noqa: BLE001  the task's boundary: raised where the driver asks for the next message
+            end = error
+        episode.messages.put_nowait(end)
+
+    def _workflow(self, key: WorkflowKey) -> RolloutWorkflow:
+        if key not in self._workflows:
+            settings = self._settings
+            parts = WorkflowParts(
+                tokenizer=self._tokenizer,
+                sampling=settings.samplings[key.purpose],
+                max_prompt_length=settings.max_prompt_length,
+                max_response_length=settings.max_response_length,
+                score=_score,
+                kwargs=settings.kwargs,
+                environments=AskedEnvironments(_current) if settings.lends_environments else None,
+            )
+            self._workflows[key] = build_workflow(key.name, parts)
+        return self._workflows[key]
+
+
+class _Episode:
+    """One running episode, and the engine that its code calls."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[Message | Exception] = asyncio.Queue()
+        self.task: asyncio.Task[None] | None = None
+        self.unwanted = False
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._following: dict[int, Follow] = {}
+        self._numbers = itertools.count()
+
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+        """Generates with the driver's engine."""
+        ask = Ask(number=next(self._numbers), request=request, params=params, followed=follow is not None)
+        if follow is not None:
+            self._following[ask.number] = follow
+        try:
+            completion: Completion = await self._asked(ask)
+        finally:
+            self._following.pop(ask.number, None)
+        return completion
+
+    def report_progress(self, number: int, progress: Progress) -> None:
+        """Passes tokens to the follower of this question's completion, if that has not come yet."""
+        waiting = self._open.get(number)
+        if waiting is None or waiting.done():
+            return
+        try:
+            self._following[number](progress)
+        except Exception as error:  # noqa: BLE001  the follower's own code: its error is that of its request
+            waiting.set_exception(error)
+            self.messages.put_nowait(Withdrawn(number=number))
+
+    async def score(self, row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
+        """Scores with the driver's reward function."""
+        number = next(self._numbers)
+        found: tuple[float, dict[str, float]] = await self._asked(ScoreAsk(number=number, row=row, text=text))
+        return found
+
+    async def ask_environment(self, lease: int, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Calls one of the driver's environments."""
+        return await self._asked(EnvironmentAsk(number=next(self._numbers), lease=lease, method=method, arguments=arguments))
+
+    def notify_environment(self, lease: int, method: str) -> None:
+        """Sends a message without an answer: the driver may have left already."""
+        self.messages.put_nowait(EnvironmentAsk(number=next(self._numbers), lease=lease, method=method))
+
+    def settle(self, number: int, value: Any, error: RlhubError | None) -> None:
+        """Gives an answer, or an error, to the code that waits for it."""
+        waiting = self._open.get(number)
+        if waiting is None or waiting.done():
+            return
+        if error is None:
+            waiting.set_result(value)
+        else:
+            waiting.set_exception(error)
+
+    async def _asked(self, question: Ask | ScoreAsk | EnvironmentAsk) -> Any:
+        answer = self._open[question.number] = asyncio.get_running_loop().create_future()
+        self.messages.put_nowait(question)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.messages.put_nowait(Withdrawn(number=question.number))
+            raise
+        finally:
+            del self._open[question.number]
+
+
+async def _score(row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
+    """Scores for the episode that the running code belongs to: `WorkflowParts.score` in the actor."""
+    return await _current().score(row, text)
+
+
+def _current() -> _Episode:
+    """Returns the episode that the running code belongs to."""
+    episode = _CURRENT.get(None)
+    if episode is None:
+        raise WorkflowError(
+            "a score or an environment was asked for by code that belongs to no episode: use the workflow's parts within "
+            "arun_episode"
+        )
+    return episode

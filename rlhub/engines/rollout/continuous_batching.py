@@ -1,0 +1,414 @@
+"""Continuous batching: a thread that steps an engine, and requests that join and leave between two steps.
+
+Engines differ only in their Stepper.  What is the same for all is here: callers on any event loop, cancellation, pausing
+for new weights, the version of each token, and what happens to the waiting requests when a step fails.  `SteppedEngine` is the
+half of a RolloutEngine that follows from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from rlhub.engines.rollout.base import (
+    Completion,
+    FinishReason,
+    Follow,
+    GenerationRequest,
+    Progress,
+    RolloutEngine,
+    SamplingParams,
+)
+from rlhub.engines.rollout.registry import RolloutSetup
+from rlhub.engines.rollout.request_checks import check_requests
+from rlhub.errors import EngineError, RequestError
+from rlhub.utils import faults
+
+
+class TokenEvent(NamedTuple):
+    """One sampled token of the request `key`; finish: None if more follow.  Log-probs that were not asked for may be 0."""
+
+    key: int
+    token: int
+    log_prob: float
+    finish: FinishReason | None
+
+
+class Stepper(Protocol):
+    """An engine's state of a continuous batch.  Calls come from one thread at a time, never two at once."""
+
+    def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
+        """Takes a checked request; it joins at the next step."""
+
+    def step(self) -> Sequence[TokenEvent]:
+        """Computes one step of all requests, of which there is at least one; a step may yield no token (a long prompt being read
+        in parts)."""
+
+    def remove(self, keys: Collection[int]) -> None:
+        """Forgets these requests; those it does not know have ended already."""
+
+    def recompute(self) -> None:
+        """Computes the running requests' keys and values again before the next step: the weights have changed."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Live:
+    """A request whose caller waits."""
+
+    key: int
+    request: GenerationRequest
+    params: SamplingParams
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Completion]
+    follow: Follow | None = None
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def completion(self, reason: FinishReason) -> Completion:
+        log_probs = self.log_probs if self.params.log_probs else []
+        return Completion(token_ids=self.tokens, log_probs=log_probs, finish_reason=reason, versions=self.versions)
+
+    def progress(self, event: TokenEvent, version: int) -> Progress:
+        log_probs = [event.log_prob] if self.params.log_probs else []
+        return Progress(token_ids=[event.token], log_probs=log_probs, versions=[version], finish_reason=event.finish)
+
+
+Answer = tuple[_Live, Completion | Progress | BaseException]
+"""What a request's caller gets: its completion, an error, or, if it follows the request, a token on the way there."""
+
+
+class EngineLoop:
+    """The loop of one engine.  Its thread starts with the first request; `version` gives the live weights' policy version.
+
+    All fields are read and written under `_changed`; the stepper only by the thread, or by who holds `exclusive`.
+    """
+
+    def __init__(self, make_stepper: Callable[[], Stepper], version: Callable[[], int], *, name: str = "rollout") -> None:
+        self._make_stepper = make_stepper
+        self._version = version
+        self._name = name
+        self._changed = threading.Condition()
+        self._keys = itertools.count()
+        self._live: dict[int, _Live] = {}
+        self._arrived: list[_Live] = []
+        self._removed: set[int] = set()
+        self._paused = self._stepping = self._stale = self._recompute = self._closed = False
+        self._user: str | None = None  # who has the engine alone
+        self._failure: BaseException | None = None
+        self._stepper: Stepper | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def load(self) -> int:
+        """The number of requests that wait or run."""
+        return len(self._live)
+
+    @property
+    def failure(self) -> str:
+        """The error of a step, after which there will be none; "" without one."""
+        return "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
+
+    @property
+    def paused(self) -> bool:
+        """Whether the loop pauses."""
+        return self._paused
+
+    async def generate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+        """Queues one checked request and waits for its completion; cancelling ends it."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        live = _Live(key=next(self._keys), request=request, params=params, loop=loop, future=future, follow=follow)
+        with self._changed:
+            self._refuse()
+            self._start()
+            self._live[live.key] = live
+            self._arrived.append(live)
+            self._changed.notify_all()
+        try:
+            return await live.future
+        finally:
+            self._forget(live)
+
+    def _refuse_failed(self) -> None:
+        if self._failure is not None:
+            raise EngineError(f"the rollout engine failed in a step and must be built again: {self._failure}") from self._failure
+
+    def _refuse(self) -> None:
+        self._refuse_failed()
+        if self._closed:
+            raise EngineError("the rollout engine was shut down")
+        if self._user is not None and not self._paused:
+            raise EngineError(f"the rollout engine is busy with {self._user}: pause() before it lets single requests wait")
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._stepper = self._make_stepper()
+            self._thread = threading.Thread(target=self._run, name=f"{self._name}-steps", daemon=True)
+            self._thread.start()
+
+    def _forget(self, live: _Live) -> None:
+        """Lets a cancelled request leave; one that has ended has left already."""
+        with self._changed:
+            if self._live.pop(live.key, None) is not None:
+                self._removed.add(live.key)
+                self._changed.notify_all()
+
+    def pause(self) -> None:
+        """Stops between two steps; no step is computing when this returns.  Idempotent."""
+        with self._changed:
+            self._paused = True
+            self._changed.wait_for(lambda: not self._stepping)
+
+    def resume(self, *, recompute: bool = True) -> None:
+        """Steps again.  recompute: where `weights_changed` was called, the stepper recomputes."""
+        with self._changed:
+            if self._user is not None:
+                raise EngineError(f"the rollout engine cannot go on before the end of {self._user}")
+            self._recompute = self._recompute or (recompute and self._stale)
+            self._stale = self._stale and not recompute and bool(self._live)
+            self._paused = False
+            self._changed.notify_all()
+
+    def weights_changed(self) -> None:
+        """Notes that the keys and values of the current requests belong to other weights."""
+        with self._changed:
+            self._stale = bool(self._live)
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Answers these requests (None: all) with the tokens they have."""
+        with self._changed:
+            chosen = [live for live in self._live.values() if request_ids is None or live.request.request_id in request_ids]
+            for live in chosen:
+                del self._live[live.key]
+                self._removed.add(live.key)
+            self._changed.notify_all()
+        _deliver([(live, live.completion("abort")) for live in chosen])
+
+    @contextmanager
+    def exclusive(self, purpose: str, *, among_requests: bool = False) -> Iterator[None]:
+        """Gives the engine to the caller alone.  Raises EngineError while requests wait or run: always, or, with
+        `among_requests`, unless the engine is paused."""
+        with self._changed:
+            self._refuse_exclusive(purpose, among_requests)
+            self._user = purpose
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._stepping)
+                self._apply_removals()
+            yield
+        finally:
+            with self._changed:
+                self._user = None
+                self._changed.notify_all()
+
+    def _refuse_exclusive(self, purpose: str, among_requests: bool) -> None:
+        self._refuse_failed()
+        if self._user is not None:
+            raise EngineError(f"the rollout engine is busy with {self._user}, so {purpose} must wait")
+        if self._live and not (among_requests and self._paused):
+            remedy = "pause() first" if among_requests else "await or abort() them first"
+            raise EngineError(f"{purpose} while {len(self._live)} single requests wait or run: {remedy}")
+
+    def close(self) -> None:
+        """Ends the thread; waiting requests get an EngineError.  Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            answers = self._take_all(EngineError("the rollout engine was shut down while requests waited"))
+            thread = self._thread
+        _deliver(answers)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        """Runs in the thread: steps while there are requests, and sleeps otherwise."""
+        while self._prepare():
+            answers: list[Answer] = []
+            try:
+                answers = self._advance()
+            except BaseException as error:  # noqa: BLE001  a thread's boundary: its error belongs to the waiting callers
+                with self._changed:
+                    self._failure = error
+                    answers = self._take_all(error)
+            with self._changed:
+                self._stepping = False
+                self._changed.notify_all()
+            _deliver(answers)
+
+    def _prepare(self) -> bool:
+        """Waits until there is something to do and takes it; False ends the thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._has_work())
+            self._stepping = not self._closed
+            return not self._closed
+
+    def _has_work(self) -> bool:
+        idle = self._paused or self._user is not None or self._failure is not None
+        return not idle and bool(self._live or self._removed)
+
+    def _advance(self) -> list[Answer]:
+        """Lets requests join and leave, then computes one step; returns what callers get from it."""
+        assert self._stepper is not None
+        with self._changed:
+            recompute, self._recompute = self._recompute, False
+            self._apply_removals()
+            arrived, self._arrived = self._arrived, []
+            arrived = [live for live in arrived if live.key in self._live]
+            running = len(self._live)
+        if recompute:
+            self._stepper.recompute()
+        if running == self._refused(arrived):
+            return []
+        version = self._version()  # no update begins while a step is computing
+        faults.at("engine.step")
+        events = self._stepper.step()
+        with self._changed:
+            return self._record(events, version)
+
+    def _refused(self, arrived: Sequence[_Live]) -> int:
+        """Hands requests to the stepper; returns how many it has not taken.  What is wrong with one ends that one alone."""
+        assert self._stepper is not None
+        refused: list[Answer] = []
+        for live in arrived:
+            try:
+                self._stepper.add(live.key, live.request, live.params)
+            except EngineError:
+                raise  # it can take none
+            except Exception as error:  # noqa: BLE001  whatever the engine says of this request belongs to its caller
+                refusal = RequestError(f"the engine refuses the request: {type(error).__name__}: {error}")
+                refusal.__cause__ = error
+                refused.append((live, refusal))
+        with self._changed:
+            for live, _ in refused:
+                self._live.pop(live.key, None)
+        _deliver(refused)  # whatever becomes of the step
+        return len(refused)
+
+    def _apply_removals(self) -> None:
+        if self._removed and self._stepper is not None:
+            self._stepper.remove(self._removed)
+        self._removed = set()
+
+    def _record(self, events: Sequence[TokenEvent], version: int) -> list[Answer]:
+        answers: list[Answer] = []
+        for event in events:
+            key, token, log_prob, reason = event
+            live = self._live.get(key)
+            if live is None:  # left during the step
+                continue
+            live.tokens.append(token)
+            live.log_probs.append(log_prob)
+            live.versions.append(version)
+            if live.follow is not None:
+                answers.append((live, live.progress(event, version)))
+            if reason is not None:
+                del self._live[key]
+                answers.append((live, live.completion(reason)))
+        return answers
+
+    def _take_all(self, error: BaseException) -> list[Answer]:
+        """Takes out every request, to be answered with `error`."""
+        answers: list[Answer] = [(live, error) for live in self._live.values()]
+        self._live, self._arrived = {}, []
+        return answers
+
+
+def _deliver(answers: Sequence[Answer]) -> None:
+    """Hands answers to their event loops, one call a loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Answer]] = {}
+    for answer in answers:
+        by_loop.setdefault(answer[0].loop, []).append(answer)
+    for loop, group in by_loop.items():
+        with suppress(RuntimeError):  # the loop is closed: its callers are gone
+            loop.call_soon_threadsafe(_settle, group)
+
+
+def _settle(answers: Sequence[Answer]) -> None:
+    for live, outcome in answers:
+        if live.future.done():  # cancelled meanwhile
+            continue
+        if isinstance(outcome, Progress):
+            _stream(live, outcome)
+        elif isinstance(outcome, BaseException):
+            live.future.set_exception(_as_engine_error(outcome))
+        else:
+            live.future.set_result(outcome)
+
+
+def _stream(live: _Live, progress: Progress) -> None:
+    assert live.follow is not None
+    try:
+        live.follow(progress)
+    except Exception as error:  # noqa: BLE001  the caller's own code: its error is the caller's, not that of others with tokens in this step
+        live.future.set_exception(error)
+
+
+def _as_engine_error(error: BaseException) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    wrapped = EngineError(f"a step of the rollout engine failed: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+class SteppedEngine(RolloutEngine):
+    """A RolloutEngine that is stepped.  Subclasses set `_ready`: whether there is a whole set of weights, awake."""
+
+    def __init__(self, setup: RolloutSetup) -> None:
+        self.version = -1
+        self._setup = setup
+        self._ready = False
+        self._loop = EngineLoop(self._make_stepper, lambda: self.version)
+
+    @abstractmethod
+    def _make_stepper(self) -> Stepper:
+        """Returns the engine's stepper; called once, with the first single request."""
+
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+        if not self._loop.paused:  # else it waits, with those that are there, for the weights
+            self._refuse_unready("generate")
+        self._check([request], params)
+        return await self._loop.generate(request, params, follow)
+
+    @property
+    def load(self) -> int:
+        return self._loop.load
+
+    @property
+    def failure(self) -> str:
+        return self._loop.failure
+
+    def pause(self) -> None:
+        self._loop.pause()
+
+    def resume(self, *, recompute: bool = True) -> None:
+        if self._loop.paused:
+            self._refuse_unready("resume")
+        self._loop.resume(recompute=recompute)
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        self._loop.abort(request_ids)
+
+    def _refuse_unready(self, action: str) -> None:
+        if not self._ready:
+            raise EngineError(
+                f"the engine has no whole set of weights: initialize, wake_up and update_weights come before {action}"
+            )
+
+    def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
+        check_requests(requests, params, max_model_len=self._setup.max_model_len, vocab_size=self.vocab_size)
+
+    def _generating(self) -> AbstractContextManager[None]:
+        """Holds off single requests around a whole batch."""
+        return self._loop.exclusive("generate")
+
+    def _updating(self) -> AbstractContextManager[None]:
+        """Holds off steps around a weight update."""
+        return self._loop.exclusive("the weight update", among_requests=True)

@@ -1,0 +1,206 @@
+"""Sources of training batches that no engine of this job generates.
+
+    collecting job: prompts -> episodes -> <rollout.trajectories_folder> -> CollectedSource: steps -> <rollout.weights_folder>
+    an earlier run: RecordingSource -> <run folder>/batches -> ReplaySource: the same steps again
+
+The collecting job takes its weights from the weights folder, and bounds staleness by itself, by the newest version it finds
+there.  A recorded batch is all that the step reads after scoring, before it deals the rows to the ranks; so the same
+configuration and seed give the same weights, bit for bit on CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhub.checkpoint.files import FileEntry
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.data.prompts import PromptLoader
+from rlhub.errors import DataError, WorkflowError
+from rlhub.models.tokenizer import Vocabulary, read_vocabulary
+from rlhub.protocol import DataProto
+from rlhub.rollout_service.executor.batches import episode_metrics, to_batch
+from rlhub.rollout_service.trajectory_files import TrajectoryReader
+from rlhub.trainer.ppo.scoring import Samples
+from rlhub.trainer.ppo.step import SampleSource
+from rlhub.utils.atomic import TEMPORARY_SUFFIX
+from rlhub.utils.timing import PhaseTimer
+
+RECORDINGS = "batches"
+"""Folder of the recorded batches in the run folder."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CollectedSource:
+    """The SampleSource of training batches out of files that another job writes while this one trains.
+
+    The loader stays where it is.  write: the training ranks leave their weights in a folder, which the collecting job waits for.
+    """
+
+    config: PPOConfig
+    loader: PromptLoader
+    reader: TrajectoryReader
+    vocabulary: Vocabulary
+    write: Callable[[str, int], object]
+    timers: PhaseTimer
+    policy_version: int = field(init=False, default=0)
+    metrics: dict[str, float] = field(init=False, default_factory=dict)
+    _published: int | None = field(init=False, default=None)
+
+    def publish(self) -> None:
+        """The weights are in the folder when this returns."""
+        folder = self.config.actor_rollout_ref.rollout.weights_folder
+        assert folder is not None, "checked before start"
+        if self._published != self.policy_version:
+            with self.timers.measure("write_weights"):
+                self.write(folder, self.policy_version)
+            self._published = self.policy_version
+
+    def sample(self, prompts: Iterator[DataProto], step: int) -> Samples:
+        """Returns the next groups that were collected.  Raises WorkflowError where the collecting job has ended."""
+        wanted = self.config.data.train_batch_size
+        with self.timers.measure("wait_for_episodes"):
+            groups = self.reader.next_groups(wanted, self.config.trainer.deadline_s.generate, step=step)
+        if len(groups) < wanted:
+            raise WorkflowError(
+                f"step {step} needs {wanted} groups; only {len(groups)} came, and the job that collects has ended"
+            )
+        batch = to_batch(groups, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size)
+        batch.meta_info["policy_version"] = self.policy_version
+        self.metrics = self.reader.metrics() | episode_metrics(groups)
+        return Samples(batch=batch)
+
+    def select(self, samples: Samples) -> DataProto:
+        """All of them."""
+        return samples.batch
+
+    def trained(self, step: int) -> None:
+        self.policy_version = step
+        self.reader.set_version(step)
+
+    def save(self, folder: Path) -> list[FileEntry]:
+        return []
+
+    def state(self) -> dict[str, Any]:
+        return {"loader": self.loader.state(), "policy_version": self.policy_version, "collected": self.reader.state()}
+
+    def load_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        self.loader.load_state(state["loader"])
+        self.policy_version = state["policy_version"]
+        if "collected" in state:
+            self.reader.load_state(state["collected"])
+
+
+def build_collected(
+    config: PPOConfig, loader: PromptLoader, tokenizer: Any, write: Callable[[str, int], object], timers: PhaseTimer
+) -> CollectedSource:
+    """Returns the source of a configuration that config.asynchronous has passed."""
+    rollout = config.actor_rollout_ref.rollout
+    assert rollout.trajectories_folder is not None
+    return CollectedSource(
+        config=config,
+        loader=loader,
+        reader=TrajectoryReader(rollout.trajectories_folder),
+        vocabulary=read_vocabulary(config.actor_rollout_ref.model, tokenizer),
+        write=write,
+        timers=timers,
+    )
+
+
+def batch_file(folder: Path, step: int) -> Path:
+    """Returns the file of the batch of that training step."""
+    return folder / f"step-{step:06d}.safetensors"
+
+
+@dataclass(slots=True)
+class RecordingSource:
+    """Another source, whose training batches are written to the folder, scored."""
+
+    source: SampleSource
+    folder: Path
+    _step: int = field(init=False, default=0)
+
+    @property
+    def policy_version(self) -> int:
+        return self.source.policy_version
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.source.metrics
+
+    def publish(self) -> None:
+        self.source.publish()
+
+    def sample(self, prompts: Iterator[DataProto], step: int) -> Samples:
+        self._step = step
+        return self.source.sample(prompts, step)
+
+    def select(self, samples: Samples) -> DataProto | None:
+        """Returns what the other source does, and records it."""
+        batch = self.source.select(samples)
+        if batch is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = batch_file(self.folder, self._step)
+            aside = path.with_name(path.name + TEMPORARY_SUFFIX)
+            batch.select(non_tensor_batch_keys=[]).save_to_disk(aside)
+            aside.rename(path)
+        return batch
+
+    def trained(self, step: int) -> None:
+        self.source.trained(step)
+
+    def save(self, folder: Path) -> list[FileEntry]:
+        return self.source.save(folder)
+
+    def state(self) -> dict[str, Any]:
+        return self.source.state()
+
+    def load_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        self.source.load_state(state, folder)
+
+
+@dataclass(slots=True)
+class ReplaySource:
+    """The SampleSource of the recorded batches of a folder.  No prompts are drawn: the loader stays where it is."""
+
+    folder: Path
+    loader: PromptLoader
+    policy_version: int = field(init=False, default=0)
+    metrics: dict[str, float] = field(init=False, default_factory=dict)
+
+    def publish(self) -> None:
+        """Nothing generates."""
+
+    def sample(self, prompts: Iterator[DataProto], step: int) -> Samples:
+        """Raises DataError where the recording ends."""
+        path = batch_file(self.folder, step)
+        if not path.is_file():
+            raise DataError(
+                f"trainer.replay_from={self.folder} has no batch of step {step} ({path.name}), but {num_recorded(self.folder)} "
+                "others: set trainer.total_training_steps to as many, or name the folder of another run"
+            )
+        return Samples(batch=DataProto.load_from_disk(path))
+
+    def select(self, samples: Samples) -> DataProto:
+        """The batch as it was recorded."""
+        return samples.batch
+
+    def trained(self, step: int) -> None:
+        self.policy_version = step
+
+    def save(self, folder: Path) -> list[FileEntry]:
+        return []
+
+    def state(self) -> dict[str, Any]:
+        return {"loader": self.loader.state(), "policy_version": self.policy_version}
+
+    def load_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        self.loader.load_state(state["loader"])
+        self.policy_version = state["policy_version"]
+
+
+def num_recorded(folder: Path) -> int:
+    """Returns the number of batches in a folder."""
+    return len(list(folder.glob("step-*.safetensors")))

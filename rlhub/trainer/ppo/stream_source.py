@@ -1,0 +1,207 @@
+"""StreamSource: training batches out of episodes that run all the time (rollout.mode=async).
+
+    prompts -> WorkflowExecutor: episodes on the rollout service -> groups -> a batch, as soon as there are enough
+    weights -> folder -> replicas, while episodes go on
+
+The same for every bound on staleness.  At 0 the executor starts the next step's prompts when the step's weights have arrived,
+which makes batches and weights those of whole-batch generation; at 1 generation is one step ahead, and beyond that fully
+asynchronous: a larger bound only lets the executor start prompts earlier.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhub.agents.remote.actor_pool import ActorPool
+from rlhub.checkpoint.files import FileEntry, write_file
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.data.prompts import PromptLoader
+from rlhub.errors import RewardError, WorkflowError
+from rlhub.models.tokenizer import Vocabulary
+from rlhub.protocol import DataProto
+from rlhub.protocol.columns import object_array
+from rlhub.rewards import RewardOutcome
+from rlhub.rewards.naive import OUTCOMES
+from rlhub.rollout_service.executor.batches import episode_metrics, to_batch
+from rlhub.rollout_service.executor.episode_groups import Group
+from rlhub.rollout_service.executor.executor import WorkflowExecutor
+from rlhub.trainer.ppo.episode_scoring import OutcomeStore
+from rlhub.trainer.ppo.prompt_progress import LoaderPositions, PromptLog
+from rlhub.trainer.ppo.publication import Publisher
+from rlhub.trainer.ppo.scoring import Samples
+from rlhub.trainer.ppo.sync_source import STREAMED
+from rlhub.utils.timing import PhaseTimer
+
+ROLLOUTS_FILE = "rollouts.json"
+"""In a checkpoint's folder: prompts that have been drawn and have not ended."""
+MAY_TRAIN = "may_train"
+"""Column (rows,) bool: false for a sample whose tokens are all beyond the bound on staleness."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StreamSource:
+    """The SampleSource of the asynchronous schedules.
+
+    outcomes: what the reward function returned for each finished group.  hosts: their metrics are reported too.
+    """
+
+    config: PPOConfig
+    loader: PromptLoader
+    executor: WorkflowExecutor
+    publisher: Publisher
+    outcomes: OutcomeStore
+    vocabulary: Vocabulary
+    log: PromptLog
+    timers: PhaseTimer
+    hosts: Sequence[ActorPool] = ()
+    policy_version: int = field(init=False, default=0)
+    metrics: dict[str, float] = field(init=False, default_factory=dict)
+    positions: LoaderPositions = field(init=False)
+    _published: int | None = field(init=False, default=None)
+    _drawing: bool = field(init=False, default=False)
+    _frontier: int = field(init=False, default=0)
+    _sampled_at: float = field(init=False, default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.positions = LoaderPositions(self.loader)
+
+    def publish(self) -> None:
+        """Returns when the weights are written; replicas take them one by one, between two tokens, while episodes go on.  The
+        first publication is waited for: nothing could generate before."""
+        if self._published == self.policy_version:
+            return
+        first, self._published = self._published is None, self.policy_version
+        self.publisher.publish(self.policy_version, self.arrived)
+        if first:
+            self.publisher.wait()
+
+    def arrived(self, version: int) -> None:
+        """Generation has this version from now on.  Called on the event loop: training does not wait for it."""
+        self.executor.set_version(version)
+        frontier = self.executor.first_ordinal
+        self.positions.forget(frontier)
+        self.outcomes.forget(frontier)
+
+    def sample(self, prompts: Iterator[DataProto], step: int) -> Samples:
+        """Returns the finished groups with the lowest ordinals, in the order of their ordinals."""
+        self.log.step = step
+        if not self._drawing:
+            self._drawing = True
+            if self.policy_version == 0:
+                self.log.start()
+            first = self.executor.first_ordinal
+            self.executor.start(dropwhile(lambda item: item.ordinal < first, self.positions.items(prompts)))
+        with self.timers.measure("wait_for_episodes"):
+            groups = self._groups(step)
+        self.log.take(step, [group.ordinal for group in groups])
+        counters = self.executor.metrics_soon()
+        batch = self._batch(groups, [outcome for group in groups for outcome in self.outcomes.take(group)])
+        batch.batch[MAY_TRAIN] = torch.tensor([valid for group in groups for valid in group.valid])
+        greedy = [Group(item=group.item, trajectories=[group.baseline]) for group in groups if group.baseline is not None]
+        baselines = self._batch(greedy, [self.outcomes.take_baseline(group) for group in groups]) if greedy else None
+        self.metrics = self._measure(counters.result()) | episode_metrics(groups)
+        return Samples(batch=batch, greedy=baselines)
+
+    def select(self, samples: Samples) -> DataProto:
+        """All of them: groups without signal were turned down as they finished."""
+        columns = samples.batch.batch
+        columns["valid"] = columns["valid"] & columns.pop(MAY_TRAIN)
+        return samples.batch
+
+    def trained(self, step: int) -> None:
+        """The prompts of this step have ended."""
+        self.policy_version = step
+        self.executor.trained(step)
+
+    def _groups(self, step: int) -> list[Group]:
+        wanted = self.config.data.train_batch_size
+        groups = self.executor.next_groups(wanted, self.config.trainer.deadline_s.generate, step=step)
+        if len(groups) < wanted:
+            raise WorkflowError(f"step {step} needs {wanted} groups of episodes; only {len(groups)} came, and no prompt is left")
+        return groups
+
+    def _batch(self, groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None]) -> DataProto:
+        complete_rewards(groups, outcomes)
+        batch = to_batch(groups, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size)
+        batch.non_tensor_batch[OUTCOMES] = object_array(outcomes)
+        batch.meta_info["policy_version"] = self.policy_version
+        return batch
+
+    def _measure(self, counters: Mapping[str, float]) -> dict[str, float]:
+        """Returns the counters since the last batch, and the share of this time in which training had nothing to train on."""
+        now = time.perf_counter()
+        passed, self._sampled_at = now - self._sampled_at, now
+        return {
+            **counters,
+            "trainer/idle_share": min(counters["rollout/wait_s"] / max(passed, 1e-9), 1.0),
+            **self.publisher.metrics,
+            **{name: value for hosts in self.hosts for name, value in hosts.metrics().items()},
+        }
+
+    def save(self, folder: Path) -> list[FileEntry]:
+        """Writes the ledger, finished samples with what they were scored, and what has been generated of the others."""
+        self.publisher.wait()
+        executor = self.executor.state()
+        executor["staleness"]["version"] = self.policy_version  # a resumed run begins with its publication
+        rollouts = {"executor": executor, "outcomes": self.outcomes.state(executor["finished"])}
+        self._frontier = frontier_of(executor["ledger"])
+        return [write_file(folder / ROLLOUTS_FILE, json.dumps(rollouts).encode("utf-8"))]
+
+    def state(self) -> dict[str, Any]:
+        """The position is that of the first prompt that had not ended when `save` looked."""
+        return {
+            "loader": self.positions.state(self._frontier),
+            "policy_version": self.policy_version,
+            STREAMED: {"file": ROLLOUTS_FILE},
+        }
+
+    def load_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        self.policy_version = state["policy_version"]
+        if STREAMED in state:
+            rollouts = json.loads((folder / state[STREAMED]["file"]).read_text())
+            self.outcomes.load_state(rollouts["outcomes"])
+            self.executor.load_state(rollouts["executor"])
+            self.log.load_state(rollouts["executor"]["ledger"])
+        else:
+            self.executor.load_state(after_whole_batches(state))
+        self.loader.load_state(state["loader"])
+
+
+def complete_rewards(groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None]) -> None:
+    """Where some workflows of the batch set rewards of their own, gives the other samples what the reward function scored.
+
+    Raises RewardError for one whose scoring failed: the policy for failures is that of a batch that is scored as a whole.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if all(trajectory.rewards is None for trajectory in trajectories):
+        return
+    for trajectory, outcome in zip(trajectories, outcomes, strict=True):
+        if trajectory.rewards is None:
+            if outcome is None or outcome.error is not None:
+                why = "there is no reward function" if outcome is None or outcome.error is None else outcome.error.message
+                raise RewardError(f"a sample without rewards of its workflow's own could not be scored: {why}")
+            trajectory.set_reward(outcome.score)
+
+
+def frontier_of(ledger: Mapping[str, Any]) -> int:
+    """Returns the lowest ordinal that has not ended in a ledger's state: the ledger itself has gone on since."""
+    return min((int(ordinal) for ordinal, _ in ledger["open"]), default=int(ledger["next_ordinal"]))
+
+
+def after_whole_batches(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the executor's state after steps with rollout.mode=sync: every prompt that was drawn has ended."""
+    first = int(state["loader"]["consumed"])
+    return {
+        "ledger": {"next_ordinal": first, "open": [], "counts": {"trained": first, "rejected": 0, "dropped": 0}},
+        "staleness": {"version": state["policy_version"]},
+        "finished": [],
+        "begun": [],
+    }

@@ -1,0 +1,137 @@
+"""SyncSource: whole-batch generation in turns with training (trainer.max_staleness=0 with rollout.mode=sync).
+
+Prompts go out to the rollout's ranks once, and samples come back as a batch, all from the newest weights.  Dynamic sampling takes
+several such generations for a training batch (dynamic_sampling.py).
+
+Every prompt drawn has an ordinal of its own, also where it is drawn again in a later epoch, and seeds follow ordinals: no
+sample is generated twice, and a resumed run draws what the uninterrupted one would have drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhub.checkpoint.files import FileEntry
+from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.rollout import RolloutConfig, ValSamplingConfig
+from rlhub.data.prompts import PromptLoader
+from rlhub.errors import CheckpointError
+from rlhub.protocol import DataProto
+from rlhub.single_controller import WorkerGroup
+from rlhub.trainer.ppo.dynamic_sampling import DynamicSampling
+from rlhub.trainer.ppo.requirements import requirements
+from rlhub.trainer.ppo.scoring import Samples
+from rlhub.trainer.ppo.worker_groups import WeightSync
+
+VALIDATION_ORDINALS = 1 << 40  # validation prompts' ordinals start here, far from any training prompt's
+STREAMED = "rollouts"
+"""Key of a checkpoint's state that is written by rollout.mode=async."""
+PROMPTS_IN_WORK = (
+    "the checkpoint was made with actor_rollout_ref.rollout.mode=async and holds prompts in work, which mode=sync "
+    "cannot go on with; resume with mode=async (trainer.max_staleness=0 takes turns too), or start anew"
+)
+
+
+@dataclass(slots=True)
+class Generator:
+    """Generation by the rollout's ranks as the driver sees it, with the weights that they have."""
+
+    rollout: WorkerGroup
+    config: RolloutConfig
+
+    def training(self, prompts: DataProto) -> DataProto:
+        """Returns n samples per prompt with their log-probs; rows of a prompt are neighbours and share a `uid`."""
+        config = self.config
+        sampling = ValSamplingConfig(
+            n=config.n, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, do_sample=True
+        )
+        return self._generate(prompts, sampling, log_probs=True)
+
+    def greedy(self, prompts: DataProto) -> DataProto:
+        """Returns the most likely response to each prompt, without log-probs."""
+        return self._generate(prompts, ValSamplingConfig(n=1, do_sample=False), log_probs=False)
+
+    def validation(self, prompts: DataProto) -> DataProto:
+        """Returns val_kwargs' samples per prompt, without log-probs."""
+        return self._generate(prompts, self.config.val_kwargs, log_probs=False)
+
+    def _generate(self, prompts: DataProto, sampling: ValSamplingConfig, *, log_probs: bool) -> DataProto:
+        request = prompts.select(batch_keys=["prompts", "attention_mask", "ordinal"], non_tensor_batch_keys=[], meta_info_keys=[])
+        request.meta_info.update(
+            n=sampling.n,
+            temperature=sampling.temperature if sampling.do_sample else 0.0,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            log_probs=log_probs,
+        )
+        generated = self.rollout.generate_sequences(request)
+        kept = prompts.select(batch_keys=["ordinal"], meta_info_keys=[]).repeat(sampling.n, interleave=True)
+        kept.batch["uid"] = torch.arange(len(prompts)).repeat_interleave(sampling.n)
+        generated.meta_info.clear()
+        return kept.union(generated)
+
+
+@dataclass(slots=True)
+class SyncSource:
+    """The SampleSource of the synchronous schedule."""
+
+    config: PPOConfig
+    loader: PromptLoader
+    generator: Generator
+    weights: WeightSync
+    policy_version: int = field(init=False, default=0)
+    metrics: dict[str, float] = field(init=False, default_factory=dict)
+    _published: int | None = field(init=False, default=None)
+    _with_greedy: bool = field(init=False)
+    _dynamic_sampling: DynamicSampling | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._with_greedy = requirements(self.config).baseline_rewards
+        self._dynamic_sampling = DynamicSampling(self.config) if self.config.algorithm.filter_groups.enable else None
+
+    def publish(self) -> None:
+        """The rollout engines generate with the actor's present weights when this returns, checked weight by weight."""
+        if self._published != self.policy_version:
+            self.weights.sync(self.policy_version)
+            self._published = self.policy_version
+
+    def sample(self, prompts: Iterator[DataProto], step: int) -> Samples:
+        """One generation, of the next batch of prompts."""
+        batch = next(prompts)
+        return Samples(
+            batch=self.generator.training(batch),
+            greedy=self.generator.greedy(batch) if self._with_greedy else None,
+        )
+
+    def select(self, samples: Samples) -> DataProto | None:
+        """The generation as it is, or what dynamic sampling makes of this one and those before it."""
+        if self._dynamic_sampling is None:
+            return samples.batch
+        batch = self._dynamic_sampling.add(samples.batch)
+        self.metrics = self._dynamic_sampling.metrics
+        return batch
+
+    def trained(self, step: int) -> None:
+        """While the critic warms up the policy, and so its version, stays what it is."""
+        if step > self.config.trainer.critic_warmup:
+            self.policy_version = step
+
+    def save(self, folder: Path) -> list[FileEntry]:
+        """Everything is in `state`."""
+        return []
+
+    def state(self) -> dict[str, Any]:
+        """The loader stands where the next batch begins."""
+        return {"loader": self.loader.state(), "policy_version": self.policy_version}
+
+    def load_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Raises CheckpointError for what only a stream of episodes can go on with."""
+        if STREAMED in state:
+            raise CheckpointError(PROMPTS_IN_WORK)
+        self.loader.load_state(state["loader"])
+        self.policy_version = state["policy_version"]

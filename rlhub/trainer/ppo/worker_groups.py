@@ -1,0 +1,83 @@
+"""The run's worker groups by what they do, wherever they live, and the way of the weights from the actor to the rollout.
+
+Roles that share processes are one group under several names, so the code that calls them is the same for every placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhub.checkpoint.files import FileEntry
+from rlhub.config.rules.placement import is_separate
+from rlhub.config.sections.trainer import TrainerConfig
+from rlhub.single_controller import WorkerGroup, wait_all
+
+ACTOR_ROLE, ROLLOUT_ROLE, REFERENCE_ROLE, CRITIC_ROLE = "actor", "rollout", "reference", "critic"
+COLOCATED_ROLE = "actor_rollout_ref"
+
+
+def actor_role(config: TrainerConfig) -> str:
+    """Returns what the actor's processes are called, which says whether the rollout engine is in them too."""
+    return ACTOR_ROLE if is_separate(config, ROLLOUT_ROLE) else COLOCATED_ROLE
+
+
+@dataclass(slots=True, kw_only=True)
+class WeightSync:
+    """Publishes the actor's weights to the rollout engines.
+
+    groups: all that take part.  They are called at the same time, because their ranks wait for each other.
+    """
+
+    groups: Sequence[WorkerGroup]
+
+    def sync(self, version: int) -> None:
+        """Every engine generates with the actor's present weights, as `version`, from now on; checked weight by weight."""
+        wait_all(group.sync_weights.submit(version) for group in self.groups)
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerGroups:
+    """The group of each role.  reference: the actor's where it has no pool of its own.  critic: None where none is trained."""
+
+    actor: WorkerGroup
+    rollout: WorkerGroup
+    reference: WorkerGroup
+    critic: WorkerGroup | None
+    weights: WeightSync
+
+    @property
+    def trained(self) -> dict[str, WorkerGroup]:
+        """The groups whose state a checkpoint holds, by its folder."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    def save(self, folder: Path) -> list[FileEntry]:
+        """Every rank of every model that is trained writes its part below `folder`; returns what was written."""
+        saved = wait_all(group.save_checkpoint.submit(str(folder / name)) for name, group in self.trained.items())
+        return [entry for ranks in saved for entries in ranks for entry in entries]
+
+    def load(self, folder: Path) -> None:
+        """Reads what `save` wrote, whatever the placement and the number of ranks were then."""
+        wait_all(group.load_checkpoint.submit(str(folder / name)) for name, group in self.trained.items())
+
+
+def groups_of(launched: Mapping[str, WorkerGroup]) -> WorkerGroups:
+    """Returns what was launched by role, with the actor connected to a rollout in processes of its own."""
+    actor = launched[COLOCATED_ROLE] if COLOCATED_ROLE in launched else launched[ACTOR_ROLE]
+    rollout = launched.get(ROLLOUT_ROLE, actor)
+    return WorkerGroups(
+        actor=actor,
+        rollout=rollout,
+        reference=launched.get(REFERENCE_ROLE, actor),
+        critic=launched.get(CRITIC_ROLE),
+        weights=WeightSync(groups=[actor]) if rollout is actor else connect(actor, rollout),
+    )
+
+
+def connect(actor: WorkerGroup, rollout: WorkerGroup) -> WeightSync:
+    """Returns the way of the weights between two groups, whose ranks meet at an address that the actor's first rank opens and
+    agree on who sends what."""
+    meeting = actor.open_transfer(rollout.world_size)
+    wait_all(group.join_transfer.submit(meeting) for group in (actor, rollout))
+    return WeightSync(groups=[actor, rollout])
