@@ -45,8 +45,7 @@ def index_name(rank: int) -> str:
 
 
 def raw_tensor(name: str, tensor: Tensor) -> RawTensor:
-    """Describes a tensor for `write_safetensors`; contiguous CPU memory is read in place, other memory is copied one tensor at
-    a time."""
+    """Describes a tensor for `write_safetensors`; contiguous CPU memory is read in place, other memory is copied."""
     if tensor.dtype not in DTYPE_CODES:
         raise CheckpointError(f"{name}: dtype {tensor.dtype} has no form in a checkpoint; known: {sorted(DTYPE_CODES.values())}")
 

@@ -90,8 +90,7 @@ class ResumableLoader:
 
     @property
     def extras_fingerprint(self) -> str | None:
-        """A fingerprint of the columns that rewards and workflows read besides prompt and ground truth; None for a data set
-        without."""
+        """A fingerprint of the columns that rewards and workflows read besides prompt and ground truth; None: no such columns."""
         return None
 
     def state(self) -> dict[str, Any]:

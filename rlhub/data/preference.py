@@ -125,8 +125,7 @@ def _tokenized(config: PreferenceDataConfig, tokenizer: Tokenizer, rows: Sequenc
 
 
 def _with_prompt(config: PreferenceDataConfig, row: DataRow) -> DataRow:
-    """Returns the row as it is, or with the messages that both conversations begin with as its prompt and one message an
-    answer."""
+    """Returns the row, for conversations with the messages that both begin with as its prompt, and one message an answer."""
     chosen, rejected = row.get(config.chosen_key), row.get(config.rejected_key)
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise row.problem(config.rejected_key, f"must have the form of {config.chosen_key!r}: both texts, or both messages")

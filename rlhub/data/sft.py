@@ -52,8 +52,7 @@ class Demonstration:
     learned: list[int]
 
     def start(self) -> int:
-        """Returns where the response part begins: at the first learned token, but never at the first token, which nothing
-        predicts."""
+        """Returns where the response begins: at the first learned token, but never at the first token, which nothing predicts."""
         return max(1, self.learned.index(1))
 
 

@@ -109,8 +109,7 @@ class EnvironmentPool:
 
 
 class EnvironmentProcess:
-    """An environment in a process of its own; one call at a time.  After an error other than EnvError it is killed, and
-    `dead`."""
+    """An environment in a process of its own; one call at a time.  Any error but EnvError kills it, and it is `dead`."""
 
     def __init__(self, child: ChildProcess, limits: EnvironmentLimits, access: Access) -> None:
         self._child, self._limits, self._access = child, limits, access

@@ -1,4 +1,4 @@
-"""How episodes get their environments: EnvironmentSource, the source of this process, and the table of a host's leases.
+"""The leases of environments to episodes: EnvironmentSource, the source of this process, and the table of a host's leases.
 
     async with source.lease(spec, data.session) as environment:
         observation, info = await environment.reset(seed=3)
@@ -41,7 +41,7 @@ class EnvironmentSpec:
 
     @property
     def places(self) -> int:
-        """How many may be leased at once in one place; 0: no limit."""
+        """The most leases at once in one place; 0: no limit."""
         return self.num_workers
 
     @property
@@ -121,7 +121,7 @@ def offers_tools(factory: Any) -> bool:
     return isinstance(factory, type) and issubclass(factory, Environment)
 
 
-class _Lease:
+class _LeasedEnvironment:
     """A leased environment, the context that holds it, and the turns of its calls."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class LeaseTable:
 
     def __init__(self, source: EnvironmentSource) -> None:
         self._source = source
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, _LeasedEnvironment] = {}
         self.calls = 0
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ class LeaseTable:
 
     async def open(self, number: int, spec: EnvironmentSpec, session: str) -> None:
         """Leases an environment; waits while all are taken."""
-        lease = _Lease()
+        lease = _LeasedEnvironment()
         lease.environment = await lease.stack.enter_async_context(self._source.lease(spec, session))
         self._leases[number] = lease
 

@@ -127,8 +127,7 @@ def lora_names(model: nn.Module) -> list[LoraNames]:
 
 
 def saved_names(model: nn.Module, kind: ModelKind) -> dict[str, str]:
-    """Returns name in the model -> name in peft's adapter_model.safetensors, of all trained weights: the adapters and a scalar
-    head."""
+    """Returns name in the model -> name in peft's adapter_model.safetensors, of all trained weights (adapters, scalar head)."""
     names = [name for layer in lora_names(model) for name in (layer.lora_a, layer.lora_b)]
     saved = {name: PEFT_MODEL + re.sub(rf"\.{ADAPTER}\.weight$", ".weight", name) for name in names}
     return saved | ({f"{SCALAR_HEAD}.weight": f"{PEFT_MODEL}{SCALAR_HEAD}.weight"} if kind != "policy" else {})

@@ -75,8 +75,7 @@ def read_model_values(path: str | Path, override_config: Mapping[str, Any] | Non
 
 
 def read_model_shape(path: str | Path, override_config: Mapping[str, Any] | None = None) -> ModelShape:
-    """Reads the shape of the model in a local folder.  Raises ConfigError: no config.json, not JSON, or without the sizes
-    needed."""
+    """Reads the shape of the model in a local folder.  Raises ConfigError: no config.json, no JSON, or no such sizes."""
     try:
         return _shape(read_model_values(path, override_config))
     except KeyError as error:
@@ -116,8 +115,7 @@ def _shape(values: Mapping[str, Any]) -> ModelShape:
 
 
 def _mlp_columns(values: Mapping[str, Any], dense: int, experts: int) -> int:
-    """Counts inner columns over all layers, with `experts` experts in a sparse one, as configurations of Qwen's mixtures name
-    them."""
+    """Counts inner columns over all layers, `experts` experts in each sparse one (by the names of Qwen's configurations)."""
     width, step = values.get("moe_intermediate_size"), int(values.get("decoder_sparse_step") or 1)
     shared = int(values.get("shared_expert_intermediate_size") or 0)
     total = 0

@@ -51,8 +51,7 @@ def build_reward_manager(
 
 
 def reward_target(custom: CustomRewardConfig) -> str:
-    """Returns the function's name for the pool; a relative path counts from the working directory.  ConfigError without the
-    file."""
+    """Returns the function's name for the pool; a relative path counts from the working directory.  ConfigError: no such file."""
     if custom.path is None:
         return DEFAULT_TARGET
     path = Path(custom.path).expanduser().resolve()

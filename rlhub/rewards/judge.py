@@ -102,8 +102,7 @@ class Judge:
 
 
 def running_numbers(ordinals: Sequence[int]) -> list[int]:
-    """Returns a number for each row that depends only on its prompt's place in the run and its place among that prompt's
-    samples."""
+    """Returns a number for each row by its prompt's place in the run and its place among that prompt's samples alone."""
     counts: Counter[int] = Counter()
     numbers = []
     for ordinal in ordinals:

@@ -27,8 +27,7 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """Returns 1.0 for an equivalent answer, 0.0 for another or none.  ground_truth: the answer, or a solution with it in a
-    box."""
+    """Returns 1.0 for an equivalent answer, 0.0 for another or none.  ground_truth: the answer, or a solution that boxes it."""
     truth = str(ground_truth)
     in_box = boxed(truth)
     expected = in_box[1] if in_box else truth

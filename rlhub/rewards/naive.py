@@ -147,8 +147,7 @@ def metric_of(name: str) -> str:
 
 
 def collect_details(outcomes: Sequence[RewardOutcome]) -> dict[str, np.ndarray]:
-    """Returns the rows' details as columns (B,): float64 if every row has a number, else objects, None where a row has no
-    entry."""
+    """Returns the rows' details as columns (B,): float64 if every row has a number, else objects, None for a row without."""
     names = dict.fromkeys(name for outcome in outcomes for name in outcome.details)
     return {name: _column([outcome.details.get(name) for outcome in outcomes]) for name in names}
 

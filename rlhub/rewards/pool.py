@@ -84,8 +84,7 @@ class RewardPool:
         return [read_outcome(outcome) for outcome in outcomes]
 
     def _in_child(self) -> tuple[str, tuple[str, ...]]:
-        """Returns the function that the children load and its parameters; under a fault plan, the function that fails by the
-        plan."""
+        """Returns the function that the children load and its parameters; under a fault plan, the one that fails by it."""
         return (faults.FAULTY_CALL, faults.FAULTY_CALL_PARAMETERS) if self._may_fail else (self._target, PARAMETERS)
 
     def close(self) -> None:

@@ -39,8 +39,7 @@ def read_tool_file(path: str | Path) -> list[Any]:
 
 
 def load_tools(entries: Sequence[Any], *, where: str) -> list[Tool | ToolSource]:
-    """Returns the tools of these entries.  ConfigError lists every one that cannot be made; `where`: the setting they stand
-    in."""
+    """Returns the tools of these entries.  ConfigError lists every one that cannot be made.  where: their setting."""
     tools, problems = [], []
     for number, entry in enumerate(entries):
         try:

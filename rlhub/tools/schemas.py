@@ -62,8 +62,7 @@ def _property(tool: str, parameter: inspect.Parameter, hints: Mapping[str, Any])
 
 
 def json_type(hint: Any, where: str) -> dict[str, Any]:
-    """Returns the JSON schema of a type hint: text, numbers, booleans, lists, dicts with text keys, Literal, unions of these and
-    None."""
+    """Returns the JSON schema of a type hint: str, int, float, bool, list, dict with text keys, Literal, their unions, None."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint in TYPES:
         return {"type": TYPES[hint]}
@@ -101,8 +100,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def checked_arguments(schema: ToolSchema, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments with the types of the schema (a number written as text becomes one); ToolError in words for the
-    model."""
+    """Returns the arguments with the types of the schema (a number written as text becomes one).  ToolError for the model."""
     parameters = schema["function"].get("parameters") or {}
     properties = parameters.get("properties") or {}
     for name in arguments:

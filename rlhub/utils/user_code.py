@@ -1,4 +1,4 @@
-"""What users name in settings by where it stands: `package.module:name`, or `path/to/file.py:name`."""
+"""The user's own code, named in settings by its place: `package.module:name`, or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,37 @@ from rlhub.errors import LoadError
 
 
 def load_target(target: str) -> Any:
-    """The object; LoadError with the cause's traceback if there is none."""
-    where, _, name = target.rpartition(":")
-    if not where or not name:
-        raise LoadError(f"{target!r} is neither 'module:name' nor 'path/to/file.py:name'")
+    """Returns the object; LoadError with the cause's traceback if there is none."""
+    module, name = _parts(target)
     try:
-        value: Any = module_from_file(where) if where.endswith(".py") else importlib.import_module(where)
-        for part in name.split("."):
-            value = getattr(value, part)
+        return _attribute(module, name)
     except FileNotFoundError as error:
         raise LoadError(str(error)) from error
     except Exception as error:  # boundary to code of the user's: whatever its import raises
         raise LoadError(f"cannot load {target}:\n{traceback.format_exc()}") from error
+
+
+def resolve(target: str) -> Any:
+    """Returns the object; raises whatever the user's code raises at its import."""
+    return _attribute(*_parts(target))
+
+
+def _parts(target: str) -> tuple[str, str]:
+    module, _, name = target.rpartition(":")
+    if not module or not name:
+        raise LoadError(f"{target!r} is neither 'module:name' nor 'path/to/file.py:name'")
+    return module, name
+
+
+def _attribute(module: str, name: str) -> Any:
+    value: Any = module_from_file(module) if module.endswith(".py") else importlib.import_module(module)
+    for part in name.split("."):
+        value = getattr(value, part)
     return value
 
 
 def module_from_file(path: str) -> ModuleType:
-    """The module that a file makes, loaded once a process.  Modules beside it can be imported from it."""
+    """Returns a file's module, loaded once a process.  It can import modules of its own folder."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise FileNotFoundError(f"no such file: {file}")

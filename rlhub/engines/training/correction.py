@@ -68,8 +68,7 @@ class UpdateCorrection:
         return Anchored(old_log_probs=old, weights=weights, sums=correction.sums)
 
     def behaviour(self, rows: Rows) -> Tensor | None:
-        """Returns log mu, (rows, response), where the mismatch is measured in the update; None where the driver has measured
-        it."""
+        """Returns log mu, (rows, response), where the mismatch is measured in the update; None where the driver measures it."""
         if self.config.bypass_mode:
             return rows["old_log_probs"]
         measured_before = "old_log_probs" in rows and not self.config.in_update

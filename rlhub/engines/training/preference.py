@@ -33,8 +33,7 @@ class PairLoss(Protocol):
 
 
 def interleave(pairs: Rows) -> dict[str, Tensor]:
-    """Returns (pairs, 2, ...) columns as rows 2i (chosen) and 2i + 1 (rejected); both rows have the entry of a (pairs,)
-    column."""
+    """Returns (pairs, 2, ...) columns as rows 2i (chosen) and 2i + 1 (rejected), and (pairs,) columns with each entry twice."""
     return {name: column.flatten(0, 1) if column.dim() > 1 else column.repeat_interleave(PAIR) for name, column in pairs.items()}
 
 

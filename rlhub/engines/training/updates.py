@@ -172,8 +172,7 @@ class Extremes:
         self._pair: Tensor | None = None
 
     def add(self, step: Denominators, pair: Tensor) -> None:
-        """Adds the pair of one micro-batch.  `step` distinguishes the optimizer steps: only the first is on the sampled
-        policy."""
+        """Adds the pair of one micro-batch.  step: of the optimizer; only the first is on the sampled policy."""
         if self._step is None:
             self._step, self._pair = step, pair
         elif self._step is step and self._pair is not None:

@@ -232,8 +232,7 @@ def _called_by_megatron() -> bool:
 
 @functools.cache
 def _patch_tensor_methods() -> None:
-    """Makes `Tensor.type()` name CUDA types, by which megatron recognises dtypes, and `Tensor.cuda()` return the tensor
-    itself."""
+    """Makes `Tensor.type()` name CUDA types, by which megatron recognises dtypes, and `Tensor.cuda()` do nothing."""
     real_type, real_cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def type_(self: Tensor, *args: Any, **options: Any) -> Any:

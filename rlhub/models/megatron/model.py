@@ -146,8 +146,7 @@ def layer_specs(config: TransformerConfig, stage: int | None) -> TransformerBloc
 
 
 def _layer_spec(config: TransformerConfig, sparse: bool) -> ModuleSpec:
-    """Returns a layer of Megatron-core's local modules, with the norms and attention of this file.  sparse: with experts, one
-    after another."""
+    """Returns a layer of Megatron-core's local modules, with this file's norms and attention.  sparse: with experts."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if sparse else None,
         moe_grouped_gemm=False,

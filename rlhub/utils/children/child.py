@@ -1,7 +1,8 @@
 """The program of a child: load one function, call it for every call of a request, answer every call with a line.
 
 Runs below a supervisor, in a session of its own, with memory and file limits; the functions it calls are not trusted to return,
-to leave the interpreter alive or to keep quiet.  Standard library only, so that a child is up in some 70 ms.
+to leave the interpreter alive or to keep quiet.  It loads the standard library and little else, so
+that a child is up in some 70 ms.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, NoReturn
 
 from rlhub.utils.children.supervisor import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, become_child, set_process
 from rlhub.utils.children.wire import WireError, decode, encode
+from rlhub.utils.user_code import resolve
 
 MAX_REPLY_BYTES = 1 << 20
 MAX_TEXT = 4000
@@ -146,14 +148,10 @@ def _is_loaded(name: str, fromlist: Iterable[str] | None, level: int, package: s
 
 
 def load(target: str) -> Callable[..., Any]:
-    """Returns the function that `"/path/to/file.py:name"` or `"package.module:name"` names."""
-    where, _, name = target.rpartition(":")
-    module = _module_from_file(where) if where.endswith(".py") or os.sep in where else importlib.import_module(where)
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part)
+    """Returns the function that `target` names."""
+    value = resolve(target)
     if not callable(value):
-        raise TypeError(f"{name} in {where} is a {type(value).__name__}, not a function")
+        raise TypeError(f"{target} is a {type(value).__name__}, not a function")
     return value  # type: ignore[no-any-return]
 
 
@@ -168,18 +166,6 @@ def _check(function: Callable[..., Any], parameters: list[str]) -> None:
         ) from None
     if inspect.iscoroutinefunction(function):
         raise TypeError("an async function is not called here; write a plain one")
-
-
-def _module_from_file(path: str) -> ModuleType:
-    folder, stem = os.path.dirname(os.path.abspath(path)), os.path.splitext(os.path.basename(path))[0]
-    sys.path.append(folder)  # at the end: a neighbour may be imported, but shadows nothing
-    spec = importlib.util.spec_from_file_location(f"user_function_{stem}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def call(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

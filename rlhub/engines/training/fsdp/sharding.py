@@ -108,8 +108,7 @@ def make_layout(fsdp: FSDPConfig, device: torch.device) -> Layout:
 
 
 def shard_model(root: nn.Module, model: PreTrainedModel, layout: Layout, compute_dtype: torch.dtype | None) -> None:
-    """Shards in place; `compute_dtype`: of gathered weights and activations (gradients are reduced in float32), None: as
-    stored."""
+    """Shards in place.  compute_dtype: of gathered weights and activations (gradients are reduced in float32); None: stored."""
     if layout.mesh is None:
         return
     policy = MixedPrecisionPolicy()

@@ -183,8 +183,7 @@ class MegatronEngine(TrainEngine):
         return ForwardOutputs(**{name: batch.inputs.spread(value) for name, value in values.items()})
 
     def _global_sums(self, losses: list[Tensor], sums: dict[str, list[Tensor]]) -> dict[str, float]:
-        """Sums over micro-batches and data-parallel ranks, on the last stage, which sends the sums to the other ranks of the
-        copy."""
+        """Sums over micro-batches and data-parallel ranks, on the last stage, which broadcasts within the model copy."""
         totals: dict[str, float] = {}
         if self.parallel.is_last_stage:
             names = sorted(sums)

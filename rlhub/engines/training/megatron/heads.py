@@ -98,8 +98,7 @@ class VocabShard:
 
 
 def vocab_shard(weight: Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> VocabShard:
-    """Returns this rank's shard.  weight: its rows (vocabulary / ranks, hidden) of the padded output layer; vocab_size: of real
-    tokens."""
+    """Returns this rank's shard.  weight: its rows (vocabulary / ranks, hidden) of the padded output layer."""
     rows = weight.shape[0]
     several = group is not None and group.size() > 1
     first = rows * group.rank() if several and group is not None else 0

@@ -75,8 +75,7 @@ def run_micro_batches(
 
 
 def _loss(finish: Finish, batch: MicroBatch, chunk: nn.Module, hidden: Tensor, **_: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Returns (loss, number of tokens, outputs to collect) for the schedules.  No tokens are counted: nothing is divided by
-    them."""
+    """Returns (loss, number of tokens, outputs to collect) for the schedules.  No tokens: nothing is divided by their number."""
     return finish(batch, chunk, hidden), torch.zeros((), dtype=torch.int), {}
 
 
