@@ -25,8 +25,9 @@ from rlhub.engines.rollout.base import (
     RolloutEngine,
     SamplingParams,
     WeightBucket,
+    abbreviate,
+    apply_buckets,
 )
-from rlhub.engines.rollout.weight_stream import abbreviate, apply_buckets
 from rlhub.errors import EngineError, RequestError, RlhubError, VersionError
 from rlhub.protocol.weights.fingerprint import nonfinite_names
 from rlhub.protocol.weights.pieces import Piece

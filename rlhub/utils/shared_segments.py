@@ -1,6 +1,6 @@
 """Memory that several processes of one machine map.
 
-A segment is a file under /dev/shm.  Its name is needed only until everyone has opened it: whoever made it removes it then, and
+A segment is a file under /dev/shm.  Its name is needed only until everyone has opened it: its creator removes it then, and
 whatever way the processes end, nothing stays behind.
 """
 
@@ -18,13 +18,16 @@ SHARED = Path("/dev/shm")
 
 
 def new_segment_path() -> Path:
-    """A name that nobody has."""
+    """Returns a name that no other segment has."""
     return SHARED / f"rlhub-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def open_segment(path: Path, *, create_bytes: int = 0) -> Tensor | None:
-    """The segment as bytes that all who open it share; None where the machine refuses: no such file, too little memory
-    (containers often give 64 MiB).  create_bytes: make it, with all its memory."""
+    """Returns the segment as bytes that all who open it share.
+
+    create_bytes: the size of a segment to create, with all its memory; 0 opens one that is there.  None where the machine
+    refuses: no such file, or too little memory (containers often give 64 MiB).
+    """
     try:
         descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create_bytes else 0), 0o600)
         try:

@@ -36,11 +36,11 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 16, 48
 
 
 class TimedWorker(ActorRolloutRefWorker):
-    """Also says what its parts cost."""
+    """The product's worker, which also says what its parts cost."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def measure(self, rows: int) -> dict[str, float]:
-        """CPU seconds of one of each, of this process."""
+        """Returns the CPU seconds of one of each, of this process."""
         return {
             "update": cpu_seconds(lambda: self.update_actor(batch(rows))),
             "test of the weights": cpu_seconds(lambda: check_finite(self.engine, "here")),
@@ -70,7 +70,7 @@ def configuration(folder: Path, strategy: str) -> PPOConfig:
 
 
 def batch(rows: int) -> DataProto:
-    """Rows of full length, all of them trained."""
+    """Returns rows of full length, all of them trained."""
     ids = torch.randint(2, tiny_model.VOCAB_SIZE, (rows, PROMPT_TOKENS + RESPONSE_TOKENS), generator=torch.manual_seed(1))
     mask = torch.ones(rows, RESPONSE_TOKENS)
     tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": mask.long(), "advantages": mask}

@@ -48,7 +48,7 @@ MIB = 1 << 20
 
 
 class SlowLayouts:
-    """Whether a rank has one element: the layouts once more, as plain arithmetic."""
+    """Says whether a rank has one element: the layouts once more, as plain arithmetic."""
 
     def __init__(self, kind: str) -> None:
         self.ep, self.expert_tp = EXPERT_RANKS[kind]
@@ -97,7 +97,7 @@ class Checker:
         return found
 
     def check(self, num_slices: int) -> int:
-        """Elements looked at; raises AssertionError at the first that is not received exactly once from who has it."""
+        """Returns how many elements were checked; AssertionError: one does not arrive exactly once, or not from an owner."""
         names, checked, found = list(self.layouts.shapes), 0, 0
         while found < num_slices:
             rank, name = self.random.randrange(len(self.plan.receives)), self.random.choice(names)
@@ -110,7 +110,7 @@ class Checker:
         return checked
 
     def _check_slice(self, rank: int, name: str, corner: tuple[int, ...], shape: tuple[int, ...]) -> int:
-        """Four elements a dimension, spread from the corner to the tensor's end."""
+        """Checks four elements a dimension, spread from the corner to the tensor's end."""
         indices: list[tuple[int, ...]] = [()]
         for start, size in zip(corner, shape, strict=True):
             indices = [(*index, start + (size - 1 - start) * i // 3) for index in indices for i in range(4)]
@@ -145,7 +145,7 @@ def make(kind: str) -> Plan:
 
 
 def busiest(one: Round) -> int:
-    """Bytes of the rank that sends or receives most."""
+    """Returns the bytes of the rank that sends or receives most."""
     sent, received = Counter[int](), Counter[int]()
     for message in one.messages:
         num_bytes = message.num_bytes

@@ -3,7 +3,7 @@
     python scripts/bench/weight_sync.py [--millions 54] [--bucket-mb 64] [--repeats 5] [--only fsdp2] [--profile]
 
 Four processes on this machine hold plain tensors in the named layouts; `planned` is what the sharding manager runs at every
-sync, its checks included.  Beside it, on the same processes, taking turns:
+sync, its checks included.  The same processes take turns with
 
   copy       every rank copies as many bytes as its engine needs from its own memory: what no synchronisation can do without
   broadcast  the full model is gathered on rank 0 and broadcast, every rank keeps its part
@@ -75,7 +75,7 @@ class Pair:
 
 
 def decoder(millions: int) -> DecoderShape:
-    """A model of about that many million parameters."""
+    """Returns a model of about that many million parameters."""
     hidden = 768 if millions < 200 else 1536
     vocabulary = 16_000
     layer = 4 * hidden**2 + 3 * hidden * 4 * hidden
@@ -147,7 +147,7 @@ class Rank:
     # The subjects
 
     def planned(self) -> Callable[[], object]:
-        """What ShardingManager, WeightSender and WeightReceiver do after the first sync."""
+        """Returns what ShardingManager, WeightSender and WeightReceiver do after the first sync."""
         side: Side = "both" if not self.pair.separate else "sender" if self.rank in self.source_ranks else "receiver"
         route = self.route = self._route(side, [piece.info for piece in self.destination_pieces], check=True)
         return lambda: route.run(self.source_pieces, self.destination_pieces, 0)
@@ -219,7 +219,7 @@ class Rank:
 
 
 def hold(infos: Sequence[PieceInfo], *, fill: bool) -> list[Piece]:
-    """Tensors in the layout: zero, or whole numbers that follow from the place in the full tensor."""
+    """Returns tensors in the layout: zero, or whole numbers that follow from the place in the full tensor."""
     pieces = []
     for info in infos:
         tensor = torch.zeros(sizes(info.region), dtype=info.dtype)
@@ -238,7 +238,7 @@ def resident(key: str) -> int:
 
 
 def extra_memory(action: Callable[[], object]) -> int:
-    """Highest resident bytes during the action above those before it."""
+    """Returns the highest resident bytes during the action above those before it."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = resident("VmRSS")
     action()
@@ -253,7 +253,7 @@ class Result:
 
 
 def measure(rank: Rank, repeats: int) -> dict[str, Result]:
-    """All subjects in turn, so that a busy machine troubles them alike."""
+    """Runs all subjects in turn, so that a busy machine troubles them alike."""
     results: dict[str, Result] = {}
     actions: dict[str, Callable[[], object]] = {}
 
@@ -279,7 +279,7 @@ def measure(rank: Rank, repeats: int) -> dict[str, Result]:
 
 
 def check(rank: Rank) -> None:
-    """The engine has the right values; then none, for the next subject."""
+    """Asserts that the engine has the right values; then clears them for the next subject."""
     expected = hold([piece.info for piece in rank.destination_pieces], fill=True)
     for piece, right in zip(rank.destination_pieces, expected, strict=True):
         assert torch.equal(piece.tensor, right.tensor), piece.name
@@ -287,14 +287,14 @@ def check(rank: Rank) -> None:
 
 
 def gathered(group: dist.ProcessGroup, *values: float) -> Tensor:
-    """(ranks, values)."""
+    """Returns every rank's values, of shape (ranks, values)."""
     out = [torch.empty(len(values), dtype=torch.float64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(out, torch.tensor(values, dtype=torch.float64), group=group)
     return torch.stack(out)
 
 
 def serve(rank: int, port: int, arguments: argparse.Namespace, folder: Path) -> None:
-    """One process: its part of every pair."""
+    """Runs one process's part of every pair."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo")
@@ -321,7 +321,7 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, folder: Path) -> 
 
 
 def report(pair: Pair, results: dict[str, Result], size: int) -> None:
-    """size: bytes that all ranks' engines need."""
+    """Prints one pair's table.  size: the bytes that all ranks' engines need."""
     planned = results["planned"]
     for name, result in results.items():
         print(

@@ -59,7 +59,7 @@ class Spent:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Time by part, without that of the parts inside it."""
+    """Adds up time by part, without that of the parts inside it."""
 
     spent: dict[str, Spent] = field(default_factory=dict)
     inside: list[str] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Stopwatch:
             self.inside.pop()
 
     def _turn(self) -> None:
-        """What passed since the last turn belongs to the innermost part."""
+        """Gives the time since the last turn to the innermost part."""
         now = Spent.now()
         if self.inside:
             self.spent[self.inside[-1]] = self.spent.get(self.inside[-1], Spent()) + (now - self._since)
@@ -85,7 +85,7 @@ class Stopwatch:
 
 @contextmanager
 def watched(watch: Stopwatch) -> Iterator[None]:
-    """While it is open, what a sync calls is timed as the part it belongs to."""
+    """Times what a sync calls as the part it belongs to."""
 
     def around(owner: Any, attribute: str, name: str, at_end: str = "", only: str = "") -> None:
         """at_end: another name for calls from inside the final comparison.  only: calls from inside that part belong to it."""
@@ -111,7 +111,7 @@ def watched(watch: Stopwatch) -> Iterator[None]:
 
 
 def profiled(sync: Callable[[], None]) -> dict[str, Spent]:
-    """The parts of one sync on this rank."""
+    """Returns the parts of one sync on this rank."""
     watch = Stopwatch()
     with watched(watch), watch.part(STEPS):
         sync()
@@ -124,7 +124,7 @@ def profiled(sync: Callable[[], None]) -> dict[str, Spent]:
 
 @dataclass(slots=True, kw_only=True)
 class Bare:
-    """Bytes of a rank's part of the plan, and how long this machine takes for them."""
+    """The bytes of a rank's part of the plan, and how long this machine takes for them."""
 
     copied: int
     sent: dict[int, int]
@@ -146,7 +146,7 @@ class Bare:
         }
 
     def calls(self, group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
-        """Every rank runs the same ones, in this order."""
+        """Returns the bare parts; every rank runs the same ones, in this order."""
         sizes = self.bytes()
         memory, other = (torch.ones(max(sizes.values()), dtype=torch.uint8) for _ in range(2))
         block = torch.ones(4 * COPY_ELEMENTS["cpu"], dtype=torch.uint8)
@@ -161,18 +161,18 @@ class Bare:
         """Sends and receives the same bytes over gloo, in messages of which two travel at once."""
         queues = [(True, peer, list(_split(memory, size, MESSAGE_BYTES))) for peer, size in self.sent.items()]
         queues += [(False, peer, list(_split(other, size, MESSAGE_BYTES))) for peer, size in self.received.items()]
-        under_way: list[list[dist.Work]] = []
+        in_flight: list[list[dist.Work]] = []
         for number in range(max((len(parts) for _, _, parts in queues), default=0)):
-            under_way.append(
+            in_flight.append(
                 [
                     (group.send if sends else group.recv)([parts[number]], peer, 0)
                     for sends, peer, parts in queues
                     if number < len(parts)
                 ]
             )
-            for work in under_way.pop(0) if len(under_way) > 1 else ():
+            for work in in_flight.pop(0) if len(in_flight) > 1 else ():
                 work.wait()
-        for work in (work for round_ in under_way for work in round_):
+        for work in (work for round_ in in_flight for work in round_):
             work.wait()
 
 
@@ -193,7 +193,7 @@ class RankProfile:
 
 
 def profile(sync: Callable[[], None], route: Route, group: dist.ProcessGroup, repeats: int) -> list[RankProfile]:
-    """Every rank calls it; every rank's profile."""
+    """Returns every rank's profile; every rank calls it."""
     bare = Bare.of(route)
     parts = _best(lambda: profiled(sync), group, repeats)
     found = {}
@@ -212,7 +212,7 @@ def _timed(call: Callable[[], object]) -> Spent:
 
 
 def _best(call: Callable[[], dict[str, Spent]], group: dist.ProcessGroup, repeats: int) -> dict[str, Spent]:
-    """Of the repeat in which the slowest rank was fastest."""
+    """Returns the parts of the repeat in which the slowest rank was fastest."""
     best, least = {}, float("inf")
     for _ in range(repeats):
         dist.barrier(group=group)
@@ -225,7 +225,7 @@ def _best(call: Callable[[], dict[str, Spent]], group: dist.ProcessGroup, repeat
 
 
 def show(ranks: Sequence[RankProfile], copy_wall_s: float, copy_cpu_s: float) -> None:
-    """copy_*_s: of the plain copy of what each engine needs, on all ranks."""
+    """Prints the profiles.  copy_*_s: of the plain copy of what each engine needs, on all ranks."""
     columns = f"{'MB':>8}{'wall s':>9}{'share':>7}{'CPU s':>9}{'bare wall':>11}{'CPU':>9}"
     for number, rank in enumerate(ranks):
         print(f"  rank {number:<38}{columns}")

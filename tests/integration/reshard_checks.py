@@ -66,7 +66,7 @@ def rollout(path: str, dtype: str = "float32") -> RolloutEngine:
 
 @torch.no_grad()
 def step(engine: FSDPEngine) -> dict[str, Tensor]:
-    """Change every weight, as a training step would; the full weights after it."""
+    """Changes every weight, as a training step would; returns the full weights after it."""
     for param in engine.params:
         param.local.mul_(1.01).add_(0.001)
     return {name: tensor.clone() for bucket in engine.named_weights() for name, tensor in bucket}
@@ -87,7 +87,7 @@ def refuses(engine: RolloutEngine) -> bool:
 
 
 def error_of(action: Callable[[], object]) -> tuple[str, str]:
-    """(type, message) of the error; ("", "") without."""
+    """Returns (type, message) of the error; ("", "") without."""
     try:
         action()
     except RlhubError as error:
@@ -99,13 +99,13 @@ def error_of(action: Callable[[], object]) -> tuple[str, str]:
 
 
 def colocated(path: str, dtype: str, part_bytes: int) -> dict[str, Any]:
-    """Four updates with changed weights, then broken ones; transfers of `part_bytes` and more travel by themselves."""
+    """Does four updates with changed weights, then broken ones; transfers of `part_bytes` and more travel by themselves."""
     with mock.patch.object(schedule, "PART_BYTES", part_bytes):
         return updates(trainer(path), rollout(path, dtype))
 
 
 def updates(train: FSDPEngine, engine: RolloutEngine) -> dict[str, Any]:
-    """What `colocated` reports."""
+    """Returns what `colocated` reports."""
     manager = ShardingManager(train, engine, bucket_bytes=BUCKET)
     reports, wrong = [], []
     for version in range(4):
@@ -150,7 +150,7 @@ def lost_message(manager: ShardingManager, engine: RolloutEngine) -> tuple[str, 
 
 
 def flipped(manager: ShardingManager, engine: RolloutEngine) -> str:
-    """The name reported when one element changes on the last rank after everything has arrived."""
+    """Returns the name reported when one element changes on the last rank after everything has arrived."""
     last, exchange = dist.get_rank() == dist.get_world_size() - 1, Route._exchange
 
     def flip_first(self: Route, sent: dict[int, list[int]]) -> dict[int, list[int]]:
@@ -175,7 +175,7 @@ def connect(half: WeightSender | WeightReceiver, port: int, rank: int, world: in
 
 
 def send(path: str, port: int, receivers: int, versions: list[int], folder: str) -> list[tuple[str, str]]:
-    """Updates to `receivers` processes; rank 0 leaves the full weights of each version in the folder."""
+    """Sends updates to `receivers` processes; rank 0 leaves the full weights of each version in the folder."""
     train = trainer(path)
     rank, size = dist.get_rank(), dist.get_world_size()
     half = WeightSender(train, bucket_bytes=BUCKET)
@@ -191,7 +191,7 @@ def send(path: str, port: int, receivers: int, versions: list[int], folder: str)
 
 
 def receive(path: str, port: int, rank: int, world: int, versions: list[int], folder: str) -> dict[str, Any]:
-    """The other end: what each update brought."""
+    """Receives what `send` sends; returns what each update brought."""
     engine = rollout(path)
     half = WeightReceiver(engine, CPU, bucket_bytes=BUCKET)
     out: dict[str, Any] = {"errors": [], "wrong": [], "wire_bytes": []}
@@ -213,7 +213,7 @@ def receive(path: str, port: int, rank: int, world: int, versions: list[int], fo
 
 
 def write_versions(path: str, folder: str, versions: list[int]) -> list[int]:
-    """Versions in the folder, and beside each the full weights; how many bytes this rank wrote of each."""
+    """Writes versions into the folder, and next to each the full weights; returns how many bytes this rank wrote of each."""
     train = trainer(path)
     writer = WeightWriter(train, Path(folder), bucket_bytes=BUCKET, timeout_s=30)
     sizes = []
@@ -226,7 +226,7 @@ def write_versions(path: str, folder: str, versions: list[int]) -> list[int]:
 
 
 def read_versions(path: str, folder: str, versions: list[int], dtype: str) -> dict[str, Any]:
-    """What the reader's engine holds after each version, and what it says to versions that never come or are damaged."""
+    """Returns what the reader's engine holds after each version, and what it says to versions that never come or are damaged."""
     engine = rollout(path, dtype)
     reader = WeightReader(engine, Path(folder), bucket_bytes=BUCKET, timeout_s=1)
     wrong = []
@@ -239,7 +239,7 @@ def read_versions(path: str, folder: str, versions: list[int], dtype: str) -> di
 
 
 def read_damaged(path: str, folder: str, version: int) -> tuple[tuple[str, str], bool]:
-    """After a good version, one with a flipped bit; whether the engine then refuses."""
+    """Reads a good version, then one with a flipped bit; returns its error and whether the engine then refuses."""
     engine = rollout(path)
     reader = WeightReader(engine, Path(folder), bucket_bytes=BUCKET, timeout_s=1)
     reader.read(version)

@@ -25,7 +25,7 @@ VLLM_VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class DecoderShape:
-    """Sizes of a decoder-only transformer, dense or (`num_experts` > 0) a mixture of experts after its first dense layers."""
+    """The sizes of a decoder-only transformer, dense or (`num_experts` > 0) a mixture of experts after its first dense layers."""
 
     vocab_size: int
     hidden_size: int
@@ -57,7 +57,7 @@ class Weight:
 
 
 def weights(model: DecoderShape) -> Iterator[Weight]:
-    """Every tensor of the model under its checkpoint name."""
+    """Yields every tensor of the model under its checkpoint name."""
     table = (model.vocab_size, model.hidden_size)
     yield Weight(name="model.embed_tokens.weight", shape=table, cut="vocabulary")
     for layer in range(model.num_layers):
@@ -105,7 +105,7 @@ def num_parameters(model: DecoderShape) -> int:
 
 
 def full_layout(tensors: Mapping[str, tuple[int, ...]], ranks: int, *, dtype: torch.dtype = torch.bfloat16) -> Layout:
-    """Every rank holds the whole model."""
+    """Returns the layout in which every rank holds the whole model."""
     pieces = [PieceInfo(name=name, shape=shape, region=whole(shape), dtype=dtype) for name, shape in tensors.items()]
     return [pieces] * ranks
 
@@ -113,7 +113,7 @@ def full_layout(tensors: Mapping[str, tuple[int, ...]], ranks: int, *, dtype: to
 def fsdp_layout(
     tensors: Mapping[str, tuple[int, ...]], ranks: int, *, replicas: int = 1, dtype: torch.dtype = torch.float32
 ) -> Layout:
-    """Rows in equal blocks, the last ones shorter or empty, as torch.chunk deals them; `replicas` groups of `ranks`."""
+    """Returns FSDP's layout, `replicas` groups of `ranks`: rows in equal blocks, the last ones shorter or empty (torch.chunk)."""
     group: Layout = [[] for _ in range(ranks)]
     for name, shape in tensors.items():
         for rank, pieces in enumerate(group):
@@ -138,7 +138,7 @@ def megatron_layout(
     vocab_multiple: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Layout:
-    """Megatron-core: rank = tensor rank + tp * (data rank + dp * pipeline stage).
+    """Returns Megatron-core's layout: rank = tensor rank + tp * (data rank + dp * pipeline stage).
 
     Experts are dealt over the ranks of a stage that tensor parallelism of experts (`expert_tp`, by default tp) leaves.
     Query, key and value rows are one piece a query group, for they are fused by group; padded vocabulary rows are no piece.
@@ -159,7 +159,7 @@ def megatron_layout(
 
 
 def _pipeline(model: DecoderShape, pp: int, vpp: int) -> list[list[Weight]]:
-    """Weights of each pipeline stage: chunks of layers dealt in turn; the first has the embedding, the last the head."""
+    """Returns each pipeline stage's weights: chunks of layers dealt in turn; the first has the embedding, the last the head."""
     stage_of: list[int] = []
     for chunk in range(pp * vpp):
         start, stop = _balanced(model.num_layers, chunk, pp * vpp)
@@ -177,7 +177,7 @@ def _pipeline(model: DecoderShape, pp: int, vpp: int) -> list[list[Weight]]:
 
 
 def _balanced(count: int, index: int, parts: int) -> Range:
-    """Part `index` of `count` in order: sizes differ by at most one, larger ones first."""
+    """Returns part `index` of `count` in order: sizes differ by at most one, larger ones first."""
     size, extra = divmod(count, parts)
     start = index * size + min(index, extra)
     return start, start + size + (index < extra)
@@ -186,7 +186,7 @@ def _balanced(count: int, index: int, parts: int) -> Range:
 def _megatron_dense(
     model: DecoderShape, stage: list[Weight], rank: int, tp: int, vocab_multiple: int, dtype: torch.dtype
 ) -> list[PieceInfo]:
-    """What a tensor-parallel rank holds of all but the experts."""
+    """Returns what a tensor-parallel rank holds of all but the experts."""
     groups = range(rank * model.num_kv_heads // tp, (rank + 1) * model.num_kv_heads // tp)
     pieces = []
     for weight in stage:
@@ -202,7 +202,7 @@ def _megatron_dense(
 
 
 def _experts(stage: list[Weight], ep_rank: int, tp_rank: int, num_local: int, tp: int, dtype: torch.dtype) -> list[PieceInfo]:
-    """What a rank holds of the experts, which are dealt in blocks."""
+    """Returns what a rank holds of the experts, which are dealt in blocks."""
     return [
         PieceInfo(name=weight.name, shape=weight.shape, region=_part(weight.shape, weight.cut, tp_rank, tp, 1), dtype=dtype)
         for weight in stage
@@ -211,7 +211,7 @@ def _experts(stage: list[Weight], ep_rank: int, tp_rank: int, num_local: int, tp
 
 
 def vllm_layout(model: DecoderShape, *, tp: int, ep: int = 1, replicas: int = 1, dtype: torch.dtype = torch.bfloat16) -> Layout:
-    """vLLM: a replica is `tp` ranks, or with expert parallelism `ep` ranks that are ep / tp data-parallel groups of tp.
+    """Returns vLLM's layout: a replica is `tp` ranks, or with expert parallelism `ep`, in ep / tp data-parallel groups of tp.
 
     Fewer key-value heads than ranks: neighbours hold the same one.  ep > 1: whole experts in blocks, else each cut by tp.
     """
@@ -242,7 +242,7 @@ def _vllm_dense(model: DecoderShape, table: list[Weight], rank: int, tp: int, dt
 
 @cache
 def _part(shape: tuple[int, ...], cut: Cut, rank: int, ranks: int, vocab_multiple: int) -> Region:
-    """The equal part of a rank; of the vocabulary after padding it so that the parts are equal."""
+    """Returns the equal part of a rank; of the vocabulary after padding it so that the parts are equal."""
     if cut == "whole":
         return whole(shape)
     dim = 1 if cut == "columns" else 0

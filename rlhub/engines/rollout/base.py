@@ -12,7 +12,7 @@ one of the two at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rlhub.errors import EngineError
 from rlhub.protocol.weights.pieces import Piece
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -27,6 +28,7 @@ FINISH_CODES: dict[FinishReason, int] = {"stop": 0, "length": 1, "abort": 2}
 """The numbers of the finish reasons in the column `finish_reason` of a batch."""
 WeightBucket = list[tuple[str, Tensor]]
 EngineDtype = Literal["auto", "bfloat16", "float16", "float32"]
+SHOWN_NAMES = 5  # how many names an error lists before it only counts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -220,3 +222,30 @@ def resolve_dtype(name: EngineDtype, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+
+
+def apply_buckets(buckets: Iterable[WeightBucket], expected: Collection[str], load: Callable[[WeightBucket], None]) -> None:
+    """Calls `load` on every bucket of `update_weights`, so that a wrong or broken stream cannot pass for a whole update.
+
+    Every expected name must come exactly once and no other.  Raises EngineError naming the surplus, repeated or missing weights.
+    """
+    applied: set[str] = set()
+    for bucket in buckets:
+        names = [name for name, _ in bucket]
+        surplus = [name for name in names if name not in expected]
+        if surplus:
+            raise EngineError(f"the weight stream holds names the engine does not have: {abbreviate(surplus)}")
+        repeated = [name for i, name in enumerate(names) if name in applied or name in names[:i]]
+        if repeated:
+            raise EngineError(f"the weight stream holds weights twice: {abbreviate(repeated)}")
+        applied.update(names)
+        load(bucket)
+    missing = [name for name in expected if name not in applied]
+    if missing:
+        raise EngineError(f"the weight stream ended without {len(missing)} weights: {abbreviate(missing)}")
+
+
+def abbreviate(names: list[str]) -> str:
+    """Returns the first few names, and how many more there are."""
+    more = len(names) - SHOWN_NAMES
+    return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -14,10 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlhub.engines.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams, WeightBucket
+from rlhub.engines.rollout.base import Completion, FinishReason, GenerationRequest, SamplingParams, WeightBucket, apply_buckets
 from rlhub.engines.rollout.continuous_batching import SteppedEngine, Stepper, TokenEvent
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.protocol.weights.pieces import Piece, whole_piece
 
 Script = Callable[[GenerationRequest, SamplingParams], list[int]]

@@ -23,9 +23,9 @@ WORD_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Fingerprint of the tensor's elements in row-major order, whatever its strides; up to 128 bits.  Blocks until done.
+    """Returns the fingerprint of the tensor's elements in row-major order, whatever its strides; up to 128 bits.
 
-    Only a strided tensor is copied.
+    Blocks until done.  Only a strided tensor is copied.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.device.type == "cpu":
@@ -34,7 +34,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def checksum(flat: Tensor) -> int:
-    """Sum over elements of (bits * an odd weight of the position) modulo 2^64, in torch operations.
+    """Returns the sum over elements of (bits * an odd weight of the position) modulo 2^64, in torch operations.
 
     flat: one-dimensional, any device.  A change of one element always changes the sum, because an odd weight is
     invertible modulo 2^64; exchanged elements change it because the weights differ.
@@ -54,7 +54,7 @@ def _checksum(flat: Tensor) -> Tensor:
 
 
 def digests(tensors: Iterable[Tensor]) -> list[int]:
-    """A signed 64-bit fingerprint of each contiguous tensor, for sending as int64; accelerators are waited for once.
+    """Returns a signed 64-bit fingerprint of each contiguous tensor, for sending as int64; accelerators are waited for once.
 
     `tensors` may be a generator that reuses one buffer.
     """
@@ -72,7 +72,7 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def combine(parts: Iterable[tuple[str, int]]) -> str:
-    """One short hexadecimal fingerprint of named fingerprints; the order of the parts does not matter."""
+    """Returns one short hexadecimal fingerprint of named fingerprints; the order of the parts does not matter."""
     digest = xxhash.xxh3_64()
     for name, value in sorted(parts):
         digest.update(f"{name}={value:x};".encode())
@@ -81,7 +81,7 @@ def combine(parts: Iterable[tuple[str, int]]) -> str:
 
 @torch.no_grad()
 def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """The names of tensors with a NaN or infinite element, in the order given; an accelerator is waited for once.
+    """Returns the names of tensors with a NaN or infinite element, in the order given; an accelerator is waited for once.
 
     Several tensors may have one name, which is then returned once.
     """

@@ -17,7 +17,7 @@ from rlhub.protocol.weights.regions import Region, intersection, num_elements, r
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PieceInfo:
-    """Which part of which tensor a process holds, without the data.  shape: of the full tensor."""
+    """The description of a Piece, without its data.  shape: of the full tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,13 +51,13 @@ class Piece:
 
 
 def whole_piece(name: str, tensor: Tensor) -> Piece:
-    """The piece that is all of a tensor."""
+    """Returns the piece that is all of a tensor."""
     shape = tuple(tensor.shape)
     return Piece(name=name, tensor=tensor, shape=shape, region=whole(shape))
 
 
 def by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
-    """What a process holds of each tensor, in the order given."""
+    """Returns the pieces of each tensor, in the order given."""
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
         found.setdefault(piece.name, []).append(piece)
@@ -65,7 +65,7 @@ def by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
 
 
 def views(pieces: Iterable[Piece], region: Region) -> Iterator[tuple[Tensor, Region]]:
-    """What pieces of one tensor have of a region: a live view, and where it lies counted from the region's first corner.
+    """Yields what pieces of one tensor have of a region: a live view, and where it lies counted from the region's first corner.
 
     A planned transfer may span several pieces, for neighbours were merged: a copy goes piece by piece.
     """

@@ -10,12 +10,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams, WeightBucket, resolve_dtype
+from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams, WeightBucket, apply_buckets, resolve_dtype
 from rlhub.engines.rollout.continuous_batching import SteppedEngine, Stepper
 from rlhub.engines.rollout.hf.continuous_batch import ContinuousBatch
 from rlhub.engines.rollout.hf.decode import DecodeLimits, decode
 from rlhub.engines.rollout.registry import RolloutSetup
-from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.models.experts import unfused_tensors
 from rlhub.models.required_weights import load_checked

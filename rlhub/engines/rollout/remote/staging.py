@@ -14,8 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rlhub.checkpoint.hf import write_hf_weights
-from rlhub.engines.rollout.base import WeightBucket
-from rlhub.engines.rollout.weight_stream import apply_buckets
+from rlhub.engines.rollout.base import WeightBucket, apply_buckets
 from rlhub.models.shape import read_model_shape
 from rlhub.protocol.weights.fingerprint import combine, fingerprint
 from rlhub.protocol.weights.pieces import Piece, whole_piece

@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams, WeightBucket, resolve_dtype
+from rlhub.engines.rollout.base import (
+    Completion,
+    Follow,
+    GenerationRequest,
+    SamplingParams,
+    WeightBucket,
+    apply_buckets,
+    resolve_dtype,
+)
 from rlhub.engines.rollout.continuous_batching import SteppedEngine, Stepper
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.vllm.environment import distributed_variables, guarded_process, settle
-from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import EngineError
 from rlhub.models.hf import check_weights
 from rlhub.models.required_weights import refuse_nonfinite

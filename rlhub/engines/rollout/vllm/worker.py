@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhub.engines.rollout.base import WeightBucket
+from rlhub.engines.rollout.base import WeightBucket, apply_buckets
 from rlhub.engines.rollout.vllm.environment import end_with_owner, owner_pid
 from rlhub.engines.rollout.vllm.internals import keep_weights_unpacked
 from rlhub.engines.rollout.vllm.weights import live_weights, load_weights
-from rlhub.engines.rollout.weight_stream import apply_buckets
 from rlhub.errors import RlhubError
 from rlhub.models.required_weights import refuse_nonfinite
 from rlhub.protocol.weights.pieces import Piece
