@@ -301,7 +301,7 @@ def corrections(dtype: torch.dtype) -> Iterator[Case]:
         theirs=mask,
         rlhub=passed,
         trl=lambda: trl.off_policy_kept(b, b.per_row, OFF_POLICY),
-        differs=(f"{_HERE}.correction.rejection", "No rule looks at advantages"),
+        differs=(f"{_HERE}.correction.rejection", "None of these rules looks at advantages"),
     )
 
 
