@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhub.tracking.report_charts import HEIGHT, WIDTH
-from rlhub.tracking.report_page import STYLE
+from rlhub.tracking.report_charts import HEIGHT, STYLE, WIDTH
 
 TITLES = {"Validation": "validation pass@1", "Response length (tokens)": "response length, tokens"}
 HEAD = 30  # pixels for the titles

@@ -13,7 +13,7 @@ import torch
 
 from rlhub.protocol import DataProto
 from rlhub.rewards import ManagerParts, RewardManager, RewardResult
-from rlhub.rewards.naive import on_last_token
+from rlhub.rewards.managers import on_last_token
 from rlhub.rewards.registry import REWARD_MANAGERS
 
 

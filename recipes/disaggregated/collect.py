@@ -30,10 +30,10 @@ from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.trajectory_files import TrajectoryWriter
 from rlhub.sharding_manager.files import WeightReader
-from rlhub.trainer.ppo.build import build_data
 from rlhub.trainer.ppo.episode_scoring import no_turn_scores
 from rlhub.trainer.ppo.episodes import Workflows, training_sampling
-from rlhub.trainer.ppo.prompt_progress import LoaderPositions
+from rlhub.trainer.ppo.stream_source import LoaderPositions
+from rlhub.trainer.ppo.trainer import build_data
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 
 logger = logging.getLogger("collect")

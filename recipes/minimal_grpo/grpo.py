@@ -14,9 +14,9 @@ from rlhub.algorithms.inputs import AdvantageInputs
 from rlhub.config.cli import run
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.trainer.launch import launch_workers
-from rlhub.trainer.ppo.build import build_data, worker_roles
 from rlhub.trainer.ppo.metrics import mean_metrics
-from rlhub.trainer.ppo.reward import prepare_reward
+from rlhub.trainer.ppo.scoring import prepare_reward
+from rlhub.trainer.ppo.trainer import build_data, worker_roles
 from rlhub.trainer.ppo.worker_groups import groups_of
 
 logger = logging.getLogger("grpo")

@@ -46,8 +46,12 @@ for _name, _class in (
     ("cispo", "CISPOKnobs"),
 ):
     POLICY_LOSSES.add_lazy(_name, f"{_HERE}.policy_losses.{_name}:{_name}", knobs=f"{_HERE}.policy_losses.{_name}:{_class}")
-for _name, _knobs in (("reinforce", None), ("gpg", None), ("cpgd", f"{_HERE}.policy_losses.cpgd:CPGDKnobs")):
-    POLICY_LOSSES.add_lazy(_name, f"{_HERE}.policy_losses.{_name}:{_name}", requires={"weights"}, knobs=_knobs)
+for _name, _file, _knobs in (
+    ("reinforce", "reinforce", None),
+    ("gpg", "reinforce", None),
+    ("cpgd", "cpgd", f"{_HERE}.policy_losses.cpgd:CPGDKnobs"),
+):
+    POLICY_LOSSES.add_lazy(_name, f"{_HERE}.policy_losses.{_file}:{_name}", requires={"weights"}, knobs=_knobs)
 for _name, _class in (("dppo_tv", "DPPOTVKnobs"), ("dppo_kl", "DPPOKLKnobs")):
     POLICY_LOSSES.add_lazy(
         _name,
@@ -66,19 +70,19 @@ for _name, _class in (("clip_cov", "ClipCovKnobs"), ("kl_cov", "KLCovKnobs")):
 
 PREFERENCE_LOSSES: Registry[Any] = Registry("preference loss")
 for _name, _function, _class in (
-    ("sigmoid", "dpo_sigmoid", "SigmoidKnobs"),
-    ("ipo", "ipo", "BetaKnobs"),
-    ("hinge", "hinge", "BetaKnobs"),
+    ("sigmoid", "rlhub.algorithms.preference:dpo_sigmoid", "rlhub.algorithms.preference:SigmoidKnobs"),
+    ("ipo", "rlhub.algorithms.preference:ipo", "rlhub.algorithms.preference:BetaKnobs"),
+    ("hinge", "rlhub.algorithms.preference:hinge", "rlhub.algorithms.preference:BetaKnobs"),
 ):
-    PREFERENCE_LOSSES.add_lazy(_name, f"{_HERE}.preference:{_function}", knobs=f"{_HERE}.preference:{_class}")
+    PREFERENCE_LOSSES.add_lazy(_name, _function, knobs=_class)
 
 KL_ESTIMATORS: Registry[Any] = Registry("KL estimator")
 for _names, _function, _words in (
-    (("kl", "k1"), "k1", {"value_only"}),
-    (("abs",), "absolute", {"value_only"}),
-    (("mse", "k2"), "k2", set()),
-    (("low_var_kl", "k3"), "k3", {"value_only"}),
+    (("kl", "k1"), "rlhub.algorithms.kl:k1", {"value_only"}),
+    (("abs",), "rlhub.algorithms.kl:absolute", {"value_only"}),
+    (("mse", "k2"), "rlhub.algorithms.kl:k2", set()),
+    (("low_var_kl", "k3"), "rlhub.algorithms.kl:k3", {"value_only"}),
 ):
     for _name in _names:
-        KL_ESTIMATORS.add_lazy(_name, f"{_HERE}.kl:{_function}", requires=_words)
-        KL_ESTIMATORS.add_lazy(f"{_name}+", f"{_HERE}.kl:{_function}_straight_through")
+        KL_ESTIMATORS.add_lazy(_name, _function, requires=_words)
+        KL_ESTIMATORS.add_lazy(f"{_name}+", f"{_function}_straight_through")

@@ -15,8 +15,7 @@ from torch import Tensor
 from rlhub.checkpoint.files import storage_errors
 from rlhub.checkpoint.shards import DTYPE_CODES, FORMAT_VERSION, as_region, index_name
 from rlhub.errors import CheckpointError
-from rlhub.protocol.weights.pieces import Piece
-from rlhub.protocol.weights.regions import Region, intersection, num_elements, relative, remainder, sizes, take, whole
+from rlhub.protocol.weights.pieces import Piece, Region, intersection, num_elements, relative, remainder, sizes, take, whole
 from rlhub.registry import suggest
 
 ROWS_VERSION = 1

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from rlhub.checkpoint.files import FileEntry, RawTensor, write_file, write_safetensors
 from rlhub.errors import CheckpointError
-from rlhub.protocol.weights.pieces import Piece
-from rlhub.protocol.weights.regions import Region, intersection, num_elements
+from rlhub.protocol.weights.pieces import Piece, Region, intersection, num_elements
 
 FORMAT_VERSION = 2
 MAX_FILE_BYTES = 4 << 30  # keeps single files movable; pieces are never split

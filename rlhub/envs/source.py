@@ -4,21 +4,33 @@
         observation, info = await environment.reset(seed=3)
 
 Workflows lease environments and never make them, so that these may run here, or in actors on other machines.
+
+§§ pool: EnvironmentPool: environments in killable processes, leased to episodes one at a time.
+
+Simulators are slow to make and hold the interpreter while they compute; in processes they are made once and run in parallel.  A
+process that dies, hangs or eats its memory costs the one episode that leased it: the next lease gets a fresh one.  The processes
+are those of utils/children; EnvironmentProcess speaks to one as coroutines.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlhub.envs.base import EnvDiedError, Environment, EnvironmentLimits, StepEnvironment
+from rlhub.envs.base import EnvDiedError, EnvError, Environment, EnvironmentLimits, StepEnvironment
+from rlhub.envs.child import decoded
 from rlhub.envs.local import BoundedEnvironment, LocalEnvironment
-from rlhub.envs.pool import EnvironmentPool
 from rlhub.envs.registry import environment_factory, environment_target
-from rlhub.envs.remote import METHODS
+from rlhub.envs.remote import METHODS, remote_environment
+from rlhub.errors import ConfigError, DeadlineError, LoadError
+from rlhub.utils import faults
+from rlhub.utils.children.access import Access
+from rlhub.utils.children.process import LOAD_TIMEOUT_S, ChildProcess, ChildRequest, spawn
+from rlhub.utils.children.wire import WireError
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -173,3 +185,199 @@ class LeaseTable:
     async def release_all(self) -> None:
         """Ends all leases."""
         await asyncio.gather(*(self.release(number) for number in list(self._leases)), return_exceptions=True)
+
+
+SERVE = "rlhub.envs.child:serve"
+PARAMETERS = ("operation", "arguments")
+
+
+class EnvironmentPool:
+    """Belongs to one event loop.  target: `module:name` or `path/to/file.py:name`, called with `settings` in each process.
+
+    offers_tools: it makes an `Environment`, of which every lease has a new one; else a simulator, which serves one lease after
+    the other.  env: environment variables that it may read though they look like secrets.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        settings: Mapping[str, Any],
+        *,
+        num_workers: int,
+        offers_tools: bool = False,
+        limits: EnvironmentLimits | None = None,
+        env: Sequence[str] = (),
+    ) -> None:
+        self._making = {"target": target, "settings": dict(settings), "offers_tools": offers_tools}
+        self._offers_tools = offers_tools
+        self._access = Access(setting="actor_rollout_ref.rollout.agent.kwargs.env", env=tuple(env))
+        self._limits = limits or EnvironmentLimits()
+        self._processes: list[EnvironmentProcess | None] = [None] * num_workers
+        self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()
+        for number in reversed(range(num_workers)):
+            self._free.put_nowait(number)
+        self.num_replaced = 0
+
+    @property
+    def num_alive(self) -> int:
+        """The number of processes that run."""
+        return sum(process is not None and not process.dead for process in self._processes)
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[StepEnvironment | Environment]:
+        """Leases an environment for one episode; waits while all are taken.  LoadError if it cannot be made.
+
+        EnvDiedError and DeadlineError, from any of its methods: its process is gone, and the episode with it.  A call that is
+        cancelled costs the process too: nobody knows where it stands.
+        """
+        number = await self._free.get()
+        try:
+            process = await self._process(number)
+            try:
+                yield remote_environment(process.call, offers_tools=self._offers_tools)
+            finally:
+                if self._offers_tools and not process.dead:
+                    await process.call("aclose", {})
+        finally:
+            self._free.put_nowait(number)
+
+    async def get_state(self) -> list[Any]:
+        """Returns the state of each process's simulator, None where none runs.  Not to be called during other calls."""
+        return [
+            None if process is None or process.dead else await process.call("get_state", {}) for process in list(self._processes)
+        ]
+
+    async def load_state(self, states: list[Any]) -> None:
+        """Loads the states of a pool of the same size; simulators are made where they are missing."""
+        if len(states) != len(self._processes):
+            raise ValueError(f"states of {len(states)} processes, but the pool has {len(self._processes)}")
+        for number, state in enumerate(states):
+            if state is not None:
+                process = await self._process(number)
+                await process.call("load_state", {"state": state})
+
+    async def aclose(self) -> None:
+        """Ends all processes.  Idempotent; a later lease starts new ones."""
+        processes = [process for process in self._processes if process is not None]
+        self._processes = [None] * len(self._processes)
+        await asyncio.gather(*(process.kill() for process in processes))
+
+    async def _process(self, number: int) -> EnvironmentProcess:
+        """Returns the process with this number, started if none lives."""
+        process = self._processes[number]
+        if process is not None and not process.dead:
+            return process
+        self.num_replaced += process is not None
+        started = await EnvironmentProcess.start(self._making, self._limits, self._access)
+        self._processes[number] = started
+        return started
+
+
+class EnvironmentProcess:
+    """An environment in a process of its own; one call at a time.  Any error but EnvError kills it, and it is `dead`."""
+
+    def __init__(self, child: ChildProcess, limits: EnvironmentLimits, access: Access) -> None:
+        self._child, self._limits, self._access = child, limits, access
+        self.dead = False
+
+    @classmethod
+    async def start(cls, making: Mapping[str, Any], limits: EnvironmentLimits, access: Access) -> EnvironmentProcess:
+        """Starts a process and makes the environment in it.  making: the arguments of `make` in child.py.  LoadError."""
+        target = making["target"]
+        spawning = asyncio.ensure_future(asyncio.to_thread(spawn, SERVE, PARAMETERS, memory_gb=limits.memory_gb, access=access))
+        try:
+            process = cls(await asyncio.shield(spawning), limits, access)
+        except asyncio.CancelledError:
+            spawning.add_done_callback(_kill_spawned)
+            raise
+        except ConfigError as error:
+            raise LoadError(f"environment {target}: {error}") from error
+        reply = await process._exchange("start", None, LOAD_TIMEOUT_S)
+        if "load_error" in reply:
+            await process.kill()
+            raise LoadError(f"environment {target}:\n{reply['load_error']}{access.hint(reply['load_error'])}")
+        try:
+            await process._request("make", making, LOAD_TIMEOUT_S)
+        except EnvError as error:
+            await process.kill()
+            raise LoadError(f"environment {target} cannot be made: {error}") from error
+        return process
+
+    async def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Calls a method of the environment, within its limit.  EnvError: it raised; EnvDiedError; DeadlineError."""
+        return decoded(method, await self._request(method, arguments, self._limits.timeout_s(method)))
+
+    async def kill(self) -> str:
+        """Ends the process with all it has started; returns how it ended.  Idempotent."""
+        if self.dead:
+            return "ended before"
+        self.dead = True
+        return await asyncio.to_thread(self._child.kill)
+
+    async def _request(self, operation: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
+        if self.dead:
+            raise EnvDiedError("the environment's process has ended; take another one from the pool")
+        try:
+            request = ChildRequest.of([{"operation": operation, "arguments": dict(arguments)}])
+        except WireError as error:
+            raise EnvError(f"the arguments of {operation} have no JSON form: {error}") from error
+        faults.at("environment.call", pid=self._child.host_pid)
+        reply = await self._exchange(operation, request, timeout_s)
+        if reply.get("failed") == "memory":
+            how = await self.kill()
+            raise EnvDiedError(f"{operation}: the environment used more memory than it may ({how})")
+        if "failed" in reply:
+            raise EnvError(f"{operation}: {reply['message']}{self._access.hint(reply['message'])}")
+        return reply.get("value")
+
+    async def _exchange(self, operation: str, request: ChildRequest | None, timeout_s: float) -> dict[str, Any]:
+        """Sends a request and waits for the reply to it; whatever else happens costs the process its life."""
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                reply = await self._reply(request, timeout_s, limit)
+        except TimeoutError as error:
+            await self.kill()
+            raise DeadlineError(f"environment {operation}", timeout_s, "its process was killed") from error
+        except asyncio.CancelledError:
+            await asyncio.shield(self.kill())  # the reply would be taken for that of the next call
+            raise
+        if reply is None:
+            how = await self.kill()
+            raise EnvDiedError(f"{operation}: the environment's process {how}")
+        return reply
+
+    async def _reply(self, request: ChildRequest | None, timeout_s: float, limit: asyncio.Timeout) -> dict[str, Any] | None:
+        """Returns the next reply, None at the end of the stream.  The limit is put off while the call imports."""
+        loop, child = asyncio.get_running_loop(), self._child
+        replies: asyncio.Future[dict[str, Any] | None] = loop.create_future()
+
+        def readable() -> None:
+            received = child.read()
+            if replies.done():
+                return
+            if received or child.finished:
+                replies.set_result(received[0] if received else None)
+            elif not limit.expired():
+                limit.reschedule(loop.time() + child.deadline(timeout_s) - time.monotonic())
+
+        def writable() -> None:
+            child.write()
+            if not child.wants_write:
+                loop.remove_writer(child.request_fd)
+
+        loop.add_reader(child.reply_fd, readable)
+        try:
+            if request is not None:
+                child.give((), request)
+                if child.wants_write:
+                    loop.add_writer(child.request_fd, writable)
+            return await replies
+        finally:
+            loop.remove_reader(child.reply_fd)
+            loop.remove_writer(child.request_fd)
+
+
+def _kill_spawned(spawning: asyncio.Future[ChildProcess]) -> None:
+    """Ends a process whose user was cancelled before it had started."""
+    if not spawning.cancelled() and spawning.exception() is None:
+        spawning.result().kill()

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from rlhub.protocol.weights.pieces import Piece, whole_piece
-from rlhub.protocol.weights.regions import Region, intersection, relative, take
+from rlhub.protocol.weights.pieces import Piece, Region, intersection, relative, take, whole_piece
 
 GATE_UP = ".mlp.experts.gate_up_proj"
 DOWN = ".mlp.experts.down_proj"

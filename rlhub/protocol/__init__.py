@@ -1,8 +1,8 @@
 """What crosses process boundaries: batches (`DataProto`), and the language in which weights are described.
 
-data_proto.py   DataProto, a batch of tensor and array columns, and DataProtoFuture, one that is still being made
+data_proto.py   DataProto, a batch of tensor and array columns
 columns.py      indexing, stacking and comparing columns, and a batch as one TensorDict
-future.py       the rows of a future batch, gathered from the workers that make them
+future.py       DataProtoFuture, a batch that workers are still making
 serialization.py  columns in files, without pickle, and tensors on the wire, out of band
 readonly_tensor.py  views of received memory
 weights/        pieces and regions of named tensors, and their fingerprint: engines, checkpoints and resharding share them
@@ -10,7 +10,6 @@ weights/        pieces and regions of named tensors, and their fingerprint: engi
 
 from rlhub.protocol.data_proto import (
     DataProto,
-    DataProtoFuture,
     DataProtoItem,
     collate_fn,
     fold_batch_dim,
@@ -18,6 +17,7 @@ from rlhub.protocol.data_proto import (
     unfold_batch_dim,
     unpad_dataproto,
 )
+from rlhub.protocol.future import DataProtoFuture
 
 __all__ = [
     "DataProto",

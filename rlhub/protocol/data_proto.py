@@ -48,7 +48,6 @@ from rlhub.protocol.columns import (
     take_rows,
     without,
 )
-from rlhub.protocol.future import RowsFuture
 from rlhub.protocol.readonly_tensor import own
 from rlhub.protocol.serialization import Packed, pack_tensor, read_columns, unpack_tensor, write_columns
 
@@ -480,16 +479,3 @@ def all_gather_data_proto(data: DataProto, group: dist.ProcessGroup | None = Non
     joined = DataProto.concat(parts)
     data.batch, data.non_tensor_batch, data.meta_info = joined.batch, joined.non_tensor_batch, joined.meta_info
     return data
-
-
-class DataProtoFuture(RowsFuture[DataProto]):
-    """What a non-blocking worker-group call returns: `get()`, `chunk(n)`, `concat(futures)`; see RowsFuture.
-
-    The resolver is injected, so this module knows no transport.
-    """
-
-    __slots__ = ()
-
-    @staticmethod
-    def join(parts: Sequence[DataProto]) -> DataProto:
-        return DataProto.concat(parts)

@@ -11,6 +11,7 @@ import numpy as np
 
 from rlhub.errors import ProtocolError
 from rlhub.protocol.columns import chunk_bounds
+from rlhub.protocol.data_proto import DataProto
 
 
 class Rows(Protocol):
@@ -105,3 +106,16 @@ def _resolve_futures(futures: list[RowsFuture[R]]) -> list[R]:
 
 def _measure_futures(futures: list[RowsFuture[R]]) -> list[int]:
     return [future.num_rows() for future in futures]
+
+
+class DataProtoFuture(RowsFuture[DataProto]):
+    """What a non-blocking worker-group call returns: `get()`, `chunk(n)`, `concat(futures)`; see RowsFuture.
+
+    The resolver is injected, so this module knows no transport.
+    """
+
+    __slots__ = ()
+
+    @staticmethod
+    def join(parts: Sequence[DataProto]) -> DataProto:
+        return DataProto.concat(parts)

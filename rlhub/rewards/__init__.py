@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhub.rewards.base import ManagerParts, RewardManager, RewardResult
-    from rlhub.rewards.build import build_reward_manager
+    from rlhub.rewards.managers import build_reward_manager
     from rlhub.rewards.pool import RewardFailure, RewardOutcome, RewardPool, RewardRequest
 
 _MODULES = {
     "ManagerParts": "base",
     "RewardManager": "base",
     "RewardResult": "base",
-    "build_reward_manager": "build",
+    "build_reward_manager": "managers",
     "RewardFailure": "pool",
     "RewardOutcome": "pool",
     "RewardPool": "pool",

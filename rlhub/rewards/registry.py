@@ -12,12 +12,12 @@ from rlhub.registry import Registry, suggest
 
 REWARD_MANAGERS: Registry[Callable[..., Any]] = Registry("reward manager")
 """Name -> `(parts: ManagerParts, knobs) -> RewardManager`; the row's knobs are filled from reward_model.reward_kwargs."""
-REWARD_MANAGERS.add_lazy("naive", "rlhub.rewards.naive:NaiveManager")
-REWARD_MANAGERS.add_lazy("dapo", "rlhub.rewards.dapo:DapoManager", knobs="rlhub.rewards.dapo:DapoKnobs")
+REWARD_MANAGERS.add_lazy("naive", "rlhub.rewards.managers:NaiveManager")
+REWARD_MANAGERS.add_lazy("dapo", "rlhub.rewards.managers:DapoManager", knobs="rlhub.rewards.managers:DapoKnobs")
 
 SCORERS: Registry[Callable[..., Any]] = Registry("scorer")
 """Name -> `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
-SCORERS.add_lazy("gsm8k", "rlhub.rewards.gsm8k:compute_score")
+SCORERS.add_lazy("gsm8k", "rlhub.rewards.answers:compute_score")
 SCORERS.add_lazy("math", "rlhub.rewards.math:compute_score")
 SCORERS.add_lazy("exact", "rlhub.rewards.answers:exact_match")
 

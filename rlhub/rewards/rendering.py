@@ -11,7 +11,7 @@ import torch
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import Decoder
-from rlhub.rewards.naive import response_lengths
+from rlhub.rewards.managers import response_lengths
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A row's prompt as the data has it (column `raw_chat`): text, or chat messages."""

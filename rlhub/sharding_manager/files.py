@@ -35,11 +35,21 @@ from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.training.base import TrainEngine
 from rlhub.errors import DeadlineError, EngineError, ReshardError, WeightMismatchError
 from rlhub.protocol.weights.fingerprint import combine, digests, nonfinite_names
-from rlhub.protocol.weights.pieces import Piece, PieceInfo, whole_piece
-from rlhub.protocol.weights.regions import Region, intersection, num_elements, relative, split, take, whole
-from rlhub.sharding_manager.first_update import update_by_stream
+from rlhub.protocol.weights.pieces import (
+    Piece,
+    PieceInfo,
+    Region,
+    intersection,
+    num_elements,
+    relative,
+    split,
+    take,
+    whole,
+    whole_piece,
+)
 from rlhub.sharding_manager.layout_exchange import Member, decode_info, encode_info, exchange_members, this_node
 from rlhub.sharding_manager.local_pieces import LocalPieces
+from rlhub.sharding_manager.manager import update_by_stream
 from rlhub.sharding_manager.peers import Peers
 from rlhub.sharding_manager.plan import make_plan
 from rlhub.sharding_manager.route import SyncReport, alone, check_range, raise_first

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhub.errors import EngineError
-from rlhub.protocol.weights.pieces import Piece, PieceInfo
-from rlhub.protocol.weights.regions import Region, intersection, num_elements, relative, sizes, take
+from rlhub.protocol.weights.pieces import Piece, PieceInfo, Region, intersection, num_elements, relative, sizes, take
 
 
 class LocalPieces:

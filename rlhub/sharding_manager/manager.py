@@ -7,21 +7,139 @@ and nothing else would say so.
 
 A planned update passes three classes: ShardingManager wakes the engines and bars generation, Route moves this rank's parts and
 compares them, Transport carries what goes to other ranks.
+
+§§ first_update: An update through the rollout engine's own loader, compared with both engines' descriptions of what they hold.
+
+The loader and the training engine's stream know nothing of regions.  So an engine's first update goes this way: it proves the
+geometry that later, planned updates write and read back through.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 
 import torch
+from torch import Tensor
 
-from rlhub.engines.rollout.base import RolloutEngine
+from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.training.base import TrainEngine
-from rlhub.sharding_manager.first_update import update_by_stream
+from rlhub.errors import WeightMismatchError
+from rlhub.protocol.weights.fingerprint import combine, fingerprint
+from rlhub.protocol.weights.pieces import Piece, take
 from rlhub.sharding_manager.layout_exchange import Member, exchange_members, this_node
 from rlhub.sharding_manager.local_pieces import LocalPieces
 from rlhub.sharding_manager.peers import Peers
-from rlhub.sharding_manager.route import BUFFER_BUCKETS, Route, SyncReport, check_range, make_route
+from rlhub.sharding_manager.route import BUFFER_BUCKETS, Agree, Route, SyncReport, check_range, make_route, raise_first
+
+
+def update_by_stream(
+    rollout: RolloutEngine,
+    buckets: Iterable[WeightBucket],
+    version: int,
+    *,
+    own: Iterable[Piece] = (),
+    check: bool,
+    agree: Agree,
+) -> SyncReport:
+    """Loads full tensors as policy `version` and compares what arrived.  All ranks call it together.
+
+    own: the training engine's pieces on this rank, compared with the stream that passes; none where it streams only.
+    check: False leaves out fingerprints (names are still compared).  Raises WeightMismatchError, on every rank, for the first
+    weight that differs, is missing or is not expected; the engine then refuses to generate.
+    """
+    stream = _CheckedStream(rollout, own=own, check=check)
+    rollout.update_weights(stream.passing(buckets), version)
+    if check:
+        with rollout.overwriting(version):  # weights that differ must not serve
+            stream.compare(agree)
+    return SyncReport(
+        bytes=stream.bytes,
+        num_weights=len(stream.names),
+        version=version,
+        fingerprint=combine(stream.fingerprints.items()) if check else "",
+    )
+
+
+class StreamedDescription:
+    """Finds out whether the pieces that a training engine says this rank has are parts of the full weights that it streams."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece.name, []).append(piece)
+        self._wrong: set[str] = set()
+        self.names: list[str] = []
+
+    def note(self, name: str, tensor: Tensor) -> None:
+        """Compares a full weight that passes with this rank's pieces of it."""
+        self.names.append(name)
+        for piece in self._pieces.get(name, ()):
+            if piece.shape != tuple(tensor.shape) or fingerprint(take(tensor, piece.region)) != fingerprint(piece.tensor):
+                self._wrong.add(name)
+
+    def confirm(self, agree: Agree) -> None:
+        """Raises WeightMismatchError on every rank for the first weight that any rank describes wrongly."""
+        first = agree(min((self.names.index(name) for name in self._wrong), default=len(self.names)))
+        if first < len(self.names):
+            raise WeightMismatchError(
+                f"the training engine's description of the part of {self.names[first]} that a rank holds does not fit the weight "
+                "that it streams: planned updates would move the wrong part",
+                weight=self.names[first],
+            )
+
+
+class _CheckedStream:
+    """Full tensors on their way into a rollout engine; see `update_by_stream`."""
+
+    def __init__(self, rollout: RolloutEngine, *, own: Iterable[Piece], check: bool) -> None:
+        self._rollout, self._check = rollout, check
+        self._targets = {piece.name: piece for piece in rollout.live_weights()}
+        self._description = StreamedDescription(own if check else ())
+        self.fingerprints: dict[str, int] = {}
+        self.bytes = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Returns the names of the weights that have passed."""
+        return self._description.names
+
+    def passing(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
+        """Yields the buckets in the engine's dtype and on its device, and notes what passes."""
+        for bucket in buckets:
+            yield [(name, self._pass(name, tensor.detach())) for name, tensor in bucket]
+        passed = set(self.names)
+        missing = [name for name in self._targets if name not in passed]
+        if missing:
+            raise WeightMismatchError(
+                f"the trainer sent {len(passed)} weights, but not {missing[0]}, which the rollout engine has "
+                f"({len(missing)} missing in all): do both run the same model?",
+                weight=missing[0],
+            )
+
+    def _pass(self, name: str, tensor: Tensor) -> Tensor:
+        if self._targets and name not in self._targets:
+            raise WeightMismatchError(
+                f"the trainer sent {name}, which the rollout engine does not have: do both run the same model?", weight=name
+            )
+        self._description.note(name, tensor)
+        part = tensor
+        if self._targets:  # before its first update an engine may have no weights of its own and take what comes
+            target = self._targets[name]
+            tensor = tensor.to(device=target.tensor.device, dtype=target.tensor.dtype)
+            part = take(tensor, target.region)
+        self.bytes += tensor.nbytes
+        if self._check:
+            self.fingerprints[name] = fingerprint(part)
+        return tensor
+
+    def compare(self, agree: Agree) -> None:
+        """Reads the live weights back.  Raises WeightMismatchError on every rank, for the first weight that differs on any."""
+        sent = self.fingerprints
+        live = {piece.name: fingerprint(piece.tensor) for piece in self._rollout.live_weights() if piece.name in sent}
+        names = list(sent)
+        raise_first(names, [name for name in names if live.get(name) != sent[name]], agree)
+        self._description.confirm(agree)
 
 
 class ShardingManager:

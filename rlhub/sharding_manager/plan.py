@@ -14,8 +14,16 @@ from functools import lru_cache
 import torch
 
 from rlhub.errors import ReshardError
-from rlhub.protocol.weights.pieces import PieceInfo
-from rlhub.protocol.weights.regions import Region, difference, intersection, merged, num_elements, overlapping, remainder
+from rlhub.protocol.weights.pieces import (
+    PieceInfo,
+    Region,
+    difference,
+    intersection,
+    merged,
+    num_elements,
+    overlapping,
+    remainder,
+)
 from rlhub.utils.collector import without_collector
 
 

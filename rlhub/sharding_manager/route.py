@@ -16,8 +16,7 @@ from torch import Tensor
 from rlhub.engines.rollout.base import RolloutEngine
 from rlhub.errors import WeightMismatchError
 from rlhub.protocol.weights.fingerprint import combine, digests, nonfinite_names
-from rlhub.protocol.weights.pieces import Piece
-from rlhub.protocol.weights.regions import num_elements, sizes, whole
+from rlhub.protocol.weights.pieces import Piece, num_elements, sizes, whole
 from rlhub.sharding_manager.layout_exchange import Member, check_devices, nodes_of
 from rlhub.sharding_manager.local_pieces import LocalPieces
 from rlhub.sharding_manager.peers import Peers

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from rlhub.errors import ReshardError
-from rlhub.protocol.weights.regions import num_elements, sizes, split
+from rlhub.protocol.weights.pieces import num_elements, sizes, split
 from rlhub.sharding_manager.plan import Plan, Transfer
 from rlhub.utils.collector import without_collector
 

@@ -32,11 +32,10 @@ from torch import Tensor
 from rlhub.engines.rollout.base import RolloutEngine, WeightBucket
 from rlhub.engines.training.base import TrainEngine
 from rlhub.errors import EngineError
-from rlhub.protocol.weights.pieces import PieceInfo
-from rlhub.protocol.weights.regions import num_elements, whole
-from rlhub.sharding_manager.first_update import StreamedDescription, update_by_stream
+from rlhub.protocol.weights.pieces import PieceInfo, num_elements, whole
 from rlhub.sharding_manager.layout_exchange import DTYPES, Member, Side, exchange_members, this_node
 from rlhub.sharding_manager.local_pieces import LocalPieces
+from rlhub.sharding_manager.manager import StreamedDescription, update_by_stream
 from rlhub.sharding_manager.peers import Peers
 from rlhub.sharding_manager.route import BUFFER_BUCKETS, Route, SyncReport, check_range, make_route, raise_first
 from rlhub.sharding_manager.transport import aligned

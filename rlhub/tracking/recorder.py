@@ -2,6 +2,12 @@
 
 It writes metrics.jsonl, the sample generations, trace.json and report.html itself and passes everything on to the chosen
 trackers.  A tracker that fails in the middle of a run is dropped with a warning: what is on disk does not depend on it.
+
+§§ registry: Which trackers there are; rows load on first use.  `requires` names the Python packages a tracker needs; those of rlhub are
+installed by the extra of the tracker's name.  A companion `login` says what its account lacks on this machine, or asks the user
+for it: () -> sentences.  It is called before a run starts.
+
+metrics.jsonl and report.html are no trackers: every run has them.
 """
 
 from __future__ import annotations
@@ -9,20 +15,56 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhub.errors import RlhubError
+from rlhub.registry import Registry
 from rlhub.tracking.generations import write_generations
 from rlhub.tracking.metrics_log import MetricsLog
-from rlhub.tracking.registry import TRACKERS
 from rlhub.tracking.report import write_report
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.spans import SpanLog, write_trace
-from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status, Tracker
+from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status, Tracker, is_installed
 from rlhub.utils.redact import redact
 
 logger = logging.getLogger(__name__)
+
+
+TRACKERS: Registry[type[Tracker]] = Registry("tracker")
+TRACKERS.add_lazy("console", "rlhub.tracking.metrics_log:ConsoleTracker", requires=("rich",))
+TRACKERS.add_lazy("mlflow", "rlhub.tracking.mlflow:MlflowTracker", requires=("mlflow",))
+TRACKERS.add_lazy(
+    "swanlab",
+    "rlhub.tracking.swanlab:SwanlabTracker",
+    requires=("swanlab",),
+    companions={"login": "rlhub.tracking.swanlab:login_problems"},
+)
+TRACKERS.add_lazy("tensorboard", "rlhub.tracking.metrics_log:TensorboardTracker", requires=("tensorboard",))
+TRACKERS.add_lazy("trackio", "rlhub.tracking.trackio:TrackioTracker", requires=("trackio",))
+TRACKERS.add_lazy(
+    "wandb", "rlhub.tracking.wandb:WandbTracker", requires=("wandb",), companions={"login": "rlhub.tracking.wandb:login_problems"}
+)
+EXTRAS = frozenset(TRACKERS.names()) - {"console"}
+"""Trackers whose packages an extra of rlhub installs; the console's come with rlhub."""
+
+
+def package_problems(names: Iterable[str]) -> list[str]:
+    """Returns which packages of the named trackers are not installed, and the command that installs those of rlhub's extras."""
+    found = []
+    for name in dict.fromkeys(name for name in names if name in TRACKERS):
+        missing = [package for package in sorted(TRACKERS.row(name).requires) if not is_installed(package)]
+        advice = f"; run: pip install 'rlhub[{name}]'" if name in EXTRAS else ""
+        if missing:
+            found.append(f"trainer.logger: {name} needs the package {', '.join(missing)}, which is not installed{advice}")
+    return found
+
+
+def login_problems(names: Iterable[str]) -> list[str]:
+    """Returns what keeps the named trackers from starting on this machine, beyond what is installed."""
+    logins = [TRACKERS.companion(name, "login") for name in dict.fromkeys(names)]
+    return [problem for login in logins if login is not None for problem in login()]
+
 
 REPORT_EVERY_S = 30.0
 REPORT_SHARE = 0.01  # of the run's time at most goes into refreshing the report

@@ -19,8 +19,7 @@ from typing import Any
 
 from rlhub.tracking.generations import list_generations, read_generations
 from rlhub.tracking.metrics_log import read_metrics
-from rlhub.tracking.report_charts import MAX_POINTS, NUM_COLOURS, Chart, Series, gantt, line_chart, number, stacked_columns
-from rlhub.tracking.report_page import page
+from rlhub.tracking.report_charts import MAX_POINTS, NUM_COLOURS, Chart, Series, gantt, line_chart, number, page, stacked_columns
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.spans import read_trace
 from rlhub.tracking.tracker import GenerationRow, RunInfo, Status

@@ -22,7 +22,7 @@ DESCRIPTION = (
 
 def main(config: PPOConfig) -> int:
     """One validation, recorded as step 0 of a run folder of its own."""
-    from rlhub.trainer.ppo.build import build_evaluation
+    from rlhub.trainer.ppo.trainer import build_evaluation
     from rlhub.trainer.preflight.model import check_models
     from rlhub.trainer.run import Run
 

@@ -19,7 +19,7 @@ DESCRIPTION = (
 
 def main(config: PPOConfig) -> int:
     """Build, fit; returns the exit status (128 + signal when stopped by one)."""
-    from rlhub.trainer.ppo.build import build_data, build_trainer
+    from rlhub.trainer.ppo.trainer import build_data, build_trainer
     from rlhub.trainer.training import train
 
     return train(config, build_data(config), build_trainer)

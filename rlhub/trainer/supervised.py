@@ -17,8 +17,7 @@ from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.data.order import IndexedData, ResumableLoader
-from rlhub.data.preference import PreferenceDataset
-from rlhub.data.sft import SFTDataset
+from rlhub.data.supervised import PreferenceDataset, SFTDataset
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Worker, WorkerGroup
@@ -26,7 +25,7 @@ from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.metrics import mean_metrics
 from rlhub.trainer.run import Run
 from rlhub.workers.memory_handover import WorkerRuntime
-from rlhub.workers.supervised import DPOWorker, RewardTrainingWorker, SFTWorker
+from rlhub.workers.roles import DPOWorker, RewardTrainingWorker, SFTWorker
 
 SupervisedConfig = SFTConfig | DPOConfig | RMConfig
 C = TypeVar("C", SFTConfig, DPOConfig, RMConfig)

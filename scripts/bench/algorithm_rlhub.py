@@ -13,13 +13,13 @@ import torch
 from algorithm_inputs import Batch
 from torch import Tensor
 
-from rlhub.algorithms.aggregation import Denominators, aggregate
-from rlhub.algorithms.correction.rejection import kept
+from rlhub.algorithms.correction.correct import kept
 from rlhub.algorithms.correction.weights import RATIOS, bounded, normalized
 from rlhub.algorithms.inputs import AdvantageInputs, PolicyLossInputs, SelectionInputs
 from rlhub.algorithms.kl import AdaptiveKLController
+from rlhub.algorithms.masked import Denominators, aggregate
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
-from rlhub.algorithms.value_loss import value_loss
+from rlhub.algorithms.returns import value_loss
 from rlhub.config.sections.rollout_correction import rejection_bounds, weight_bounds
 from rlhub.utils.balance import partition
 

@@ -30,9 +30,9 @@ from rich.table import Table
 from torch import Tensor
 
 from rlhub.algorithms import groups
-from rlhub.algorithms.aggregation import aggregate
-from rlhub.algorithms.correction.rejection import kept
+from rlhub.algorithms.correction.correct import kept
 from rlhub.algorithms.correction.weights import RATIOS, bounded
+from rlhub.algorithms.masked import aggregate
 from rlhub.algorithms.preference import PreferenceInputs, bradley_terry
 from rlhub.algorithms.registry import KL_ESTIMATORS, PREFERENCE_LOSSES
 from rlhub.config.sections.rollout_correction import Bounds, weight_bounds

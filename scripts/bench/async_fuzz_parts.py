@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine
-from rlhub.agents.workflows.single_turn import SingleTurn
+from rlhub.agents.workflows.turns import SingleTurn
 from rlhub.engines.rollout.fake import FakeEngine
 from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, RolloutSetup
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
-from rlhub.config.rules import derive
+from rlhub.config.rules.parallel import derive
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import DataProto
@@ -33,10 +33,9 @@ from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.service import RolloutService, ServiceOptions
 from rlhub.trainer.ppo.build_stream import build_scoring
-from rlhub.trainer.ppo.prompt_progress import PromptLog
 from rlhub.trainer.ppo.publication import Publisher
 from rlhub.trainer.ppo.scoring import build_scorer
-from rlhub.trainer.ppo.stream_source import StreamSource
+from rlhub.trainer.ppo.stream_source import PromptLog, StreamSource
 from rlhub.utils.aio.task_runner import AsyncTaskRunner
 from rlhub.utils.collector import heap_set_aside
 from rlhub.utils.timing import PhaseTimer
@@ -94,7 +93,7 @@ def config_of(staleness: int, reward: Path) -> PPOConfig:
     config.trainer.max_staleness = staleness
     config.custom_reward_function.path = str(reward)
     config.reward_model.num_workers = 1
-    derive.derive(config)
+    derive(config)
     return config
 
 

@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from rlhub.config.rules.derive import derive
+from rlhub.config.rules.parallel import derive
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.engines.training.collectives import check_finite
 from rlhub.protocol import DataProto
 from rlhub.single_controller import ClassWithInitArgs, Dispatch, LaunchOptions, launch, register
-from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
 from rlhub.workers.memory_handover import WorkerRuntime
+from rlhub.workers.roles import ActorRolloutRefWorker
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 16, 48
 

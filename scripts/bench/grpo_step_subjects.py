@@ -152,7 +152,7 @@ def rlhub(folder: str, response_tokens: int, backend: str) -> tuple[StepFunction
     from rlhub.config.cli import prepare
     from rlhub.config.schema import to_dict
     from rlhub.config.sections.ppo import PPOConfig
-    from rlhub.trainer.ppo.build import build_data, build_trainer
+    from rlhub.trainer.ppo.trainer import build_data, build_trainer
     from rlhub.trainer.run import Run
 
     scratch = Path(tempfile.mkdtemp())

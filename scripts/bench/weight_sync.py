@@ -36,8 +36,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhub.protocol.weights.pieces import Piece, PieceInfo
-from rlhub.protocol.weights.regions import sizes, take
+from rlhub.protocol.weights.pieces import Piece, PieceInfo, sizes, take
 from rlhub.sharding_manager.layout_exchange import Member, Side, exchange_members, this_node
 from rlhub.sharding_manager.peers import Peers
 from rlhub.sharding_manager.route import BUFFER_BUCKETS, Route, make_route

@@ -4,7 +4,7 @@
 
 Lines are physical ones and `__init__.py` files are not counted as files.  An importer of a module is another file of the package
 that imports it (at any depth, under TYPE_CHECKING too), takes one of its names through a package's `__init__`, or names it in
-a registry's lazy row ("rlhub.x.y:attr").  Small files are those under 60 lines outside the folders whose rule is one algorithm a
+a registry's lazy row ("rlhub.x.y:attr") or in the text of a program that it starts.  Small files are those under 60 lines outside the folders whose rule is one algorithm a
 file.
 """
 
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL_LINES, LARGE_LINES = 60, 500
 ONE_ALGORITHM_A_FILE = ("algorithms/advantages/", "algorithms/policy_losses/")
 LAZY_ROW = re.compile(r"rlhub(\.\w+)+:\w+")
+PROGRAM = re.compile(r"\bfrom (rlhub(?:\.\w+)+) import \w")
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -79,16 +80,16 @@ class House:
 
         lazy: the modules of its registry's lazy rows as well.
         """
+        texts = {id(node.value) for node in ast.walk(self.trees[name]) if isinstance(node, ast.Expr)}  # docstrings only tell
         for node in ast.walk(self.trees[name]):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names if alias.name in self.trees)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 for alias in node.names:
                     yield from (found for found in self.origins(node.module, alias.name) if found != name)
-            elif lazy and isinstance(node, ast.Constant) and isinstance(node.value, str) and LAZY_ROW.fullmatch(node.value):
-                module = node.value.partition(":")[0]
-                if module in self.trees:
-                    yield module
+            elif lazy and isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+                named = [node.value.partition(":")[0]] if LAZY_ROW.fullmatch(node.value) else PROGRAM.findall(node.value)
+                yield from (module for module in named if module in self.trees)
 
     def origins(self, module: str, attribute: str) -> Iterator[str]:
         """The modules that `from module import attribute` reads."""

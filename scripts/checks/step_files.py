@@ -40,8 +40,8 @@ def count_step_files(folder: Path) -> Counter[str]:
     from rlhub.config.cli import prepare
     from rlhub.config.schema import to_dict
     from rlhub.config.sections.ppo import PPOConfig
-    from rlhub.trainer.ppo.build import build_data, build_trainer
     from rlhub.trainer.ppo.step import TrainingStep
+    from rlhub.trainer.ppo.trainer import build_data, build_trainer
     from rlhub.trainer.run import Run
     from scripts.checks.jobs import Task
 

@@ -35,7 +35,7 @@ HOLDING_MODULE = f"""
 import math, os, time
 from pathlib import Path
 
-from rlhub.tracking.registry import TRACKERS
+from rlhub.tracking.recorder import TRACKERS
 from rlhub.tracking.tracker import Tracker
 
 

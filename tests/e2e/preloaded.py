@@ -31,7 +31,7 @@ HEAVY = (
     "pyarrow.parquet",
     "transformers.models.qwen2.modeling_qwen2",
     "torch.distributed.fsdp",
-    "rlhub.trainer.ppo.build",
+    "rlhub.trainer.ppo.trainer",
     "rlhub.engines.rollout.hf.engine",
     "rlhub.engines.training.fsdp.engine",
 )

@@ -15,7 +15,7 @@ AGENT = "actor_rollout_ref.rollout.agent"
 WORKFLOW = """
 from dataclasses import dataclass
 from rlhub.agents.workflows.registry import fill_knobs
-from rlhub.agents.workflows.single_turn import SingleTurn
+from rlhub.agents.workflows.turns import SingleTurn
 
 @dataclass
 class Knobs:

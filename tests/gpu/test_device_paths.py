@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.engines.rollout.hf.sampling import sample_tokens
-from rlhub.engines.training.host_memory import HostCopies, HostTensors
+from rlhub.engines.rollout.hf.decode import sample_tokens
+from rlhub.engines.training.optimizer import HostCopies, HostTensors
 from rlhub.engines.training.packing import model_inputs
 from rlhub.protocol.weights.fingerprint import digests, fingerprint
 

@@ -58,7 +58,7 @@ class EnteredRollout(RolloutPart):
     def _enter_without_a_model(self, engine: VLLMEngine) -> None:
         from vllm import LLM
 
-        from rlhub.engines.rollout.vllm.in_process import InProcessLLM
+        from rlhub.engines.rollout.vllm.entrypoints import InProcessLLM
 
         def generate(_: LLM, prompts: list[Any], *__: Any, **___: Any) -> list[Any]:
             self.entered = frames()

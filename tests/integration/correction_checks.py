@@ -16,7 +16,7 @@ from rlhub.engines.training.base import StepReport
 from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.engines.training.updates import PolicyUpdater
 from rlhub.protocol import DataProto
-from rlhub.trainer.ppo.correction import correct_batch, measure_mismatch
+from rlhub.trainer.ppo.advantages import correct_batch, measure_mismatch
 from tests.integration.fsdp_checks import make_engine, make_rows, my_rows, plain_model, plain_outputs, relative_error
 from tests.unit.algorithms.correction.correction_cases import Case, slow_kept, slow_weights
 

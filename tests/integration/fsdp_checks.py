@@ -19,7 +19,7 @@ from rlhub.checkpoint.shards import write_shards
 from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows
 from rlhub.engines.training.collectives import check_finite, ensure_process_group
-from rlhub.engines.training.fsdp import building, engine, sharding
+from rlhub.engines.training.fsdp import building, engine, weights
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.errors import NonFiniteError
@@ -195,7 +195,7 @@ def thresholds(large: bool) -> Iterator[None]:
         return
     with (
         mock.patch.object(building, "BROADCAST_BYTES", 0),
-        mock.patch.object(sharding, "WHOLE_MODEL_BYTES", 0),
+        mock.patch.object(weights, "WHOLE_MODEL_BYTES", 0),
         mock.patch.object(engine, "UNSHARDED_GRAD_BYTES", 0),
     ):
         yield

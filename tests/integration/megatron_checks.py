@@ -24,15 +24,14 @@ from rlhub.config.sections.training import FSDPConfig, MegatronConfig, ModelConf
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
 from rlhub.engines.training.collectives import check_finite
 from rlhub.engines.training.fsdp.engine import FSDPEngine
-from rlhub.engines.training.megatron import state
+from rlhub.engines.training.megatron import weights
 from rlhub.engines.training.megatron.engine import MegatronEngine
 from rlhub.engines.training.micro_batch import MicroBatchConfig
 from rlhub.errors import ConfigError, NonFiniteError
 from rlhub.models.experts import unfused_tensors
 from rlhub.models.megatron.model import PackedAttention, PackedRows
 from rlhub.models.packed_attention import attend_packed, plan_attention
-from rlhub.protocol.weights.pieces import Piece
-from rlhub.protocol.weights.regions import take
+from rlhub.protocol.weights.pieces import Piece, take
 from tests.integration.fsdp_checks import (
     INFERRED,
     OUTPUTS,
@@ -117,7 +116,7 @@ def gradients(engine: MegatronEngine) -> dict[str, Tensor]:
     for holding in engine._live_ranges():
         if not holding.replica:
             grad = holding.parts.param.main_grad.flatten()[holding.start : holding.stop]
-            mine += [(p.name, p.shape, p.region, p.tensor.clone()) for p in state._pieces("grad", grad, holding)]
+            mine += [(p.name, p.shape, p.region, p.tensor.clone()) for p in weights._pieces("grad", grad, holding)]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     full: dict[str, Tensor] = {}

@@ -18,11 +18,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlhub.config.sections.training import MegatronConfig, ModelConfig
 from rlhub.models.megatron import compat
-from rlhub.models.megatron.build import MegatronPlan, build_megatron
+from rlhub.models.megatron.build import MegatronPlan, build_megatron, parts
 from rlhub.models.megatron.model import BuiltMegatron
-from rlhub.models.megatron.names import parts
 from rlhub.models.packed_attention import plan_attention
-from rlhub.protocol.weights.regions import take
+from rlhub.protocol.weights.pieces import take
 
 LAYOUTS = itertools.count()
 VOCABULARY = 67  # a multiple of no number of ranks

@@ -23,7 +23,7 @@ from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.errors import RlhubError, WeightMismatchError
-from rlhub.protocol.weights.regions import take
+from rlhub.protocol.weights.pieces import take
 from rlhub.sharding_manager import schedule
 from rlhub.sharding_manager.files import WeightReader, WeightWriter
 from rlhub.sharding_manager.local_pieces import LocalPieces

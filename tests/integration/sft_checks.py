@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhub.config.sections.sft import SFTConfig, SFTDataConfig
 from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
-from rlhub.data.sft import SFTDataset
+from rlhub.data.supervised import SFTDataset
 from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.registry import build_sft_engine
 from rlhub.engines.training.updates import sft_loss, take_steps

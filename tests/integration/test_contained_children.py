@@ -16,7 +16,7 @@ import pytest
 
 from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
 from rlhub.envs.base import EnvironmentLimits
-from rlhub.envs.pool import EnvironmentPool
+from rlhub.envs.source import EnvironmentPool
 from rlhub.errors import ConfigError, LoadError
 from rlhub.rewards import RewardPool, RewardRequest, build_reward_manager
 from rlhub.rewards.pool import RewardOutcome

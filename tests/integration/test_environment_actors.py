@@ -179,7 +179,7 @@ def test_a_killed_process_and_a_killed_host_cost_their_own_episodes(ray_cluster:
 
 def test_pixels_are_not_written_as_text(ray_cluster: None, tmp_path: Path) -> None:
     """Between an actor and its caller a picture takes the bytes that it has."""
-    from rlhub.single_controller.ray.exchange import pack
+    from rlhub.single_controller.ray.async_actor import pack
 
     picture = ImageObservation(pixels=np.zeros((240, 240, 3), np.uint8))
     assert len(pack((picture, {}))) < picture.pixels.nbytes + 2000

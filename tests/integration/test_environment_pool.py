@@ -15,8 +15,8 @@ import pytest
 
 from rlhub.agents.workflows.base import build_workflow
 from rlhub.envs.base import EnvDiedError, EnvError, EnvironmentLimits, ImageObservation
-from rlhub.envs.pool import EnvironmentPool
 from rlhub.envs.registry import environment_target
+from rlhub.envs.source import EnvironmentPool
 from rlhub.errors import DeadlineError, LoadError
 from tests.support.episode_parts import ScriptedEngine, episode, parts
 

@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from rlhub.agents.remote.episode_actor import EpisodeActorSettings, WorkflowKey
-from rlhub.agents.remote.episode_actors import EpisodeActorOptions, EpisodeActors, episode_actor_starter
-from rlhub.agents.remote.workflow import RemoteWorkflow
+from rlhub.agents.remote.workflow import EpisodeActorOptions, EpisodeActors, RemoteWorkflow, episode_actor_starter
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, WorkflowParts
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams

@@ -22,8 +22,7 @@ from rlhub.engines.training.collectives import ensure_process_group
 from rlhub.engines.training.fsdp.engine import FSDPEngine
 from rlhub.models.experts import unfused_tensors
 from rlhub.models.hf import save_sidecars
-from rlhub.protocol.weights.pieces import Piece
-from rlhub.protocol.weights.regions import flat_regions, take
+from rlhub.protocol.weights.pieces import Piece, flat_regions, take
 from rlhub.trainer import main_export
 from rlhub.workers import export as export_worker
 from rlhub.workers.base import save_engine

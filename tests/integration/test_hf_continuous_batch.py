@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.engines.rollout.continuous_batching import Stepper
-from rlhub.engines.rollout.hf import continuous_batch as module
-from rlhub.engines.rollout.hf.continuous_batch import ContinuousBatch
-from rlhub.engines.rollout.hf.engine import HFEngine
+from rlhub.engines.rollout.hf import engine as module
+from rlhub.engines.rollout.hf.engine import ContinuousBatch, HFEngine
 from tests.integration.test_hf_engine import hf_engine, many_requests
 from tests.support import interruptions
 from tests.support.tiny_models import END_OF_SEQUENCE, save_tiny_model, tiny_model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhub.protocol.weights.regions import intersection, num_elements, take
+from rlhub.protocol.weights.pieces import intersection, num_elements, take
 from tests.integration import megatron_model_checks as checks
 from tests.integration.fsdp_ranks import Ranks
 

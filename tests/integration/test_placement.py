@@ -22,8 +22,7 @@ from rlhub.config.cli import prepare
 from rlhub.config.schema import to_dict
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import WorkerDiedError
-from rlhub.trainer.ppo.build import build_data, build_evaluation, build_trainer
-from rlhub.trainer.ppo.trainer import PPOTrainer
+from rlhub.trainer.ppo.trainer import PPOTrainer, build_data, build_evaluation, build_trainer
 from rlhub.trainer.preflight.checks import check
 from rlhub.trainer.run import Run
 from tests.support.chat_model import save_chat_model

@@ -16,9 +16,9 @@ from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.rewards.rendering import padded
 from rlhub.single_controller import ClassWithInitArgs, Launched, LaunchOptions, launch
-from rlhub.trainer.ppo.reward import JudgeGenerator
+from rlhub.trainer.ppo.scoring import JudgeGenerator
 from rlhub.workers.memory_handover import WorkerRuntime
-from rlhub.workers.reward_model import JudgeWorker, RewardModelWorker
+from rlhub.workers.roles import JudgeWorker, RewardModelWorker
 from tests.support.chat_model import save_chat_model
 from tests.support.reward_models import plain_scores, save_reward_model
 from tests.support.tiny_models import greedy_reference

@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from rlhub.errors import ConfigError
-from rlhub.tools.load import load_tools
-from rlhub.tools.toolbox import Toolbox, ToolSession
+from rlhub.tools.toolbox import Toolbox, ToolSession, load_tools
 from rlhub.utils.tool_calls import ToolCall, ToolResult
 from tests.support.hanging import only_hanging_calls_are_late
 from tests.support.ports import free_port

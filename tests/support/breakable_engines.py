@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhub.engines.rollout.continuous_batching import TokenEvent
-from rlhub.engines.rollout.hf.continuous_batch import ContinuousBatch
-from rlhub.engines.rollout.hf.engine import HFEngine
+from rlhub.engines.rollout.hf.engine import ContinuousBatch, HFEngine
 
 FILE = "broken"
 

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from rlhub.engines.training import host_memory
+from rlhub.engines.training import optimizer as host_memory
 from rlhub.engines.training.base import Rows, TrainEngine
 
 

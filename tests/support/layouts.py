@@ -13,8 +13,7 @@ from typing import Literal
 
 import torch
 
-from rlhub.protocol.weights.pieces import PieceInfo
-from rlhub.protocol.weights.regions import Region, num_elements, whole
+from rlhub.protocol.weights.pieces import PieceInfo, Region, num_elements, whole
 
 Layout = list[list[PieceInfo]]
 Cut = Literal["whole", "rows", "columns", "queries", "keys", "vocabulary"]

@@ -26,14 +26,14 @@ def _make_stepper(engine: HFEngine, make: Any = HFEngine._make_stepper) -> Stepp
 
 
 async def _build(engine: AsyncVLLMEngine, build: Any = AsyncVLLMEngine._build) -> Any:
-    from rlhub.engines.rollout.vllm import client  # imports vLLM, which reads the environment that is set for it by now
+    from rlhub.engines.rollout.vllm import entrypoints  # imports vLLM, which reads the environment that is set for it by now
 
-    arguments = client.engine_arguments
-    client.engine_arguments = lambda *given: {**arguments(*given), "scheduler_cls": SCHEDULER}
+    arguments = entrypoints.engine_arguments
+    entrypoints.engine_arguments = lambda *given: {**arguments(*given), "scheduler_cls": SCHEDULER}
     try:
         return await build(engine)
     finally:
-        client.engine_arguments = arguments
+        entrypoints.engine_arguments = arguments
 
 
 HFEngine._make_stepper = _make_stepper  # type: ignore[method-assign]

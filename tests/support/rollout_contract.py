@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams, WeightBucket
 from rlhub.engines.rollout.continuous_batching import SteppedEngine
 from rlhub.errors import EngineError, RequestError
-from rlhub.protocol.weights.regions import take
+from rlhub.protocol.weights.pieces import take
 from tests.support.stopping import LIMIT_S, StopAt, halt, run_to
 
 PROMPTS = [[5, 6, 7, 13], [8, 9, 14, 5, 6], [20], [3] * 17, [5, 6, 7, 13]]

@@ -332,7 +332,7 @@ LIGHT = (
     "rlhub.algorithms.registry",
     "rlhub.engines.rollout.registry",
     "rlhub.rewards.registry",
-    "rlhub.tracking.registry",
+    "rlhub.tracking.recorder",
     "rlhub.models.shape",
 )
 MAINS = ("main_ppo", "main_sft", "main_dpo", "main_rm", "main_eval", "main_export")

@@ -20,7 +20,7 @@ from rlhub.envs.registry import ENVIRONMENTS
 from rlhub.registry import Registry
 from rlhub.rewards.registry import REWARD_MANAGERS, SCORERS
 from rlhub.tools.registry import TOOL_FORMATS, TOOLS
-from rlhub.tracking.registry import TRACKERS
+from rlhub.tracking.recorder import TRACKERS
 from tests.support.source_trees import nodes, trees
 
 TABLES = frozenset(
@@ -31,7 +31,7 @@ TABLES = frozenset(
         "envs/registry.py",
         "rewards/registry.py",
         "tools/registry.py",
-        "tracking/registry.py",
+        "tracking/recorder.py",
         "agents/workflows/registry.py",
     }
 )
@@ -58,7 +58,7 @@ MEANINGS: dict[tuple[str, str], str] = {
     **{("config/sections/training.py", name): "which section belongs to the engine" for name in ("fsdp", "fsdp2", "megatron")},
     ("models/megatron/compat.py", "wandb"): "a Python package that megatron imports",
     ("single_controller/ray/cluster.py", "wandb"): "the folder that package writes to",
-    ("tracking/console.py", "kl"): "a column's heading",
+    ("tracking/metrics_log.py", "kl"): "a column's heading",
     **{("tracking/run_folder.py", name): "the folder that package writes to" for name in ("tensorboard", "wandb")},
     ("engines/rollout/remote/dialects.py", "vllm"): "a kind of server that another job runs",
     ("protocol/serialization.py", "json"): "a kind of column",
@@ -146,7 +146,7 @@ def constructed(tree: ast.Module) -> Iterator[ast.stmt]:
     [
         ("trainer/ppo/step.py", "if estimator == 'grpo': pass", True),
         ("trainer/ppo/step.py", "needs = {'gae': 1}", True),
-        ("workers/critic.py", "def f(mode: str = 'vanilla'): ...", True),
+        ("workers/roles.py", "def f(mode: str = 'vanilla'): ...", True),
         ("engines/training/updates.py", "loss = losses['low_var_kl']", True),
         ("algorithms/advantages/rloo.py", "f('grpo')", True),
         ("algorithms/advantages/grpo.py", "f('grpo')", False),
@@ -163,5 +163,5 @@ def test_a_planted_name_is_found_and_only_where_it_should_not_be(path: str, sour
 
 
 def test_a_planted_engine_is_found() -> None:
-    assert named({"trainer/ppo/build.py": ast.parse("x == 'vllm'")}, OTHERS)
+    assert named({"trainer/ppo/trainer.py": ast.parse("x == 'vllm'")}, OTHERS)
     assert not named({"engines/rollout/vllm/memory.py": ast.parse("x == 'vllm'")}, OTHERS)

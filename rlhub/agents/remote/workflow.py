@@ -2,6 +2,8 @@
 
 To the executor it is a workflow like any other: the engine that it gets answers what the remote episode asks, so routing,
 sessions, checkpoints of partial generations and cancellation are those of an episode on the driver.
+
+§§ episode_actors: EpisodeActors: the processes that run the episodes' own code, from start to end.  It lives on one event loop, the episodes'.
 """
 
 from __future__ import annotations
@@ -9,19 +11,74 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhub.agents.remote.actor_pool import PooledActor, own_error
+from rlhub.agents.remote.actor_pool import UNLIMITED, ActorPool, PooledActor, StartActor, own_error
 from rlhub.agents.remote.environment_asks import RELEASE, EnvironmentAnswers, EnvironmentAsk
-from rlhub.agents.remote.episode_actor import Ask, Ended, ScoreAsk, Withdrawn, WorkflowKey
-from rlhub.agents.remote.episode_actors import EpisodeActors
+from rlhub.agents.remote.episode_actor import Ask, Ended, EpisodeActor, EpisodeActorSettings, ScoreAsk, Withdrawn, WorkflowKey
 from rlhub.agents.remote.streaming import extend
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
 from rlhub.engines.rollout.base import Completion, Progress
 from rlhub.errors import DeadlineError, EngineError, RlhubError, WorkerDiedError, WorkerError
+from rlhub.single_controller import AsyncActorOptions, ClassWithInitArgs, astart_async_actor
+from rlhub.single_controller.placement import is_one_machine, node_at
+from rlhub.single_controller.resources import Backend
 from rlhub.utils.aio.results import Reject
+
+if TYPE_CHECKING:
+    from rlhub.single_controller.async_actor import AsyncActor
+
+
+class EpisodeActors(ActorPool):
+    """See the module docstring and ActorPool.  counts: also episodes_again, the episodes that were repeated in another actor."""
+
+    kind = "episode actor"
+    metric = "rollout/episode_host"
+    prefix = "episodes"
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the counts since the start."""
+        return super().metrics() | {f"{self.metric}_episodes_again": float(self.counts["episodes_again"])}
+
+
+@dataclass(slots=True, kw_only=True)
+class EpisodeActorOptions:
+    """How the episode actors of a run are started; see AsyncActorOptions."""
+
+    backend: Backend = "ray"
+    start_s: float = 1800.0
+    log_dir: str | None = None
+    plugins: tuple[str, ...] = ()
+
+
+def episode_actor_starter(settings: EpisodeActorSettings, options: EpisodeActorOptions) -> StartActor:
+    """Returns how to start actors on the driver's machine, which has the files that the settings name.  They use no GPU and
+    reserve no CPU."""
+
+    async def start(name: str) -> AsyncActor:
+        own = AsyncActorOptions(
+            name=name,
+            num_cpus=0.0,
+            log_dir=options.log_dir,
+            plugins=options.plugins,
+            max_concurrency=UNLIMITED,
+            start_deadline_s=options.start_s,
+            node_id=await asyncio.to_thread(_own_node) if options.backend == "ray" else "",
+        )
+        return await astart_async_actor(ClassWithInitArgs(EpisodeActor, settings), own, backend=options.backend)
+
+    return start
+
+
+def _own_node() -> str:
+    """Returns Ray's name of this machine; "" where there is no other."""
+    from rlhub.single_controller.ray.nodes import own_address
+
+    return "" if is_one_machine() else node_at(own_address())
+
 
 RETRIES = 3
 """Further attempts of an episode whose actor died: one that kills every actor must not use them all up."""

@@ -5,17 +5,23 @@ class Echo(RolloutWorkflow):
         completion = await engine.agenerate(self.request(data), self.parts.sampling)
         ...
         return Trajectory(...)          # or None: this episode must not train
+
+§§ own_workflows: A workflow looked at before any episode: whether it can be made, and the settings it reads.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
+import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from rlhub.agents.trajectory import Trajectory
-from rlhub.agents.workflows.registry import workflow_class
+from rlhub.agents.workflows.registry import fill_knobs, workflow_class
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, SamplingParams
 from rlhub.envs.source import EnvironmentSource
 from rlhub.errors import ConfigError
@@ -97,3 +103,94 @@ def build_workflow(name: str, parts: WorkflowParts) -> RolloutWorkflow:
     if not isinstance(workflow, RolloutWorkflow):
         raise ConfigError(f"workflow {name}: made a {type(workflow).__name__}, which is no RolloutWorkflow")
     return workflow
+
+
+def class_problems(found: Callable[..., Any]) -> list[str]:
+    """What keeps it from being made from its parts; of a function that makes one only its parameters can be told."""
+    if isinstance(found, type):
+        if not issubclass(found, RolloutWorkflow):
+            return ["no subclass of RolloutWorkflow (rlhub.agents.workflows.base)"]
+        if found.__abstractmethods__:
+            return [f"lacks {', '.join(sorted(found.__abstractmethods__))}"]
+    try:
+        inspect.signature(found).bind(None)
+    except TypeError as error:
+        return [f"is made from its parts alone, and does not take them so: {error}"]
+    except ValueError:  # a callable without a signature
+        return []
+    return []
+
+
+def knobs_of(found: Callable[..., Any]) -> type | None:
+    """The dataclass that its settings fill, where it says so as the workflows of rlhub do: `fill_knobs(Knobs, parts.kwargs)` when
+    it is made.  None: it may read them in a way of its own."""
+    maker = inspect.unwrap(found.__init__ if isinstance(found, type) else found)  # type: ignore[misc]
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(maker)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    names = [
+        call.args[0].id
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and maker.__globals__.get(call.func.id) is fill_knobs
+        and call.args
+        and isinstance(call.args[0], ast.Name)
+    ]
+    classes = [maker.__globals__.get(name) for name in names]
+    only = classes[0] if len(classes) == 1 else None
+    return only if isinstance(only, type) and dataclasses.is_dataclass(only) else None
+
+
+def settings_read(found: Callable[..., Any]) -> frozenset[str] | None:
+    """The names that a class without knobs reads from its parts' `kwargs`, in its own code and its bases'.  None where that
+    cannot be told: it hands them or its parts on, or is no class."""
+    if not isinstance(found, type):
+        return None
+    read: set[str] = set()
+    for base in found.__mro__:
+        if base in (RolloutWorkflow, ABC, object):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):
+            return None
+        names = _names_read(tree)
+        if names is None:
+            return None
+        read |= names
+    return frozenset(read)
+
+
+def _names_read(tree: ast.AST) -> set[str] | None:
+    """The constants in `parts.kwargs["name"]` and `parts.kwargs.get("name")`; None if these, or the parts, have any other use."""
+    parent = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    given = {node.args.args[1].arg for node in ast.walk(tree) if _is_init(node) and len(node.args.args) > 1}
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "kwargs":
+            key = _key(parent[node], parent[parent[node]])
+            if key is None:
+                return None
+            names.add(key)
+        elif (isinstance(node, ast.Attribute) and node.attr == "parts") or (isinstance(node, ast.Name) and node.id in given):
+            user = parent[node]
+            inherited = isinstance(user, ast.Call) and isinstance(user.func, ast.Attribute) and user.func.attr == "__init__"
+            if not isinstance(user, ast.Attribute) and not inherited:
+                return None
+    return names
+
+
+def _is_init(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
+    return isinstance(node, ast.FunctionDef) and node.name == "__init__"
+
+
+def _key(user: ast.AST, beyond: ast.AST) -> str | None:
+    """The name that `kwargs` is asked for by the two nodes around it."""
+    match user, beyond:
+        case (ast.Subscript(slice=ast.Constant(value=str() as key)), _):
+            return key
+        case (ast.Attribute(attr="get"), ast.Call(args=[ast.Constant(value=str() as key), *_])):
+            return key
+    return None

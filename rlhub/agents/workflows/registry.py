@@ -19,12 +19,10 @@ WorkflowFactory = Callable[..., Any]
 
 WORKFLOWS: Registry[WorkflowFactory] = Registry("workflow")
 """`knobs`: the dataclass of the workflow's own settings (actor_rollout_ref.rollout.agent.kwargs)."""
-WORKFLOWS.add_lazy("single_turn", "rlhub.agents.workflows.single_turn:SingleTurn")
-WORKFLOWS.add_lazy("single_turn_agent", "rlhub.agents.workflows.single_turn:SingleTurn")  # its name in others' data and commands
+WORKFLOWS.add_lazy("single_turn", "rlhub.agents.workflows.turns:SingleTurn")
+WORKFLOWS.add_lazy("single_turn_agent", "rlhub.agents.workflows.turns:SingleTurn")  # its name in others' data and commands
 WORKFLOWS.add_lazy("tool_agent", "rlhub.agents.workflows.tool_agent:ToolAgent", knobs="rlhub.agents.workflows.knobs:ToolKnobs")
-WORKFLOWS.add_lazy(
-    "multi_turn", "rlhub.agents.workflows.multi_turn:MultiTurn", knobs="rlhub.agents.workflows.knobs:MultiTurnKnobs"
-)
+WORKFLOWS.add_lazy("multi_turn", "rlhub.agents.workflows.turns:MultiTurn", knobs="rlhub.agents.workflows.knobs:MultiTurnKnobs")
 WORKFLOWS.add_lazy(
     "environment", "rlhub.agents.workflows.environment:EnvironmentEpisodes", knobs="rlhub.agents.workflows.knobs:EnvironmentKnobs"
 )

@@ -19,9 +19,8 @@ from rlhub.agents.workflows.registry import WHERE, fill_knobs
 from rlhub.agents.workflows.turns import Message, Transcript, TurnTemplate
 from rlhub.errors import ConfigError
 from rlhub.tools.formats import ParsedReply
-from rlhub.tools.load import load_tools, read_tool_file
 from rlhub.tools.registry import TOOL_FORMATS
-from rlhub.tools.toolbox import Toolbox
+from rlhub.tools.toolbox import Toolbox, load_tools, read_tool_file
 from rlhub.utils.tool_calls import ToolCall, ToolResult, ToolSchema
 
 ELLIPSIS = "\n... (left out) ...\n"

@@ -3,20 +3,29 @@
 Token in, token out: the tokens that the policy wrote stay as they were sampled.  Between two of its turns stands what the
 template adds: the rest of the turn's end, the answers of tools or users, and the header of the next turn.  That text is
 found by rendering a short conversation with a marked answer in it, and only it is tokenized.
+
+§§ single_turn: single_turn: one generation is the whole response, scored by the run's configured reward.
+
+§§ multi_turn: multi_turn: the policy answers, is told when its answer is not right, and tries again.
+
+Each answer is scored by the run's reward function; the episode's reward is that of the last answer, less for each try before
+it, so that being right at once stays best.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jinja2
 
 from rlhub.agents.partials import join
 from rlhub.agents.trajectory import NOT_SAMPLED, FinishReason, Trajectory, last_written
-from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine
+from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
+from rlhub.agents.workflows.knobs import MultiTurnKnobs
+from rlhub.agents.workflows.registry import fill_knobs
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from rlhub.errors import ConfigError, DataError
 from rlhub.utils.aio.results import Reject
@@ -258,3 +267,56 @@ def _answer() -> dict[str, Any]:
 
 def _roles(messages: Sequence[Message]) -> str:
     return ", ".join(str(message["role"]) for message in messages) + " messages"
+
+
+class SingleTurn(RolloutWorkflow):
+    """Token in, token out."""
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+        completion = await self._complete(engine, data)
+        if completion.finish_reason == "abort":
+            raise Reject("its generation was aborted")
+        return Trajectory(
+            prompt_ids=list(data.prompt_ids),
+            response_ids=completion.token_ids,
+            response_mask=[1] * len(completion.token_ids),
+            rollout_log_probs=completion.log_probs,
+            versions=completion.versions,
+            finish_reason=completion.finish_reason,
+        )
+
+    async def _complete(self, engine: EpisodeEngine, data: EpisodeData) -> Completion:
+        """The generation, which goes on from what an earlier life of the run has written of it."""
+        request, before = self.request(data), data.partial
+        if before is None:
+            return await engine.agenerate(request, self.parts.sampling)
+        if before.finish_reason != "abort":
+            return before
+        request = replace(request, prompt_ids=[*data.prompt_ids, *before.token_ids], start=len(before.token_ids))
+        return join(before, await engine.agenerate(request, self.parts.sampling))
+
+
+class MultiTurn(RolloutWorkflow):
+    """Retry with feedback."""
+
+    def __init__(self, parts: WorkflowParts) -> None:
+        super().__init__(parts)
+        self._knobs = fill_knobs(MultiTurnKnobs, parts.kwargs)
+        self._template = TurnTemplate(parts.tokenizer, roles=["user"], kwargs=self._knobs.chat_template_kwargs)
+        self._again = [{"role": "user", "content": self._knobs.feedback}]
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+        transcript = Transcript(prompt_ids=list(data.prompt_ids), budget=self.parts.max_response_length, scored=True)
+        knobs = self._knobs
+        while True:
+            completion = await transcript.generate(engine, data, self.parts.sampling, most=knobs.max_turn_tokens)
+            reward, _ = await self.parts.score(data.row, self._template.text(completion.token_ids))
+            if reward >= knobs.good_enough or not knobs.may_go_on(transcript.num_turns):
+                break
+            between = self._template.between(self._again, turn_ended=self._template.ended(completion.token_ids))
+            if not transcript.add_context(between):
+                break
+        tries = transcript.num_turns
+        transcript.add_reward(reward * knobs.turn_discount ** (tries - 1))
+        right = float(reward >= knobs.good_enough)
+        return transcript.trajectory({"right_at_once": right * (tries == 1), "right_at_last": right})

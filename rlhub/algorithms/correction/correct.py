@@ -2,19 +2,122 @@
 
 Used twice: on the driver over a whole batch before the update, and, where the old log-probs have no pass of their own, in the
 update on the whole rows of a micro-batch (then without what needs the whole batch, which the configuration's checks refuse).
+
+§§ rejection: Rejection of tokens or sequences whose probabilities differ too much between trainer and rollout engine (MIS, Liu et al.
+2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch").
+
+Rule = what is measured of each token, and how a row's tokens are put together.  With l = log pi - log mu clamped to +-20:
+k1 = -l, held to the band log lower <= -l <= log upper, that is lower <= mu / pi <= upper; k2 = l^2 / 2 and k3 = exp(l) - 1 - l,
+held below upper.  `token`: each token by itself; `seq_sum`, `seq_mean`, `seq_max`: the row's sum, mean, largest, for all of it.
+Bounds are inclusive.  None of these rules looks at advantages (the off-policy mask of DeepSeek-V3.2 is the upper bound of
+seq_mean_k1, on rows of negative advantage alone).
+
+A band bounds mu / pi, as verl 0.9.1 computes it, so that thresholds tuned there mean the same here.  (The paper, and the
+documentation of other implementations, speak of pi / mu; for a single number and for bands that are their own reciprocal, both
+are the same.)
+
+M2PO (Zheng et al. 2025, "Prosperity before collapse", arXiv 2510.01161) holds the second moment of log(pi / mu) over a batch
+under a threshold by dropping as few tokens as possible.  Only tokens that a trust region would hold count: those where advantage
+and log-ratio have the same sign, that is where the policy has already moved the way the advantage pushes.  (Some implementations
+take the moment over all tokens; then tokens on their way back, which no clip touches, would be dropped too.)
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.correction.rejection import kept, m2po_kept
 from rlhub.algorithms.correction.weights import RATIOS, bounded, mean_weight, normalized, outside
-from rlhub.algorithms.masked import masked_sum
-from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig, rejection_bounds, weight_bounds
+from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked, masked_sum
+from rlhub.config.sections.rollout_correction import RATIO_RULES, Bounds, RolloutCorrectionConfig, rejection_bounds, weight_bounds
+
+
+def _reversed(log_ratio: Tensor) -> Tensor:
+    return -log_ratio
+
+
+def _squared(log_ratio: Tensor) -> Tensor:
+    return 0.5 * log_ratio.square()
+
+
+def _schulman(log_ratio: Tensor) -> Tensor:
+    return log_ratio.expm1() - log_ratio
+
+
+def _each(values: Tensor, mask: Tensor) -> Tensor:
+    return masked(values, mask)
+
+
+def _sum(values: Tensor, mask: Tensor) -> Tensor:
+    return masked_sum(values, mask, dim=1)[:, None].expand_as(values)
+
+
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
+    return _sum(values, mask) / mask.sum(1).clamp(min=1)[:, None]
+
+
+def _largest(values: Tensor, mask: Tensor) -> Tensor:
+    """Is used for k2 and k3, which are never negative."""
+    return masked(values, mask).amax(1)[:, None].expand_as(values)
+
+
+RULES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "token_k1": (_reversed, _each),
+    "token_k2": (_squared, _each),
+    "token_k3": (_schulman, _each),
+    "seq_sum_k1": (_reversed, _sum),
+    "seq_sum_k2": (_squared, _sum),
+    "seq_sum_k3": (_schulman, _sum),
+    "seq_mean_k1": (_reversed, _mean),
+    "seq_mean_k2": (_squared, _mean),
+    "seq_mean_k3": (_schulman, _mean),
+    "seq_max_k2": (_squared, _largest),
+    "seq_max_k3": (_schulman, _largest),
+}
+
+
+def kept(log_ratio: Tensor, mask: Tensor, rule: str, bounds: Bounds) -> Tensor:
+    """Returns the model tokens that pass one rule, (rows, response) bool.  A rule measures all model tokens of its row."""
+    measure, combine = RULES[rule]
+    clamped = masked(log_ratio, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    values = combine(measure(clamped), mask)
+    if rule in RATIO_RULES:
+        assert bounds.lower is not None
+        passed = (values >= math.log(bounds.lower)) & (values <= math.log(bounds.upper))
+    else:
+        passed = values <= bounds.upper
+    return torch.logical_and(passed, mask.bool())
+
+
+def m2po_kept(log_ratio: Tensor, advantages: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """Returns the model tokens that stay, (rows, response) bool: of the candidates the largest l^2 are dropped until the mean of
+    the rest is at most `threshold`; other model tokens always stay.
+
+    Over the whole batch.  Equally large ones go together, so that the order of the rows does not matter.
+    """
+    chosen = candidates(log_ratio, advantages, mask)
+    moments = masked(log_ratio, mask).square()
+    ordered = moments[chosen].sort(descending=True).values
+    left = torch.arange(len(ordered), 0, -1, device=ordered.device)
+    means = ordered.flip(0).cumsum(0).flip(0) / left  # means[k]: after dropping the k largest; falls with k
+    num_dropped = int((means > threshold).sum().item())
+    if num_dropped == 0:
+        return mask.bool()
+    return mask.bool() & ~(chosen & (moments >= ordered[num_dropped - 1]))
+
+
+def candidates(log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """Returns the model tokens whose advantage and log-ratio have the same sign (neither is 0), (rows, response) bool."""
+    return (masked(advantages, mask).sign() * masked(log_ratio, mask).sign() > 0) & mask.bool()
+
+
+def second_moment(log_ratio: Tensor, chosen: Tensor) -> Tensor:
+    """Returns the mean of l^2 over the chosen tokens, 0 without any; scalar."""
+    return masked(log_ratio, chosen).square().sum() / chosen.sum().clamp(min=1)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -80,8 +80,8 @@ ROLLOUT_ENGINES.add_lazy(
     "remote",
     "rlhub.engines.rollout.remote.engine:RemoteEngine",
     companions={
-        "problems": "rlhub.engines.rollout.remote.checks:remote_problems",
-        MOST_REPLICAS: "rlhub.engines.rollout.remote.checks:most_replicas",
+        "problems": "rlhub.engines.rollout.remote.server:remote_problems",
+        MOST_REPLICAS: "rlhub.engines.rollout.remote.server:most_replicas",
     },
 )
 ROLLOUT_ENGINES.add_lazy("fake", "rlhub.engines.rollout.fake:FakeEngine")

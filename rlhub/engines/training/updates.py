@@ -2,21 +2,42 @@
 
 The mini-batch is the optimizer step.  Its rows are fixed by the driver (column `mini_batch`), so the same rows make the same
 step whatever the number of ranks; denominators are counted over all ranks before the first forward pass.
+
+§§ correction: The rollout correction where the old log-probs have no forward pass of their own: computed in the update, row by row.
+
+Two such modes.  Bypass: pi_old := mu, so l = log pi_old - log mu would be 0 and every correction would vanish without a word;
+instead l = sg(log pi) - log mu with the current policy pi.  A-3PO: pi_old is interpolated between mu and pi, and l is taken
+from it.
+
+In bypass mode a loss that contains the ratio pi / pi_old has pi / mu in it already: a weight on top would count it twice, so
+only rejection is applied.  A loss without a ratio of its own (its registry row requires "weights") gets the weight.
+
+A rejected token has weight 0 here and stays in the loss's denominators, because these are counted over all ranks before the
+first forward pass (on the driver, rejected tokens leave the mask and with it the denominators).
+
+§§ preference: One optimizer step on preference pairs, and the losses on an engine's outputs.
+
+A pair is two neighbouring rows: 2i the chosen answer, 2i + 1 the rejected one.  Engines cut micro-batches in whole pairs, and
+a loss is divided by the number of pairs over all ranks, so the step does not depend on ranks or cuts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.aggregation import Denominators, aggregate
+from rlhub.algorithms.correction.correct import correct, token_factors
+from rlhub.algorithms.correction.weights import log_ratios, proximal_log_probs
 from rlhub.algorithms.inputs import PolicyLossInputs
-from rlhub.algorithms.masked import masked, masked_sum
+from rlhub.algorithms.masked import Denominators, aggregate, masked, masked_sum
 from rlhub.algorithms.mismatch import (
     extreme_metrics,
     mismatch_metrics,
@@ -25,13 +46,14 @@ from rlhub.algorithms.mismatch import (
     staleness_sums,
     weight_extremes,
 )
-from rlhub.algorithms.registry import KL_ESTIMATORS, POLICY_LOSSES
-from rlhub.algorithms.value_loss import value_loss
+from rlhub.algorithms.preference import PreferenceInputs, bradley_terry
+from rlhub.algorithms.registry import KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
+from rlhub.algorithms.returns import value_loss
 from rlhub.config.sections.actor import ActorConfig
 from rlhub.config.sections.ppo import CriticConfig
+from rlhub.config.sections.preference import DPOLossConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
-from rlhub.engines.training.correction import UpdateCorrection
 from rlhub.registry import knobs_for
 
 
@@ -258,3 +280,174 @@ def sft_loss(outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -
     """Returns the negative log-likelihood of the response tokens, averaged over all of the step's tokens."""
     assert outputs.log_probs is not None
     return LossOutput(loss=aggregate(-outputs.log_probs, micro["response_mask"], "token-mean", denominators))
+
+
+@dataclass(slots=True, kw_only=True)
+class Anchored:
+    """The log-probs that the policy loss compares with and token weights, (rows, response), no gradient.  weights: None where
+    nothing is weighted."""
+
+    old_log_probs: Tensor
+    weights: Tensor | None
+    sums: dict[str, Tensor]
+
+
+class UpdateCorrection:
+    """Old log-probs and token weights of a micro-batch, by the configured mode.
+
+    loss_requires: the `requires` of the policy loss's registry row.
+    """
+
+    def __init__(self, config: RolloutCorrectionConfig, loss_requires: AbstractSet[str]) -> None:
+        self.config = config
+        self.own_ratio = "weights" not in loss_requires
+        self.applied = dataclasses.replace(config, rollout_is=None) if config.bypass_mode and self.own_ratio else config
+
+    def anchor(self, log_probs: Tensor, micro: Rows) -> Anchored:
+        """Returns the anchor of a micro-batch.  log_probs: the current policy's, (rows, response).  Reads old_log_probs and
+        importance_weights where present, in bypass mode old_log_probs (which is mu), with A-3PO rollout_log_probs and, where
+        present, staleness."""
+        current, mask = log_probs.detach(), micro["response_mask"]
+        if not self.config.in_update:
+            first_step = "old_log_probs" not in micro
+            old = current if first_step else micro["old_log_probs"]
+            return Anchored(old_log_probs=old, weights=micro.get("importance_weights"), sums={})
+        mu = self.behaviour(micro)
+        assert mu is not None
+        if self.config.bypass_mode:
+            old, measured = mu, current
+        else:
+            staleness = micro["staleness"] if "staleness" in micro else torch.zeros_like(mask[:, 0])
+            old = measured = proximal_log_probs(current, mu, staleness, mask)
+        correction = correct(self.applied, log_ratios(measured, mu, mask), mask)
+        weights = token_factors(correction).to(current.dtype) if self.applied.active else None
+        return Anchored(old_log_probs=old, weights=weights, sums=correction.sums)
+
+    def behaviour(self, rows: Rows) -> Tensor | None:
+        """Returns log mu, (rows, response), where the mismatch is measured in the update; None where the driver measures it."""
+        if self.config.bypass_mode:
+            return rows["old_log_probs"]
+        measured_before = "old_log_probs" in rows and not self.config.in_update
+        return rows["rollout_log_probs"] if "rollout_log_probs" in rows and not measured_before else None
+
+
+PAIR = 2
+
+
+class PairLoss(Protocol):
+    """outputs: those that the engine computes.  Called with one micro-batch of interleaved rows and the step's number of pairs;
+    the sums it returns are sums over pairs."""
+
+    outputs: tuple[str, ...]
+
+    def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput: ...
+
+
+def interleave(pairs: Rows) -> dict[str, Tensor]:
+    """Returns (pairs, 2, ...) columns as rows 2i (chosen) and 2i + 1 (rejected), and (pairs,) columns with each entry twice."""
+    return {name: column.flatten(0, 1) if column.dim() > 1 else column.repeat_interleave(PAIR) for name, column in pairs.items()}
+
+
+def split(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits (rows,) into chosen and rejected, (pairs,) each."""
+    chosen, rejected = rows.view(-1, PAIR).unbind(1)
+    return chosen, rejected
+
+
+def real_pairs(micro: Rows) -> Tensor:
+    """Returns (pairs,): False for the filler rows of a rank that has none left."""
+    chosen, rejected = split(micro["attention_mask"].any(dim=1))
+    return chosen & rejected
+
+
+def sequence_log_probs(log_probs: Tensor, response_mask: Tensor) -> Tensor:
+    """Returns sum_t m_t log pi(y_t), (rows,) float64: the losses read small differences of large sums."""
+    return masked_sum(log_probs.double(), response_mask, dim=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class PairStep:
+    """The results of one optimizer step: global sums over pairs, the number of pairs, and the optimizer's report."""
+
+    sums: dict[str, float]
+    num_pairs: float
+    report: StepReport
+
+
+def count_pairs(engine: TrainEngine, rows: Rows) -> float:
+    """Counts the pairs over all ranks."""
+    return float(engine.reduce(real_pairs(rows).sum().double()))
+
+
+def take_pair_step(engine: TrainEngine, rows: Rows, loss: PairLoss) -> PairStep:
+    """Takes one optimizer step over interleaved rows; every rank calls, also one without rows."""
+    num_pairs = count_pairs(engine, rows)
+    sums = engine.forward_backward(rows, partial(_with_num_pairs, loss, num_pairs), outputs=loss.outputs, rows_per_unit=PAIR)
+    return PairStep(sums=sums, num_pairs=num_pairs, report=engine.optimizer_step())
+
+
+def _with_num_pairs(loss: PairLoss, num_pairs: float, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
+    return loss(outputs, micro, num_pairs)
+
+
+@torch.no_grad()
+def evaluate_pairs(engine: TrainEngine, rows: Rows, loss: PairLoss) -> dict[str, float]:
+    """Returns global sums over pairs: `count`, `loss` and the loss's own; every rank calls."""
+    outputs = ForwardOutputs(**engine.infer(rows, outputs=loss.outputs))
+    result = loss(outputs, rows, 1.0)
+    sums = {"count": real_pairs(rows).sum(), "loss": result.loss, **result.sums}
+    names = sorted(sums)
+    totals = engine.reduce(torch.stack([sums[name].double() for name in names]))
+    return dict(zip(names, totals.tolist(), strict=True))
+
+
+class DPOLoss:
+    """Any preference loss on the log-probs of whole answers.  Columns read: response_mask, ref_log_prob (rows,), the
+    reference's log-probs of whole answers.
+
+    Sums: DPO's implicit rewards beta (log pi(y) - log pi_ref(y)) as rewards/..., and log-probs as logps/...
+    """
+
+    outputs: tuple[str, ...] = ("log_probs",)
+
+    def __init__(self, config: DPOLossConfig) -> None:
+        self.loss = PREFERENCE_LOSSES.get(config.loss_type)
+        self.knobs: Any = knobs_for(PREFERENCE_LOSSES.knobs_class(config.loss_type), config, config.kwargs, where="dpo.kwargs")
+        self.beta = config.beta
+
+    def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput:
+        assert outputs.log_probs is not None
+        chosen, rejected = split(sequence_log_probs(outputs.log_probs, micro["response_mask"]))
+        ref_chosen, ref_rejected = split(micro["ref_log_prob"].to(chosen.dtype))
+        inputs = PreferenceInputs(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+        real = real_pairs(micro)
+        loss = masked_sum(self.loss(inputs, self.knobs), real) / num_pairs
+        reward_chosen, reward_rejected = (self.beta * ratio.detach() for ratio in inputs.log_ratios)
+        sums = {
+            **_rewards(reward_chosen, reward_rejected, real),
+            "logps/chosen": masked_sum(chosen.detach(), real),
+            "logps/rejected": masked_sum(rejected.detach(), real),
+        }
+        return LossOutput(loss=loss, sums=sums)
+
+
+class RewardLoss:
+    """Bradley-Terry on the scores of whole answers.  Column read when present: margin (rows,), the same in both rows of a
+    pair.  Sums: the scores as rewards/..."""
+
+    outputs: tuple[str, ...] = ("scores",)
+
+    def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput:
+        assert outputs.scores is not None
+        chosen, rejected = split(outputs.scores)
+        margin = split(micro["margin"].to(chosen.dtype))[0] if "margin" in micro else None
+        real = real_pairs(micro)
+        loss = masked_sum(bradley_terry(chosen, rejected, margin), real) / num_pairs
+        return LossOutput(loss=loss, sums=_rewards(chosen.detach(), rejected.detach(), real))
+
+
+def _rewards(chosen: Tensor, rejected: Tensor, real: Tensor) -> dict[str, Tensor]:
+    """Returns sums over pairs; a tie is half right."""
+    right = (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)
+    values = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected, "accuracies": right}
+    return {f"rewards/{name}": masked(value, real).sum() for name, value in values.items()}

@@ -1,10 +1,21 @@
 """From scores to advantages: the KL penalty and whitening of token rewards, the estimator, and which rows may train.
 
 All of it is the algorithms' own functions (rlhub.algorithms) over the columns of one training batch, on the driver.
+
+§§ correction: The rollout engine's policy against the trained one: how far apart they are, a bound on that, and the correction for it.
+
+Everything here is computed on the driver over the whole batch, so that it depends on no rank and no micro-batch.
+
+- Measured: log-probs of the same tokens by both, as mismatch/*.
+- Bounded: fingerprints prove that an engine has received the weights.  What happens to them afterwards, or a kernel that
+  computes something else, shows only in the log-probs of the tokens it samples: beyond the bound they are another model's.
+- Corrected: after the advantages, because a group's baseline uses all of its samples, and after the critic's update, which
+  learns from all of them: what is rejected leaves only the policy's loss.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,20 +24,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhub.algorithms.correction.correct import Correction, correct
+from rlhub.algorithms.correction.weights import log_ratios
 from rlhub.algorithms.inputs import AdvantageInputs
 from rlhub.algorithms.kl import AdaptiveKLController, FixedKLController, KLController, penalized_rewards
 from rlhub.algorithms.masked import masked, masked_mean
+from rlhub.algorithms.mismatch import (
+    extreme_metrics,
+    mismatch_metrics,
+    mismatch_sums,
+    staleness_metrics,
+    staleness_sums,
+    weight_extremes,
+)
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 from rlhub.algorithms.returns import whiten_rewards
+from rlhub.config.rules.asynchronous import is_collected
 from rlhub.config.sections.algorithm import KLControlConfig
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.errors import RewardError
+from rlhub.config.sections.rollout_correction import KEY, RolloutCorrectionConfig
+from rlhub.errors import PolicyMismatchError, RewardError
 from rlhub.protocol import DataProto
 from rlhub.registry import knobs_for
 from rlhub.trainer.ppo.metrics import batch_metrics
 from rlhub.trainer.ppo.requirements import Requirements
 from rlhub.trainer.ppo.scoring import COMPONENT
 from rlhub.utils.timing import PhaseTimer
+
+logger = logging.getLogger(__name__)
 
 
 def build_kl_controller(config: KLControlConfig) -> KLController:
@@ -130,3 +155,132 @@ def check_advantages(batch: DataProto, metrics: Mapping[str, float]) -> None:
 def own_group_when_invalid(uid: Tensor, valid: Tensor) -> Tensor:
     """Returns group ids (rows,), where a sample without a valid score is a group of its own and moves nobody's baseline."""
     return torch.where(valid, uid, -1 - torch.arange(len(uid)))
+
+
+BY_PRECISION = {"float32": (1e-3, 0.1), "16 bits": (0.1, 1.0)}
+"""Nats a token to warn at and to stop at, of tokens from the very weights that are trained.  Sound engines: 1e-8 to 1e-5 with
+float32 on both sides, 1e-3 to 0.02 with bfloat16 on one (mixtures of experts the most)."""
+DRIFT = 0.5
+"""Nats a token by which the policy itself may have moved in one version: far more than an update that still learns."""
+OF_VERSION = "mismatch/kl/staleness_"
+
+
+def measure_mismatch(batch: DataProto) -> dict[str, float]:
+    """Returns mismatch/* of rollout against trainer log-probs; without a forward pass of their own the update measures them."""
+    columns = batch.batch
+    measured = columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
+    return mismatch_of(*measured) | extreme_metrics(weight_extremes(*measured)) | mismatch_by_staleness(batch)
+
+
+def mismatch_of(old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """Returns mismatch/* without the extremes, over the tokens of the mask."""
+    return mismatch_metrics({name: float(value) for name, value in mismatch_sums(old_log_probs, rollout_log_probs, mask).items()})
+
+
+def mismatch_by_staleness(batch: DataProto) -> dict[str, float]:
+    """Returns `staleness_metrics`; nothing of a batch that is from the newest version alone."""
+    add_staleness(batch)
+    columns = batch.batch
+    if "staleness" not in columns.keys():
+        return {}
+    names = ("old_log_probs", "rollout_log_probs", "response_mask", "staleness")
+    sums = staleness_sums(*(columns[name] for name in names))
+    return staleness_metrics({name: float(value) for name, value in sums.items()})
+
+
+def add_staleness(batch: DataProto) -> None:
+    """Adds the column staleness: how many policy versions each token is behind the policy about to be updated.
+
+    Column policy_version: (rows, response) or (rows,), of the policy that sampled; meta_info["policy_version"]: the current
+    one.  A batch without the column is from the newest version and gets none.
+    """
+    columns = batch.batch
+    if "policy_version" in columns.keys():
+        columns["staleness"] = (batch.meta_info["policy_version"] - columns["policy_version"]).clamp(min=0)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class MismatchBound:
+    """Bounds on mismatch/kl in nats a token; infinite means none.  oldest_keys: versions by which keys and values may be older
+    than the token's own."""
+
+    warn: float
+    stop: float
+    oldest_keys: int = 0
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Warns, or raises PolicyMismatchError, by the newest tokens of a step's batch; nothing where none was measured."""
+        versions = [int(name.removeprefix(OF_VERSION)) for name in metrics if name.startswith(OF_VERSION)]
+        name = f"{OF_VERSION}{min(versions)}" if versions else "mismatch/kl"
+        if name not in metrics:
+            return
+        kl, allowance = metrics[name], DRIFT * max(min(versions, default=0), self.oldest_keys)
+        text = (
+            f"{name} is {kl:.3g} nats a token: the rollout engine does not sample from the policy that is trained. Its weights "
+            "or its arithmetic are wrong (another dtype, a damaged engine, other kernels)"
+        )
+        if not math.isfinite(kl) or kl > self.stop + allowance:
+            bound = self.stop + allowance
+            raise PolicyMismatchError(
+                f"{text}; the bound is {bound:g}. Nothing of this step was saved: run the command again, which builds the engine "
+                f"anew, try rollout.name=hf or rollout.dtype=float32, or raise {KEY}.mismatch_stop",
+                kl=kl,
+                bound=bound,
+            )
+        if kl > self.warn + allowance:
+            logger.warning("%s; usual is less than %g, and beyond %g the run stops", text, self.warn, self.stop + allowance)
+
+
+def mismatch_bound(config: PPOConfig) -> MismatchBound:
+    """Returns the bound that is set, else that of the precision of both sides.
+
+    There is none by itself where samples are legitimately another policy's (batches of other jobs, a replay) or another
+    distribution's (top_p and top_k leave tokens out, whose share counts as mismatch).
+    """
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    others = is_collected(config) or config.trainer.replay_from is not None
+    if others or rollout.top_p < 1.0 or rollout.top_k > 0:
+        warn = stop = math.inf
+    else:
+        warn, stop = BY_PRECISION["float32" if _is_exact(config) else "16 bits"]
+    return MismatchBound(
+        warn=warn if correction.mismatch_warn is None else correction.mismatch_warn,
+        stop=stop if correction.mismatch_stop is None else correction.mismatch_stop,
+        oldest_keys=0 if rollout.recompute_kv_cache or rollout.mode == "sync" else max(config.trainer.max_staleness, 1),
+    )
+
+
+def _is_exact(config: PPOConfig) -> bool:
+    """Returns whether trainer and rollout engine both compute in float32."""
+    rollout, section = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.section
+    known = not rollout.remote.urls and rollout.dtype in ("auto", "float32")
+    return known and config.trainer.device == "cpu" and section.model_dtype != "bf16"
+
+
+def correct_batch(batch: DataProto, config: RolloutCorrectionConfig) -> dict[str, float]:
+    """Adds importance_weights (rows, response), takes rejected tokens out of response_mask; returns correction/* and
+    mismatch/masked_share.  Where the update corrects, this only prepares it."""
+    if config.in_update:
+        add_staleness(batch)
+        return {}
+    if not config.active:
+        return {"mismatch/masked_share": 0.0}
+    columns, mask = batch.batch, batch.batch["response_mask"]
+    log_ratio = log_ratios(columns["old_log_probs"], columns["rollout_log_probs"], mask)
+    correction = correct(config, log_ratio, mask, columns["advantages"])
+    if correction.weights is not None:
+        columns["importance_weights"] = correction.weights.to(columns["old_log_probs"].dtype)
+    columns["response_mask"] = mask * correction.keep.to(mask.dtype)
+    return correction_metrics(correction, mask)
+
+
+def correction_metrics(correction: Correction, mask: torch.Tensor) -> dict[str, float]:
+    """Returns means and shares over the model tokens before rejection, and the extremes of the weights that are applied."""
+    tokens = max(float(mask.sum()), 1.0)
+    metrics = {name: float(total) / tokens for name, total in correction.sums.items()}
+    if correction.scale is not None:
+        metrics["correction/batch_norm_factor"] = float(correction.scale)
+    if correction.weights is not None and bool(correction.keep.any()):
+        low, high = torch.aminmax(correction.weights[correction.keep])
+        metrics |= {"correction/weight_min": float(low), "correction/weight_max": float(high)}
+    return metrics

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhub.agents.remote.environment_actors import EnvironmentActorOptions, EnvironmentActors, environment_actor_starter
 from rlhub.agents.remote.episode_actor import EpisodeActorSettings
-from rlhub.agents.remote.episode_actors import EpisodeActorOptions, EpisodeActors, episode_actor_starter
+from rlhub.agents.remote.workflow import EpisodeActorOptions, EpisodeActors, episode_actor_starter
 from rlhub.agents.workflows.base import Score
 from rlhub.agents.workflows.registry import workflow_kwargs
 from rlhub.config.rules.placement import is_separate
@@ -45,12 +45,11 @@ from rlhub.trainer.ppo.episodes import (
     training_sampling,
     validation_sampling,
 )
-from rlhub.trainer.ppo.prompt_progress import FILE as PROMPTS
-from rlhub.trainer.ppo.prompt_progress import PromptLog
 from rlhub.trainer.ppo.publication import Publisher
 from rlhub.trainer.ppo.requirements import requirements
 from rlhub.trainer.ppo.scoring import build_scorer
-from rlhub.trainer.ppo.stream_source import StreamSource
+from rlhub.trainer.ppo.stream_source import FILE as PROMPTS
+from rlhub.trainer.ppo.stream_source import PromptLog, StreamSource
 from rlhub.trainer.ppo.worker_groups import ROLLOUT_ROLE, WorkerGroups
 from rlhub.trainer.run import Run
 from rlhub.utils.aio.task_runner import AsyncTaskRunner

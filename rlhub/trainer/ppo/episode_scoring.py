@@ -17,7 +17,7 @@ from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardManager, RewardOutcome, RewardRequest
 from rlhub.rewards.combine import CombinedManager
-from rlhub.rewards.naive import NUMBERS, OUTCOMES, NaiveManager
+from rlhub.rewards.managers import NUMBERS, OUTCOMES, NaiveManager
 from rlhub.rollout_service.executor.batches import to_batch
 from rlhub.rollout_service.executor.episode_groups import Group
 from rlhub.trainer.ppo.dynamic_sampling import groups_with_signal

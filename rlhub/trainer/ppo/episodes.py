@@ -13,8 +13,7 @@ from typing import Any
 
 from rlhub.agents.remote.environment_actors import EnvironmentActors
 from rlhub.agents.remote.episode_actor import WorkflowKey
-from rlhub.agents.remote.episode_actors import EpisodeActors
-from rlhub.agents.remote.workflow import RemoteWorkflow
+from rlhub.agents.remote.workflow import EpisodeActors, RemoteWorkflow
 from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, Score, WorkflowParts, build_workflow
 from rlhub.agents.workflows.registry import default_workflow, workflow_class, workflow_kwargs
@@ -27,11 +26,11 @@ from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardFailure, RewardOutcome
-from rlhub.rewards.naive import OUTCOMES
+from rlhub.rewards.managers import OUTCOMES
 from rlhub.rollout_service.executor.batches import to_batch
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.router import Pin, Router
-from rlhub.trainer.ppo.prompt_progress import prompt_items
+from rlhub.trainer.ppo.stream_source import prompt_items
 from rlhub.utils.aio.results import Reject
 from rlhub.utils.seeding import sample_seed
 

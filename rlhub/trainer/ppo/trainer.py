@@ -1,24 +1,222 @@
 """PPOTrainer: the fit loop around the training step.
 
 resume -> (validate) -> for each step: train, [validate], [save], log
+
+§§ build: From a resolved configuration to a trainer: data, reward, workers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhub.checkpoint.files import FileEntry
+from rlhub.config.rules.asynchronous import is_async, is_collected
+from rlhub.config.rules.placement import is_separate
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.data.prompts import PromptLoader
+from rlhub.data.prompts import PromptDataset, PromptLoader
+from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
+from rlhub.protocol import DataProto
+from rlhub.rewards import RewardManager
+from rlhub.single_controller import ClassWithInitArgs, Launched
 from rlhub.tracking.tracker import Metrics
+from rlhub.trainer.launch import launch_workers
+from rlhub.trainer.ppo.build_stream import build_evaluation_samples, build_stream
+from rlhub.trainer.ppo.offline_source import RECORDINGS, RecordingSource, ReplaySource, build_collected
+from rlhub.trainer.ppo.requirements import critic_mini_batches, num_mini_batches, requirements
+from rlhub.trainer.ppo.scoring import build_scorer, prepare_reward, reward_roles
 from rlhub.trainer.ppo.step import SampleSource, TrainingStep
-from rlhub.trainer.ppo.validation import ValidationReport
-from rlhub.trainer.ppo.validation_schedule import ValidationSchedule
-from rlhub.trainer.ppo.worker_groups import WorkerGroups
+from rlhub.trainer.ppo.sync_source import VALIDATION_ORDINALS, Generator, SyncSource
+from rlhub.trainer.ppo.validation import (
+    BlockingValidation,
+    ConcurrentValidation,
+    ValidationReport,
+    ValidationSamples,
+    ValidationSchedule,
+    Validator,
+)
+from rlhub.trainer.ppo.worker_groups import CRITIC_ROLE, REFERENCE_ROLE, ROLLOUT_ROLE, WorkerGroups, actor_role, groups_of
 from rlhub.trainer.run import Run
+from rlhub.workers.actor import ActorWorker, ReferenceWorker
+from rlhub.workers.memory_handover import WorkerRuntime
+from rlhub.workers.roles import ActorRolloutRefWorker, CriticWorker
+from rlhub.workers.rollout import RolloutWorker
+
+
+@dataclass(slots=True, kw_only=True)
+class PPOData:
+    """The driver's data: tokenizer, training prompts and validation batches."""
+
+    tokenizer: Any
+    loader: PromptLoader
+    val_batches: Sequence[DataProto]
+    total_steps: int
+
+
+def build_data(config: PPOConfig) -> PPOData:
+    """Reads the files; DataError names file, row and column of what is unusable."""
+    model, data = config.actor_rollout_ref.model, config.data
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    assert data.train_files is not None, "checked when the configuration is loaded"
+    dataset = PromptDataset(data, data.train_files, tokenizer, vocab_size=read_vocabulary(model, tokenizer).size)
+    loader = PromptLoader(dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, drop_last=True)
+    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
+    val_batches: Sequence[DataProto] = ()
+    if data.val_files:
+        val_batches = load_validation(config, tokenizer)
+    return PPOData(tokenizer=tokenizer, loader=loader, val_batches=val_batches, total_steps=total_steps)
+
+
+def load_validation(config: PPOConfig, tokenizer: Any) -> list[DataProto]:
+    """Returns the validation prompts in batches, with ordinals of their own."""
+    data, vocabulary = config.data, read_vocabulary(config.actor_rollout_ref.model, tokenizer)
+    assert data.val_files is not None, "the caller has asked"
+    dataset = PromptDataset(data, data.val_files, tokenizer, vocab_size=vocabulary.size)
+    size = data.val_batch_size or len(dataset)
+    batches = list(PromptLoader(dataset, size, shuffle=False, drop_last=False))
+    for batch in batches:
+        batch.batch["ordinal"] = batch.batch["ordinal"] + VALIDATION_ORDINALS
+    return batches
+
+
+def worker_runtime(config: PPOConfig) -> WorkerRuntime:
+    """Returns what every worker knows of the run."""
+    return WorkerRuntime(
+        device=config.trainer.device,
+        seed=config.trainer.seed,
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        deadline_s=config.trainer.deadline_s.update,
+    )
+
+
+def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Validator:
+    """Returns a validator over data.val_files, with workers that cannot train."""
+    model = config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    batches = load_validation(config, tokenizer)
+    parts = prepare_reward(config, tokenizer)
+    stack.callback(parts.close)
+    runtime = worker_runtime(config)
+    roles = reward_roles(config, runtime) | ({} if is_async(config) else policy_roles(config, runtime, train=False))
+    launched = stack.enter_context(launch_workers(roles, config.trainer, run=run)).groups if roles else {}
+    reward = parts.manager(launched)
+    num_shown = config.trainer.log_val_generations or sum(len(batch) for batch in batches)
+    samples: ValidationSamples
+    if is_async(config):
+        samples = build_evaluation_samples(config, runtime, tokenizer, reward, run, stack)
+    else:
+        groups = groups_of(launched)
+        groups.weights.sync(0)
+        samples = Generator(groups.rollout, config.actor_rollout_ref.rollout)
+    return Validator(batches, samples, reward, tokenizer, run.timers, num_shown, config.reward_model)
+
+
+def policy_roles(
+    config: PPOConfig, runtime: WorkerRuntime, *, train: bool = True, needs_reference: bool = False
+) -> dict[str, ClassWithInitArgs]:
+    """Returns the roles of actor, rollout and, where it is read, reference: together, or apart on pools of their own."""
+    section, trainer = config.actor_rollout_ref, config.trainer
+    own_rollout, own_reference = (is_separate(trainer, role) for role in (ROLLOUT_ROLE, REFERENCE_ROLE))
+    serves = is_async(config) or bool(trainer.replay_from)  # what generates, if anything does, is no role of the workers'
+    actor = ClassWithInitArgs(
+        ActorWorker if own_rollout or serves else ActorRolloutRefWorker,
+        section,
+        runtime,
+        train=train,
+        needs_reference=needs_reference and not own_reference,
+        correction=config.algorithm.rollout_correction,
+    )
+    roles = {actor_role(trainer): actor}
+    if own_rollout and not serves:
+        roles[ROLLOUT_ROLE] = ClassWithInitArgs(RolloutWorker, section, runtime)
+    if needs_reference and own_reference:
+        roles[REFERENCE_ROLE] = ClassWithInitArgs(ReferenceWorker, section, runtime)
+    return roles
+
+
+def worker_roles(config: PPOConfig, total_steps: int) -> dict[str, ClassWithInitArgs]:
+    """Returns the policy's roles, the critic where the estimator requires values, and what scores."""
+    needs = requirements(config)
+    runtime = worker_runtime(config)
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    actor.optim.total_training_steps = total_steps * num_mini_batches(config) * actor.ppo_epochs
+    roles = policy_roles(config, runtime, needs_reference=needs.reference)
+    if needs.values:
+        critic.optim.total_training_steps = total_steps * critic_mini_batches(config) * (critic.ppo_epochs or 1)
+        roles[CRITIC_ROLE] = ClassWithInitArgs(CriticWorker, critic, runtime, loss_agg_mode=actor.loss_agg_mode)
+    return roles | reward_roles(config, runtime)
+
+
+def start_workers(config: PPOConfig, total_steps: int, run: Run) -> Launched:
+    """Launches the roles and builds their models."""
+    return launch_workers(worker_roles(config, total_steps), config.trainer, run=run)
+
+
+def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) -> PPOTrainer:
+    """Starts everything; what must be ended is put on `stack`."""
+    parts = prepare_reward(config, data.tokenizer)
+    stack.callback(parts.close)
+    launched = stack.enter_context(start_workers(config, data.total_steps, run))
+    reward, groups = parts.manager(launched.groups), groups_of(launched.groups)
+    source, validation = build_source(config, data, groups, reward, run, stack)
+    train_step = TrainingStep(
+        config=config,
+        source=source,
+        score=build_scorer(config, reward, run.timers),
+        actor=groups.actor,
+        reference=groups.reference,
+        critic=groups.critic,
+        timers=run.timers,
+    )
+    return PPOTrainer(
+        config=config,
+        run=run,
+        loader=data.loader,
+        train_step=train_step,
+        validation=validation,
+        groups=groups,
+        total_steps=data.total_steps,
+    )
+
+
+def build_source(
+    config: PPOConfig, data: PPOData, groups: WorkerGroups, reward: RewardManager, run: Run, stack: ExitStack
+) -> tuple[SampleSource, ValidationSchedule | None]:
+    """Returns where samples come from, and what validates the policy; recorded on the way, where the configuration says so."""
+    if config.trainer.replay_from:
+        return ReplaySource(Path(config.trainer.replay_from), data.loader), None
+    source, validation = build_schedule(config, data, groups, reward, run, stack)
+    if config.trainer.record_batches:
+        source = RecordingSource(source, run.folder.path / RECORDINGS)
+    return source, validation
+
+
+def build_schedule(
+    config: PPOConfig, data: PPOData, groups: WorkerGroups, reward: RewardManager, run: Run, stack: ExitStack
+) -> tuple[SampleSource, ValidationSchedule | None]:
+    """Returns the source of the configured schedule: another job's files, episodes that run all the time, or whole batches in
+    turns with training."""
+
+    def validator(samples: ValidationSamples) -> Validator:
+        num_shown = config.trainer.log_val_generations
+        return Validator(data.val_batches, samples, reward, data.tokenizer, run.timers, num_shown, config.reward_model)
+
+    if is_collected(config):
+        return build_collected(config, data.loader, data.tokenizer, groups.actor.write_weights, run.timers), None
+    if is_async(config):
+        runtime = worker_runtime(config)
+        stream, samples = build_stream(config, runtime, data.tokenizer, data.loader, groups, reward, run, stack)
+        concurrent = ConcurrentValidation(validator(samples), samples, stream.publisher.wait, run.spans.record)
+        stack.callback(concurrent.close)
+        return stream, concurrent if data.val_batches else None
+    generator = Generator(groups.rollout, config.actor_rollout_ref.rollout)
+    blocking = BlockingValidation(validator(generator))
+    return SyncSource(config, data.loader, generator, groups.weights), blocking if data.val_batches else None
 
 
 @dataclass(slots=True, kw_only=True)

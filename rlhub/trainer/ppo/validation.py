@@ -2,11 +2,17 @@
 
 A sample whose scoring failed is what it is in training, by reward_model.on_error: the end of the run, a score of 0, or (mask) no
 sample at all.  validation_metrics.py says what is reported.
+
+§§ validation_schedule: When validation runs: while training waits, or concurrently with it on a pinned version of the policy.
+
+Concurrent validation runs in a thread; its metrics are logged with the step they belong to, whose line waits for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,8 +23,10 @@ from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager, RewardOutcome
 from rlhub.rewards.base import check_failures
-from rlhub.rewards.naive import OUTCOMES, response_lengths, reward_requests
+from rlhub.rewards.managers import OUTCOMES, response_lengths, reward_requests
+from rlhub.tracking.spans import RecordSpan, ignore_span
 from rlhub.tracking.tracker import GenerationRow
+from rlhub.trainer.ppo.episodes import EpisodeSamples
 from rlhub.trainer.ppo.validation_metrics import ScoredSamples, correctness, joined, validation_metrics
 from rlhub.utils.timing import PhaseTimer
 
@@ -120,3 +128,63 @@ class Validator:
             )
             for row in rows
         ]
+
+
+class ValidationSchedule(Protocol):
+    """Starts validations."""
+
+    def begin(self, version: int) -> Future[ValidationReport]:
+        """Validates this version, the newest that was published."""
+        ...
+
+
+class BlockingValidation:
+    """Validates while training waits."""
+
+    def __init__(self, validator: Validator) -> None:
+        self.validator = validator
+
+    def begin(self, version: int) -> Future[ValidationReport]:
+        """Returns when the validation is done."""
+        done: Future[ValidationReport] = Future()
+        done.set_result(self.validator())
+        return done
+
+
+class ConcurrentValidation:
+    """Validates while training goes on, one validation at a time: the next waits for the one before.
+
+    wait_for_weights: returns when the newest version is on the replicas.  record: receives each validation's span.
+    """
+
+    def __init__(
+        self,
+        validator: Validator,
+        samples: EpisodeSamples,
+        wait_for_weights: Callable[[], None],
+        record: RecordSpan = ignore_span,
+    ) -> None:
+        self.validator, self.samples, self.wait_for_weights, self.record = validator, samples, wait_for_weights, record
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="validation")
+        self._running: Future[ValidationReport] | None = None
+
+    def begin(self, version: int) -> Future[ValidationReport]:
+        """Returns as soon as a replica is pinned to the version."""
+        if self._running is not None:
+            self._running.exception()  # waits; whoever logs it raises
+        self.wait_for_weights()
+        self.samples.pin(version)
+        self._running = self._thread.submit(self._run, version)
+        return self._running
+
+    def _run(self, version: int) -> ValidationReport:
+        started = time.perf_counter()
+        try:
+            return self.validator()
+        finally:
+            self.samples.release()
+            self.record("validation", f"version {version}", started, time.perf_counter())
+
+    def close(self) -> None:
+        """Waits for the validation that runs: its replica is about to end."""
+        self._thread.shutdown(wait=True, cancel_futures=True)

@@ -39,7 +39,7 @@ from rlhub.models.weight_files import file_problems
 from rlhub.registry import Registry, knobs_for
 from rlhub.rewards.judge_prompt import read_pattern, read_prompt
 from rlhub.rewards.registry import REWARD_MANAGERS
-from rlhub.tracking.registry import TRACKERS, login_problems, package_problems
+from rlhub.tracking.recorder import TRACKERS, login_problems, package_problems
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.trainer.ppo.requirements import check_group_metric
 from rlhub.trainer.preflight.memory import check_memory
@@ -49,7 +49,7 @@ from rlhub.trainer.preflight.rollout import check_episodes, check_rollout_engine
 logger = logging.getLogger(__name__)
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # "gpt2" or "Qwen/Qwen2.5-0.5B"
-CONVERSATION_COLUMN = "messages"  # as rlhub.data.sft reads it, which loads torch
+CONVERSATION_COLUMN = "messages"  # as rlhub.data.supervised reads it, which loads torch
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _SHARED_KNOBS = {
     "algorithm": ("gamma", "lam", "norm_adv_by_std_in_grpo"),

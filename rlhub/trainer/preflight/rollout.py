@@ -16,8 +16,8 @@ from rlhub.engines.rollout.registry import ROLLOUT_ENGINES, model_problems, reso
 from rlhub.envs.registry import ENVIRONMENTS
 from rlhub.errors import ConfigError
 from rlhub.registry import suggest
-from rlhub.tools.load import read_tool_file
 from rlhub.tools.registry import TOOL_FORMATS, TOOLS
+from rlhub.tools.toolbox import read_tool_file
 from rlhub.trainer.preflight.names import read_source, settings_problems, target_problems, unknown
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -78,8 +78,8 @@ def _rows_choose(config: PPOConfig) -> bool:
 
 def _check_own_workflow(config: PPOConfig, key: str, name: str) -> list[str]:
     """A class of the user's own is loaded, and torch with it, as the run would."""
+    from rlhub.agents.workflows.base import class_problems, knobs_of
     from rlhub.agents.workflows.registry import workflow_class
-    from rlhub.trainer.preflight.own_workflows import class_problems, knobs_of
 
     try:
         found = workflow_class(name)
@@ -98,7 +98,7 @@ def _check_settings_read(config: PPOConfig, load: Callable[[str], Any], name: st
     given = [key for key in config.actor_rollout_ref.rollout.agent.kwargs if key not in MultiTurnConfig.__dataclass_fields__]
     if not given or _rows_choose(config):
         return []
-    from rlhub.trainer.preflight.own_workflows import settings_read
+    from rlhub.agents.workflows.base import settings_read
 
     read = settings_read(load(name))
     if read is None:

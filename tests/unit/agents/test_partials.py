@@ -8,7 +8,7 @@ import pytest
 
 from rlhub.agents.partials import TrackedEngine
 from rlhub.agents.workflows.base import EpisodeData
-from rlhub.agents.workflows.single_turn import SingleTurn
+from rlhub.agents.workflows.turns import SingleTurn
 from rlhub.engines.rollout.base import Completion, FinishReason, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.rollout_service.executor import executor as executor_module
 from rlhub.rollout_service.executor.staleness import StalenessManager

@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhub.algorithms.aggregation import Denominators, aggregate
 from rlhub.algorithms.inputs import PolicyLossInputs, PolicyLossOutputs
+from rlhub.algorithms.masked import Denominators, aggregate
 from rlhub.algorithms.registry import POLICY_LOSSES
 from tests.unit.algorithms.cases import assert_close, dtypes, exact, garbage, masks, numbers, seeds, tensor
 from tests.unit.algorithms.loss_references import REFERENCES, Token

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhub.algorithms.aggregation import Denominators, aggregate
+from rlhub.algorithms.masked import Denominators, aggregate
 from tests.unit.algorithms import references
 from tests.unit.algorithms.cases import assert_close, catches, dtypes, exact, few, garbage, masks, numbers, seeds, tensor
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhub.algorithms import value_loss as code
+from rlhub.algorithms import returns as code
 from tests.unit.algorithms import references
 from tests.unit.algorithms.cases import assert_close, catches, dtypes, exact, few, garbage, masks, numbers, seeds, tensor
 

@@ -18,8 +18,7 @@ from rlhub.checkpoint.files import entry_of, write_safetensors
 from rlhub.checkpoint.shard_reader import ShardReader
 from rlhub.checkpoint.shards import DTYPE_CODES, raw_tensor, write_shards
 from rlhub.errors import CheckpointError
-from rlhub.protocol.weights.pieces import Piece
-from rlhub.protocol.weights.regions import Region, flat_regions, take, whole
+from rlhub.protocol.weights.pieces import Piece, Region, flat_regions, take, whole
 
 
 def part(name: str, full: Tensor, region: Region) -> Piece:

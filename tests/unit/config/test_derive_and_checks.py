@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rlhub.config.rules import checks, derive, effects
+from rlhub.config.rules import checks, effects, parallel
+from rlhub.config.rules.parallel import derive
 from rlhub.config.schema import leaves
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
@@ -30,7 +31,7 @@ def good(**values: object) -> PPOConfig:
     config = PPOConfig()
     put(config, data__train_files="train.parquet", data__val_files="val.parquet", actor_rollout_ref__model__path="model")
     put(config, **({"trainer__device": "cpu"} | values))
-    derive.derive(config)
+    derive(config)
     return config
 
 
@@ -94,14 +95,14 @@ def test_parts_follow_the_actor_without_sharing_its_objects() -> None:
 
 
 def test_device_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(derive, "count_gpus", lambda: 4)
-    monkeypatch.setattr(derive, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(parallel, "count_gpus", lambda: 4)
+    monkeypatch.setattr(parallel, "torch_has_cuda", lambda: True)
     config = PPOConfig()
-    derive.derive(config)
+    derive(config)
     assert (config.trainer.device, config.trainer.n_gpus_per_node) == ("cuda", 4)
-    monkeypatch.setattr(derive, "torch_has_cuda", lambda: False)
+    monkeypatch.setattr(parallel, "torch_has_cuda", lambda: False)
     config = PPOConfig()
-    derive.derive(config)
+    derive(config)
     assert (config.trainer.device, config.trainer.n_gpus_per_node) == ("cpu", 1)
 
 
@@ -155,7 +156,7 @@ def test_supervised_training_on_gpus_cuts_by_tokens(config: type[SFTConfig | RMC
     def data(device: str = "cuda", **values: object) -> tuple[bool | None, int | None]:
         built = config()
         put(built, trainer__device=device, trainer__n_gpus_per_node=1, **values)
-        derive.derive(built)
+        derive(built)
         return built.data.use_dynamic_bsz, built.data.max_token_len_per_gpu
 
     assert data() == (True, 16384) and data("cpu") == (False, 16384)
@@ -248,7 +249,7 @@ def test_uneven_sizes_are_stated() -> None:
 def test_sft_rules() -> None:
     config = SFTConfig()
     put(config, data__use_dynamic_bsz=True, data__max_token_len_per_gpu=8, trainer__device="cpu")
-    derive.derive(config)
+    derive(config)
     texts = checks.check(config)
     assert [text.split()[0] for text in texts] == ["data.max_token_len_per_gpu=8"]
     assert len(checks.check_required(config, checks.REQUIRED[SFTConfig])) == 2

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rlhub.config.load import interpret
-from rlhub.config.rules import checks, derive, effects, engines
-from rlhub.config.rules.parallel import Ranks, all_ranks, data_parallel, ranks_per_copy
+from rlhub.config.rules import checks, effects, engines
+from rlhub.config.rules.parallel import Ranks, all_ranks, data_parallel, derive, ranks_per_copy
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.preference import DPOConfig
 from rlhub.config.sections.sft import SFTConfig
@@ -32,7 +32,7 @@ def loaded(cls: type, **values: object) -> Any:
         node[last] = value
     found = interpret(cls, nested, [])
     assert found.problems == []
-    derive.derive(found.config)
+    derive(found.config)
     return found.config
 
 
@@ -64,7 +64,7 @@ def test_what_follows_is_a_copy() -> None:
     assert len({id(section) for section in sections}) == len(sections)
     in_code = PPOConfig()
     put(in_code, trainer__device="cpu", actor_rollout_ref__actor__megatron__override_transformer_config={"a": 1})
-    derive.derive(in_code)
+    derive(in_code)
     assert in_code.critic.megatron is not None
     in_code.critic.megatron.override_transformer_config["a"] = 2
     assert in_code.actor_rollout_ref.actor.megatron.override_transformer_config == {"a": 1}

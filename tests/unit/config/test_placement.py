@@ -8,7 +8,8 @@ import pytest
 
 from rlhub.config.aliases import translate as foreign
 from rlhub.config.load import collect
-from rlhub.config.rules import checks, derive
+from rlhub.config.rules import checks
+from rlhub.config.rules.parallel import derive
 from rlhub.config.rules.placement import on_machine, pool_name, pool_of, pools_of
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.sft import SFTConfig
@@ -104,7 +105,7 @@ def test_all_pools_together_against_one_machine() -> None:
 def test_trainers_of_one_model_have_nothing_to_place() -> None:
     config = SFTConfig()
     config.trainer.device, config.trainer.pools = "cpu", {"own": {}}
-    derive.derive(config)
+    derive(config)
     assert any("there is one model, on all ranks" in problem for problem in checks.check(config))
 
 

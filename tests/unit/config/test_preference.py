@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from rlhub.config.load import collect, load
-from rlhub.config.rules import checks, derive, effects
+from rlhub.config.rules import checks, effects
+from rlhub.config.rules.parallel import derive
 from rlhub.config.schema import leaves
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 
@@ -16,7 +17,7 @@ BOTH = pytest.mark.parametrize(("cls", "name"), [(DPOConfig, "dpo"), (RMConfig, 
 
 def derived(cls: type, name: str, *overrides: str) -> Any:
     config = load(cls, name, ["trainer.device=cpu", *overrides])
-    derive.derive(config)
+    derive(config)
     return config
 
 
@@ -55,7 +56,7 @@ def test_the_reference_is_sharded_as_the_policy_unless_said() -> None:
     assert other.ref_fsdp_config.param_offload and other.ref_fsdp_config.fsdp_size == 1 and other.fsdp_config.fsdp_size == -1
     in_code = DPOConfig()
     in_code.trainer.device = "cpu"
-    derive.derive(in_code)
+    derive(in_code)
     assert in_code.ref_fsdp_config == in_code.fsdp_config
     (problem,) = checks.check(derived(DPOConfig, "dpo", "ref_fsdp_config.fsdp_size=2"))
     assert problem.startswith("ref_fsdp_config.fsdp_size=2 does not divide the 1 ranks")

@@ -7,7 +7,8 @@ import shlex
 import pytest
 
 from rlhub.config.load import collect
-from rlhub.config.rules import checks, derive, effects
+from rlhub.config.rules import checks, effects
+from rlhub.config.rules.parallel import derive
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout_correction import (
     Bounds,
@@ -102,7 +103,7 @@ def test_what_is_refused_says_why_and_what_to_write(text: str, said: str) -> Non
 
 def test_the_section_is_checked_with_the_rest() -> None:
     loaded = load("rollout_rs=token_k1")
-    derive.derive(loaded.config)
+    derive(loaded.config)
     assert any("rollout_rs_threshold" in problem for problem in checks.check(loaded.config))
 
 
@@ -124,11 +125,11 @@ def test_an_estimator_that_needs_the_pass_which_bypass_saves_is_refused() -> Non
 )
 def test_a_threshold_without_its_switch_has_no_effect(text: str, unread: str) -> None:
     loaded = load(text)
-    derive.derive(loaded.config)
+    derive(loaded.config)
     (warning,) = effects.without_effect(loaded.config, loaded.set_keys)
     assert warning.startswith(f"{KEY}.{text.partition('=')[0]}=") and unread in warning
     switched = load(f"{text} rollout_is=token rollout_rs=token_k1")
-    derive.derive(switched.config)
+    derive(switched.config)
     assert effects.without_effect(switched.config, switched.set_keys) == []
 
 

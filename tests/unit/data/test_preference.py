@@ -17,8 +17,8 @@ import torch
 from rlhub.config.sections.ppo import DataConfig
 from rlhub.config.sections.preference import PreferenceDataConfig
 from rlhub.data.order import ResumableLoader
-from rlhub.data.preference import PreferenceDataset
 from rlhub.data.prompts import PromptDataset
+from rlhub.data.supervised import PreferenceDataset
 from rlhub.errors import DataError
 
 SPEC = importlib.util.spec_from_file_location("characters", Path(__file__).with_name("characters.py"))

@@ -12,7 +12,7 @@ import pytest
 from rlhub.config.sections.ppo import DataConfig
 from rlhub.config.sections.sft import SFTDataConfig
 from rlhub.data.prompts import PromptDataset
-from rlhub.data.sft import SFTDataset, SFTLoader
+from rlhub.data.supervised import SFTDataset, SFTLoader
 from rlhub.errors import DataError
 
 SPEC = importlib.util.spec_from_file_location("characters", Path(__file__).with_name("characters.py"))

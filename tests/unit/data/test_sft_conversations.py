@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhub.config.sections.sft import SFTDataConfig
-from rlhub.data.sft import SFTDataset
+from rlhub.data.supervised import SFTDataset
 from rlhub.errors import DataError
 from tests.unit.data import templates
 

@@ -6,8 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from rlhub.models.experts import unfused, unfused_tensors
-from rlhub.protocol.weights.pieces import Piece
-from rlhub.protocol.weights.regions import Region, take
+from rlhub.protocol.weights.pieces import Piece, Region, take
 
 PREFIX = "model.layers.0.mlp.experts."
 

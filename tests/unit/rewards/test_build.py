@@ -7,7 +7,7 @@ import pytest
 from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
 from rlhub.errors import ConfigError, RegistryError
 from rlhub.rewards import build_reward_manager
-from rlhub.rewards.build import reward_target
+from rlhub.rewards.managers import reward_target
 from tests.unit.rewards.test_managers import WIDTH, Letters, make_batch
 
 

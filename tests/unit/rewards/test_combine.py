@@ -14,7 +14,7 @@ from rlhub.protocol import DataProto
 from rlhub.rewards import RewardFailure, RewardOutcome
 from rlhub.rewards.base import RewardResult
 from rlhub.rewards.combine import CombinedManager, PartScores, RewardPart, accuracy, outcomes_of
-from rlhub.rewards.naive import NaiveManager
+from rlhub.rewards.managers import NaiveManager
 from tests.unit.rewards.test_managers import WIDTH, Letters, make_batch, parts
 
 TEXTS = ["ab", "abc", "d", "abcdef"]

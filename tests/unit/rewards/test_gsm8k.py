@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhub.rewards.gsm8k import compute_score
+from rlhub.rewards.answers import compute_score
 
 
 def score(text: str, truth: object) -> float:

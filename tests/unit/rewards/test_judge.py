@@ -12,9 +12,7 @@ import pytest
 from rlhub.config.sections.reward import JudgeConfig
 from rlhub.errors import ConfigError
 from rlhub.protocol import DataProto
-from rlhub.rewards.combine import PartScores
-from rlhub.rewards.judge import Judge, running_numbers
-from rlhub.rewards.judge_prompt import read_pattern, read_prompt, read_score
+from rlhub.rewards.combine import Judge, PartScores, read_pattern, read_prompt, read_score, running_numbers
 from tests.unit.rewards.test_managers import Letters, make_batch
 
 

@@ -10,8 +10,7 @@ import torch
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards import ManagerParts, RewardFailure, RewardOutcome, RewardRequest
-from rlhub.rewards.dapo import DapoKnobs, DapoManager, OverlongBuffer, overlong_penalty
-from rlhub.rewards.naive import NaiveManager
+from rlhub.rewards.managers import DapoKnobs, DapoManager, NaiveManager, OverlongBuffer, overlong_penalty
 
 EOS = 0
 WIDTH = 6

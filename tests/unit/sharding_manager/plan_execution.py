@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlhub.protocol.weights.pieces import Piece, PieceInfo, by_name, views
-from rlhub.protocol.weights.regions import num_elements, sizes, take
+from rlhub.protocol.weights.pieces import Piece, PieceInfo, by_name, num_elements, sizes, take, views
 from rlhub.sharding_manager.plan import Plan, Transfer
 from rlhub.sharding_manager.schedule import Part, Round
 

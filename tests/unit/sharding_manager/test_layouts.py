@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhub.protocol.weights.regions import Region, num_elements, take, whole
+from rlhub.protocol.weights.pieces import Region, num_elements, take, whole
 from tests.support.layouts import (
     DecoderShape,
     Layout,

@@ -13,8 +13,7 @@ from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.base import RolloutEngine, SamplingParams, WeightBucket
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.errors import EngineError, WeightMismatchError
-from rlhub.protocol.weights.pieces import Piece
-from rlhub.protocol.weights.regions import take
+from rlhub.protocol.weights.pieces import Piece, take
 from rlhub.sharding_manager.manager import ShardingManager
 from rlhub.sharding_manager.route import Route
 from tests.support import rollout_contract as contract

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhub.errors import ReshardError
-from rlhub.protocol.weights.pieces import PieceInfo
-from rlhub.protocol.weights.regions import Region, whole
+from rlhub.protocol.weights.pieces import PieceInfo, Region, whole
 from rlhub.sharding_manager.plan import Plan, make_plan
 from rlhub.sharding_manager.schedule import schedule
 from tests.support.layouts import DecoderShape, fsdp_layout, full_layout, megatron_layout, shapes, vllm_layout

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rlhub.errors import ReshardError
-from rlhub.protocol.weights.pieces import PieceInfo
-from rlhub.protocol.weights.regions import num_elements
+from rlhub.protocol.weights.pieces import PieceInfo, num_elements
 from rlhub.sharding_manager.plan import Plan, make_plan
 from rlhub.sharding_manager.schedule import rank_plan, schedule
 from tests.support.layouts import fsdp_layout, full_layout

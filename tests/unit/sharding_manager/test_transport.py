@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhub.errors import DeadlineError, WeightMismatchError
-from rlhub.protocol.weights.pieces import Piece
-from rlhub.protocol.weights.regions import take
+from rlhub.protocol.weights.pieces import Piece, take
 from rlhub.sharding_manager import schedule
 from rlhub.sharding_manager.layout_exchange import Member, exchange_members
 from rlhub.sharding_manager.local_pieces import LocalPieces

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhub.tools.load import FunctionTool
-from rlhub.tools.toolbox import Toolbox
+from rlhub.tools.toolbox import FunctionTool, Toolbox
 from rlhub.utils.tool_calls import ToolCall, ToolResult, as_result
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from rlhub.errors import ConfigError
 from rlhub.tools.base import Tool, ToolError, ToolSource
-from rlhub.tools.load import FunctionTool, load_tools, read_tool_file
 from rlhub.tools.schemas import checked_arguments, schema_of
-from rlhub.tools.toolbox import Toolbox
+from rlhub.tools.toolbox import FunctionTool, Toolbox, load_tools, read_tool_file
 from rlhub.utils.tool_calls import ToolCall, ToolResult
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhub.tracking import console
-from rlhub.tracking.console import ConsoleTracker, troubles
+from rlhub.tracking import metrics_log
+from rlhub.tracking.metrics_log import ConsoleTracker, troubles
 from rlhub.tracking.tracker import GenerationRow, RunInfo
 
 RUN = RunInfo(project="rlhub", experiment="[bold]x", folder=Path("out"), total_steps=3)
@@ -46,7 +46,7 @@ def test_plain_lines_without_a_terminal() -> None:
 
 
 def test_table_and_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "REFRESH_PER_SECOND", 100)
+    monkeypatch.setattr(metrics_log, "REFRESH_PER_SECOND", 100)
     raw = play(terminal=True)
     assert "\x1b[2J" not in raw  # what a model wrote does not steer the terminal
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", raw)

@@ -13,8 +13,7 @@ from rlhub.single_controller.calls import ObservedCall
 from rlhub.tracking import recorder as recorder_module
 from rlhub.tracking import spans
 from rlhub.tracking.metrics_log import read_metrics
-from rlhub.tracking.recorder import Recorder
-from rlhub.tracking.registry import TRACKERS
+from rlhub.tracking.recorder import TRACKERS, Recorder
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.spans import CallTiming
 from rlhub.tracking.tracker import GenerationRow, Metrics, RunInfo, Status, Tracker

@@ -204,7 +204,7 @@ def test_the_names_of_a_run_are_those_that_its_parts_write() -> None:
     from rlhub.rollout_service.weights_folder import PREFIX as WEIGHTS
     from rlhub.tracking.run_folder import WRITTEN, _matches
     from rlhub.trainer.ppo.offline_source import RECORDINGS
-    from rlhub.trainer.ppo.prompt_progress import FILE
+    from rlhub.trainer.ppo.stream_source import FILE
 
     steps = [f"{prefix}{PREFIX}7" for prefix in ("", ASIDE, DELETING, REPLACED)]
     for name in (*steps, POINTER, FILE, RECORDINGS, f"{WEIGHTS}0123"):

@@ -16,7 +16,7 @@ import pytest
 from rlhub.errors import ConfigError, RegistryError, RlhubError
 from rlhub.registry import Registry
 from rlhub.tracking.mlflow import MlflowTracker, key
-from rlhub.tracking.registry import EXTRAS, TRACKERS, login_problems, package_problems
+from rlhub.tracking.recorder import EXTRAS, TRACKERS, login_problems, package_problems
 from rlhub.tracking.run_folder import RunFolder
 from rlhub.tracking.swanlab import SwanlabTracker
 from rlhub.tracking.tracker import GenerationRow, RunInfo

@@ -15,8 +15,8 @@ from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingPa
 from rlhub.engines.rollout.fake import FakeEngine, hashed_script
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.errors import EngineError, RequestError, VersionError
-from rlhub.trainer import serve_engine
-from rlhub.trainer.serve_engine import ServedEngine, ServeLimits
+from rlhub.trainer import serve as serve_engine
+from rlhub.trainer.serve import ServedEngine, ServeLimits
 
 REQUEST = GenerationRequest(prompt_ids=[1], seed=0)
 PARAMS = SamplingParams(max_new_tokens=4)

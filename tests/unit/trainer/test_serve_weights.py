@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from rlhub.engines.rollout.base import WeightBucket
 from rlhub.errors import EngineError
 from rlhub.protocol.weights.pieces import Piece, whole_piece
-from rlhub.trainer.serve_engine import EngineAdministration
+from rlhub.trainer.serve import EngineAdministration
 
 WEIGHTS = {"embed": torch.zeros(4, 2), "norm": torch.zeros(2)}
 

@@ -13,7 +13,7 @@ import pytest
 KILLED = """
 import os, signal
 from multiprocessing.shared_memory import SharedMemory
-from rlhub.utils.resource_tracker import start_apart
+from rlhub.engines.rollout.vllm.environment import start_apart
 if {apart}:
     start_apart()
 print(SharedMemory(create=True, size=64).name, flush=True)
@@ -23,7 +23,7 @@ os.killpg(0, signal.SIGKILL)
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_shared_memory_goes_with_the_group_that_is_killed(apart: bool) -> None:
-    command = [sys.executable, "-S", "-c", KILLED.format(apart=apart)]
+    command = [sys.executable, "-c", KILLED.format(apart=apart)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     process = subprocess.run(command, start_new_session=True, stdout=subprocess.PIPE, env=environment, text=True, check=False)
     segment = Path("/dev/shm") / process.stdout.strip()

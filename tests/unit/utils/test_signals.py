@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from rlhub.utils.signals import StopSignals
+from rlhub.trainer.run import StopSignals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -10,11 +10,9 @@ import pytest
 
 from rlhub.config.sections.reward import JudgeConfig
 from rlhub.config.sections.rollout import RolloutConfig
-from rlhub.workers import actor, base, critic, memory_handover
-from rlhub.workers.actor_rollout_ref import ActorRolloutRefWorker
-from rlhub.workers.critic import CriticWorker
+from rlhub.workers import actor, base, memory_handover, roles
 from rlhub.workers.memory_handover import WorkerRuntime
-from rlhub.workers.reward_model import JudgeWorker
+from rlhub.workers.roles import ActorRolloutRefWorker, CriticWorker, JudgeWorker
 
 
 class Holder(memory_handover.MemoryHolder):
@@ -50,10 +48,10 @@ class Engine:
 
 def test_the_critic_asks_before_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(critic, "release_idle_memory", lambda: calls.append("release_idle_memory"))
+    monkeypatch.setattr(roles, "release_idle_memory", lambda: calls.append("release_idle_memory"))
     worker = CriticWorker.__new__(CriticWorker)
     worker.engine = Engine(calls)  # type: ignore[assignment]
-    monkeypatch.setattr(critic, "DataProto", SimpleNamespace(from_dict=lambda tensors: tensors))
+    monkeypatch.setattr(roles, "DataProto", SimpleNamespace(from_dict=lambda tensors: tensors))
     worker.compute_values(SimpleNamespace(batch={}))  # type: ignore[arg-type]
     assert calls == ["release_idle_memory", "infer"]
 

@@ -29,9 +29,7 @@ from rlhub.engines.rollout.base import (
 )
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.remote.dialects import DIALECTS, NO_IDS, Call, Dialect, NoTokenIdsError
-from rlhub.engines.rollout.remote.http import BrokenConnectionError, Http, read_key
-from rlhub.engines.rollout.remote.staging import Staging
-from rlhub.engines.rollout.remote.weights_lock import WeightsLock
+from rlhub.engines.rollout.remote.server import BrokenConnectionError, Http, Staging, WeightsLock, read_key
 from rlhub.engines.rollout.request_checks import check_requests
 from rlhub.engines.rollout.streaming import ProgressRelay
 from rlhub.errors import ConfigError, DeadlineError, EngineError, RlhubError

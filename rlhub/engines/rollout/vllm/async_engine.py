@@ -31,15 +31,14 @@ from rlhub.engines.rollout.base import (
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.request_checks import check_requests
 from rlhub.engines.rollout.streaming import ProgressRelay
-from rlhub.engines.rollout.vllm.environment import child_variables, guarded_process
+from rlhub.engines.rollout.vllm.environment import child_variables, guarded_process, start_apart
 from rlhub.errors import EngineError, RequestError, RlhubError
 from rlhub.models.hf import check_weights
 from rlhub.protocol.weights.pieces import Piece
 from rlhub.utils.aio.loop_thread import LoopThread
-from rlhub.utils.resource_tracker import start_apart
 
 if TYPE_CHECKING:
-    from rlhub.engines.rollout.vllm.client import AsyncClient
+    from rlhub.engines.rollout.vllm.entrypoints import AsyncClient
 
 LOADED_WEIGHTS = "rlhub.engines.rollout.vllm.worker:LoadedWeights"
 
@@ -97,7 +96,7 @@ class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
 
     async def _build(self) -> AsyncClient:
         # Imported only now: vLLM reads the environment while it is imported.
-        from rlhub.engines.rollout.vllm.client import AsyncClient
+        from rlhub.engines.rollout.vllm.entrypoints import AsyncClient
 
         return AsyncClient(self._setup, self._dtype)
 

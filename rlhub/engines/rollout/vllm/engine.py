@@ -31,7 +31,7 @@ from rlhub.models.required_weights import refuse_nonfinite
 from rlhub.protocol.weights.pieces import Piece
 
 if TYPE_CHECKING:
-    from rlhub.engines.rollout.vllm.in_process import InProcessLLM
+    from rlhub.engines.rollout.vllm.entrypoints import InProcessLLM
 
 DISCARD_WEIGHTS = 2  # vLLM's sleep level that keeps neither cache nor weights: the next update brings them
 SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of what sleep frees, in the order in which they are woken
@@ -65,7 +65,7 @@ class VLLMEngine(SteppedEngine):
             check_weights(self._setup.model, "policy")
         with guarded_process(variables):
             # Imported only now: vLLM reads the environment while it is imported.
-            from rlhub.engines.rollout.vllm.in_process import InProcessLLM
+            from rlhub.engines.rollout.vllm.entrypoints import InProcessLLM
 
             self._llm = InProcessLLM(self._setup, self._dtype, in_process_group=in_process_group)
         self._weight_dtypes = {piece.name: piece.tensor.dtype for piece in self.live_weights()}

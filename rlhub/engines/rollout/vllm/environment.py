@@ -6,6 +6,11 @@ LOCAL_WORLD_SIZE and LD_PRELOAD.  A trainer living in the same process would sil
 Processes that vLLM starts end with the one that owns the engine, however that ends: an engine core would otherwise wait for
 requests for ever.  Each of them watches for itself, so none has to be found; and each ends in an orderly way first, which removes
 its shared memory.
+
+§§ resource_tracker: Python's resource tracker, the child that removes the shared memory of processes which were killed, where it outlives them.
+
+It ends when the last process that holds its pipe has ended.  Ray kills the whole process group of a worker that died, the tracker
+with it, before that.
 """
 
 from __future__ import annotations
@@ -13,11 +18,13 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing import resource_tracker, util
 
 import numpy as np
 import psutil
@@ -146,3 +153,28 @@ def _restore_environment(before: Mapping[str, str]) -> None:
     for name, value in before.items():
         if not name.startswith(KEPT_PREFIX):
             os.environ[name] = value
+
+
+_started: list[subprocess.Popen[bytes]] = []
+
+
+def start_apart() -> None:
+    """Starts this process's tracker, which its children share, in a session of its own; does nothing where one runs already."""
+    original = util.spawnv_passfds
+    util.spawnv_passfds = _spawn_apart  # type: ignore[assignment]  # it takes any sequence of descriptors
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        util.spawnv_passfds = original
+
+
+def _spawn_apart(path: bytes | str, arguments: Sequence[bytes | str], descriptors: Sequence[int]) -> int:
+    """As multiprocessing's own, but for the session."""
+    process = subprocess.Popen(
+        [os.fsdecode(argument) for argument in arguments],
+        executable=os.fsdecode(path),
+        pass_fds=[fd for fd in descriptors if fd >= 0],
+        start_new_session=True,
+    )
+    _started.append(process)
+    return process.pid

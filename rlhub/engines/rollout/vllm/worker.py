@@ -1,6 +1,11 @@
 """What rlhub adds to vLLM's worker processes: weights that can be written again, and calls for whoever writes them.
 
 vLLM imports this in each worker before it builds the model (`worker_extension_cls`).
+
+§§ weights: vLLM's live parameters: written by its own loader, and read back as views under Hugging Face names.
+
+vLLM fuses query, key and value projections, and gate and up projections, and gives each tensor-parallel rank a slice.
+The mapping back is written from the layers' geometry and not from vLLM's loader, so it checks the loader.
 """
 
 from __future__ import annotations
@@ -12,15 +17,104 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from rlhub.engines.rollout.base import WeightBucket, apply_buckets
 from rlhub.engines.rollout.vllm.environment import end_with_owner, owner_pid
 from rlhub.engines.rollout.vllm.internals import keep_weights_unpacked
-from rlhub.engines.rollout.vllm.weights import live_weights, load_weights
-from rlhub.errors import RlhubError
+from rlhub.errors import EngineError, RlhubError
 from rlhub.models.required_weights import refuse_nonfinite
-from rlhub.protocol.weights.pieces import Piece
+from rlhub.protocol.weights.pieces import Piece, whole_piece
+
+QKV_PARTS = ("q_proj", "k_proj", "v_proj")
+GATE_UP_PARTS = ("gate_proj", "up_proj")
+
+
+def load_weights(model: nn.Module, bucket: WeightBucket) -> None:
+    """Writes full tensors with Hugging Face names into the model; each rank takes its part."""
+    loader: Any = model.load_weights  # not every module has one, but all of vLLM's models do
+    loader(iter(bucket))
+
+
+def live_weights(model: nn.Module) -> Iterator[Piece]:
+    """Yields every parameter of this rank as a view and its place in the full tensor; a tied weight comes once.
+
+    Raises EngineError for a kind of layer whose geometry is not known here.
+    """
+    for path, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if leaf == "weight" and _is_tied_head(model, path, parameter):
+                continue
+            yield from _parts(path, leaf, module, parameter.detach())
+
+
+def _is_tied_head(model: nn.Module, path: str, parameter: Tensor) -> bool:
+    return path == "lm_head" and parameter is model.get_parameter("model.embed_tokens.weight")
+
+
+def _parts(path: str, leaf: str, module: nn.Module, parameter: Tensor) -> Iterator[Piece]:
+    name = f"{path}.{leaf}"
+    if isinstance(module, QKVParallelLinear):
+        yield from _qkv(path, leaf, module, parameter)
+    elif isinstance(module, MergedColumnParallelLinear):
+        yield from _gate_up(path, leaf, module, parameter)
+    elif isinstance(module, ColumnParallelLinear):
+        yield _part(name, parameter, 0, module.tp_rank * parameter.shape[0], parameter.shape[0] * module.tp_size)
+    elif isinstance(module, RowParallelLinear) and leaf == "weight":
+        yield _part(name, parameter, 1, module.tp_rank * parameter.shape[1], parameter.shape[1] * module.tp_size)
+    elif isinstance(module, VocabParallelEmbedding):
+        shard = module.shard_indices
+        size = shard.org_vocab_end_index - shard.org_vocab_start_index  # what follows is padding
+        if size:
+            yield _part(name, parameter[:size], 0, shard.org_vocab_start_index, module.org_vocab_size)
+    elif isinstance(module, (RMSNorm, RowParallelLinear, ReplicatedLinear, nn.Linear, nn.LayerNorm)):
+        yield whole_piece(name, parameter)
+    else:
+        raise EngineError(f"cannot read back {name}: the layout of {type(module).__name__} is not known to the weight check")
+
+
+def _part(name: str, view: Tensor, dim: int, start: int, full: int) -> Piece:
+    """Places `view` from index `start` of the dimension on, which has `full` in the whole tensor."""
+    shape = (*view.shape[:dim], full, *view.shape[dim + 1 :])
+    region = tuple((start, start + size) if axis == dim else (0, size) for axis, size in enumerate(view.shape))
+    return Piece(name=name, tensor=view, shape=shape, region=region)
+
+
+def _qkv(path: str, leaf: str, module: QKVParallelLinear, parameter: Tensor) -> Iterator[Piece]:
+    """Heads are dealt out in order; where there are fewer key-value heads than ranks, neighbours hold the same one."""
+    prefix = _unfused_prefix(path, "qkv_proj")
+    query = module.num_heads * module.head_size
+    key, value = module.num_kv_heads * module.head_size, module.num_kv_heads * module.v_head_size
+    kv_rank, kv_ranks = module.tp_rank // module.num_kv_head_replicas, module.tp_size // module.num_kv_head_replicas
+    places = ((query, module.tp_rank, module.tp_size), (key, kv_rank, kv_ranks), (value, kv_rank, kv_ranks))
+    offset = 0
+    for part, (size, rank, ranks) in zip(QKV_PARTS, places, strict=True):
+        yield _part(f"{prefix}{part}.{leaf}", parameter[offset : offset + size], 0, rank * size, ranks * size)
+        offset += size
+
+
+def _gate_up(path: str, leaf: str, module: MergedColumnParallelLinear, parameter: Tensor) -> Iterator[Piece]:
+    prefix = _unfused_prefix(path, "gate_up_proj")
+    offset = 0
+    for part, full in zip(GATE_UP_PARTS, module.output_sizes, strict=True):
+        size = full // module.tp_size
+        yield _part(f"{prefix}{part}.{leaf}", parameter[offset : offset + size], 0, module.tp_rank * size, full)
+        offset += size
+
+
+def _unfused_prefix(path: str, fused: str) -> str:
+    if not path.endswith(fused):
+        raise EngineError(f"cannot read back {path}: only layers named {fused} are known to be made of separate weights")
+    return path.removesuffix(fused)
 
 
 class WorkerWeights:

@@ -5,10 +5,16 @@ it weight by weight, so no rank but 0 ever has more than its shard and one tenso
 
 FSDP gathers a module's weights when its forward is called, so the head's matrix must be used inside the root's forward: a root
 module is a Hugging Face model whose forward ends in numbers per target, not logits.
+
+§§ optimizer: AdamW on each rank's rows, and the pieces of weights and moments that a bit-exact resume needs.
+
+The optimizer steps plain local tensors that alias the shards: no per-parameter dispatch through distributed tensors, and its
+state is already in the form of a checkpoint's, written by any ranks of any backend.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +23,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhub.config.sections.training import ModelConfig
+from rlhub.config.sections.training import ModelConfig, OptimConfig
 from rlhub.engines.training.fsdp.logprob import token_outputs
-from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, num_bytes, shard_model, sharded_params
+from rlhub.engines.training.fsdp.weights import Layout, ShardedParam, num_bytes, shard_model, sharded_params
+from rlhub.engines.training.optimizer import HOST, MOMENTS, EngineOptimizer, HostTensors
 from rlhub.engines.training.packing import ModelInputs
+from rlhub.models.experts import unfused
 from rlhub.models.hf import SCALAR_HEAD, ModelKind, backbone, build_model
 from rlhub.models.lora import add_lora, named_parameters
 from rlhub.models.packed_attention import PACKED_ATTENTION
+from rlhub.protocol.weights.pieces import Piece, whole
 
 BROADCAST_BYTES = 1 << 30
 """Models above this size are read by rank 0 alone."""
@@ -143,3 +152,99 @@ def hidden_states(model: PreTrainedModel, inputs: ModelInputs) -> Tensor:
     )
     hidden: Tensor = outputs.last_hidden_state
     return hidden.flatten(0, 1).index_select(0, inputs.sources)
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainedShard:
+    """A trainable weight and the leaf tensor, this rank's rows of it, that the optimizer steps."""
+
+    owner: ShardedParam
+    leaf: nn.Parameter
+
+
+class ShardedAdamW(EngineOptimizer):
+    """AdamW whose norms and biases (fewer than two dimensions) do not decay.  offload: the moments are created in host memory and
+    are on the device only while `step` writes them."""
+
+    def __init__(self, params: Sequence[ShardedParam], config: OptimConfig, layout: Layout, *, offload: bool = False) -> None:
+        super().__init__(config)
+        self.layout = layout
+        self.shards = [TrainedShard(owner=p, leaf=nn.Parameter(p.local)) for p in params if p.param.requires_grad]
+        decayed = [shard.leaf for shard in self.shards if shard.owner.param.dim() >= 2]
+        others = [shard.leaf for shard in self.shards if shard.owner.param.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            fused=True,
+        )
+        for shard in self.shards:
+            leaf = shard.leaf
+            device = HOST if offload else leaf.device
+            self.adamw.state[leaf] = {name: torch.zeros_like(leaf, requires_grad=False, device=device) for name in MOMENTS}
+            self.adamw.state[leaf]["step"] = torch.zeros((), dtype=torch.float32, device=leaf.device)
+        self._hosted = HostTensors(self.moment(shard, name) for shard in self.shards if offload for name in MOMENTS)
+
+    def moment(self, shard: TrainedShard, name: str) -> Tensor:
+        """Returns exp_avg or exp_avg_sq of this rank's rows, live."""
+        value: Tensor = self.adamw.state[shard.leaf][name]
+        return value
+
+    def rebind(self) -> None:
+        """Points the leaves at the shards' memory, which moves when weights are loaded or offloaded."""
+        for shard in self.shards:
+            shard.leaf.data = shard.owner.local
+
+    def set_num_steps(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        for shard in self.shards:
+            self.adamw.state[shard.leaf]["step"].fill_(float(num_steps))
+
+    @torch.no_grad()
+    def grad_norm(self) -> float:
+        norms = torch._foreach_norm([g for shard in self.shards if (g := shard.owner.local_grad) is not None])
+        device = self.shards[0].leaf.device
+        total = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+        if self.layout.shard_group is not None:
+            dist.all_reduce(total, group=self.layout.shard_group)
+        return float(total.sqrt())
+
+    @torch.no_grad()
+    def apply(self, rate: float, scale: float | None) -> None:
+        self.rebind()
+        for shard in self.shards:
+            shard.leaf.grad = shard.owner.local_grad
+        if scale is not None:
+            torch._foreach_mul_([shard.leaf.grad for shard in self.shards if shard.leaf.grad is not None], scale)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        with self._hosted.on_device(self.shards[0].leaf.device):
+            self.adamw.step()
+        for shard in self.shards:
+            shard.leaf.grad = None
+
+
+def live_pieces(params: Iterable[ShardedParam], optimizer: ShardedAdamW | None) -> Iterator[Piece]:
+    """Yields this rank's rows of weights and moments, live, each expert under its own name."""
+    for param in params:
+        yield from _rows(f"model.{param.name}", param.local, param)
+    if optimizer is None:
+        return
+    for shard in optimizer.shards:
+        for moment in MOMENTS:
+            yield from _rows(f"optim.{moment}.{shard.owner.name}", optimizer.moment(shard, moment), shard.owner)
+
+
+def _rows(name: str, local: Tensor, param: ShardedParam) -> Iterator[Piece]:
+    region = ((param.offset, param.offset + local.shape[0]), *whole(param.global_shape[1:]))
+    return unfused(Piece(name=name, tensor=local, shape=param.global_shape, region=region))
+
+
+@torch.no_grad()
+def fill(pieces: Iterable[Piece], read: Callable[[Piece], Tensor]) -> None:
+    """Overwrites live tensors with the result of `read` for each; `read` is not called for pieces without rows."""
+    for piece in pieces:
+        if piece.tensor.numel():
+            piece.tensor.copy_(read(piece))

@@ -12,10 +12,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlhub.config.sections.training import FSDPConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import Adapter, ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
-from rlhub.engines.training.fsdp.building import BuildPlan, build_sharded
-from rlhub.engines.training.fsdp.optimizer import ShardedAdamW, fill, live_pieces
-from rlhub.engines.training.fsdp.sharding import Layout, ShardedParam, local_pieces, make_layout, num_bytes, reshard
-from rlhub.engines.training.fsdp.weights import Entry, FSDPWeightStream
+from rlhub.engines.training.fsdp.building import BuildPlan, ShardedAdamW, build_sharded, fill, live_pieces
+from rlhub.engines.training.fsdp.weights import (
+    Entry,
+    FSDPWeightStream,
+    Layout,
+    ShardedParam,
+    local_pieces,
+    make_layout,
+    num_bytes,
+    reshard,
+)
 from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_rows, on_device, take_rows
 from rlhub.engines.training.packing import ModelInputs, check_outputs, columns_read, model_inputs, row_inputs
 from rlhub.errors import EngineError

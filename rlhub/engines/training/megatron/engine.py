@@ -2,12 +2,18 @@
 
 Every rank of a model copy is given the same rows.  The outputs of a pass exist on its last pipeline stage and are sent to the
 others, so all ranks of a copy return the same.
+
+§§ parallel: The groups of ranks that Megatron-core cuts a model over: created once per process, shared by all its engines.
+
+Megatron-core keeps them in module state, so actor, reference and critic of one process must agree on the sizes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from rlhub.models.megatron import compat  # before megatron, which it imports quietly
@@ -15,27 +21,42 @@ from rlhub.models.megatron import compat  # before megatron, which it imports qu
 # isort: split
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor, nn
 
 from rlhub.config.sections.training import MegatronConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
-from rlhub.engines.training.host_memory import HostCopies
-from rlhub.engines.training.megatron.heads import own_outputs, policy_outputs, scalar_output
+from rlhub.engines.training.megatron.heads import (
+    MicroBatch,
+    own_outputs,
+    passes_needed,
+    policy_outputs,
+    prepare_schedule,
+    run_micro_batches,
+    scalar_output,
+    sum_gradients,
+)
 from rlhub.engines.training.megatron.optimizer import MegatronAdamW
-from rlhub.engines.training.megatron.parallel import ParallelState, ensure_model_parallel
-from rlhub.engines.training.megatron.schedule import MicroBatch, passes_needed, prepare_schedule, run_micro_batches, sum_gradients
-from rlhub.engines.training.megatron.state import LiveRange, fill, live_pieces, live_ranges, mark_cut_weights
-from rlhub.engines.training.megatron.weights import MegatronWeightStream, StreamedTensor, plan_stream
+from rlhub.engines.training.megatron.weights import (
+    LiveRange,
+    MegatronWeightStream,
+    StreamedTensor,
+    fill,
+    live_pieces,
+    live_ranges,
+    mark_cut_weights,
+    plan_stream,
+)
 from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_rows, on_device, take_rows
+from rlhub.engines.training.optimizer import HostCopies
 from rlhub.engines.training.packing import check_outputs, columns_read, model_inputs, row_inputs
-from rlhub.errors import EngineError
+from rlhub.errors import ConfigError, EngineError
 from rlhub.models.hf import ModelKind
-from rlhub.models.megatron.build import MegatronPlan, build_megatron
+from rlhub.models.megatron.build import MegatronPlan, ParamParts, build_megatron, parts
+from rlhub.models.megatron.checks import num_virtual_stages
 from rlhub.models.megatron.model import MegatronLM
-from rlhub.models.megatron.names import ParamParts, parts
-from rlhub.protocol.weights.pieces import Piece
-from rlhub.protocol.weights.regions import take
+from rlhub.protocol.weights.pieces import Piece, take
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -302,3 +323,113 @@ class MegatronEngine(TrainEngine):
             buffers = [b for chunk in self.optimizer.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
             self._host.empty((buffer.grad_data for buffer in buffers), keep=False)
         torch.cuda.empty_cache()
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Sizes:
+    """Numbers of ranks that share a model's matrices, its layers, each sequence, and its experts.  stages: pieces of layers of a
+    pipeline rank, None: one."""
+
+    tensor: int
+    pipeline: int
+    stages: int | None
+    context: int
+    experts: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ParallelState:
+    """This rank's place in the groups.  model_group: the ranks that together have all of the model's weights; last_stage: the
+    global rank among them that broadcasts the outputs.  Several such groups share rows where context_group, of equal weights,
+    has several ranks.  collects: whether this rank returns the outputs for all that share its rows."""
+
+    data_rank: int
+    data_size: int
+    data_group: dist.ProcessGroup
+    tensor_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
+    model_group: dist.ProcessGroup
+    model_size: int
+    pipeline_size: int
+    stages: int | None
+    last_stage: int
+    is_last_stage: bool
+    collects: bool
+
+
+def wanted_sizes(megatron: MegatronConfig) -> Sizes:
+    return Sizes(
+        tensor=megatron.tensor_model_parallel_size,
+        pipeline=megatron.pipeline_model_parallel_size,
+        stages=num_virtual_stages(megatron),
+        context=megatron.context_model_parallel_size,
+        experts=megatron.expert_model_parallel_size,
+    )
+
+
+def current_sizes() -> Sizes | None:
+    """Returns the sizes of this process's groups; None before the first engine."""
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    return Sizes(
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        stages=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        context=parallel_state.get_context_parallel_world_size(),
+        experts=parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
+def ensure_model_parallel(megatron: MegatronConfig) -> ParallelState:
+    """Creates the groups over the default process group, or takes those that another engine of this process has created.
+
+    Every rank calls, and it blocks.  Raises ConfigError if another engine created groups of other sizes, or if the sizes do not
+    fit the number of ranks.
+    """
+    compat.install()
+    sizes, present = wanted_sizes(megatron), current_sizes()
+    if present is None:
+        _create_groups(sizes)
+    elif present != sizes:
+        raise ConfigError(
+            f"the Megatron engines of one process share their groups of ranks: another engine made {present}, this one wants "
+            f"{sizes}; give actor, reference and critic the same sizes, or processes of their own"
+        )
+    return _parallel_state(sizes)
+
+
+def _create_groups(sizes: Sizes) -> None:
+    world, ranks = dist.get_world_size(), sizes.tensor * sizes.pipeline * sizes.context
+    if world % ranks or (world // ranks) % sizes.experts:
+        raise ConfigError(f"megatron: {world} ranks cannot be cut into {sizes}; change the sizes or the number of ranks")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.stages,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.experts,
+        create_gloo_process_groups=False,  # only megatron's own checkpoints use them
+    )
+
+
+def _parallel_state(sizes: Sizes) -> ParallelState:
+    model_group = parallel_state.get_model_parallel_group()
+    ranks = dist.get_process_group_ranks(model_group)
+    inner = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+    return ParallelState(
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        data_group=parallel_state.get_data_parallel_group(),
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        context_group=parallel_state.get_context_parallel_group(),
+        model_group=model_group,
+        model_size=len(ranks),
+        pipeline_size=sizes.pipeline,
+        stages=sizes.stages,
+        last_stage=ranks[-sizes.tensor],
+        is_last_stage=parallel_state.is_pipeline_last_stage(),
+        collects=inner == (0, 0) and parallel_state.is_pipeline_first_stage(),
+    )

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from rlhub.config.sections.training import OptimConfig
 from rlhub.engines.training.base import StepReport
-from rlhub.engines.training.host_memory import HOST, HostTensors
-from rlhub.engines.training.optimizer import MOMENTS, EngineOptimizer
+from rlhub.engines.training.optimizer import HOST, MOMENTS, EngineOptimizer, HostTensors
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from rlhub.agents.remote.episode_actor import EpisodeActor, EpisodeActorSettings, WorkflowKey
-from rlhub.agents.remote.episode_actors import EpisodeActorOptions, EpisodeActors, episode_actor_starter
-from rlhub.agents.remote.workflow import RemoteWorkflow
+from rlhub.agents.remote.workflow import EpisodeActorOptions, EpisodeActors, RemoteWorkflow, episode_actor_starter
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import Completion, GenerationRequest, SamplingParams

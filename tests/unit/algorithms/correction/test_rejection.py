@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhub.algorithms.correction import rejection
-from rlhub.algorithms.correction.rejection import candidates, kept, m2po_kept, second_moment
+from rlhub.algorithms.correction import correct as rejection
+from rlhub.algorithms.correction.correct import candidates, kept, m2po_kept, second_moment
 from rlhub.config.sections.rollout_correction import DIVERGENCE_RULES, RATIO_RULES, Bounds
 from tests.unit.algorithms.cases import catches, few
 from tests.unit.algorithms.correction.correction_cases import RULES, cases, rules, slow_kept, slow_m2po

@@ -16,7 +16,7 @@ from rlhub.algorithms.inputs import PolicyLossInputs, PolicyLossOutputs
 from rlhub.algorithms.masked import masked
 from rlhub.algorithms.registry import POLICY_LOSSES
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
-from rlhub.engines.training import correction as module
+from rlhub.engines.training import updates as module
 from rlhub.engines.training.updates import PolicyUpdater
 from rlhub.registry import Row
 from tests.unit.algorithms.correction.correction_cases import Case, slow_kept, slow_weights

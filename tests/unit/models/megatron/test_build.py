@@ -14,9 +14,8 @@ from rlhub.config.sections.training import ModelConfig
 from rlhub.errors import ConfigError
 from rlhub.models.hf import build_model
 from rlhub.models.megatron import build
-from rlhub.models.megatron.build import HFCheckpoint, load_weights
-from rlhub.models.megatron.names import ParamParts, TensorPart
-from rlhub.protocol.weights.regions import Region, whole
+from rlhub.models.megatron.build import HFCheckpoint, ParamParts, TensorPart, load_weights
+from rlhub.protocol.weights.pieces import Region, whole
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 CONFIG = Qwen3Config(

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rlhub.models.megatron import names
-from rlhub.protocol.weights.regions import take
+from rlhub.models.megatron import build as names
+from rlhub.protocol.weights.pieces import take
 
 HIDDEN = 3
 LAYER = "decoder.layers.1."

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhub.protocol.weights.pieces import Piece, by_name, views
-from rlhub.protocol.weights.regions import (
+from rlhub.protocol.weights.pieces import (
+    Piece,
     Region,
+    by_name,
     difference,
     flat_regions,
     intersection,
@@ -22,6 +23,7 @@ from rlhub.protocol.weights.regions import (
     sizes,
     split,
     take,
+    views,
     whole,
 )
 

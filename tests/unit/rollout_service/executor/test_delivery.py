@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from rlhub.rollout_service.executor.delivery import FailureLimit
+from rlhub.rollout_service.executor.batches import FailureLimit
 from rlhub.rollout_service.executor.staleness import StalenessManager
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from rlhub.algorithms.registry import POLICY_LOSSES
-from rlhub.config.rules.derive import derive
+from rlhub.config.rules.parallel import derive
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RemoteConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.errors import PolicyMismatchError
 from rlhub.protocol import DataProto
 from rlhub.registry import Row
-from rlhub.trainer.ppo.correction import (
+from rlhub.trainer.ppo.advantages import (
     MismatchBound,
     add_staleness,
     correct_batch,

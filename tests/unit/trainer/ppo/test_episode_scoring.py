@@ -16,7 +16,7 @@ from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardFailure, RewardOutcome, RewardRequest
 from rlhub.rewards.base import ManagerParts
-from rlhub.rewards.naive import OUTCOMES, NaiveManager
+from rlhub.rewards.managers import OUTCOMES, NaiveManager
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.trainer.ppo.episode_scoring import EpisodeScorer, OutcomeStore
 

@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhub.algorithms.aggregation import Denominators, aggregate
 from rlhub.algorithms.inputs import PolicyLossInputs
-from rlhub.algorithms.masked import masked
+from rlhub.algorithms.masked import Denominators, aggregate, masked
 from rlhub.algorithms.registry import POLICY_LOSSES
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import DataProto
-from rlhub.trainer.ppo.mini_batches import (
+from rlhub.trainer.ppo.step import (
     arrange,
     capacities_of,
     mini_batch_ids,

@@ -11,7 +11,7 @@ import torch
 from rlhub.data.order import ResumableLoader
 from rlhub.protocol import DataProto
 from rlhub.rollout_service.executor.ledger import Phase
-from rlhub.trainer.ppo.prompt_progress import LoaderPositions, PromptLog
+from rlhub.trainer.ppo.stream_source import LoaderPositions, PromptLog
 
 
 class Numbers:

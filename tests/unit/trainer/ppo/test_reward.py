@@ -17,7 +17,7 @@ from rlhub.errors import ConfigError
 from rlhub.models.tokenizer import load_tokenizer
 from rlhub.protocol import DataProto
 from rlhub.rewards.combine import CombinedManager
-from rlhub.trainer.ppo.reward import JudgeGenerator, ModelScorer, RewardParts, build_rendering, prepare_reward, reward_roles
+from rlhub.trainer.ppo.scoring import JudgeGenerator, ModelScorer, RewardParts, build_rendering, prepare_reward, reward_roles
 from rlhub.workers.memory_handover import WorkerRuntime
 from scripts.bench.tiny_model import build as build_words
 from tests.support.chat_model import save_chat_model
@@ -70,7 +70,7 @@ def test_a_weight_of_zero_starts_no_reward_process(folders: dict[str, Path], mon
     def started(*arguments: Any) -> Any:
         raise AssertionError("a reward process")
 
-    monkeypatch.setattr("rlhub.trainer.ppo.reward.build_reward_manager", started)
+    monkeypatch.setattr("rlhub.trainer.ppo.scoring.build_reward_manager", started)
     config = config_for(folders["words"], folders["words"])
     tokenizer = load_tokenizer(str(folders["words"]))
     with pytest.raises(AssertionError, match="a reward process"):

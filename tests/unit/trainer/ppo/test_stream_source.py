@@ -21,8 +21,7 @@ from rlhub.rollout_service.executor.episode_groups import Group
 from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.trainer.ppo.episode_scoring import OutcomeStore
-from rlhub.trainer.ppo.prompt_progress import PromptLog
-from rlhub.trainer.ppo.stream_source import StreamSource, complete_rewards
+from rlhub.trainer.ppo.stream_source import PromptLog, StreamSource, complete_rewards
 from rlhub.utils.timing import PhaseTimer
 from tests.support.episodes import Immediate, Policy, executing, parts
 from tests.unit.trainer.ppo.test_episode_scoring import group

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from rlhub.tracking.spans import SpanLog
-from rlhub.trainer.ppo.validation import ValidationReport
-from rlhub.trainer.ppo.validation_schedule import BlockingValidation, ConcurrentValidation
+from rlhub.trainer.ppo.validation import BlockingValidation, ConcurrentValidation, ValidationReport
 
 WAIT_S = 60.0
 

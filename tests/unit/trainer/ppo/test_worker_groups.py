@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhub.trainer.ppo.build import worker_roles
+from rlhub.trainer.ppo.trainer import worker_roles
 from rlhub.trainer.ppo.worker_groups import groups_of
 from tests.unit.config.test_derive_and_checks import good
 

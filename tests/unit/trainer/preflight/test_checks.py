@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhub.config.rules import derive
+from rlhub.config.rules.parallel import derive
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.trainer.preflight import checks as preflight
@@ -56,7 +56,7 @@ def sound() -> PPOConfig:
 def problems(change: Callable[[PPOConfig], object]) -> list[str]:
     config = sound()
     change(config)
-    derive.derive(config)
+    derive(config)
     return preflight.check(config)
 
 
@@ -142,7 +142,7 @@ def test_the_reward_file_is_read_and_not_run() -> None:
 
 def test_plugins_make_their_names_known(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("preflight_plugin_under_test.py").write_text(
-        "from rlhub.tracking.registry import TRACKERS\nTRACKERS.register('preflight_tracker_under_test')(object)\n"
+        "from rlhub.tracking.recorder import TRACKERS\nTRACKERS.register('preflight_tracker_under_test')(object)\n"
     )
     monkeypatch.syspath_prepend(".")
     assert len(problems(put("trainer.logger", ["preflight_tracker_under_test"]))) == 1
@@ -188,7 +188,7 @@ def test_a_kl_loss_whose_gradient_is_not_the_kls_is_a_warning(caplog: pytest.Log
     config = sound()
     actor = config.actor_rollout_ref.actor
     actor.use_kl_loss, actor.kl_loss_type = True, kind
-    derive.derive(config)
+    derive(config)
     with caplog.at_level(logging.WARNING):
         assert preflight.check(config) == []
     assert (f"{kind}+ has the same value and the gradient of the KL" in caplog.text) == warned
@@ -206,7 +206,7 @@ def test_weights_for_a_loss_that_compares_with_the_rollout_policy_are_a_warning(
     config = sound()
     config.actor_rollout_ref.actor.policy_loss.loss_mode = loss
     config.algorithm.rollout_correction.rollout_is = kind
-    derive.derive(config)
+    derive(config)
     with caplog.at_level(logging.WARNING):
         assert preflight.check(config) == []
     assert ("weights pi_old / mu on top count that twice" in caplog.text) == warned
@@ -217,7 +217,7 @@ def test_what_the_algorithm_does_not_read_is_a_warning(caplog: pytest.LogCapture
     config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n = "rloo", 4
     config.algorithm.lam, config.critic.optim.lr, config.actor_rollout_ref.actor.clip_ratio_c = 0.9, 1e-3, 5.0
     keys = frozenset({"algorithm.lam", "critic.optim.lr", "actor_rollout_ref.actor.clip_ratio_c"})
-    derive.derive(config)
+    derive(config)
     with caplog.at_level(logging.WARNING):
         assert preflight.check(config, keys) == []
     assert "algorithm.lam=0.9 has no effect: algorithm.adv_estimator=rloo does not read it" in caplog.text
@@ -251,7 +251,7 @@ def test_sft() -> None:
         config.model.path, config.trainer.device = "model", "cpu"
         for name, value in {"train_files": "sft.jsonl", **data}.items():
             setattr(config.data, name, value)
-        derive.derive(config)
+        derive(config)
         return preflight.check(config)
 
     assert found() == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhub.config.rules import derive
+from rlhub.config.rules.parallel import derive
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig
@@ -41,7 +41,7 @@ def found(tmp_path: Path, change: Callable[[PPOConfig], Any], ranks: int = 4, **
     config.actor_rollout_ref.model.path = write(tmp_path / "model", **model)
     config.trainer.device, config.trainer.n_gpus_per_node = "cpu", ranks
     change(config)
-    derive.derive(config)
+    derive(config)
     return check_engines(config)
 
 
@@ -79,7 +79,7 @@ def test_each_fault_is_named_with_the_section_and_only_once(
 def test_the_critic_of_another_size_is_judged_by_itself(tmp_path: Path) -> None:
     def change(config: PPOConfig) -> None:
         sizes(pipeline=2)(config)
-        derive.derive(config)
+        derive(config)
         assert config.critic.model is not None
         config.critic.model.path = write(tmp_path / "critic", num_hidden_layers=5)
 
@@ -99,7 +99,7 @@ def test_other_engines_and_hub_names_are_not_judged(tmp_path: Path) -> None:
     hub = PPOConfig()
     hub.actor_rollout_ref.actor.strategy, hub.actor_rollout_ref.model.path = "megatron", "Qwen/Qwen3-0.6B"
     hub.trainer.device = "cpu"
-    derive.derive(hub)
+    derive(hub)
     assert check_engines(hub) == []
 
 
@@ -107,7 +107,7 @@ def test_other_engines_and_hub_names_are_not_judged(tmp_path: Path) -> None:
 def test_the_supervised_trainers_ask_too(tmp_path: Path, cls: type[SFTConfig | DPOConfig | RMConfig]) -> None:
     config = cls(strategy="megatron")
     config.model.path, config.trainer.device = write(tmp_path / "model", model_type="gpt2"), "cpu"
-    derive.derive(config)
+    derive(config)
     assert len([problem for problem in preflight.check(config) if "'gpt2'" in problem]) == 1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhub.config.rules import derive
+from rlhub.config.rules.parallel import derive
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.preference import DPOConfig
 from rlhub.config.sections.sft import SFTConfig
@@ -45,7 +45,7 @@ def configured(cls: type[Any], model: str, gpus: int, **values: object) -> Any:
         for name in parents:
             node = getattr(node, name)
         setattr(node, last, value)
-    derive.derive(config)
+    derive(config)
     return config
 
 

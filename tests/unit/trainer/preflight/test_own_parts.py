@@ -14,7 +14,7 @@ WORKFLOWS = """
 from dataclasses import dataclass
 from rlhub.agents.workflows.base import RolloutWorkflow
 from rlhub.agents.workflows.registry import fill_knobs
-from rlhub.agents.workflows.multi_turn import MultiTurn
+from rlhub.agents.workflows.turns import MultiTurn
 
 @dataclass(slots=True, kw_only=True)
 class Knobs:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhub.config.rules import derive
+from rlhub.config.rules.parallel import derive
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.trainer.preflight import checks as preflight
 from tests.unit.trainer.preflight.test_checks import MODEL
@@ -34,7 +34,7 @@ def found(config: Any, *set_keys: str, **changes: object) -> list[str]:
         for parent in parents:
             node = getattr(node, parent)
         setattr(node, last, value)
-    derive.derive(config)
+    derive(config)
     return preflight.check(config, frozenset(set_keys))
 
 

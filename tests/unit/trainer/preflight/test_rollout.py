@@ -11,8 +11,8 @@ import pytest
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RemoteConfig, RolloutConfig
 from rlhub.config.sections.serve import ServeConfig
-from rlhub.engines.rollout.remote.checks import EVALUATION_ONLY, remote_problems
 from rlhub.engines.rollout.remote.dialects import DIALECTS
+from rlhub.engines.rollout.remote.server import EVALUATION_ONLY, remote_problems
 from rlhub.trainer.preflight import checks as preflight
 from rlhub.trainer.preflight.rollout import check_episodes, check_rollout_engine, check_weights_reach
 from rlhub.trainer.preflight.serve import check as check_server

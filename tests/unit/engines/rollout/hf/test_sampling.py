@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from rlhub.engines.rollout.base import SamplingParams
-from rlhub.engines.rollout.hf.sampling import sample_tokens, token_uniforms
+from rlhub.engines.rollout.hf.decode import sample_tokens, token_uniforms
 
 
 def reference_distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:

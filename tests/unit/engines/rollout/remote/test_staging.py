@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rlhub.engines.rollout.remote.staging import Staging
+from rlhub.engines.rollout.remote.server import Staging
 
 
 def versions(folder: Path) -> list[str]:

@@ -17,9 +17,9 @@ from rlhub.config.sections.rollout import RemoteConfig, RolloutConfig
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
-from rlhub.engines.rollout.remote import weights_lock
+from rlhub.engines.rollout.remote import server
 from rlhub.engines.rollout.remote.engine import RemoteEngine
-from rlhub.engines.rollout.remote.weights_lock import WeightsLock
+from rlhub.engines.rollout.remote.server import WeightsLock
 from rlhub.errors import DeadlineError, EngineError, ResourceError
 from rlhub.rollout_service.service import RolloutService, service_options
 from rlhub.workers.memory_handover import WorkerRuntime
@@ -100,7 +100,7 @@ async def test_a_version_is_written_and_loaded_once_for_each_server(tmp_path: Pa
         loop.call_soon_threadsafe(waits.set)
         time.sleep(seconds)
 
-    monkeypatch.setattr(weights_lock, "time", type("Time", (), {"sleep": staticmethod(sleep), "monotonic": time.monotonic}))
+    monkeypatch.setattr(server, "time", type("Time", (), {"sleep": staticmethod(sleep), "monotonic": time.monotonic}))
     async with servers() as at:
         ranks = [await engine(at, tmp_path, rank) for rank in range(4)]  # 0 and 2 at the first server, 1 and 3 at the other
         at.go_on.clear()

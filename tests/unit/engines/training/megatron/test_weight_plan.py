@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhub.engines.training.host_memory import HostCopies
 from rlhub.engines.training.megatron.weights import plan_buckets, plan_stream
+from rlhub.engines.training.optimizer import HostCopies
 from rlhub.errors import EngineError
-from rlhub.protocol.weights.pieces import PieceInfo
-from rlhub.protocol.weights.regions import Region, num_elements, whole
+from rlhub.protocol.weights.pieces import PieceInfo, Region, num_elements, whole
 
 
 def info(name: str, shape: tuple[int, ...], region: Region | None = None) -> PieceInfo:

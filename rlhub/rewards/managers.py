@@ -1,20 +1,30 @@
-"""The plain manager: the reward of a response is its score, on the last token that the model wrote."""
+"""The plain manager: the reward of a response is its score, on the last token that the model wrote.
+
+§§ dapo: DAPO's soft penalty for overlong responses (Yu et al. 2025, arXiv 2503.14476, section 3.4).
+
+§§ build: From configuration to a reward manager whose function is loaded.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlhub.errors import RewardError
+from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
+from rlhub.errors import ConfigError, LoadError, RewardError
 from rlhub.protocol import DataProto
-from rlhub.rewards.base import Decoder, ManagerParts, RewardResult, check_failures, max_failures
-from rlhub.rewards.pool import LARGEST_SCORE, RewardOutcome, RewardRequest
+from rlhub.registry import knobs_for, suggest
+from rlhub.rewards.base import Decoder, ManagerParts, RewardManager, RewardResult, check_failures, max_failures
+from rlhub.rewards.pool import LARGEST_SCORE, RewardOutcome, RewardPool, RewardRequest
+from rlhub.rewards.registry import REWARD_MANAGERS
 
 NUMBERS = (bool, int, float)
 OWN_METRICS = ("num_failed", "failed_share", "mean", "std", "greedy_mean", "function", "model", "judge", "judge_unreadable_share")
@@ -168,3 +178,127 @@ def numeric_means(extra: dict[str, np.ndarray]) -> dict[str, float]:
         if numbers and all(value is None or isinstance(value, NUMBERS) for value in column):
             means[name] = math.fsum(number / len(numbers) for number in numbers)  # the sum may be beyond float64
     return means
+
+
+CORRECT_ABOVE = 0.5  # between the wrong and right of both usual scales, 0 to 1 and -1 to 1
+
+
+@dataclass(slots=True, kw_only=True)
+class OverlongBuffer:
+    """The last `len` tokens before the response limit, in which the penalty grows from 0 to `penalty_factor`.
+
+    len: tokens, above 0 and at most data.max_response_length; penalty_factor: in units of the score.
+    """
+
+    enable: bool = False
+    len: int = 0
+    penalty_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.enable and self.len < 1:
+            raise ValueError(f"overlong_buffer_cfg.len must be at least 1 token, got {self.len!r}")
+        if self.penalty_factor < 0:
+            raise ValueError(f"overlong_buffer_cfg.penalty_factor must be 0 or more, got {self.penalty_factor!r}")
+
+
+@dataclass(slots=True, kw_only=True)
+class DapoKnobs:
+    """overlong_buffer_cfg: given as a mapping of OverlongBuffer's fields."""
+
+    overlong_buffer_cfg: OverlongBuffer = field(default_factory=OverlongBuffer)
+
+    def __post_init__(self) -> None:
+        given: Any = self.overlong_buffer_cfg
+        if isinstance(given, OverlongBuffer):
+            return
+        if not isinstance(given, Mapping):
+            raise ValueError(f"overlong_buffer_cfg must be a mapping with enable, len, penalty_factor; got {given!r}")
+        known = [item.name for item in dataclasses.fields(OverlongBuffer)]
+        for name in given:
+            if name not in known:
+                raise ValueError(
+                    f"overlong_buffer_cfg.{name}: no such knob{suggest(str(name), known)}; known: {', '.join(known)}"
+                )
+        self.overlong_buffer_cfg = OverlongBuffer(**given)
+
+
+class DapoManager(NaiveManager):
+    """The score less the overlong penalty.
+
+    extra: acc (unless the scorer gives its own: whether the score itself is above 0.5, so that validation still counts a right
+    but long answer as right), overlong_reward (0 or less) and overlong (0 or 1).
+    """
+
+    def __init__(self, parts: ManagerParts, knobs: DapoKnobs) -> None:
+        super().__init__(parts, knobs)
+        self.buffer = knobs.overlong_buffer_cfg
+        if self.buffer.enable and self.buffer.len > parts.max_response_length:
+            raise ValueError(
+                f"overlong_buffer_cfg.len={self.buffer.len} exceeds data.max_response_length={parts.max_response_length}: "
+                "every response would be penalised"
+            )
+
+    def adjust(self, scores: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        if not self.buffer.enable:
+            return scores, {}
+        penalty = overlong_penalty(lengths, limit=self.parts.max_response_length, buffer=self.buffer)
+        acc = (scores > CORRECT_ABOVE).astype(np.float64)
+        return scores + penalty, {"acc": acc, "overlong_reward": penalty, "overlong": (penalty < 0).astype(np.float64)}
+
+
+def overlong_penalty(lengths: np.ndarray, *, limit: int, buffer: OverlongBuffer) -> np.ndarray:
+    """Returns min(0, (limit - len_b - |y|) / len_b) * factor, (B,) float64: 0 up to limit - len_b tokens, -factor at the limit.
+
+    lengths: (B,) tokens |y|; limit: data.max_response_length.
+    """
+    over = lengths.astype(np.float64) - (limit - buffer.len)
+    return np.clip(-over / buffer.len, -1.0, 0.0) * buffer.penalty_factor
+
+
+DEFAULT_TARGET = "rlhub.rewards.registry:compute_score"
+
+
+def build_reward_manager(
+    reward_model: RewardModelConfig, custom: CustomRewardConfig, tokenizer: Decoder, max_response_length: int
+) -> RewardManager:
+    """Builds the configured manager.  Starts a child process and loads the reward function in it; `close()` ends it.
+
+    Raises ConfigError for an unknown manager or knob and for a function that cannot be loaded.
+    """
+    name = reward_model.reward_manager
+    where = "reward_model.reward_kwargs"
+    knobs = knobs_for(REWARD_MANAGERS.knobs_class(name), reward_model, reward_model.reward_kwargs, where=where)
+    pool = RewardPool(
+        reward_target(custom),
+        num_workers=reward_model.num_workers,
+        timeout_s=reward_model.timeout_s,
+        memory_gb=reward_model.memory_gb,
+        env=custom.env,
+    )
+    parts = ManagerParts(
+        pool=pool,
+        tokenizer=tokenizer,
+        max_response_length=max_response_length,
+        on_error=reward_model.on_error,
+        max_error_rate=reward_model.max_error_rate,
+    )
+    try:
+        manager: RewardManager = REWARD_MANAGERS.get(name)(parts, knobs)
+        pool.start()
+    except ConfigError:  # the pool's, which names its setting
+        raise
+    except LoadError as error:
+        raise ConfigError(f"custom_reward_function: {error}" if custom.path else str(error)) from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return manager
+
+
+def reward_target(custom: CustomRewardConfig) -> str:
+    """Returns the function's name for the pool; a relative path counts from the working directory.  ConfigError: no such file."""
+    if custom.path is None:
+        return DEFAULT_TARGET
+    path = Path(custom.path).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"custom_reward_function.path={custom.path}: no such file ({path})")
+    return f"{path}:{custom.name}"

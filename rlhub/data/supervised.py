@@ -1,4 +1,9 @@
-"""Preference pairs: a prompt with an answer that was chosen and one that was rejected.
+"""Demonstrations for supervised fine-tuning: prompt and response, or chat messages, with a mask over the tokens to be learned.
+
+Batches have the shape of rollouts (prompts left padded, responses right padded), so one engine trains on both.  Prompts are
+tokenized exactly as for generation, and answers as they follow them: what is learned is what will be sampled.
+
+§§ preference: Preference pairs: a prompt with an answer that was chosen and one that was rejected.
 
 Both answers of a pair follow the same prompt tokens, for the losses are derived for that; prompts and answers are tokenized
 as generation would meet them.
@@ -11,13 +16,16 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlhub.config.sections.preference import PreferenceDataConfig
+from rlhub.config.sections.sft import SFTDataConfig
 from rlhub.data.files import DataRow, load_rows
+from rlhub.data.order import ResumableLoader
 from rlhub.data.prompts import fingerprint_of
 from rlhub.data.tokenizing import (
     Tokenizer,
@@ -33,11 +41,179 @@ from rlhub.data.tokenizing import (
     pad_id,
     render_chat,
     right_padded,
+    truncate,
 )
 from rlhub.errors import DataError
 from rlhub.protocol import DataProto
 
 logger = logging.getLogger(__name__)
+
+
+MESSAGES = "messages"
+"""Column of whole conversations."""
+
+TOOLS = "tools"
+"""Column of the tools that a conversation may use: a list of JSON schemas, for the chat template to describe."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Demonstration:
+    """Token ids and, for each, 1 if it is to be learned."""
+
+    tokens: list[int]
+    learned: list[int]
+
+    def start(self) -> int:
+        """Returns where the response begins: at the first learned token, but never at the first token, which nothing predicts."""
+        return max(1, self.learned.index(1))
+
+
+class SFTDataset:
+    """All demonstrations of the files, tokenized.
+
+    A row has `config.prompt_key` (text or chat messages) and `config.response_key` (text), or `messages` with at least one
+    assistant turn (and `tools`, if it uses some).  Learned are the response's or the assistant turns' tokens, the
+    end-of-sequence token included.  Rows longer than `config.max_length` tokens are an error or cut by `config.truncation`.
+    DataError names file, row and column.  vocab_size: see PromptDataset.
+    """
+
+    def __init__(
+        self, config: SFTDataConfig, files: str | Sequence[str], tokenizer: Tokenizer, *, vocab_size: int | None = None
+    ) -> None:
+        check_policy(config.truncation)
+        if tokenizer.eos_token_id is None:
+            raise DataError("the tokenizer has no end-of-sequence token, so a model could not learn to stop")
+        rows = load_rows(files)
+        self.pad_id = pad_id(tokenizer)
+        column = config.prompt_key
+        if config.prompt_key not in rows[0].values and MESSAGES in rows[0].values:
+            column, found = MESSAGES, [_of_messages(tokenizer, row) for row in rows]
+        else:
+            found = _of_pairs(config, tokenizer, rows)
+        check_vocabulary(rows, column, [item.tokens for item in found], vocab_size)
+        self.demonstrations = [_cut(config, row, demonstration) for row, demonstration in zip(rows, found, strict=True)]
+        self.fingerprint = fingerprint_of([(item.tokens, item.learned) for item in self.demonstrations])
+
+    def __len__(self) -> int:
+        return len(self.demonstrations)
+
+    def batch(self, indices: np.ndarray) -> DataProto:
+        """Returns those rows, int64: `prompts` (rows, P) left padded, `responses` and `response_mask` (rows, T) right padded,
+        `input_ids` and `attention_mask` (rows, P + T)."""
+        items = [self.demonstrations[index] for index in indices]
+        starts = [item.start() for item in items]
+        pairs = list(zip(items, starts, strict=True))
+        prompts = left_padded([item.tokens[:start] for item, start in pairs], self.pad_id)
+        responses = right_padded([item.tokens[start:] for item, start in pairs], self.pad_id)
+        prompt_mask = left_padded([[1] * start for start in starts], 0)
+        filled = right_padded([[1] * (len(item.tokens) - start) for item, start in pairs], 0)
+        columns = {
+            "prompts": prompts,
+            "responses": responses,
+            "response_mask": right_padded([item.learned[start:] for item, start in pairs], 0),
+            "input_ids": np.concatenate([prompts, responses], axis=1),
+            "attention_mask": np.concatenate([prompt_mask, filled], axis=1),
+        }
+        return DataProto.from_dict({key: torch.from_numpy(column) for key, column in columns.items()})
+
+
+class SFTLoader(ResumableLoader):
+    """Batches of demonstrations in a resumable order; see ResumableLoader and SFTDataset.batch."""
+
+
+def _of_pairs(config: SFTDataConfig, tokenizer: Tokenizer, rows: Sequence[DataRow]) -> list[Demonstration]:
+    _, prompts = encode_prompts(tokenizer, rows, config.prompt_key, None)
+    texts = [checked_text(row, config.response_key, row.get(config.response_key)) for row in rows]
+    responses = [ended(tokenizer, tokens) for tokens in encode(tokenizer, texts, add_special_tokens=False)]
+    return [
+        Demonstration(tokens=[*prompt, *response], learned=[0] * len(prompt) + [1] * len(response))
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+
+
+def _of_messages(tokenizer: Tokenizer, row: DataRow) -> Demonstration:
+    """Returns the conversation up to its last assistant turn, tokenized as generation would meet it turn by turn."""
+    pieces = _pieces(tokenizer, row, checked_messages(row, MESSAGES, row.get(MESSAGES)))
+    item = _whole(tokenizer, pieces) or _piecewise(tokenizer, pieces)
+    item.tokens = ended(tokenizer, item.tokens)
+    item.learned += [1] * (len(item.tokens) - len(item.learned))
+    return item
+
+
+def _tools(row: DataRow) -> dict[str, Any]:
+    """Returns the chat template's arguments besides the messages."""
+    tools = row.values.get(TOOLS)
+    if tools is None:
+        return {}
+    if not isinstance(tools, list):
+        raise row.problem(TOOLS, f"must be a list of JSON schemas, got {type(tools).__name__} {tools!r:.80}")
+    return {TOOLS: tools}
+
+
+def _whole(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> Demonstration | None:
+    """Tokenizes all pieces as one text; None where a token lies across the border of two.
+
+    A piece alone would not do: many tokenizers put a space before the first word of every text.
+    """
+    if not tokenizer.is_fast:
+        return None
+    encoded = tokenizer(["".join(text for text, _ in pieces)], add_special_tokens=False, return_offsets_mapping=True)
+    ends = np.cumsum([len(text) for text, _ in pieces])
+    spans = np.asarray(encoded["offset_mapping"][0], dtype=np.int64).reshape(-1, 2)
+    piece = np.searchsorted(ends, spans[:, 0], side="right").clip(max=len(pieces) - 1)
+    if (spans[:, 1] > ends[piece]).any():
+        return None
+    is_answer = np.asarray([answer for _, answer in pieces], dtype=np.int64)
+    return Demonstration(tokens=list(encoded["input_ids"][0]), learned=is_answer[piece].tolist())
+
+
+def _piecewise(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> Demonstration:
+    item = Demonstration(tokens=[], learned=[])
+    encoded = encode(tokenizer, [text for text, _ in pieces], add_special_tokens=False)
+    for (_, is_answer), tokens in zip(pieces, encoded, strict=True):
+        item.tokens += tokens
+        item.learned += [int(is_answer)] * len(tokens)
+    return item
+
+
+def _pieces(tokenizer: Tokenizer, row: DataRow, messages: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """Returns the chat template's text cut into `(text, written by the assistant)`, the last piece an answer."""
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns or turns[0] == 0:
+        raise row.problem(MESSAGES, "needs an assistant turn, and a turn before it")
+    render = partial(render_chat, tokenizer, row, MESSAGES, kwargs=_tools(row))
+    pieces: list[tuple[str, bool]] = []
+    done = 0
+    whole = render(messages[: turns[-1] + 1], generation=False)
+    for turn in turns:
+        before = render(messages[:turn], generation=True)
+        after = render(messages[: turn + 1], generation=False)
+        if not after.startswith(before) or not whole.startswith(after):
+            text = f"the chat template rewrites turns before message {turn}; give each answer a row, as prompt and response"
+            raise row.problem(MESSAGES, text)
+        end = end_of_answer(after, len(before), tokenizer.eos_token)
+        pieces += [(whole[done : len(before)], False), (whole[len(before) : end], True)]
+        done = end
+    return [piece for piece in pieces if piece[0]]
+
+
+def _cut(config: SFTDataConfig, row: DataRow, item: Demonstration) -> Demonstration:
+    """Cuts a demonstration to `config.max_length`, or raises DataError."""
+    size = len(item.tokens)
+    if size > config.max_length and config.truncation == "error":
+        raise DataError(
+            f"{row.file}, row {row.number}: {size} tokens exceed data.max_length={config.max_length}; raise it, or set "
+            "data.truncation=left, right or middle"
+        )
+    cut = Demonstration(
+        tokens=list(truncate(item.tokens, config.max_length, config.truncation)),
+        learned=list(truncate(item.learned, config.max_length, config.truncation)),
+    )
+    if 1 not in cut.learned[1:]:
+        raise DataError(
+            f"{row.file}, row {row.number}: of {size} tokens no response token is left (data.max_length={config.max_length})"
+        )
+    return cut
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +254,7 @@ class PreferenceDataset:
         found = _tokenized(config, tokenizer, rows)
         check_vocabulary(rows, config.chosen_key, [[*pair.prompt, *pair.chosen] for pair in found], vocab_size)
         check_vocabulary(rows, config.rejected_key, [pair.rejected for pair in found], vocab_size)
-        pairs = [_cut(config, row, pair) for row, pair in zip(rows, found, strict=True)]
+        pairs = [_cut_pair(config, row, pair) for row, pair in zip(rows, found, strict=True)]
         if margin_key is not None:
             for row, pair in zip(rows, pairs, strict=True):
                 pair.margin = _number(row, margin_key)
@@ -159,7 +335,7 @@ def _answer(tokenizer: Tokenizer, row: DataRow, column: str, prompt_key: str, pr
     return checked_text(row, column, whole[len(prompt) : end_of_answer(whole, len(prompt), tokenizer.eos_token)])
 
 
-def _cut(config: PreferenceDataConfig, row: DataRow, pair: Pair) -> Pair:
+def _cut_pair(config: PreferenceDataConfig, row: DataRow, pair: Pair) -> Pair:
     """Cuts a pair to `config.max_length`, or raises DataError.  "left" takes the same tokens from the prompt for both answers."""
     size = len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
     excess, limit = size - config.max_length, f"data.max_length={config.max_length}"

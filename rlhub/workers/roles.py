@@ -1,0 +1,385 @@
+"""Actor, rollout engine and reference in one process per rank, with the resharding of the policy's weights inside it.
+
+§§ critic: The critic's worker: a value model behind a training engine.
+
+§§ reward_model: The workers of models that score: a frozen sequence classifier behind a training engine, and a judge, a rollout engine with a
+model of its own, whose weights never change.
+
+§§ supervised: The workers of supervised training: fine-tuning on responses, DPO on a policy with a frozen reference, and a reward model by
+Bradley-Terry.
+
+Thin shells.  With preference pairs a batch has a row a pair, so dispatch over ranks never separates one; an engine is given two
+rows for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+from torch import Tensor
+
+from rlhub.algorithms.masked import masked_sum
+from rlhub.config.sections.ppo import CriticConfig
+from rlhub.config.sections.preference import DPOConfig, RMConfig
+from rlhub.config.sections.reward import JudgeConfig, RewardModelConfig
+from rlhub.config.sections.rollout import RolloutConfig
+from rlhub.config.sections.sft import SFTConfig
+from rlhub.engines.rollout.base import SamplingParams
+from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
+from rlhub.engines.training.base import TrainEngine
+from rlhub.engines.training.collectives import check_finite, ensure_process_group
+from rlhub.engines.training.registry import (
+    build_dpo_engine,
+    build_dpo_reference_engine,
+    build_reward_engine,
+    build_rm_engine,
+    build_sft_engine,
+    build_value_engine,
+)
+from rlhub.engines.training.updates import (
+    DPOLoss,
+    PairLoss,
+    RewardLoss,
+    ValueUpdater,
+    evaluate_pairs,
+    interleave,
+    sequence_log_probs,
+    sft_loss,
+    take_pair_step,
+    take_steps,
+)
+from rlhub.errors import DataError
+from rlhub.models.hf import ModelKind
+from rlhub.models.throughput import ThroughputMeter
+from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
+from rlhub.protocol import DataProto
+from rlhub.sharding_manager.manager import ShardingManager
+from rlhub.sharding_manager.route import SyncReport
+from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from rlhub.workers.actor import ActorPart
+from rlhub.workers.base import EngineWorker
+from rlhub.workers.generation import check_completions, generation_requests, pad_completions, spoil_weights
+from rlhub.workers.memory_handover import MemoryHolder, WorkerRuntime, memory_metrics, register_memory_holder, release_idle_memory
+from rlhub.workers.rollout import RolloutPart
+
+
+class ActorRolloutRefWorker(ActorPart, RolloutPart, MemoryHolder):
+    """Training and generation take turns on the same devices.  All methods run on every rank."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
+    def init_model(self) -> None:
+        """Build all engines (collective)."""
+        self._init_actor()
+        self._init_rollout()
+        self.rollout_asleep = False
+        register_memory_holder(self)
+        self.release_memory()  # for the roles that are built next, and for the trainer until the first weights
+        self.sharding = ShardingManager(
+            self.engine,
+            self.rollout,
+            bucket_bytes=self.bucket_bytes,
+            timeout_s=self.runtime.deadline_s,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
+    def sync_weights(self, version: int) -> SyncReport:
+        """Publish the policy's weights to the rollout engine as `version`, checked weight by weight."""
+        check_finite(self.engine, "before the sync")
+        self.rollout_asleep = False
+        report = self.sharding.sync(version)
+        spoil_weights(self.rollout, self.rank)
+        return report
+
+    def release_memory(self) -> None:
+        """Give the GPU memory of the rollout engine to training; it wakes with the next weights."""
+        if self.device.type == "cuda" and self.config.rollout.free_cache_engine and not self.rollout_asleep:
+            self.rollout.sleep()
+            self.rollout_asleep = True
+
+    def _wake_rollout(self) -> None:
+        if self.rollout_asleep:
+            self.sync_weights(self.rollout.version)
+
+
+CRITIC = make_nd_compute_dataproto_dispatch_fn(mesh_name="critic")
+
+
+class CriticWorker(EngineWorker):
+    """All methods run on every rank."""
+
+    hf_kind: ModelKind = "value"
+
+    def __init__(self, config: CriticConfig, runtime: WorkerRuntime, *, loss_agg_mode: str) -> None:
+        self.config, self.runtime, self.loss_agg_mode = config, runtime, loss_agg_mode
+        self.device = runtime.torch_device(self.local_rank)
+        self.hf_model = config.model
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
+    def init_model(self) -> None:
+        """Build the value model's engine (collective)."""
+        ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
+        self.engine = build_value_engine(self.config, device=self.device, seed=self.runtime.seed)
+        self.engine.initialize()
+        self.engine.offload()
+        self.updater = ValueUpdater(
+            self.engine, self.config, loss_agg_mode=self.loss_agg_mode, scale=self.runtime.max_response_length
+        )
+        ranks_per_copy = self.world_size // self.engine.dp_size
+        assert self.config.model is not None, "derived before the start"
+        self.throughput = ThroughputMeter(self.config.model, self.device, ranks_per_copy, head=False)
+        self._register_dispatch_collect_info("critic", self.engine.dp_rank, self.engine.is_collect)
+
+    @register(dispatch_mode=CRITIC, deadline="infer")
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """values (rows, response), of the state before each response token."""
+        release_idle_memory()
+        outputs = self.engine.infer(dict(batch.batch.items()), outputs=("values",))
+        return DataProto.from_dict(tensors={"values": outputs["values"]})
+
+    @register(dispatch_mode=CRITIC, deadline="update")
+    def update_critic(self, batch: DataProto) -> DataProto:
+        """All optimizer steps of the batch; meta_info["metrics"] are global."""
+        release_idle_memory()
+        started = time.perf_counter()
+        metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
+        check_finite(self.engine, "after the update")
+        seconds = time.perf_counter() - started
+        metrics |= self.throughput.training("critic", batch.batch["attention_mask"], self.config.ppo_epochs or 1, seconds)
+        self.engine.offload()
+        return DataProto(meta_info={"metrics": metrics | memory_metrics("critic", self.device)})
+
+
+REWARD_MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model")
+
+
+class RewardModelWorker(EngineWorker):
+    """All methods run on every rank."""
+
+    def __init__(self, config: RewardModelConfig, runtime: WorkerRuntime) -> None:
+        self.config, self.runtime = config, runtime
+        self.device = runtime.torch_device(self.local_rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
+    def init_model(self) -> None:
+        """Build the reward model's engine (collective)."""
+        ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
+        self.engine = build_reward_engine(self.config, device=self.device, seed=self.runtime.seed)
+        self.engine.initialize()
+        self.engine.offload()
+        self._register_dispatch_collect_info("reward_model", self.engine.dp_rank, self.engine.is_collect)
+
+    @register(dispatch_mode=REWARD_MODEL, deadline="infer")
+    def compute_rm_score(self, batch: DataProto) -> DataProto:
+        """rm_scores (rows,), read at the last attended token of input_ids (rows, tokens)."""
+        rows = {name: batch.batch[name] for name in ("input_ids", "attention_mask")}
+        scores = self.engine.infer(rows, outputs=("scores",))["scores"]
+        self.engine.offload()
+        return DataProto.from_dict(tensors={"rm_scores": scores})
+
+
+JUDGE = make_nd_compute_dataproto_dispatch_fn(mesh_name="judge")
+
+
+class JudgeWorker(Worker):
+    """All methods run on every rank.  rollout: the policy's settings, for what the judge has none of its own."""
+
+    def __init__(self, config: JudgeConfig, rollout: RolloutConfig, runtime: WorkerRuntime) -> None:
+        self.config, self.runtime = config, runtime
+        self.device = runtime.torch_device(self.local_rank)
+        self.rollout_config = dataclasses.replace(
+            rollout,
+            name=config.name or rollout.name,
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            max_model_len=config.max_prompt_length + config.max_tokens,
+            ignore_eos=False,
+            free_cache_engine=False,  # it never sleeps, and vLLM can let one engine of a process sleep, not two
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
+    def init_model(self) -> None:
+        """Build the engine with the checkpoint's weights (collective)."""
+        ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
+        model = self.config.model.as_model()
+        self.vocabulary = read_vocabulary(model, load_tokenizer(model.path, trust_remote_code=model.trust_remote_code))
+        dp_rank, tp_rank = divmod(self.rank, self.config.tensor_model_parallel_size)
+        self.engine = build_rollout_engine(
+            RolloutSetup(
+                config=self.rollout_config,
+                model=model,
+                device=self.device,
+                seed=self.runtime.seed,
+                max_prompt_length=self.config.max_prompt_length,
+                max_response_length=self.config.max_tokens,
+                dp_rank=dp_rank,
+                tp_rank=tp_rank,
+                load_checkpoint=True,
+            )
+        )
+        self.closing.callback(self.engine.shutdown)
+        self.engine.initialize()
+        self._register_dispatch_collect_info("judge", dp_rank, tp_rank == 0)
+
+    @register(dispatch_mode=JUDGE, deadline="generate")
+    def generate_judgements(self, prompts: DataProto) -> DataProto:
+        """judge.n completions per prompt, neighbours in prompt order: responses (rows * n, max_tokens) and response_length."""
+        columns, config = prompts.batch, self.config
+        requests = generation_requests(
+            columns["prompts"],
+            columns["attention_mask"],
+            columns["ordinal"],
+            num_samples=config.n,
+            run_seed=self.runtime.seed,
+        )
+        completions = self.engine.generate(requests, self._sampling())
+        check_completions(completions, self.vocabulary.size, False)
+        padded = pad_completions(  # one width on all ranks, so that their parts join
+            completions, pad_id=self.vocabulary.pad_id, with_log_probs=False, widest=lambda _: config.max_tokens
+        )
+        return DataProto.from_dict(
+            tensors={"responses": padded.responses, "response_length": padded.response_length},
+        )
+
+    def _sampling(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.config.temperature,
+            max_new_tokens=self.config.max_tokens,
+            stop_token_ids=self.vocabulary.stop_token_ids,
+            log_probs=False,
+        )
+
+
+MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="model")
+
+
+class PreferenceWorker(EngineWorker):
+    """What both have in common; a subclass builds `engine` and `loss`.  All methods run on every rank."""
+
+    loss: PairLoss
+
+    def __init__(self, config: DPOConfig | RMConfig, runtime: WorkerRuntime) -> None:
+        self.runtime = runtime
+        self.device = runtime.torch_device(self.local_rank)
+        self.hf_model = config.model
+
+    def _start(self, engine: TrainEngine) -> None:
+        """Initialize the engine that is trained (collective)."""
+        self.engine = engine
+        self.engine.initialize()
+        self._register_dispatch_collect_info("model", self.engine.dp_rank, self.engine.is_collect)
+
+    def _rows(self, batch: DataProto) -> dict[str, Tensor]:
+        """What engine and loss read, two rows a pair."""
+        return interleave(dict(batch.batch.items()))
+
+    @register(dispatch_mode=MODEL, deadline="update")
+    def train_step(self, batch: DataProto) -> DataProto:
+        """One optimizer step over the pairs; meta_info["metrics"] are global: means over the pairs."""
+        step = take_pair_step(self.engine, self._rows(batch), self.loss)
+        check_finite(self.engine, "after the update")
+        metrics = {
+            "train/loss": step.sums.pop("loss"),
+            "train/grad_norm": step.report.grad_norm,
+            "train/lr": step.report.lr,
+            "train/skipped_steps": float(step.report.skipped),
+            "train/pairs": step.num_pairs,
+            **{name: total / step.num_pairs for name, total in step.sums.items()},
+        }
+        return DataProto(meta_info={"metrics": metrics | memory_metrics("model", self.device)})
+
+    @register(dispatch_mode=MODEL, deadline="infer")
+    def evaluate(self, batch: DataProto) -> DataProto:
+        """meta_info["metrics"]: sums over all ranks' pairs, and their `count`."""
+        sums = evaluate_pairs(self.engine, self._rows(batch), self.loss)
+        names = {"count": "count", "loss": "loss", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
+        return DataProto(meta_info={"metrics": {name: sums[key] for key, name in names.items()}})
+
+
+class DPOWorker(PreferenceWorker):
+    """The policy, and the reference: a frozen copy, or the policy itself with its adapters off."""
+
+    def __init__(self, config: DPOConfig, runtime: WorkerRuntime) -> None:
+        super().__init__(config, runtime)
+        self.config = config
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
+    def init_model(self) -> None:
+        """Build the engines (collective)."""
+        ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
+        self.loss = DPOLoss(self.config.dpo)
+        self._start(build_dpo_engine(self.config, device=self.device, seed=self.runtime.seed))
+        self.reference: TrainEngine | None = None
+        if self.config.model.lora_rank == 0:
+            self.reference = build_dpo_reference_engine(self.config, device=self.device, seed=self.runtime.seed)
+            self.reference.initialize()
+
+    def _rows(self, batch: DataProto) -> dict[str, Tensor]:
+        rows = super()._rows(batch)
+        engine = self.reference or self.engine
+        log_probs = engine.infer(rows, outputs=("log_probs",), adapters=False)["log_probs"]
+        if self.reference is not None:
+            self.reference.offload()
+        return rows | {"ref_log_prob": sequence_log_probs(log_probs, rows["response_mask"])}
+
+
+class RewardTrainingWorker(PreferenceWorker):
+    """A sequence classifier with one label."""
+
+    hf_kind: ModelKind = "reward"
+
+    def __init__(self, config: RMConfig, runtime: WorkerRuntime) -> None:
+        super().__init__(config, runtime)
+        self.config = config
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
+    def init_model(self) -> None:
+        """Build the engine (collective)."""
+        ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
+        self.loss = RewardLoss()
+        self._start(build_rm_engine(self.config, device=self.device, seed=self.runtime.seed))
+
+
+class SFTWorker(EngineWorker):
+    """All methods run on every rank."""
+
+    def __init__(self, config: SFTConfig, runtime: WorkerRuntime) -> None:
+        self.config, self.runtime = config, runtime
+        self.device = runtime.torch_device(self.local_rank)
+        self.hf_model = config.model
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
+    def init_model(self) -> None:
+        """Build the engine (collective)."""
+        ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
+        self.engine = build_sft_engine(self.config, device=self.device, seed=self.runtime.seed)
+        self.engine.initialize()
+        self._register_dispatch_collect_info("model", self.engine.dp_rank, self.engine.is_collect)
+
+    @register(dispatch_mode=MODEL, deadline="update")
+    def train_step(self, batch: DataProto) -> DataProto:
+        """One optimizer step over the batch; meta_info["metrics"] are global."""
+        rows = dict(batch.batch.items())
+        steps = take_steps(self.engine, rows, sft_loss, num_mini_batches=1, epochs=1, scale=1.0, outputs=("log_probs",))
+        check_finite(self.engine, "after the update")
+        if not steps:
+            raise DataError("no row of this batch has a token to learn from; check data.response_key and the truncation")
+        (step,) = steps
+        metrics = {
+            "train/loss": step.sums["loss"],
+            "train/grad_norm": step.report.grad_norm,
+            "train/lr": step.report.lr,
+            "train/skipped_steps": float(step.report.skipped),
+            "train/tokens": step.denominators.tokens,
+        }
+        return DataProto(meta_info={"metrics": metrics | memory_metrics("model", self.device)})
+
+    @register(dispatch_mode=MODEL, deadline="infer")
+    def evaluate(self, batch: DataProto) -> DataProto:
+        """meta_info["metrics"]: the summed negative log-likelihood and the `count` of tokens, over all ranks."""
+        mask = batch.batch["response_mask"]
+        log_probs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs",))["log_probs"]
+        local = torch.stack([-masked_sum(log_probs.double(), mask), mask.sum().double()])
+        loss, tokens = self.engine.reduce(local).tolist()
+        return DataProto(meta_info={"metrics": {"loss": loss, "count": tokens}})
