@@ -21,7 +21,7 @@ DESCRIPTION = (
 
 
 def main(config: PPOConfig) -> int:
-    """One validation, recorded as step 0 of a run folder of its own."""
+    """Runs one validation, records it as step 0 of a run folder of its own, and returns the exit status."""
     from rlhub.trainer.ppo.trainer import build_evaluation
     from rlhub.trainer.preflight.model import check_models
     from rlhub.trainer.run import Run
