@@ -29,7 +29,7 @@ from rlhub.models.shape import ModelShape, read_model_shape
 from rlhub.trainer.ppo.requirements import requirements
 from rlhub.trainer.ppo.sync_source import PROMPTS_IN_WORK, STREAMED
 from rlhub.trainer.ppo.worker_groups import ACTOR_ROLE, CRITIC_ROLE
-from rlhub.trainer.preflight.model import check_models
+from rlhub.trainer.preflight.weights import check_model_weights
 from rlhub.trainer.run import Run
 from rlhub.workers.base import HF_FOLDER
 
@@ -95,7 +95,7 @@ def train(config: C, data: D, build: Callable[[C, D, Run, ExitStack], Trainer]) 
         if run.already_finished:
             logger.warning(run.already_finished)
             return 0
-        check_models(config)
+        check_model_weights(config)
         trainer = build(config, data, run, stack)
         run.start()
         try:
