@@ -68,7 +68,7 @@ class Fleet:
         self._late_error: BaseException | None = None
         self._given_up: RlhubError | None = None  # the failure, should no replica be left
         self._restarted: Counter[str] = Counter()
-        self._coming: set[str] = set()
+        self._starting_names: set[str] = set()
         self._fingerprints: dict[int, str] = {}
         self._publishing = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -107,15 +107,15 @@ class Fleet:
         self.raise_failure()
         if self.knows(name):
             raise EngineError(f"there is a replica {name!r} already; replicas: {', '.join(self.replicas)}")
-        self._coming.add(name)
+        self._starting_names.add(name)
         try:
             await self._join(name)
         finally:
-            self._coming.discard(name)
+            self._starting_names.discard(name)
 
     def knows(self, name: str) -> bool:
         """Whether there is such a replica, or one on its way."""
-        return name in self.replicas or name in self._coming
+        return name in self.replicas or name in self._starting_names
 
     async def remove(self, name: str) -> None:
         """Let a replica finish its requests, then end it.  What is not done in drain_s is generated elsewhere."""
@@ -131,9 +131,9 @@ class Fleet:
     async def restart(self, name: str) -> None:
         """Replace a replica by a fresh one, without using up its restarts; where its start raises, as after a death."""
         self._find(name)
-        if name in self._coming:
+        if name in self._starting_names:
             raise EngineError(f"replica {name!r} is being replaced already")
-        self._coming.add(name)  # until it is there: meanwhile nobody may believe that none is left, or take its name
+        self._starting_names.add(name)  # until it is there: meanwhile nobody may believe that none is left, or take its name
         try:
             await self.remove(name)
             await self._join(name)
@@ -142,9 +142,9 @@ class Fleet:
                 self._background(self._revive(name, error))
             raise
         except asyncio.CancelledError:
-            self._coming.discard(name)
+            self._starting_names.discard(name)
             raise
-        self._coming.discard(name)
+        self._starting_names.discard(name)
 
     def _find(self, name: str) -> Replica:
         if name not in self.replicas:
@@ -231,7 +231,7 @@ class Fleet:
         replica.actor.kill()
         self.counts["deaths"] += 1
         if replacing:
-            self._coming.add(replica.name)
+            self._starting_names.add(replica.name)
             self._background(self._revive(replica.name, error))
         self._left()
 
@@ -245,9 +245,9 @@ class Fleet:
                 error = failure
                 logger.warning("rollout replica %s could not be started again: %s", name, _first_line(failure))
             else:
-                self._coming.discard(name)
+                self._starting_names.discard(name)
                 return
-        self._coming.discard(name)
+        self._starting_names.discard(name)
         self._given_up = WorkerDiedError(
             f"no replica of the rollout service is left: {name} was lost after {self._restarted[name]} restarts "
             f"(actor_rollout_ref.rollout.replica_restarts); last: {_first_line(error)}",
@@ -259,7 +259,7 @@ class Fleet:
 
     def _left(self) -> None:
         """Where nobody is left and nobody comes, because one was given up, nothing will ever serve."""
-        if not (self.replicas or self._coming or self._closed or self.failure):
+        if not (self.replicas or self._starting_names or self._closed or self.failure):
             self.failure = self._given_up
         self._notify()
 
@@ -271,10 +271,10 @@ class Fleet:
     async def _watch(self, replica: Replica) -> None:
         """Find out when it hangs, or its engine dies, while nobody waits for it."""
         while replica.state != "dead":
-            await self.look_at(replica)
+            await self.check_status(replica)
             await asyncio.sleep(self.limits.ping_s)
 
-    async def look_at(self, replica: Replica) -> ReplicaStatus | None:
+    async def check_status(self, replica: Replica) -> ReplicaStatus | None:
         """Its status; None, and it is lost, where it does not answer or cannot generate any more."""
         try:
             status: ReplicaStatus = await replica.actor.call("status", deadline_s=self.limits.ping_deadline_s)
@@ -304,12 +304,12 @@ class Fleet:
             self.newest = PublishedWeights(number=number, folder=folder, version=version)
             self.updates = []
             tasks = [asyncio.create_task(self._catch_up(replica)) for replica in self.replicas.values() if not replica.pins]
-            await self._with_patience(tasks)
+            await self._wait_for_most(tasks)
             self._settled = number
             self._notify()
             return list(self.updates)
 
-    async def _with_patience(self, tasks: list[asyncio.Task[None]]) -> None:
+    async def _wait_for_most(self, tasks: list[asyncio.Task[None]]) -> None:
         """Until all are done, or the first has been for long enough; raises an error of any."""
         clock, limit, waiting = asyncio.get_running_loop().time, None, set(tasks)
         started = clock()
@@ -333,7 +333,7 @@ class Fleet:
         except (WorkerDiedError, DeadlineError) as error:
             self.lost(replica, error)
         except RlhubError as error:
-            engine_failed = isinstance(error, WorkerError) and await self.look_at(replica) is None
+            engine_failed = isinstance(error, WorkerError) and await self.check_status(replica) is None
             self.lost(replica, error)  # it must not serve weights that are not whole
             if not engine_failed:
                 raise

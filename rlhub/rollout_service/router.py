@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Self, cast
 
-from rlhub.agents.remote.streaming import Following
+from rlhub.agents.remote.streaming import StreamedRequest
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import DeadlineError, EngineError, WorkerDiedError, WorkerError
 from rlhub.rollout_service.fleet import Fleet, FleetLimits, StartReplica
@@ -56,7 +56,7 @@ class Router:
         self._retries, self._generate_s, self._max_sessions = retries, generate_s, max_sessions
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._numbers = itertools.count()
-        self._under_way, self._idle = 0, asyncio.Event()
+        self._num_running, self._idle = 0, asyncio.Event()
         self._idle.set()
 
     # -- requests ----------------------------------------------------------------------------------------------------------
@@ -68,20 +68,20 @@ class Router:
     async def _tracked(
         self, request: GenerationRequest, params: SamplingParams, follow: Follow | None, pin: Pin | None
     ) -> Completion:
-        self._under_way += 1
+        self._num_running += 1
         self._idle.clear()
         try:
             if not request.request_id:
                 request = replace(request, request_id=f"r{next(self._numbers)}")
-            following = Following(request, params, follow) if follow is not None else None
-            return await self._persistently(request, params, following, pin)
+            streamed = StreamedRequest(request, params, follow) if follow is not None else None
+            return await self._with_retries(request, params, streamed, pin)
         finally:
-            self._under_way -= 1
-            if not self._under_way:
+            self._num_running -= 1
+            if not self._num_running:
                 self._idle.set()
 
-    async def _persistently(
-        self, request: GenerationRequest, params: SamplingParams, following: Following | None, pin: Pin | None
+    async def _with_retries(
+        self, request: GenerationRequest, params: SamplingParams, streamed: StreamedRequest | None, pin: Pin | None
     ) -> Completion:
         self.counts["requests"] += 1
         wasted_s = 0.0
@@ -89,58 +89,58 @@ class Router:
             chosen = await self._choose(request.session) if pin is None else await pin.place()
             started = time.monotonic()
             try:
-                completion = await self._ask(chosen, request, params, following)
+                completion = await self._generate(chosen, request, params, streamed)
             except (WorkerDiedError, DeadlineError) as error:
                 self.fleet.lost(chosen, error)
                 wasted_s += time.monotonic() - started
                 if attempt >= self._retries:
                     raise
                 self.counts["retries"] += 1
-                if following is None:
+                if streamed is None:
                     continue
-                request, wasted_s = following.again(), 0.0
-                if (finished := following.finished()) is None:
+                request, wasted_s = streamed.again(), 0.0
+                if (finished := streamed.finished()) is None:
                     continue
                 completion = finished
             self._count(completion, wasted_s, time.monotonic() - started)
             return completion
         raise AssertionError("unreachable")
 
-    async def _ask(
-        self, replica: Replica, request: GenerationRequest, params: SamplingParams, following: Following | None
+    async def _generate(
+        self, replica: Replica, request: GenerationRequest, params: SamplingParams, streamed: StreamedRequest | None
     ) -> Completion:
         cost = len(request.prompt_ids) + params.max_new_tokens
         replica.begin(cost)
         try:
-            if following is not None:
-                return following.whole(await self._ask_along(replica, request, params, following))
+            if streamed is not None:
+                return streamed.whole(await self._generate_streaming(replica, request, params, streamed))
             completion: Completion = await replica.actor.call("agenerate", request, params, deadline_s=self._generate_s)
         except (WorkerDiedError, DeadlineError):
             raise
         except WorkerError as error:
-            if await self.fleet.look_at(replica) is None:  # the engine failed, not this request alone
+            if await self.fleet.check_status(replica) is None:  # the engine failed, not this request alone
                 raise WorkerDiedError(str(error), role=error.role, rank=error.rank, node=error.node) from error
             raise
         finally:
             replica.end(cost)
         return completion
 
-    async def _ask_along(
-        self, replica: Replica, request: GenerationRequest, params: SamplingParams, following: Following
+    async def _generate_streaming(
+        self, replica: Replica, request: GenerationRequest, params: SamplingParams, streamed: StreamedRequest
     ) -> Completion:
         """The completion; until it is there its tokens are told."""
         name = f"f{next(self._numbers)}"
         call = replica.actor.call("agenerate", request, params, name, deadline_s=self._generate_s)
-        asking = asyncio.ensure_future(call)
-        telling = asyncio.ensure_future(_tell(replica, name, following))
+        generating = asyncio.ensure_future(call)
+        streaming = asyncio.ensure_future(_send_progress(replica, name, streamed))
         try:
-            await asyncio.wait({asking, telling}, return_when=asyncio.FIRST_COMPLETED)
-            if telling.done():
-                telling.result()  # raises what the follower raised
-            return cast("Completion", await asking)
+            await asyncio.wait({generating, streaming}, return_when=asyncio.FIRST_COMPLETED)
+            if streaming.done():
+                streaming.result()  # raises what the follower raised
+            return cast("Completion", await generating)
         finally:
-            asking.cancel()
-            telling.cancel()
+            generating.cancel()
+            streaming.cancel()
 
     def _count(self, completion: Completion, wasted_s: float, seconds: float) -> None:
         """lost_tokens is an estimate: what was sampled elsewhere before, at the pace of the attempt that came through."""
@@ -158,11 +158,11 @@ class Router:
                 return home
             if serving := self.fleet.serving():
                 chosen = min(serving, key=lambda replica: (replica.cost, replica.requests))
-                self._settle(session, chosen)
+                self._remember_session(session, chosen)
                 return chosen
             await self.fleet.changed()
 
-    def _settle(self, session: str, chosen: Replica) -> None:
+    def _remember_session(self, session: str, chosen: Replica) -> None:
         """Where the session's next request goes."""
         if session:
             self._sessions[session] = chosen.name
@@ -206,9 +206,9 @@ class Router:
         updates wait for the release.  Raises EngineError when no replica has the version (pin it before the next is
         published), or another version is pinned.
         """
-        return Pin(self, await self._hold(version), version)
+        return Pin(self, await self._pin_replica(version), version)
 
-    async def _hold(self, version: int) -> Replica:
+    async def _pin_replica(self, version: int) -> Replica:
         """Pin the replica that is pinned already, else the one with the least to do of those that have the version.  Waits
         where none has it now, but those that join will."""
         while True:
@@ -235,7 +235,7 @@ class Router:
         metrics |= {f"rollout/replica_{name}": float(self.fleet.counts[name]) for name in ("deaths", "restarts")}
         metrics |= {
             "rollout/num_replicas": float(len(replicas)),
-            "rollout/requests_under_way": float(self._under_way),
+            "rollout/requests_under_way": float(self._num_running),
         }
         if pauses:
             metrics["rollout/pause_s"] = sum(pauses) / len(pauses)
@@ -250,7 +250,7 @@ class Router:
             await asyncio.wait_for(self._idle.wait(), CLOSE_S)
 
 
-async def _tell(replica: Replica, name: str, following: Following) -> None:
+async def _send_progress(replica: Replica, name: str, streamed: StreamedRequest) -> None:
     have = 0
     while True:
         try:
@@ -260,7 +260,7 @@ async def _tell(replica: Replica, name: str, following: Following) -> None:
         if progress is None:
             return
         have += len(progress.token_ids)
-        following.send_on(progress)
+        streamed.send_on(progress)
 
 
 class Pin:
@@ -281,7 +281,7 @@ class Pin:
         async with self._turn:
             self._refuse_released()
             if self._replica.state == "dead":
-                found = await self._router._hold(self.version)
+                found = await self._router._pin_replica(self.version)
                 self._refuse_released(found)
                 self._replica = found
             return self._replica

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from rlhub.agents.remote.streaming import Trails
+from rlhub.agents.remote.streaming import TokenStreams
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
@@ -81,7 +81,7 @@ class RolloutServer(Worker):
         self._paused = False
         self._fingerprint = self._failure = ""
         self._num_requests = self._num_tokens = 0
-        self._trails = Trails()
+        self._streams = TokenStreams()
 
     async def start(self) -> None:
         """Build the engine; it has no weights yet."""
@@ -110,8 +110,8 @@ class RolloutServer(Worker):
         engine = self.engine
         faults.at("replica.generate", rank=self._replica)
         try:
-            with self._trails.of(follow) if follow else nullcontext() as trail:
-                completion = await engine.agenerate(request, params, trail.follow if trail is not None else None)
+            with self._streams.of(follow) if follow else nullcontext() as stream:
+                completion = await engine.agenerate(request, params, stream.follow if stream is not None else None)
         except RequestError:
             raise
         except Exception as error:
@@ -127,7 +127,7 @@ class RolloutServer(Worker):
     async def progress(self, follow: str, have: int) -> Progress | None:
         """The tokens after the first `have` of the request that is followed by this name, as soon as there are any; None when no
         more will be told.  They are not checked yet."""
-        return await self._trails.after(follow, have)
+        return await self._streams.after(follow, have)
 
     async def update_weights(self, folder: str, version: int) -> UpdateReport:
         """Take `version` from the folder.  Requests under way keep their tokens and go on under the new weights.

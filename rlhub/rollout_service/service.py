@@ -48,7 +48,7 @@ CLOSE_FACTOR = 3.0  # of the shutdown deadline, which each of several steps may 
 class ServiceOptions:
     """How the service of a run is laid out.
 
-    counts: replicas on each machine.  beside: the actor's ranks, where replicas share their GPUs.  run_folder: for weights that
+    counts: replicas on each machine.  actor_places: the actor's ranks, where replicas share their GPUs.  run_folder: for weights that
     cannot be published through memory.  generate_s: longest wait for one completion.  own_weights: replicas read the model's
     files and serve at once, without anything being published.  ray_init: where no cluster is connected yet.
     """
@@ -56,7 +56,7 @@ class ServiceOptions:
     backend: Backend = "ray"
     device: str = "cpu"
     counts: Sequence[int] = (1,)
-    beside: Sequence[DevicePlace] = ()
+    actor_places: Sequence[DevicePlace] = ()
     limits: FleetLimits = field(default_factory=FleetLimits)
     generate_s: float | None = None
     resources_s: float = 120.0
@@ -74,12 +74,12 @@ class ServiceOptions:
 
 
 def service_options(
-    config: ActorRolloutRefConfig, trainer: TrainerConfig, *, run_folder: Path, beside: Sequence[DevicePlace] = ()
+    config: ActorRolloutRefConfig, trainer: TrainerConfig, *, run_folder: Path, actor_places: Sequence[DevicePlace] = ()
 ) -> ServiceOptions:
     """As the run's configuration says: one replica a rank of the rollout's pool (the actor's own, where it has none), or with
     tensor parallelism one for every so many ranks.
 
-    beside: the actor's ranks (`actor.device_places()`), where the rollout shares their GPUs.
+    actor_places: the actor's ranks (`actor.device_places()`), where the rollout shares their GPUs.
     """
     pool, seconds, each = pool_of(trainer, "rollout"), trainer.deadline_s, config.rollout.tensor_model_parallel_size
     limits = FleetLimits(
@@ -93,7 +93,7 @@ def service_options(
         backend=trainer.backend,
         device="cuda" if trainer.device == "cuda" else "cpu",
         counts=_counts([pool.n_gpus_per_node // each] * pool.nnodes, most_replicas(config.rollout)),
-        beside=beside,
+        actor_places=actor_places,
         limits=limits,
         generate_s=seconds.generate,
         resources_s=seconds.resources,
@@ -128,7 +128,7 @@ class RolloutService:
         self._places = ReplicaPlaces(
             device=options.device,
             counts=options.counts,
-            actor_ranks=options.beside,
+            actor_ranks=options.actor_places,
             deadline_s=options.resources_s,
             devices_each=config.rollout.tensor_model_parallel_size,
         )

@@ -88,14 +88,14 @@ class Writer:
         body = {**self._head(chunk=False), "choices": choices, "usage": usage(answers, self.n)}
         return {**body, "prompt_token_ids": answers[0].prompt_ids} if self.chat and self.token_ids else body
 
-    def told(self, under_way: RunningAnswer) -> Iterator[dict[str, Any]]:
+    def new_chunks(self, running: RunningAnswer) -> Iterator[dict[str, Any]]:
         """What can be told of the answers under way and was not yet."""
-        for index, choice in enumerate(under_way.choices):
+        for index, choice in enumerate(running.choices):
             yield from map(self._chunk, self._piece(index, choice, choice.take()))
 
-    def ends(self, answers: Sequence[Answer], under_way: RunningAnswer) -> Iterator[dict[str, Any]]:
+    def last_chunks(self, answers: Sequence[Answer], running: RunningAnswer) -> Iterator[dict[str, Any]]:
         """The rest of each answer, when all of them are there."""
-        for index, (answer, choice) in enumerate(zip(answers, under_way.choices, strict=True)):
+        for index, (answer, choice) in enumerate(zip(answers, running.choices, strict=True)):
             yield from map(self._chunk, self._piece(index, choice, choice.rest(answer.written, answer.completion)))
             yield from map(self._chunk, self._end(index, answer, choice))
         if self.usage_chunk:

@@ -25,7 +25,7 @@ _KEPT = "log-probs are kept of the sampled tokens alone, which need not be the l
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
+class RequestBody:
     """What both interfaces share.
 
     sampling: the server's defaults with the request's settings.  max_tokens: None where the request names no number.
@@ -47,7 +47,7 @@ class Asked:
 
 
 @dataclass(slots=True, kw_only=True)
-class ChatBody(Asked):
+class ChatBody(RequestBody):
     """messages: checked, contents as text."""
 
     messages: list[Message] = field(default_factory=list)
@@ -55,7 +55,7 @@ class ChatBody(Asked):
 
 
 @dataclass(slots=True, kw_only=True)
-class CompletionBody(Asked):
+class CompletionBody(RequestBody):
     """prompts: each text or token ids.  start: as in GenerationRequest, an extension for engines of other jobs."""
 
     prompts: list[str | list[int]] = field(default_factory=list)

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from rlhub.agents.openai_server.admin import Administration, admin_routes
 from rlhub.agents.openai_server.answers import Answer, Writer
-from rlhub.agents.openai_server.bodies import Asked, ChatBody, CompletionBody, read_chat, read_completion
+from rlhub.agents.openai_server.bodies import RequestBody, ChatBody, CompletionBody, read_chat, read_completion
 from rlhub.agents.openai_server.errors import ApiError, as_api_error, bad_field, errors, read_json, unavailable, unsupported
 from rlhub.agents.openai_server.rendering import Renderer, as_answer, ending_token, gathered, in_time, sample
 from rlhub.agents.openai_server.sessions import Session, SessionLimits, SessionTurn, carries, has_answers, history_of, tools_key
@@ -77,13 +77,13 @@ class ServerOptions:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Request:
-    """What is asked, by whom, and what is being sampled for it.  number: of the session's requests."""
+class _Exchange:
+    """What is exchange, by whom, and what is being sampled for it.  number: of the session's requests."""
 
-    body: Asked
+    body: RequestBody
     session: Session | None
     number: int = 0
-    under_way: RunningAnswer = field(default_factory=RunningAnswer)
+    running: RunningAnswer = field(default_factory=RunningAnswer)
 
 
 class OpenAIServer:
@@ -187,8 +187,8 @@ class OpenAIServer:
 
     async def _model(self, request: web.Request) -> web.Response:
         self._admit(request)
-        if (asked := request.match_info["model"]) != self._options.model:
-            message = f"model: no model {asked!r}; this server has {self._options.model!r}"
+        if (wanted := request.match_info["model"]) != self._options.model:
+            message = f"model: no model {wanted!r}; this server has {self._options.model!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
         return web.json_response(self._described)
 
@@ -201,16 +201,16 @@ class OpenAIServer:
         body = read_chat(await self._json(request), self._sampling)
         self._bound("n", 1, body.n)
         with self._place(session) as number:
-            asked = _Request(body=body, session=session, number=number)
-            return await self._respond(request, asked, self._answer_chat(asked, body), chat=True)
+            exchange = _Exchange(body=body, session=session, number=number)
+            return await self._respond(request, exchange, self._answer_chat(exchange, body), chat=True)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
         body = read_completion(await self._json(request), self._sampling)
         self._bound("prompt", len(body.prompts), body.n)
         with self._place(session) as number:
-            asked = _Request(body=body, session=session, number=number)
-            return await self._respond(request, asked, self._answer_prompts(asked, body), chat=False)
+            exchange = _Exchange(body=body, session=session, number=number)
+            return await self._respond(request, exchange, self._answer_prompts(exchange, body), chat=False)
 
     async def _json(self, request: web.Request) -> dict[str, Any]:
         return await read_json(request, seconds=self._options.connection_s, setting="server.connection_s")
@@ -254,8 +254,8 @@ class OpenAIServer:
         finally:
             self._active -= 1
 
-    async def _answer_chat(self, asked: _Request, body: ChatBody) -> list[Answer]:
-        session = asked.session
+    async def _answer_chat(self, exchange: _Exchange, body: ChatBody) -> list[Answer]:
+        session = exchange.session
         use = body.tool_use
         history, tools = history_of(body.messages), tools_key(use.tools)
         parent = session.find(body.messages, use.tools) if session is not None else None
@@ -270,7 +270,7 @@ class OpenAIServer:
         begun = self._opening(use)
         if begun:
             added = [*added, *self._renderer.text_ids(begun, special=False)]
-        answers = await self._sample(asked, parent, added, self._params(body, session, parent, added), use, begun)
+        answers = await self._sample(exchange, parent, added, self._params(body, session, parent, added), use, begun)
         if session is not None:
             for answer in answers:
                 told = (*history, *history_of([answer.recorded]))
@@ -279,14 +279,14 @@ class OpenAIServer:
                 )
         return answers
 
-    async def _answer_prompts(self, asked: _Request, body: CompletionBody) -> list[Answer]:
-        session, prompts = asked.session, [self._prompt_ids(prompt) for prompt in body.prompts]
+    async def _answer_prompts(self, exchange: _Exchange, body: CompletionBody) -> list[Answer]:
+        session, prompts = exchange.session, [self._prompt_ids(prompt) for prompt in body.prompts]
         parents = [session.find_ids(ids) if session is not None else None for ids in prompts]
         new = [ids[len(parent.ids) :] if parent is not None else ids for ids, parent in zip(prompts, parents, strict=True)]
         # Before any of them is sampled: what is wrong with one is an answer with its status, not an event of a stream.
         params = [self._params(body, session, parent, added) for parent, added in zip(parents, new, strict=True)]
         found = await gathered(
-            self._sample(asked, parent, added, sampling, before=index * body.n)
+            self._sample(exchange, parent, added, sampling, before=index * body.n)
             for index, (parent, added, sampling) in enumerate(zip(parents, new, params, strict=True))
         )
         if session is not None:
@@ -310,7 +310,7 @@ class OpenAIServer:
 
     async def _sample(
         self,
-        asked: _Request,
+        exchange: _Exchange,
         parent: SessionTurn | None,
         added: list[int],
         params: SamplingParams,
@@ -320,7 +320,7 @@ class OpenAIServer:
         before: int = 0,
     ) -> list[Answer]:
         """use: None: it is no chat, and has no tools.  before: answers to the request's earlier prompts."""
-        body = asked.body
+        body = exchange.body
         prompt_ids = [*parent.ids, *added] if parent is not None else added
         rules = Rules(
             decode=self._renderer.decode,
@@ -330,31 +330,31 @@ class OpenAIServer:
             opening=begun,
             one_call=use is not None and use.look and use.one,
         )
-        completions, choices = await self._generate(asked, prompt_ids, params, rules, before)
+        completions, choices = await self._generate(exchange, prompt_ids, params, rules, before)
         return [
             as_answer(prompt_ids, completion, self._renderer, rules, choice)
             for completion, choice in zip(completions, choices, strict=True)
         ]
 
     async def _generate(
-        self, asked: _Request, prompt_ids: list[int], params: SamplingParams, rules: Rules, before: int
+        self, exchange: _Exchange, prompt_ids: list[int], params: SamplingParams, rules: Rules, before: int
     ) -> tuple[list[Completion], Sequence[Choice | None]]:
-        session = asked.session
+        session = exchange.session
         engine, name = (self._engine, "") if session is None else (session.engine, session.name)
-        start = _start(asked.body, session)
+        start = _start(exchange.body, session)
         requests = [
-            GenerationRequest(prompt_ids=prompt_ids, seed=seed, session=name, start=start) for seed in _seeds(asked, before)
+            GenerationRequest(prompt_ids=prompt_ids, seed=seed, session=name, start=start) for seed in _seeds(exchange, before)
         ]
-        followed = asked.body.stream or rules.may_end
+        followed = exchange.body.stream or rules.may_end
         choices: Sequence[Choice | None] = [None] * len(requests)
         if followed:
-            choices = asked.under_way.begin(prompt_ids, rules, len(requests))
+            choices = exchange.running.begin(prompt_ids, rules, len(requests))
         try:
             return await sample(engine, requests, params, choices), choices
         except (EngineError, WorkerError) as error:
-            raise self._failed(error, asked.body) from error
+            raise self._failed(error, exchange.body) from error
 
-    def _failed(self, error: EngineError | WorkerError, body: Asked) -> ApiError:
+    def _failed(self, error: EngineError | WorkerError, body: RequestBody) -> ApiError:
         """400 where the request is at fault, in whichever process that was found."""
         told = error.__cause__ if isinstance(error, WorkerError) else error
         if isinstance(told, RequestError):
@@ -364,7 +364,7 @@ class OpenAIServer:
             return unavailable(self._admin.failure)
         return ApiError(f"the engine: {error}", status=500, kind="server_error")
 
-    def _params(self, body: Asked, session: Session | None, parent: SessionTurn | None, added: list[int]) -> SamplingParams:
+    def _params(self, body: RequestBody, session: Session | None, parent: SessionTurn | None, added: list[int]) -> SamplingParams:
         """Sampling of this request, with no more tokens than there is room for.  ApiError, RequestError where it cannot be."""
         params, param = body.sampling, "messages" if isinstance(body, ChatBody) else "prompt"
         check_ids(added, param, "the prompt", self._options.vocab_size)
@@ -395,9 +395,9 @@ class OpenAIServer:
     # --- responses -----------------------------------------------------------------------------------------------------
 
     async def _respond(
-        self, request: web.Request, asked: _Request, answering: Awaitable[list[Answer]], *, chat: bool
+        self, request: web.Request, exchange: _Exchange, answering: Awaitable[list[Answer]], *, chat: bool
     ) -> web.StreamResponse:
-        body = asked.body
+        body = exchange.body
         writer = Writer(
             model=self._options.model,
             chat=chat,
@@ -409,21 +409,21 @@ class OpenAIServer:
         )
         answering = in_time(answering, self._options.request_s)
         if body.stream:
-            return await _stream(request, writer, answering, asked.under_way, self._options.connection_s)
+            return await _stream(request, writer, answering, exchange.running, self._options.connection_s)
         return await _whole(request, writer.whole(await answering), self._options.connection_s)
 
 
-def _start(body: Asked, session: Session | None) -> int:
+def _start(body: RequestBody, session: Session | None) -> int:
     """Tokens of the completion that the prompt has already; a session knows by itself what was sampled before."""
     return body.start if isinstance(body, CompletionBody) and session is None else 0
 
 
-def _seeds(asked: _Request, before: int) -> list[int]:
+def _seeds(exchange: _Exchange, before: int) -> list[int]:
     """Returns the seeds of a prompt's answers.  before: number of answers to the request's earlier prompts."""
-    body, session = asked.body, asked.session
+    body, session = exchange.body, exchange.session
     named = [None if body.seed is None else body.seed + choice for choice in range(body.n)]
     if session is not None:
-        return [session.answer_seed(asked.number, before + choice, seed) for choice, seed in enumerate(named)]
+        return [session.answer_seed(exchange.number, before + choice, seed) for choice, seed in enumerate(named)]
     return [secrets.randbits(SEED_BITS) if seed is None else seed % (1 << SEED_BITS) for seed in named]
 
 
@@ -449,29 +449,29 @@ async def _write(request: web.Request, response: web.StreamResponse, told: bytes
 
 
 async def _stream(
-    request: web.Request, writer: Writer, answering: Awaitable[list[Answer]], under_way: RunningAnswer, write_s: float
+    request: web.Request, writer: Writer, answering: Awaitable[list[Answer]], running: RunningAnswer, write_s: float
 ) -> web.StreamResponse:
     """Server-sent events, each as soon as it can be told; comments where there is nothing to tell keep the connection open and
     notice a client that left.  write_s: see `_write`."""
     task = asyncio.ensure_future(answering)
-    task.add_done_callback(lambda _: under_way.notify())
+    task.add_done_callback(lambda _: running.notify())
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     clock = task.get_loop().time
     written_at = clock()
     try:
-        await under_way.news(HEARTBEAT_S)
+        await running.news(HEARTBEAT_S)
         if task.done():
             task.result()  # an error of its first moments is an answer with its own status
         await response.prepare(request)
         while not task.done():
-            told = _events(writer.told(under_way))
+            told = _events(writer.new_chunks(running))
             if not told and clock() - written_at >= HEARTBEAT_S:
                 told = b": working\n\n"
             if told:
                 await _write(request, response, told, write_s)
                 written_at = clock()
-            await under_way.news(HEARTBEAT_S)
-        await _write(request, response, _last_events(request, task, writer, under_way), write_s)
+            await running.news(HEARTBEAT_S)
+        await _write(request, response, _last_events(request, task, writer, running), write_s)
         await response.write_eof()
     except ConnectionResetError:
         if not response.prepared:
@@ -482,12 +482,12 @@ async def _stream(
     return response
 
 
-def _last_events(request: web.Request, task: asyncio.Future[list[Answer]], writer: Writer, under_way: RunningAnswer) -> bytes:
+def _last_events(request: web.Request, task: asyncio.Future[list[Answer]], writer: Writer, running: RunningAnswer) -> bytes:
     try:
         answers = task.result()
     except Exception as error:  # noqa: BLE001  the request's boundary: its status is sent, so an event tells of the error
         return _events([as_api_error(request, error).body])
-    return _events(writer.ends(answers, under_way)) + b"data: [DONE]\n\n"
+    return _events(writer.last_chunks(answers, running)) + b"data: [DONE]\n\n"
 
 
 def _events(told: Iterable[dict[str, Any]]) -> bytes:

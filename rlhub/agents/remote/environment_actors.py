@@ -163,19 +163,19 @@ class EnvironmentActors(ActorPool):
 
     async def get_state(self, spec: EnvironmentSpec) -> list[list[Any]]:
         """Returns the states of the pools' simulators, actor by actor.  No call may be in progress."""
-        return [await self.ask(member, "get_state", spec) for member in self._in_order()]
+        return [await self.call(member, "get_state", spec) for member in self._sorted_members()]
 
     async def load_state(self, spec: EnvironmentSpec, states: list[list[Any]]) -> None:
         """Restores the states that `get_state` gave of as many actors."""
-        members = self._in_order()
+        members = self._sorted_members()
         if len(states) != len(members):
             raise ValueError(f"states of {len(states)} environment actors, but there are {len(members)}")
         for member, state in zip(members, states, strict=True):
-            await self.ask(member, "load_state", spec, state)
+            await self.call(member, "load_state", spec, state)
 
     async def status(self) -> dict[str, EnvironmentActorStatus]:
         """Returns what runs in each actor."""
-        return {member.name: await self.ask(member, "status", within_s=GRACE_S) for member in self._in_order()}
+        return {member.name: await self.call(member, "status", within_s=GRACE_S) for member in self._sorted_members()}
 
     def metrics(self) -> dict[str, float]:
         """Returns the counts since the start, and the number of leases now."""
@@ -184,7 +184,7 @@ class EnvironmentActors(ActorPool):
             super().metrics() | counts | {"rollout/environments_leased": float(sum(member.episodes for member in self.members))}
         )
 
-    async def ask(self, member: PooledActor, method: str, *arguments: Any, within_s: float | None = None) -> Any:
+    async def call(self, member: PooledActor, method: str, *arguments: Any, within_s: float | None = None) -> Any:
         """Calls a method of the actor.  EnvDiedError where it dies or is silent; what the environment raises, as it raised it."""
         try:
             return await member.actor.call(method, *arguments, deadline_s=within_s)
@@ -203,7 +203,7 @@ class EnvironmentActors(ActorPool):
         """Frees an episode's place in the actor."""
         member.episodes -= 1
         member.places[spec.key] -= 1
-        self._hand_out()
+        self._assign_places()
 
     async def _place(self, spec: EnvironmentSpec) -> PooledActor:
         """Returns the actor for an episode; episodes are served in the order of asking."""
@@ -213,7 +213,7 @@ class EnvironmentActors(ActorPool):
         turn: asyncio.Future[PooledActor] = asyncio.get_running_loop().create_future()
         self._specs[spec.key] = spec
         self._waiting[spec.key].append(turn)
-        self._hand_out()
+        self._assign_places()
         try:
             return await turn
         except asyncio.CancelledError:
@@ -221,7 +221,7 @@ class EnvironmentActors(ActorPool):
                 self.leave(turn.result(), spec)
             raise
 
-    def _hand_out(self) -> None:
+    def _assign_places(self) -> None:
         """Gives free places to the episodes that wait."""
         for key, turns in self._waiting.items():
             spec = self._specs[key]
@@ -246,12 +246,12 @@ class EnvironmentActors(ActorPool):
         ]
         return min(members, key=lambda member: member.episodes, default=None)
 
-    def _in_order(self) -> list[PooledActor]:
+    def _sorted_members(self) -> list[PooledActor]:
         return sorted(self.members, key=lambda member: member.name)
 
     def _notify(self) -> None:
         super()._notify()
-        self._hand_out()
+        self._assign_places()
 
 
 class ActorLease:
@@ -260,22 +260,22 @@ class ActorLease:
     def __init__(self, pool: EnvironmentActors, member: PooledActor, spec: EnvironmentSpec, session: str, number: int) -> None:
         self._pool, self._member, self._spec, self._session, self._number = pool, member, spec, session, number
         self._ended = ""
-        self._under_way = 0
+        self._num_running = 0
         self._loop = asyncio.get_running_loop()
         self._used = self._loop.time()
-        self._timer = self._loop.call_later(pool.idle_s, self._look)
+        self._timer = self._loop.call_later(pool.idle_s, self._check_idle)
 
     async def open(self) -> None:
         """Leases the environment from the actor; its process may have to start."""
         within_s = 2 * LOAD_TIMEOUT_S + self._spec.limits.longest_s + GRACE_S
-        await self._ask("lease", self._spec, self._session, within_s=within_s)
+        await self._call_actor("lease", self._spec, self._session, within_s=within_s)
 
     async def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
         """Calls a method of the environment.  Tools' deadlines are the caller's."""
         limits = self._spec.limits
         seconds = limits.step_timeout_s if method == "step" else limits.reset_timeout_s
         within_s = None if self._spec.offers_tools else seconds + GRACE_S
-        return await self._ask("call", method, arguments, within_s=within_s)
+        return await self._call_actor("call", method, arguments, within_s=within_s)
 
     def release(self, why: str) -> None:
         """Gives it back, without waiting for its end.  Idempotent."""
@@ -286,26 +286,26 @@ class ActorLease:
                 self._pool.background(self._give_back())
             self._pool.leave(self._member, self._spec)
 
-    async def _ask(self, method: str, *arguments: Any, within_s: float | None) -> Any:
+    async def _call_actor(self, method: str, *arguments: Any, within_s: float | None) -> Any:
         if self._ended:
             raise EnvDiedError(f"the environment of episode {self._session} was taken back: {self._ended}")
-        self._under_way += 1
+        self._num_running += 1
         try:
-            return await self._pool.ask(self._member, method, self._number, *arguments, within_s=within_s)
+            return await self._pool.call(self._member, method, self._number, *arguments, within_s=within_s)
         finally:
-            self._under_way -= 1
+            self._num_running -= 1
             self._used = self._loop.time()
 
     async def _give_back(self) -> None:
         with suppress(EnvDiedError):  # with all that it lent
-            await self._pool.ask(self._member, "release", self._number, within_s=self._spec.limits.longest_s + GRACE_S)
+            await self._pool.call(self._member, "release", self._number, within_s=self._spec.limits.longest_s + GRACE_S)
 
-    def _look(self) -> None:
+    def _check_idle(self) -> None:
         """Takes the lease back if it was not used for long; looks again when it may have to."""
         idle_s = self._pool.idle_s
-        left = idle_s if self._under_way else self._used + idle_s - self._loop.time()
+        left = idle_s if self._num_running else self._used + idle_s - self._loop.time()
         if left > 0:
-            self._timer = self._loop.call_later(left, self._look)
+            self._timer = self._loop.call_later(left, self._check_idle)
             return
         self._pool.counts["taken_back"] += 1
         logger.warning("episode %s has not used its environment for %g s: it is taken back", self._session, idle_s)

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rlhub.agents.remote.environment_asks import AskedEnvironments, EnvironmentAsk
+from rlhub.agents.remote.environment_requests import DriverEnvironmentSource, EnvironmentRequest
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
@@ -48,7 +48,7 @@ class EpisodeActorSettings:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Ask:
+class CompletionRequest:
     """The episode wants a completion; the answer is a Completion.  followed: and it wants the tokens as they come."""
 
     number: int
@@ -58,7 +58,7 @@ class Ask:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ScoreAsk:
+class ScoreRequest:
     """The episode wants a score; the answer is that of `agents.workflows.base.Score`."""
 
     number: int
@@ -67,21 +67,21 @@ class ScoreAsk:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Withdrawn:
+class RequestCancelled:
     """The episode waits no longer for the answer to this question."""
 
     number: int
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Ended:
+class EpisodeEnded:
     """The episode's last message.  rejected: why it raised Reject."""
 
     trajectory: Trajectory | None = None
     rejected: str | None = None
 
 
-Message = Ask | ScoreAsk | EnvironmentAsk | Withdrawn | Ended
+Message = CompletionRequest | ScoreRequest | EnvironmentRequest | RequestCancelled | EpisodeEnded
 
 _CURRENT: ContextVar[_Episode] = ContextVar("rlhub_episode")
 """The episode that a piece of code belongs to: all episodes of a workflow share its parts, and so their `score`."""
@@ -106,19 +106,19 @@ class EpisodeActor:
         episode = self._episodes[session] = _Episode()
         episode.task = asyncio.create_task(self._run(episode, workflow, data))
 
-    async def next(self, session: str) -> Message:
+    async def next_message(self, session: str) -> Message:
         """Returns what the episode asks next, in order; waits for it.  Raises the episode's error, and drops it at its end."""
         episode = self._episodes.get(session)
         if episode is None:
             raise WorkflowError(f"no session {session} runs here: it has ended or was cancelled")
         message = await episode.messages.get()
-        if isinstance(message, Ended | Exception):
+        if isinstance(message, EpisodeEnded | Exception):
             self._episodes.pop(session, None)
         if isinstance(message, Exception):
             raise message
         return message
 
-    async def answer(self, session: str, number: int, value: Any) -> None:
+    async def respond(self, session: str, number: int, value: Any) -> None:
         """Takes the answer to question `number`.  One that nobody waits for any more is ignored."""
         if session in self._episodes:
             self._episodes[session].settle(number, value, None)
@@ -128,7 +128,7 @@ class EpisodeActor:
         if session in self._episodes:
             self._episodes[session].report_progress(number, progress)
 
-    async def refuse(self, session: str, number: int, error: RlhubError) -> None:
+    async def fail_request(self, session: str, number: int, error: RlhubError) -> None:
         """Raises this error in the episode: there is no answer to question `number`."""
         if session in self._episodes:
             self._episodes[session].settle(number, None, error)
@@ -152,11 +152,11 @@ class EpisodeActor:
 
     async def _run(self, episode: _Episode, key: WorkflowKey, data: EpisodeData) -> None:
         _CURRENT.set(episode)
-        end: Ended | Exception
+        end: EpisodeEnded | Exception
         try:
-            end = Ended(trajectory=await self._workflow(key).arun_episode(episode, data))
+            end = EpisodeEnded(trajectory=await self._workflow(key).arun_episode(episode, data))
         except Reject as reason:
-            end = Ended(rejected=str(reason))
+            end = EpisodeEnded(rejected=str(reason))
         except asyncio.CancelledError:
             if episode.unwanted:
                 raise
@@ -175,7 +175,7 @@ class EpisodeActor:
                 max_response_length=settings.max_response_length,
                 score=_score,
                 kwargs=settings.kwargs,
-                environments=AskedEnvironments(_current) if settings.lends_environments else None,
+                environments=DriverEnvironmentSource(_current) if settings.lends_environments else None,
             )
             self._workflows[key] = build_workflow(key.name, parts)
         return self._workflows[key]
@@ -194,13 +194,13 @@ class _Episode:
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         """Generates with the driver's engine."""
-        ask = Ask(number=next(self._numbers), request=request, params=params, followed=follow is not None)
+        asked = CompletionRequest(number=next(self._numbers), request=request, params=params, followed=follow is not None)
         if follow is not None:
-            self._following[ask.number] = follow
+            self._following[asked.number] = follow
         try:
-            completion: Completion = await self._asked(ask)
+            completion: Completion = await self._send(asked)
         finally:
-            self._following.pop(ask.number, None)
+            self._following.pop(asked.number, None)
         return completion
 
     def report_progress(self, number: int, progress: Progress) -> None:
@@ -212,21 +212,21 @@ class _Episode:
             self._following[number](progress)
         except Exception as error:  # noqa: BLE001  the follower's own code: its error is that of its request
             waiting.set_exception(error)
-            self.messages.put_nowait(Withdrawn(number=number))
+            self.messages.put_nowait(RequestCancelled(number=number))
 
     async def score(self, row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
         """Scores with the driver's reward function."""
         number = next(self._numbers)
-        found: tuple[float, dict[str, float]] = await self._asked(ScoreAsk(number=number, row=row, text=text))
+        found: tuple[float, dict[str, float]] = await self._send(ScoreRequest(number=number, row=row, text=text))
         return found
 
-    async def ask_environment(self, lease: int, method: str, arguments: Mapping[str, Any]) -> Any:
+    async def call_environment(self, lease: int, method: str, arguments: Mapping[str, Any]) -> Any:
         """Calls one of the driver's environments."""
-        return await self._asked(EnvironmentAsk(number=next(self._numbers), lease=lease, method=method, arguments=arguments))
+        return await self._send(EnvironmentRequest(number=next(self._numbers), lease=lease, method=method, arguments=arguments))
 
     def notify_environment(self, lease: int, method: str) -> None:
         """Sends a message without an answer: the driver may have left already."""
-        self.messages.put_nowait(EnvironmentAsk(number=next(self._numbers), lease=lease, method=method))
+        self.messages.put_nowait(EnvironmentRequest(number=next(self._numbers), lease=lease, method=method))
 
     def settle(self, number: int, value: Any, error: RlhubError | None) -> None:
         """Gives an answer, or an error, to the code that waits for it."""
@@ -238,16 +238,16 @@ class _Episode:
         else:
             waiting.set_exception(error)
 
-    async def _asked(self, question: Ask | ScoreAsk | EnvironmentAsk) -> Any:
-        answer = self._open[question.number] = asyncio.get_running_loop().create_future()
-        self.messages.put_nowait(question)
+    async def _send(self, request: CompletionRequest | ScoreRequest | EnvironmentRequest) -> Any:
+        answer = self._open[request.number] = asyncio.get_running_loop().create_future()
+        self.messages.put_nowait(request)
         try:
             return await answer
         except asyncio.CancelledError:
-            self.messages.put_nowait(Withdrawn(number=question.number))
+            self.messages.put_nowait(RequestCancelled(number=request.number))
             raise
         finally:
-            del self._open[question.number]
+            del self._open[request.number]
 
 
 async def _score(row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:

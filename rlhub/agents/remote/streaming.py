@@ -11,7 +11,7 @@ from rlhub.agents.partials import join
 from rlhub.engines.rollout.base import Completion, FinishReason, Follow, GenerationRequest, Progress, SamplingParams
 
 
-class Trail:
+class TokenStream:
     """A request's tokens so far, at the replica, for a caller in another process.  It lives on one event loop."""
 
     def __init__(self) -> None:
@@ -45,36 +45,36 @@ class Trail:
         )
 
 
-class Trails:
+class TokenStreams:
     """The trails of a replica, by the names under which requests are followed."""
 
     def __init__(self) -> None:
-        self._begun: dict[str, Trail] = {}
-        self._awaited: dict[str, Trail] = {}
+        self._begun: dict[str, TokenStream] = {}
+        self._awaited: dict[str, TokenStream] = {}
 
     @contextmanager
-    def of(self, name: str) -> Iterator[Trail]:
-        """Gives the trail of a request while it runs."""
-        trail = self._begun[name] = self._awaited.get(name) or Trail()
+    def of(self, name: str) -> Iterator[TokenStream]:
+        """Gives the stream of a request while it runs."""
+        stream = self._begun[name] = self._awaited.get(name) or TokenStream()
         try:
-            yield trail
+            yield stream
         finally:
             del self._begun[name]
-            trail.end()
+            stream.end()
 
     async def after(self, name: str, have: int) -> Progress | None:
-        """See Trail.after.  A request whose first tokens are asked for may not have arrived: a call with a long prompt is
+        """See TokenStream.after.  A request whose first tokens are asked for may not have arrived: a call with a long prompt is
         overtaken.  For one that has ended already this waits until the caller, who has the answer, cancels the call."""
-        trail = self._begun.get(name)
-        if trail is None and have:
+        stream = self._begun.get(name)
+        if stream is None and have:
             return None
         try:
-            return await (trail or self._awaited.setdefault(name, Trail())).after(have)
+            return await (stream or self._awaited.setdefault(name, TokenStream())).after(have)
         finally:
             self._awaited.pop(name, None)
 
 
-class Following:
+class StreamedRequest:
     """A followed request at the router, through all the replicas that have it one after the other.
 
     Tokens that were sent on stay valid.  Where a replica dies the next one continues from them, under its weights, and does not

@@ -16,8 +16,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlhub.agents.remote.actor_pool import UNLIMITED, ActorPool, PooledActor, StartActor, own_error
-from rlhub.agents.remote.environment_asks import RELEASE, EnvironmentAnswers, EnvironmentAsk
-from rlhub.agents.remote.episode_actor import Ask, Ended, EpisodeActor, EpisodeActorSettings, ScoreAsk, Withdrawn, WorkflowKey
+from rlhub.agents.remote.environment_requests import RELEASE, EnvironmentRequestHandler, EnvironmentRequest
+from rlhub.agents.remote.episode_actor import (
+    CompletionRequest,
+    EpisodeEnded,
+    EpisodeActor,
+    EpisodeActorSettings,
+    ScoreRequest,
+    RequestCancelled,
+    WorkflowKey,
+)
 from rlhub.agents.remote.streaming import extend
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
@@ -100,7 +108,7 @@ class RemoteWorkflow(RolloutWorkflow):
         for attempt in itertools.count():
             member = await self._pool.choose()
             try:
-                return await self._in(member, engine, data)
+                return await self._run_in(member, engine, data)
             except WorkerDiedError as error:
                 if not member.actor.ended:  # the episode's own code raised it
                     raise
@@ -110,7 +118,7 @@ class RemoteWorkflow(RolloutWorkflow):
                 self._pool.counts["episodes_again"] += 1
         raise AssertionError("unreachable")
 
-    async def _in(self, member: PooledActor, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+    async def _run_in(self, member: PooledActor, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
         member.episodes += 1
         run = EpisodeRun(member, f"{data.session}/{next(_runs)}", engine, self.parts)
         try:
@@ -122,7 +130,7 @@ class RemoteWorkflow(RolloutWorkflow):
             raise own from error
         finally:
             member.episodes -= 1
-            await run.stop_answering()
+            await run.stop_requests()
             if not run.over and not member.actor.ended:
                 self._pool.background(self._cancel(member, run.session))
 
@@ -140,69 +148,69 @@ class EpisodeRun:
         self.session = session
         self.over = False
         self._actor, self._engine, self._parts = member.actor, engine, parts
-        self._answering: dict[int, asyncio.Task[None]] = {}
-        self._environments = EnvironmentAnswers(parts.environments)
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._environments = EnvironmentRequestHandler(parts.environments)
 
     async def play(self, key: WorkflowKey, data: EpisodeData) -> Trajectory | None:
         """Answers the episode's questions until its end."""
         await self._actor.call("begin", self.session, key, data)
         while True:
             match await self._next():
-                case Ended(rejected=None, trajectory=trajectory):
+                case EpisodeEnded(rejected=None, trajectory=trajectory):
                     return trajectory
-                case Ended(rejected=reason):
+                case EpisodeEnded(rejected=reason):
                     raise Reject(reason)
-                case Withdrawn(number=number):
-                    if number in self._answering:
-                        self._answering[number].cancel()
-                case question:
-                    task = asyncio.create_task(self._answer(question))
-                    self._answering[question.number] = task
-                    task.add_done_callback(partial(self._answered, question.number))
+                case RequestCancelled(number=number):
+                    if number in self._running:
+                        self._running[number].cancel()
+                case request:
+                    task = asyncio.create_task(self._serve(request))
+                    self._running[request.number] = task
+                    task.add_done_callback(partial(self._forget, request.number))
 
-    def _answered(self, number: int, task: asyncio.Task[None]) -> None:
-        self._answering.pop(number, None)
+    def _forget(self, number: int, task: asyncio.Task[None]) -> None:
+        self._running.pop(number, None)
 
-    async def stop_answering(self) -> None:
+    async def stop_requests(self) -> None:
         """Cancels what is still generated or scored for the episode, and gives its environments back."""
-        tasks = list(self._answering.values())
+        tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._environments.give_back()
+        await self._environments.release_all()
 
     async def _next(self) -> Any:
         try:
-            message = await self._actor.call("next", self.session)
+            message = await self._actor.call("next_message", self.session)
         except WorkerError:
             self.over = True
             raise
-        self.over = isinstance(message, Ended)
+        self.over = isinstance(message, EpisodeEnded)
         return message
 
-    async def _answer(self, question: Ask | ScoreAsk | EnvironmentAsk) -> None:
+    async def _serve(self, request: CompletionRequest | ScoreRequest | EnvironmentRequest) -> None:
         try:
             value: Any
-            if isinstance(question, EnvironmentAsk):
-                value = await self._environments.answer(question)
-                if question.method == RELEASE:
+            if isinstance(request, EnvironmentRequest):
+                value = await self._environments.handle(request)
+                if request.method == RELEASE:
                     return
-            elif isinstance(question, Ask):
-                value = await self._generate(question)
+            elif isinstance(request, CompletionRequest):
+                value = await self._generate(request)
             else:
-                value = await self._parts.score(question.row, question.text)
-            await self._actor.call("answer", self.session, question.number, value)
+                value = await self._parts.score(request.row, request.text)
+            await self._actor.call("respond", self.session, request.number, value)
         except Exception as error:  # noqa: BLE001  the task's boundary: raised where the episode waits for the answer
             with suppress(WorkerDiedError):  # of the actor: `next` raises it too
-                await self._actor.call("refuse", self.session, question.number, _portable(error))
+                await self._actor.call("fail_request", self.session, request.number, _portable(error))
 
-    async def _generate(self, ask: Ask) -> Completion:
-        if not ask.followed:
-            return await self._engine.agenerate(ask.request, ask.params)
+    async def _generate(self, asked: CompletionRequest) -> Completion:
+        if not asked.followed:
+            return await self._engine.agenerate(asked.request, asked.params)
         progress: asyncio.Queue[Progress] = asyncio.Queue()
-        sending = asyncio.create_task(self._send_progress(ask.number, progress))
+        sending = asyncio.create_task(self._send_progress(asked.number, progress))
         try:
-            return await self._engine.agenerate(ask.request, ask.params, progress.put_nowait)
+            return await self._engine.agenerate(asked.request, asked.params, progress.put_nowait)
         finally:
             sending.cancel()
 

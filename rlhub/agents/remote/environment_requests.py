@@ -20,7 +20,7 @@ OPEN, RELEASE = "open", "release"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class EnvironmentAsk:
+class EnvironmentRequest:
     """The episode wants to open, call or release an environment; the answer is the result.
 
     lease: the episode's number for it.  method: OPEN, RELEASE (which waits for no answer) or one of the environment's.
@@ -32,18 +32,18 @@ class EnvironmentAsk:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-class EnvironmentAsker(Protocol):
+class EnvironmentClient(Protocol):
     """The running episode in its actor."""
 
-    async def ask_environment(self, lease: int, method: str, arguments: Mapping[str, Any]) -> Any: ...
+    async def call_environment(self, lease: int, method: str, arguments: Mapping[str, Any]) -> Any: ...
 
     def notify_environment(self, lease: int, method: str) -> None: ...
 
 
-class AskedEnvironments:
+class DriverEnvironmentSource:
     """The EnvironmentSource of the workflows in an episode actor.  current: the episode that the running code belongs to."""
 
-    def __init__(self, current: Callable[[], EnvironmentAsker]) -> None:
+    def __init__(self, current: Callable[[], EnvironmentClient]) -> None:
         self._current = current
         self._numbers = itertools.count()
 
@@ -53,32 +53,32 @@ class AskedEnvironments:
         episode, lease = self._current(), next(self._numbers)
 
         def call(method: str, arguments: Mapping[str, Any]) -> Awaitable[Any]:
-            return episode.ask_environment(lease, method, arguments)
+            return episode.call_environment(lease, method, arguments)
 
         try:
-            await episode.ask_environment(lease, OPEN, {"spec": spec, "session": session})
+            await episode.call_environment(lease, OPEN, {"spec": spec, "session": session})
             yield remote_environment(call, offers_tools=spec.offers_tools)
         finally:
             episode.notify_environment(lease, RELEASE)
 
 
-class EnvironmentAnswers:
+class EnvironmentRequestHandler:
     """The environments that one run of an episode in an actor leases, on the driver."""
 
     def __init__(self, source: EnvironmentSource | None) -> None:
         self._table = None if source is None else LeaseTable(source)
 
-    async def answer(self, question: EnvironmentAsk) -> Any:
+    async def handle(self, request: EnvironmentRequest) -> Any:
         """Does what the episode asks for, and returns the result."""
         if self._table is None:
             raise EnvDiedError("the episode asks for an environment of the driver, which lends none")
-        if question.method == OPEN:
-            return await self._table.open(question.lease, **question.arguments)
-        if question.method == RELEASE:
-            return await self._table.release(question.lease)
-        return await self._table.call(question.lease, question.method, question.arguments)
+        if request.method == OPEN:
+            return await self._table.open(request.lease, **request.arguments)
+        if request.method == RELEASE:
+            return await self._table.release(request.lease)
+        return await self._table.call(request.lease, request.method, request.arguments)
 
-    async def give_back(self) -> None:
+    async def release_all(self) -> None:
         """Releases all environments: the run is over."""
         if self._table is not None:
             await self._table.release_all()
