@@ -16,21 +16,6 @@ from rlhub.envs.base import EnvError, EnvironmentLimits, ImageObservation, Obser
 from rlhub.errors import DeadlineError
 
 
-def observed(value: Any) -> Observation:
-    """Returns text and images as they are; EnvError for anything else."""
-    if isinstance(value, str | ImageObservation):
-        return value
-    raise EnvError(f"an observation is text or an ImageObservation, not a {type(value).__name__}: {value!r:.80}")
-
-
-def optional_method(simulator: Any, name: str) -> Callable[..., Any]:
-    """Returns a method that not every simulator has; EnvError if this one lacks it."""
-    method = getattr(simulator, name, None)
-    if method is None:
-        raise EnvError(f"{type(simulator).__name__} has no {name}")
-    return method  # type: ignore[no-any-return]
-
-
 class LocalEnvironment(StepEnvironment):
     """timeout_s: for one call."""
 
@@ -105,3 +90,18 @@ class BoundedEnvironment(StepEnvironment):
             if not limit.expired():
                 raise
             raise DeadlineError(f"environment {method}", seconds) from error
+
+
+def observed(value: Any) -> Observation:
+    """Returns text and images as they are; EnvError for anything else."""
+    if isinstance(value, str | ImageObservation):
+        return value
+    raise EnvError(f"an observation is text or an ImageObservation, not a {type(value).__name__}: {value!r:.80}")
+
+
+def optional_method(simulator: Any, name: str) -> Callable[..., Any]:
+    """Returns a method that not every simulator has; EnvError if this one lacks it."""
+    method = getattr(simulator, name, None)
+    if method is None:
+        raise EnvError(f"{type(simulator).__name__} has no {name}")
+    return method  # type: ignore[no-any-return]

@@ -32,6 +32,9 @@ from rlhub.utils.children.access import Access
 from rlhub.utils.children.process import LOAD_TIMEOUT_S, ChildProcess, ChildRequest, spawn
 from rlhub.utils.children.wire import WireError
 
+SERVE = "rlhub.envs.child:serve"
+PARAMETERS = ("operation", "arguments")
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EnvironmentSpec:
@@ -72,6 +75,11 @@ class EnvironmentSource(Protocol):
         episode's state is lost.
         """
         ...
+
+
+def offers_tools(factory: Any) -> bool:
+    """Returns whether a factory that the user named makes an `Environment`; else it makes something with steps."""
+    return isinstance(factory, type) and issubclass(factory, Environment)
 
 
 class LocalEnvironmentSource:
@@ -126,69 +134,6 @@ class LocalEnvironmentSource:
         """Ends all processes.  Idempotent."""
         pools, self._pools = self.pools, {}
         await asyncio.gather(*(pool.aclose() for pool in pools))
-
-
-def offers_tools(factory: Any) -> bool:
-    """Returns whether a factory that the user named makes an `Environment`; else it makes something with steps."""
-    return isinstance(factory, type) and issubclass(factory, Environment)
-
-
-class _LeasedEnvironment:
-    """A leased environment, the context that holds it, and the turns of its calls."""
-
-    def __init__(self) -> None:
-        self.stack = AsyncExitStack()
-        self.one_at_a_time = asyncio.Lock()
-        self.environment: Any = None
-
-
-class LeaseTable:
-    """Environments of a source by the numbers of their leases, which their users choose.  Belongs to one event loop.
-
-    An actor that hosts environments, and a driver that leases them for episodes in other processes, answer calls with it; the
-    episode's side of those calls is remote.py.  Arguments and results travel as they are, images as arrays.
-    """
-
-    def __init__(self, source: EnvironmentSource) -> None:
-        self._source = source
-        self._leases: dict[int, _LeasedEnvironment] = {}
-        self.calls = 0
-
-    def __len__(self) -> int:
-        return len(self._leases)
-
-    async def open(self, number: int, spec: EnvironmentSpec, session: str) -> None:
-        """Leases an environment; waits while all are taken."""
-        lease = _LeasedEnvironment()
-        lease.environment = await lease.stack.enter_async_context(self._source.lease(spec, session))
-        self._leases[number] = lease
-
-    async def call(self, number: int, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Calls a method of a leased environment, after earlier calls have ended.  EnvDiedError: there is no such lease."""
-        if method not in METHODS:
-            raise ValueError(f"environments have no method {method!r}; known: {', '.join(sorted(METHODS))}")
-        lease = self._leases.get(number)
-        if lease is None:
-            raise EnvDiedError(f"{method}: the environment is not leased any more")
-        async with lease.one_at_a_time:
-            self.calls += 1
-            return await getattr(lease.environment, method)(**arguments)
-
-    async def release(self, number: int) -> None:
-        """Ends a lease, after the call that runs.  Does nothing for one that has ended."""
-        lease = self._leases.get(number)
-        if lease is not None:
-            async with lease.one_at_a_time:
-                if self._leases.pop(number, None) is not None:
-                    await lease.stack.aclose()
-
-    async def release_all(self) -> None:
-        """Ends all leases."""
-        await asyncio.gather(*(self.release(number) for number in list(self._leases)), return_exceptions=True)
-
-
-SERVE = "rlhub.envs.child:serve"
-PARAMETERS = ("operation", "arguments")
 
 
 class EnvironmentPool:
@@ -381,3 +326,57 @@ def _kill_spawned(spawning: asyncio.Future[ChildProcess]) -> None:
     """Ends a process whose user was cancelled before it had started."""
     if not spawning.cancelled() and spawning.exception() is None:
         spawning.result().kill()
+
+
+class LeaseTable:
+    """Environments of a source by the numbers of their leases, which their users choose.  Belongs to one event loop.
+
+    An actor that hosts environments, and a driver that leases them for episodes in other processes, answer calls with it; the
+    episode's side of those calls is remote.py.  Arguments and results travel as they are, images as arrays.
+    """
+
+    def __init__(self, source: EnvironmentSource) -> None:
+        self._source = source
+        self._leases: dict[int, _LeasedEnvironment] = {}
+        self.calls = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    async def open(self, number: int, spec: EnvironmentSpec, session: str) -> None:
+        """Leases an environment; waits while all are taken."""
+        lease = _LeasedEnvironment()
+        lease.environment = await lease.stack.enter_async_context(self._source.lease(spec, session))
+        self._leases[number] = lease
+
+    async def call(self, number: int, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Calls a method of a leased environment, after earlier calls have ended.  EnvDiedError: there is no such lease."""
+        if method not in METHODS:
+            raise ValueError(f"environments have no method {method!r}; known: {', '.join(sorted(METHODS))}")
+        lease = self._leases.get(number)
+        if lease is None:
+            raise EnvDiedError(f"{method}: the environment is not leased any more")
+        async with lease.one_at_a_time:
+            self.calls += 1
+            return await getattr(lease.environment, method)(**arguments)
+
+    async def release(self, number: int) -> None:
+        """Ends a lease, after the call that runs.  Does nothing for one that has ended."""
+        lease = self._leases.get(number)
+        if lease is not None:
+            async with lease.one_at_a_time:
+                if self._leases.pop(number, None) is not None:
+                    await lease.stack.aclose()
+
+    async def release_all(self) -> None:
+        """Ends all leases."""
+        await asyncio.gather(*(self.release(number) for number in list(self._leases)), return_exceptions=True)
+
+
+class _LeasedEnvironment:
+    """A leased environment, the context that holds it, and the turns of its calls."""
+
+    def __init__(self) -> None:
+        self.stack = AsyncExitStack()
+        self.one_at_a_time = asyncio.Lock()
+        self.environment: Any = None

@@ -1,9 +1,9 @@
 """Router: one engine in front of all replicas of the rollout service.  Episodes, servers and validation generate through it.
 
-A request goes to the replica with the least work under way, counted in tokens; requests of one session go where the session's
-first one went, for its prefix is cached there.  When a replica dies, its requests start again elsewhere: equal seeds give equal
-noise, so where the weights are the same the completion is too.  What the dead one had sampled is lost, and counted; but who
-follows a request was told of it, so such a request goes on from there.
+A request goes to the replica with the least running work, counted in tokens; the requests of one session go to the same replica,
+which caches the session's prefix.  When a replica dies, its requests start again on another one.  Equal seeds give equal noise,
+so under the same weights the completion is the same.  The tokens that the dead replica had sampled are lost and counted; a
+streamed request continues after the tokens that its follower has received.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from rlhub.rollout_service.server import UpdateReport
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1 << 16
-"""Sessions remembered; of more, those not used for longest are routed anew."""
+"""Maximum number of sessions whose replica is remembered; beyond it the least recently used ones are routed again."""
 CLOSE_S = 5.0
-"""For requests to be told that the service has ended."""
+"""Time in seconds in which open requests fail when the service closes."""
 
 
 class Router:
-    """See the module docstring.  It implements `EpisodeEngine` and lives on one event loop, on which all methods are called.
+    """Routes requests to replicas.  It implements `EpisodeEngine` and lives on one event loop, on which all methods are called.
 
-    retries: how often a request is sent again after the replica that had it died.  generate_s: longest wait for a completion;
-    a replica that needs longer hangs and is ended.  max_sessions: how many sessions are remembered.
-    own_weights: see Fleet.
+    retries: the maximum number of repetitions of a request whose replica died. generate_s: maximum wait for a completion; a
+    replica that needs longer hangs and is ended. max_sessions: the number of sessions that are remembered. own_weights: see
+    Fleet.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Router:
     # -- requests ----------------------------------------------------------------------------------------------------------
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """One completion.  Waits while no replica serves; raises the service's `failure` where none will any more."""
+        """Generates one completion.  Waits while no replica serves; raises the fleet's `failure` if none ever will again."""
         return await self._tracked(request, params, follow, None)
 
     async def _tracked(
@@ -128,7 +128,7 @@ class Router:
     async def _generate_streaming(
         self, replica: Replica, request: GenerationRequest, params: SamplingParams, streamed: StreamedRequest
     ) -> Completion:
-        """The completion; until it is there its tokens are told."""
+        """Returns the completion, and streams its tokens until then."""
         name = f"f{next(self._numbers)}"
         call = replica.actor.call("agenerate", request, params, name, deadline_s=self._generate_s)
         generating = asyncio.ensure_future(call)
@@ -143,7 +143,8 @@ class Router:
             streaming.cancel()
 
     def _count(self, completion: Completion, wasted_s: float, seconds: float) -> None:
-        """lost_tokens is an estimate: what was sampled elsewhere before, at the pace of the attempt that came through."""
+        """Counts the tokens of a request. lost_tokens is an estimate: the time of the failed attempts at the speed of the
+        successful one."""
         sampled = len(completion.token_ids)
         self.counts["tokens"] += sampled
         if wasted_s:
@@ -163,7 +164,7 @@ class Router:
             await self.fleet.changed()
 
     def _remember_session(self, session: str, chosen: Replica) -> None:
-        """Where the session's next request goes."""
+        """Records the replica for the session's next request."""
         if session:
             self._sessions[session] = chosen.name
             self._sessions.move_to_end(session)
@@ -173,44 +174,46 @@ class Router:
     # -- replicas ----------------------------------------------------------------------------------------------------------
 
     async def add(self, name: str) -> None:
-        """Start a replica; it serves as soon as it has the newest weights."""
+        """Starts a replica; it serves as soon as it has the newest weights."""
         await self.fleet.add(name)
 
     async def remove(self, name: str) -> None:
-        """Take a replica out when its requests are done; new ones go elsewhere from now on."""
+        """Removes a replica once its requests have completed; new ones go to other replicas from now on."""
         await self.fleet.remove(name)
 
     async def restart(self, name: str) -> None:
-        """Replace a replica by a fresh one."""
+        """Replaces a replica by a new one."""
         await self.fleet.restart(name)
 
     async def update(self, folder: str, version: int) -> list[tuple[str, UpdateReport]]:
-        """New weights for all; see Fleet.update."""
+        """Loads new weights into all replicas; see Fleet.update."""
         return await self.fleet.update(folder, version)
 
     async def pause(self) -> None:
-        """Sample nothing; requests wait with their tokens."""
+        """Stops sampling in all replicas; requests keep their tokens and wait."""
         await self.fleet.pause()
 
     async def resume(self) -> None:
+        """Continues sampling in all replicas."""
         await self.fleet.resume()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End the requests with these ids where they are: they come back as "abort", with the tokens that they have."""
+        """Aborts the requests with these ids: they return the tokens that they have, with the finish reason "abort"."""
         await self.fleet.abort(request_ids)
 
     async def pin(self, version: int) -> Pin:
-        """A view that generates with `version`, whatever is published, until its release: for validation beside training.
+        """Returns a view that generates with `version`, whatever is published, until its release; validation uses it during
+        training.
 
-        One replica stays at the version and serves no other requests once newer weights are there; where there is only one,
-        updates wait for the release.  Raises EngineError when no replica has the version (pin it before the next is
-        published), or another version is pinned.
+        One replica stays at the version, and serves no other requests once newer weights are published.  If it is the only
+        replica, updates wait for the release.  Raises EngineError if no replica has the version (pin it before the next one is
+        published) or if another version is pinned.
         """
         return Pin(self, await self._pin_replica(version), version)
 
     async def _pin_replica(self, version: int) -> Replica:
-        """Pin the replica that is pinned already, else the one with the least to do of those that have the version.  Waits
-        where none has it now, but those that join will."""
+        """Pins the replica that is already pinned, or else the one with the least work of those that have the version.  Waits if
+        none has the version now but starting replicas will load it."""
         while True:
             self.fleet.raise_failure()
             pinned = [replica for replica in self.fleet.replicas.values() if replica.pins]
@@ -228,7 +231,7 @@ class Router:
             await self.fleet.changed()
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start, and the last update's times."""
+        """Returns the counts since the start, and the times of the last weight update."""
         pauses = [report.pause_s for _, report in self.fleet.updates]
         replicas = self.fleet.replicas.values()
         metrics = {f"rollout/{name}": float(self.counts[name]) for name in ("requests", "tokens", "retries", "lost_tokens")}
@@ -244,7 +247,7 @@ class Router:
         return metrics
 
     async def close(self) -> None:
-        """End all replicas; requests under way fail."""
+        """Ends all replicas; running requests fail."""
         await self.fleet.close()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), CLOSE_S)
@@ -264,7 +267,8 @@ async def _send_progress(replica: Replica, name: str, streamed: StreamedRequest)
 
 
 class Pin:
-    """A view of the router that generates with one version.  An asynchronous context manager; implements `EpisodeEngine`."""
+    """A view of the router that generates with one version.  It is an asynchronous context manager and implements
+    `EpisodeEngine`."""
 
     def __init__(self, router: Router, replica: Replica, version: int) -> None:
         self.version = version
@@ -273,11 +277,11 @@ class Pin:
         self._turn = asyncio.Lock()
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """One completion, all of whose tokens the pinned version samples."""
+        """Generates one completion, whose tokens are all sampled by the pinned version."""
         return await self._router._tracked(request, params, follow, self)
 
     async def place(self) -> Replica:
-        """The replica.  Where it died, another that still has the version; EngineError if none has."""
+        """Returns the pinned replica.  If it died, pins another one that has the version; raises EngineError if there is none."""
         async with self._turn:
             self._refuse_released()
             if self._replica.state == "dead":
@@ -287,14 +291,15 @@ class Pin:
             return self._replica
 
     def _refuse_released(self, found: Replica | None = None) -> None:
-        """found: what was pinned for this view meanwhile."""
+        """Raises EngineError if the pin was released. found: a replica that was pinned for this view meanwhile, and is unpinned
+        again."""
         if self._released:
             if found is not None:
                 self._router.fleet.unpin(found)
             raise EngineError(f"the pin of version {self.version} was released; pin the version anew")
 
     def release(self) -> None:
-        """Let the replica go on to the newest weights.  Idempotent."""
+        """Unpins the replica, which then loads the newest weights.  Idempotent."""
         if not self._released:
             self._released = True
             self._router.fleet.unpin(self._replica)

@@ -29,6 +29,27 @@ _TOKEN = re.compile(r"\s*(\*\*|//|[-+*/%^()]|(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:
 _WRITTEN = str.maketrans({"×": "*", "÷": "/", "\u2212": "-", "·": "*"})
 
 
+def calculator(expression: str) -> str:
+    """Compute an arithmetic expression exactly.
+
+    expression: numbers with + - * / // % ** and brackets, for example (17 + 4) * 3.
+    """
+    return written(calculate(expression))
+
+
+class CalculatorTool(Tool):
+    """Runs on the event loop: a call takes microseconds, which is what the bounds are for."""
+
+    _schema = schema_of(calculator)
+
+    @property
+    def schema(self) -> ToolSchema:
+        return self._schema
+
+    async def execute(self, instance: str, arguments: Mapping[str, Any]) -> ToolResult:
+        return ToolResult(text=calculator(**arguments))
+
+
 def calculate(expression: str) -> Fraction:
     """Returns the exact value.  ToolError on anything that is no arithmetic, or too large."""
     if len(expression) > MAX_CHARACTERS:
@@ -49,6 +70,16 @@ def tokens(expression: str) -> list[str]:
     if not found:
         raise ToolError("the expression is empty")
     return found
+
+
+def written(value: Fraction) -> str:
+    """Writes a whole number or a decimal as people do; cut after MAX_DIGITS where it has no end."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    scaled = abs(value) * 10**MAX_DIGITS
+    digits = str(round(scaled)).rjust(MAX_DIGITS + 1, "0")
+    text = f"{digits[:-MAX_DIGITS]}.{digits[-MAX_DIGITS:]}".rstrip("0").rstrip(".")
+    return f"-{text}" if value < 0 and text != "0" else text
 
 
 class _Parser:
@@ -142,34 +173,3 @@ def _bounded(value: Fraction) -> Fraction:
     if max(abs(value.numerator), value.denominator).bit_length() > MAX_BITS:
         raise ToolError("the result is too large")
     return value
-
-
-def written(value: Fraction) -> str:
-    """Writes a whole number or a decimal as people do; cut after MAX_DIGITS where it has no end."""
-    if value.denominator == 1:
-        return str(value.numerator)
-    scaled = abs(value) * 10**MAX_DIGITS
-    digits = str(round(scaled)).rjust(MAX_DIGITS + 1, "0")
-    text = f"{digits[:-MAX_DIGITS]}.{digits[-MAX_DIGITS:]}".rstrip("0").rstrip(".")
-    return f"-{text}" if value < 0 and text != "0" else text
-
-
-def calculator(expression: str) -> str:
-    """Compute an arithmetic expression exactly.
-
-    expression: numbers with + - * / // % ** and brackets, for example (17 + 4) * 3.
-    """
-    return written(calculate(expression))
-
-
-class CalculatorTool(Tool):
-    """Runs on the event loop: a call takes microseconds, which is what the bounds are for."""
-
-    _schema = schema_of(calculator)
-
-    @property
-    def schema(self) -> ToolSchema:
-        return self._schema
-
-    async def execute(self, instance: str, arguments: Mapping[str, Any]) -> ToolResult:
-        return ToolResult(text=calculator(**arguments))

@@ -17,31 +17,6 @@ READABLE = 0o644
 """For its owner to write and for all to read, less what the process's umask takes away."""
 
 
-def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write every byte of `data`: `os.write` may take fewer than it is given (signals, and 2 GiB at most on Linux)."""
-    rest = memoryview(data).cast("B")
-    while len(rest):
-        rest = rest[os.write(descriptor, rest) :]
-
-
-def fsync_file(path: Path) -> None:
-    """Flush a file that another program wrote to the disk."""
-    _fsync(path, os.O_RDONLY)
-
-
-def fsync_folder(path: Path) -> None:
-    """Flush a folder's list of names to the disk, so that files created in it or renamed into it stay there."""
-    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _fsync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_bytes(path: Path, data: bytes, *, mode: int = READABLE) -> None:
     """Replace `path` by a file holding `data`; readers see the old file or the new one, never a part.
 
@@ -68,3 +43,28 @@ def write_text(path: Path, text: str, *, mode: int = READABLE) -> None:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """`write_bytes` of indented JSON; TypeError when `value` holds something JSON has no form for."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write every byte of `data`: `os.write` may take fewer than it is given (signals, and 2 GiB at most on Linux)."""
+    rest = memoryview(data).cast("B")
+    while len(rest):
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def fsync_file(path: Path) -> None:
+    """Flush a file that another program wrote to the disk."""
+    _fsync(path, os.O_RDONLY)
+
+
+def fsync_folder(path: Path) -> None:
+    """Flush a folder's list of names to the disk, so that files created in it or renamed into it stay there."""
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -32,25 +32,6 @@ class Purpose(IntEnum):
     """The keys by which a loss chooses among tokens: step, sample."""
 
 
-def _philox(seed: int, purpose: Purpose, numbers: tuple[int, ...], block: int) -> np.random.Philox:
-    """Philox under the key (seed, purpose), whose counter is the block and up to three numbers."""
-    counter = np.array([block, *(number & _MASK for number in numbers), 0, 0, 0][:_BLOCK], dtype=np.uint64)
-    return np.random.Philox(key=np.array([seed & _MASK, purpose], dtype=np.uint64), counter=counter)
-
-
-def random_bits(seed: int, purpose: Purpose, *numbers: int, first: int = 0, count: int = 1) -> NDArray[np.uint64]:
-    """Returns the words first .. first + count - 1 (64 random bits each) of the sequence that a seed, a purpose and up to three
-    numbers name; (count,)."""
-    block, skipped = divmod(first & _MASK, _BLOCK)
-    words: NDArray[np.uint64] = _philox(seed, purpose, numbers, block).random_raw(skipped + count)[skipped:]
-    return words
-
-
-def uniforms(seed: int, purpose: Purpose, *numbers: int, count: int) -> NDArray[np.float64]:
-    """Returns the first `count` words of the sequence as uniforms in [0, 1); (count,) float64."""
-    return (random_bits(seed, purpose, *numbers, count=count) >> _DOUBLE_BITS).astype(np.float64) * 2.0**-53
-
-
 def sample_seed(run_seed: int, ordinal: int, sample: int) -> int:
     """Returns the seed in [0, 2**31) of sample number `sample` of prompt number `ordinal` of the run with seed `run_seed`."""
     return int(random_bits(run_seed, Purpose.SAMPLE, ordinal, first=sample)[0]) >> (64 - _SEED_BITS)
@@ -65,3 +46,22 @@ def sample_seeds(run_seed: int, ordinal: int, num_samples: int) -> list[int]:
 def permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
     """Returns the order (size,) int64 of a data set's rows in one epoch; a function of its arguments only."""
     return np.random.Generator(_philox(seed, Purpose.ORDER, (epoch,), 0)).permutation(size)
+
+
+def uniforms(seed: int, purpose: Purpose, *numbers: int, count: int) -> NDArray[np.float64]:
+    """Returns the first `count` words of the sequence as uniforms in [0, 1); (count,) float64."""
+    return (random_bits(seed, purpose, *numbers, count=count) >> _DOUBLE_BITS).astype(np.float64) * 2.0**-53
+
+
+def random_bits(seed: int, purpose: Purpose, *numbers: int, first: int = 0, count: int = 1) -> NDArray[np.uint64]:
+    """Returns the words first .. first + count - 1 (64 random bits each) of the sequence that a seed, a purpose and up to three
+    numbers name; (count,)."""
+    block, skipped = divmod(first & _MASK, _BLOCK)
+    words: NDArray[np.uint64] = _philox(seed, purpose, numbers, block).random_raw(skipped + count)[skipped:]
+    return words
+
+
+def _philox(seed: int, purpose: Purpose, numbers: tuple[int, ...], block: int) -> np.random.Philox:
+    """Philox under the key (seed, purpose), whose counter is the block and up to three numbers."""
+    counter = np.array([block, *(number & _MASK for number in numbers), 0, 0, 0][:_BLOCK], dtype=np.uint64)
+    return np.random.Philox(key=np.array([seed & _MASK, purpose], dtype=np.uint64), counter=counter)

@@ -1,7 +1,7 @@
-"""Environments of an episode in an episode actor: it asks the driver for them, as it asks for completions and scores.
+"""Messages by which an episode in an episode actor uses the driver's environments, as it uses the driver's engine and reward.
 
-The driver leases and calls them for it, so that routing, waiting and restarts are in one place, and a lease ends with the run
-of its episode, however that ends: also when the episode's actor dies, which could give nothing back.
+The driver leases the environments and calls them for the episode, so that routing, waiting and restarts stay in one place.  A
+lease ends with the run of its episode, even if the episode's actor dies and cannot release it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ OPEN, RELEASE = "open", "release"
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EnvironmentRequest:
-    """The episode wants to open, call or release an environment; the answer is the result.
+    """A request of the episode to open, call or release an environment; the response is the result of that.
 
-    lease: the episode's number for it.  method: OPEN, RELEASE (which waits for no answer) or one of the environment's.
+    lease: the number of the lease, which the episode chooses. method: OPEN, RELEASE (which has no response) or a method of the
+    environment.
     """
 
     number: int
@@ -33,15 +34,22 @@ class EnvironmentRequest:
 
 
 class EnvironmentClient(Protocol):
-    """The running episode in its actor."""
+    """The running episode in its actor, which sends the requests."""
 
-    async def call_environment(self, lease: int, method: str, arguments: Mapping[str, Any]) -> Any: ...
+    async def call_environment(self, lease: int, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Sends a request and returns its result."""
+        ...
 
-    def notify_environment(self, lease: int, method: str) -> None: ...
+    def notify_environment(self, lease: int, method: str) -> None:
+        """Sends a request that has no response."""
+        ...
 
 
 class DriverEnvironmentSource:
-    """The EnvironmentSource of the workflows in an episode actor.  current: the episode that the running code belongs to."""
+    """An EnvironmentSource for workflows in an episode actor, which leases the driver's environments.
+
+    current: returns the episode that the running code belongs to.
+    """
 
     def __init__(self, current: Callable[[], EnvironmentClient]) -> None:
         self._current = current
@@ -49,7 +57,7 @@ class DriverEnvironmentSource:
 
     @asynccontextmanager
     async def lease(self, spec: EnvironmentSpec, session: str) -> AsyncIterator[StepEnvironment | Environment]:
-        """See EnvironmentSource."""
+        """Leases an environment of the driver; see EnvironmentSource."""
         episode, lease = self._current(), next(self._numbers)
 
         def call(method: str, arguments: Mapping[str, Any]) -> Awaitable[Any]:
@@ -63,13 +71,13 @@ class DriverEnvironmentSource:
 
 
 class EnvironmentRequestHandler:
-    """The environments that one run of an episode in an actor leases, on the driver."""
+    """Serves the environment requests of one run of an episode, on the driver. source: None if the driver has no environments."""
 
     def __init__(self, source: EnvironmentSource | None) -> None:
         self._table = None if source is None else LeaseTable(source)
 
     async def handle(self, request: EnvironmentRequest) -> Any:
-        """Does what the episode asks for, and returns the result."""
+        """Executes a request and returns its result.  Raises EnvDiedError if the driver has no environments."""
         if self._table is None:
             raise EnvDiedError("the episode asks for an environment of the driver, which lends none")
         if request.method == OPEN:
@@ -79,6 +87,6 @@ class EnvironmentRequestHandler:
         return await self._table.call(request.lease, request.method, request.arguments)
 
     async def release_all(self) -> None:
-        """Releases all environments: the run is over."""
+        """Releases all environments that the run still leases."""
         if self._table is not None:
             await self._table.release_all()

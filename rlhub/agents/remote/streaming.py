@@ -12,7 +12,7 @@ from rlhub.engines.rollout.base import Completion, FinishReason, Follow, Generat
 
 
 class TokenStream:
-    """A request's tokens so far, at the replica, for a caller in another process.  It lives on one event loop."""
+    """Collects the tokens of one running request at the replica, for a caller in another process.  Lives on one event loop."""
 
     def __init__(self) -> None:
         self._so_far = Progress(token_ids=[], log_probs=[], versions=[])
@@ -20,17 +20,17 @@ class TokenStream:
         self._ended = False
 
     def follow(self, progress: Progress) -> None:
-        """Takes the tokens that the engine has added."""
+        """Appends the tokens that the engine has just sampled."""
         extend(self._so_far, progress)
         self._changed.set()
 
     def end(self) -> None:
-        """Ends the stream: the request has its answer, or will get none."""
+        """Ends the stream: the request has completed or failed."""
         self._ended = True
         self._changed.set()
 
     async def after(self, have: int) -> Progress | None:
-        """Returns the tokens after the first `have`, as soon as there are any; None where no more will come."""
+        """Returns the tokens after the first `have` as soon as there are any, or None when no more will come."""
         while len(self._so_far.token_ids) <= have:
             if self._ended:
                 return None
@@ -46,7 +46,7 @@ class TokenStream:
 
 
 class TokenStreams:
-    """The trails of a replica, by the names under which requests are followed."""
+    """The token streams of a replica, by the names under which requests are followed."""
 
     def __init__(self) -> None:
         self._begun: dict[str, TokenStream] = {}
@@ -54,7 +54,7 @@ class TokenStreams:
 
     @contextmanager
     def of(self, name: str) -> Iterator[TokenStream]:
-        """Gives the stream of a request while it runs."""
+        """Yields the stream of a request while the request runs."""
         stream = self._begun[name] = self._awaited.get(name) or TokenStream()
         try:
             yield stream
@@ -63,8 +63,11 @@ class TokenStreams:
             stream.end()
 
     async def after(self, name: str, have: int) -> Progress | None:
-        """See TokenStream.after.  A request whose first tokens are asked for may not have arrived: a call with a long prompt is
-        overtaken.  For one that has ended already this waits until the caller, who has the answer, cancels the call."""
+        """Returns the tokens of a named stream as TokenStream.after does.
+
+        The call may arrive before its request, because a call with a long prompt travels longer.  For a request that has already
+        ended it waits until the caller, who has the completion by then, cancels it.
+        """
         stream = self._begun.get(name)
         if stream is None and have:
             return None
@@ -75,10 +78,10 @@ class TokenStreams:
 
 
 class StreamedRequest:
-    """A followed request at the router, through all the replicas that have it one after the other.
+    """A request at the router whose tokens are streamed, over all replicas that serve it one after the other.
 
-    Tokens that were sent on stay valid.  Where a replica dies the next one continues from them, under its weights, and does not
-    start again: that could give others.
+    Tokens that were streamed stay valid.  When a replica dies, the next one continues after them under its own weights; a new
+    start could sample other tokens.
     """
 
     def __init__(self, request: GenerationRequest, params: SamplingParams, follow: Follow) -> None:
@@ -87,16 +90,17 @@ class StreamedRequest:
         self._before: Completion | None = None  # the tokens of earlier attempts
 
     def send_on(self, progress: Progress) -> None:
-        """Sends more tokens of this attempt to the follower."""
+        """Passes more tokens of the current attempt to the follower."""
         extend(self._sent, progress)
         self._follow(progress)
 
     def whole(self, completion: Completion) -> Completion:
-        """Returns the completion of this attempt, joined to the tokens of earlier ones."""
+        """Returns the completion of the current attempt, joined to the tokens of earlier attempts."""
         return join(self._before, completion)
 
     def finished(self) -> Completion | None:
-        """Returns the completion, if the tokens that were sent on end it: then only the answer itself was lost."""
+        """Returns the completion if the streamed tokens are already all of it, so that only the reply of the replica was lost;
+        otherwise None."""
         sent, params = self._sent, self._params
         reason = sent.finish_reason
         if reason is None and len(sent.token_ids) >= params.max_new_tokens - self._first.start:
@@ -106,7 +110,7 @@ class StreamedRequest:
         return None if reason is None else self._as_completion(reason)
 
     def again(self) -> GenerationRequest:
-        """Returns the request of the next attempt."""
+        """Returns the request for the next attempt, which continues after the streamed tokens."""
         if not self._sent.token_ids:
             return self._first
         self._before = self._as_completion("abort")
@@ -121,7 +125,7 @@ class StreamedRequest:
 
 
 def extend(so_far: Progress, more: Progress) -> None:
-    """Appends the second to the first."""
+    """Appends the tokens of `more` to `so_far`, and takes over its finish reason."""
     so_far.token_ids += more.token_ids
     so_far.log_probs += more.log_probs
     so_far.versions += more.versions

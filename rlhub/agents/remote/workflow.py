@@ -1,9 +1,8 @@
-"""RemoteWorkflow: an episode whose own code runs in an episode actor, while it generates and scores on the driver's loop.
+"""RemoteWorkflow: an episode whose own code runs in an episode actor, while it generates and scores on the driver's event loop.
 
-To the executor it is a workflow like any other: the engine that it gets answers what the remote episode asks, so routing,
-sessions, checkpoints of partial generations and cancellation are those of an episode on the driver.
-
-§§ episode_actors: EpisodeActors: the processes that run the episodes' own code, from start to end.  It lives on one event loop, the episodes'.
+To the executor it is a workflow like any other.  The driver generates, scores and leases environments for the remote episode with
+the engine it is given, so that routing, sessions, checkpoints of partial generations and cancellation work as for an episode on
+the driver.  EpisodeActors is the pool of the actors; it lives on the same event loop.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlhub.agents.remote.actor_pool import UNLIMITED, ActorPool, PooledActor, StartActor, own_error
-from rlhub.agents.remote.environment_requests import RELEASE, EnvironmentRequestHandler, EnvironmentRequest
+from rlhub.agents.remote.environment_requests import RELEASE, EnvironmentRequest, EnvironmentRequestHandler
 from rlhub.agents.remote.episode_actor import (
     CompletionRequest,
-    EpisodeEnded,
     EpisodeActor,
     EpisodeActorSettings,
-    ScoreRequest,
+    EpisodeEnded,
     RequestCancelled,
+    ScoreRequest,
     WorkflowKey,
 )
 from rlhub.agents.remote.streaming import extend
@@ -39,72 +38,26 @@ from rlhub.utils.aio.results import Reject
 if TYPE_CHECKING:
     from rlhub.single_controller.async_actor import AsyncActor
 
-
-class EpisodeActors(ActorPool):
-    """See the module docstring and ActorPool.  counts: also episodes_again, the episodes that were repeated in another actor."""
-
-    kind = "episode actor"
-    metric = "rollout/episode_host"
-    prefix = "episodes"
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the counts since the start."""
-        return super().metrics() | {f"{self.metric}_episodes_again": float(self.counts["episodes_again"])}
-
-
-@dataclass(slots=True, kw_only=True)
-class EpisodeActorOptions:
-    """How the episode actors of a run are started; see AsyncActorOptions."""
-
-    backend: Backend = "ray"
-    start_s: float = 1800.0
-    log_dir: str | None = None
-    plugins: tuple[str, ...] = ()
-
-
-def episode_actor_starter(settings: EpisodeActorSettings, options: EpisodeActorOptions) -> StartActor:
-    """Returns how to start actors on the driver's machine, which has the files that the settings name.  They use no GPU and
-    reserve no CPU."""
-
-    async def start(name: str) -> AsyncActor:
-        own = AsyncActorOptions(
-            name=name,
-            num_cpus=0.0,
-            log_dir=options.log_dir,
-            plugins=options.plugins,
-            max_concurrency=UNLIMITED,
-            start_deadline_s=options.start_s,
-            node_id=await asyncio.to_thread(_own_node) if options.backend == "ray" else "",
-        )
-        return await astart_async_actor(ClassWithInitArgs(EpisodeActor, settings), own, backend=options.backend)
-
-    return start
-
-
-def _own_node() -> str:
-    """Returns Ray's name of this machine; "" where there is no other."""
-    from rlhub.single_controller.ray.nodes import own_address
-
-    return "" if is_one_machine() else node_at(own_address())
-
-
 RETRIES = 3
-"""Further attempts of an episode whose actor died: one that kills every actor must not use them all up."""
+"""Maximum number of repetitions of an episode whose actor died, so that an episode which kills its actor does not use up all
+actors."""
 CANCEL_S = 60.0
-"""Longest wait for an actor to take note that an episode is cancelled, which takes it no time; one that cannot hangs."""
-
+"""Maximum wait for an actor to acknowledge a cancellation, which it does at once; an actor that does not hangs."""
 _runs = itertools.count()
 
 
 class RemoteWorkflow(RolloutWorkflow):
-    """parts: the driver's; only `score` and `environments` are used here.  key: the workflow that the actors build."""
+    """Runs each episode in an actor of the pool.
+
+    parts: those of the driver, of which only `score` and `environments` are used. key: the workflow that the actors build.
+    """
 
     def __init__(self, parts: WorkflowParts, key: WorkflowKey, pool: EpisodeActors) -> None:
         super().__init__(parts)
         self._key, self._pool = key, pool
 
     async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
-        """Runs the episode in the actor with the fewest; from its beginning in another one when that dies."""
+        """Runs the episode in the actor with the fewest episodes.  If that dies, the episode starts again in another one."""
         for attempt in itertools.count():
             member = await self._pool.choose()
             try:
@@ -142,7 +95,7 @@ class RemoteWorkflow(RolloutWorkflow):
 
 
 class EpisodeRun:
-    """One run of an episode in an actor.  over: nothing of it is left there."""
+    """One run of an episode in an actor. over: True once nothing of it is left there."""
 
     def __init__(self, member: PooledActor, session: str, engine: EpisodeEngine, parts: WorkflowParts) -> None:
         self.session = session
@@ -152,7 +105,7 @@ class EpisodeRun:
         self._environments = EnvironmentRequestHandler(parts.environments)
 
     async def play(self, key: WorkflowKey, data: EpisodeData) -> Trajectory | None:
-        """Answers the episode's questions until its end."""
+        """Starts the episode and serves its requests until it ends; returns its trajectory."""
         await self._actor.call("begin", self.session, key, data)
         while True:
             match await self._next():
@@ -172,7 +125,7 @@ class EpisodeRun:
         self._running.pop(number, None)
 
     async def stop_requests(self) -> None:
-        """Cancels what is still generated or scored for the episode, and gives its environments back."""
+        """Cancels the requests of the episode that still run, and releases its environments."""
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
@@ -215,7 +168,7 @@ class EpisodeRun:
             sending.cancel()
 
     async def _send_progress(self, number: int, queue: asyncio.Queue[Progress]) -> None:
-        """Sends the tokens on; each call takes along what came during the one before."""
+        """Sends new tokens to the actor; each call carries all tokens that arrived during the one before."""
         with suppress(WorkerError):  # the answer's own call meets the same
             while True:
                 progress = await queue.get()
@@ -225,7 +178,56 @@ class EpisodeRun:
 
 
 def _portable(error: Exception) -> RlhubError:
-    """Returns the error to raise in the actor, where a WorkerError would be taken for one of the actor's own."""
+    """Returns the error to raise in the actor.  A WorkerError is converted, because the driver would take it for a death of the
+    actor."""
     if isinstance(error, RlhubError) and not isinstance(error, WorkerError):
         return error
     return EngineError(f"{type(error).__name__}: {error}")
+
+
+class EpisodeActors(ActorPool):
+    """The pool of episode actors. counts: also episodes_again, the number of episodes that were repeated in another actor."""
+
+    kind = "episode actor"
+    metric = "rollout/episode_host"
+    prefix = "episodes"
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the numbers of deaths, restarts and repeated episodes since the start."""
+        return super().metrics() | {f"{self.metric}_episodes_again": float(self.counts["episodes_again"])}
+
+
+@dataclass(slots=True, kw_only=True)
+class EpisodeActorOptions:
+    """How the episode actors of a run are started; see AsyncActorOptions."""
+
+    backend: Backend = "ray"
+    start_s: float = 1800.0
+    log_dir: str | None = None
+    plugins: tuple[str, ...] = ()
+
+
+def episode_actor_starter(settings: EpisodeActorSettings, options: EpisodeActorOptions) -> StartActor:
+    """Returns a function that starts actors on the driver's machine, which has the files that the settings name.  The actors use
+    no GPU and reserve no CPU."""
+
+    async def start(name: str) -> AsyncActor:
+        own = AsyncActorOptions(
+            name=name,
+            num_cpus=0.0,
+            log_dir=options.log_dir,
+            plugins=options.plugins,
+            max_concurrency=UNLIMITED,
+            start_deadline_s=options.start_s,
+            node_id=await asyncio.to_thread(_own_node) if options.backend == "ray" else "",
+        )
+        return await astart_async_actor(ClassWithInitArgs(EpisodeActor, settings), own, backend=options.backend)
+
+    return start
+
+
+def _own_node() -> str:
+    """Returns Ray's node id of this machine, or "" if the cluster has no other machine."""
+    from rlhub.single_controller.ray.nodes import own_address
+
+    return "" if is_one_machine() else node_at(own_address())

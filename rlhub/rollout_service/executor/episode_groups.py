@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rlhub.agents.trajectory import Trajectory
+
+StalePolicy = Literal["drop", "mask", "correct"]
+"""What becomes of a group with tokens older than the bound: it is dropped, these tokens are masked, or it trains as it is, with the
+rollout correction."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

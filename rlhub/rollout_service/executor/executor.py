@@ -24,8 +24,8 @@ from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.engines.rollout.base import Completion
 from rlhub.errors import ConfigError, DeadlineError, WorkflowError
-from rlhub.rollout_service.executor.batches import Delivery, FailureLimit, GroupRequest, StalePolicy
-from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
+from rlhub.rollout_service.executor.batches import Delivery, FailureLimit, GroupRequest
+from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, StalePolicy
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.executor.statistics import RolloutStatistics

@@ -27,60 +27,22 @@ from rlhub.utils.children.access import Access
 from rlhub.utils.children.wire import WireError, decode, encode
 
 logger = logging.getLogger(__name__)
-
-
-PROBE = (
-    "import os,sys; sys.path[:]=sys.argv[1:]; from rlhub.utils.children.supervisor import become_child; "
-    "become_child(os.pipe()[0], (), namespace=True); os._exit(0)"
-)
-PROBE_S = 60.0
-
-
-@functools.cache
-def namespaces_allowed() -> bool:
-    """Returns whether children can live in PID namespaces of their own.  Says in the log what it means if not."""
-    allowed, why = sys.platform == "linux", "only Linux has them"
-    if allowed:
-        try:
-            done = subprocess.run([sys.executable, "-c", PROBE, *sys.path], capture_output=True, timeout=PROBE_S, check=False)
-            allowed, why = done.returncode == 0, done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        except subprocess.TimeoutExpired:
-            allowed, why = False, f"not done after {PROBE_S:g} s"
-    if not allowed:
-        logger.warning(
-            "processes that reward functions, tools and environments start are ended with them, but not contained: PID "
-            "namespaces are not allowed here (%s), so code that means to can escape, and can look at this user's processes. "
-            "Run where unprivileged user namespaces or CAP_SYS_ADMIN are allowed, or only code that you trust.",
-            why or "the attempt failed",
-        )
-    return allowed
-
-
 BOOT = (
     "import json,sys; setup=json.loads(sys.argv[1]); sys.path[:]=setup['sys_path']; "
     "from rlhub.utils.children.child import main; main(setup)"
 )
 LOAD_TIMEOUT_S = 120.0  # imports of a large library on a busy machine
+PROBE = (
+    "import os,sys; sys.path[:]=sys.argv[1:]; from rlhub.utils.children.supervisor import become_child; "
+    "become_child(os.pipe()[0], (), namespace=True); os._exit(0)"
+)
+PROBE_S = 60.0
 MAX_UNREAD_BYTES = 1 << 22  # four of the largest replies a child sends; more without a line end is not a child of ours speaking
 READ_BYTES = 1 << 16  # the size of a pipe
 CRASH_TEXT = 1500
 EXIT_S = 2.0  # between the closed pipes of a process that ends and its exit code: it needs a core for a moment
 KILL_S = 10.0  # for the end of everything that a child has started
 SIGNAL_BASE = 128  # see supervisor.py
-
-
-@dataclass(frozen=True, slots=True)
-class ChildRequest:
-    """Calls as a child reads them.  nonce: its answers carry it; who has not read the request cannot guess it."""
-
-    nonce: str
-    line: bytes
-
-    @classmethod
-    def of(cls, calls: Sequence[Mapping[str, Any]]) -> ChildRequest:
-        """Returns the request of these calls.  WireError if an argument has no JSON form."""
-        nonce = secrets.token_hex(8)
-        return cls(nonce, encode({"id": nonce, "calls": list(calls)}))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -223,6 +185,20 @@ class ChildProcess:
             return self.process.wait()
 
 
+@dataclass(frozen=True, slots=True)
+class ChildRequest:
+    """Calls as a child reads them.  nonce: its answers carry it; who has not read the request cannot guess it."""
+
+    nonce: str
+    line: bytes
+
+    @classmethod
+    def of(cls, calls: Sequence[Mapping[str, Any]]) -> ChildRequest:
+        """Returns the request of these calls.  WireError if an argument has no JSON form."""
+        nonce = secrets.token_hex(8)
+        return cls(nonce, encode({"id": nonce, "calls": list(calls)}))
+
+
 def spawn(target: str, parameters: Iterable[str], *, memory_gb: float, access: Access) -> ChildProcess:
     """Starts a child for `target`; it will send `ready` or `load_error`.  ConfigError: see Access."""
     variables, namespace = access.variables(), namespaces_allowed()
@@ -254,6 +230,26 @@ def spawn(target: str, parameters: Iterable[str], *, memory_gb: float, access: A
     os.set_blocking(request_write, False)
     os.set_blocking(reply_read, False)
     return ChildProcess(process=process, request_fd=request_write, reply_fd=reply_read, crash_file=crash_file)
+
+
+@functools.cache
+def namespaces_allowed() -> bool:
+    """Returns whether children can live in PID namespaces of their own.  Says in the log what it means if not."""
+    allowed, why = sys.platform == "linux", "only Linux has them"
+    if allowed:
+        try:
+            done = subprocess.run([sys.executable, "-c", PROBE, *sys.path], capture_output=True, timeout=PROBE_S, check=False)
+            allowed, why = done.returncode == 0, done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        except subprocess.TimeoutExpired:
+            allowed, why = False, f"not done after {PROBE_S:g} s"
+    if not allowed:
+        logger.warning(
+            "processes that reward functions, tools and environments start are ended with them, but not contained: PID "
+            "namespaces are not allowed here (%s), so code that means to can escape, and can look at this user's processes. "
+            "Run where unprivileged user namespaces or CAP_SYS_ADMIN are allowed, or only code that you trust.",
+            why or "the attempt failed",
+        )
+    return allowed
 
 
 def _decoded(line: bytes) -> dict[str, Any]:
