@@ -35,9 +35,10 @@ CLOSED = "the rollout service was closed"
 class FleetLimits:
     """Time limits in seconds, and `restarts`, the maximum number of restarts of each replica after it died or hung.
 
-    patience_s: after the first replica has loaded new weights, the update waits for the others for this time and five times as
-    long as the first one took; a later one gets no requests until it has loaded them. ping_s: the interval between status checks;
-    a replica that does not answer within ping_deadline_s hangs. drain_s: time for the requests of a replica that leaves.
+    patience_s: after the first replica has loaded new weights, the update waits for the others for this time, or for five times
+    as long as the first one took if that is more; a later one gets no requests until it has loaded them. ping_s: the interval
+    between status checks; a replica that does not answer within ping_deadline_s hangs. drain_s: time for the requests of a
+    replica that leaves.
     """
 
     restarts: int = 3

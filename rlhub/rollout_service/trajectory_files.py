@@ -143,7 +143,7 @@ class TrajectoryReader:
         self._counts = {"accepted_groups": 0, "dropped_groups": 0, "masked_tokens": 0}
         self._wait_s = 0.0
 
-    # What training calls.
+    # Methods for training.
 
     @property
     def first_ordinal(self) -> int:
@@ -220,7 +220,7 @@ class TrajectoryReader:
     def close(self) -> None:
         """Does nothing: no resources are held."""
 
-    # Reading.
+    # Methods that read the files.
 
     def _cursor(self) -> dict[str, Any]:
         return {"files": dict(self._done), "file": self._file, "line": self._line, "ordinal": self._ordinal}

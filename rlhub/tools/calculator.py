@@ -1,7 +1,7 @@
-"""calculator: exact arithmetic on what a model writes, by a parser of its own.
+"""calculator: exact arithmetic on expressions that a model writes, with a parser of its own.
 
-Nothing is evaluated as Python.  Numbers are fractions, so 0.1 + 0.2 is 0.3; their size is bounded before each operation, so
-that 9**9**9 is an error after microseconds and not a full memory.
+Nothing is evaluated as Python.  Numbers are fractions, so 0.1 + 0.2 is 0.3.  Their size is checked before each operation, so that
+9**9**9 is an error after microseconds and does not fill the memory.
 
     sum     := product (("+" | "-") product)*
     product := sign (("*" | "/" | "//" | "%") sign)*
@@ -38,7 +38,7 @@ def calculator(expression: str) -> str:
 
 
 class CalculatorTool(Tool):
-    """Runs on the event loop: a call takes microseconds, which is what the bounds are for."""
+    """Runs `calculator` on the event loop, since the limits on its input keep a call within microseconds."""
 
     _schema = schema_of(calculator)
 
@@ -51,7 +51,7 @@ class CalculatorTool(Tool):
 
 
 def calculate(expression: str) -> Fraction:
-    """Returns the exact value.  ToolError on anything that is no arithmetic, or too large."""
+    """Returns the exact value of an expression.  Raises ToolError if it is not arithmetic or too large."""
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are read")
     return _Parser(tokens(expression.translate(_WRITTEN))).value()
@@ -73,7 +73,7 @@ def tokens(expression: str) -> list[str]:
 
 
 def written(value: Fraction) -> str:
-    """Writes a whole number or a decimal as people do; cut after MAX_DIGITS where it has no end."""
+    """Returns a number as a whole number or decimal; a decimal without end is cut after MAX_DIGITS digits."""
     if value.denominator == 1:
         return str(value.numerator)
     scaled = abs(value) * 10**MAX_DIGITS
@@ -83,7 +83,7 @@ def written(value: Fraction) -> str:
 
 
 class _Parser:
-    """Evaluates by recursive descent; every intermediate value is bounded."""
+    """Evaluates the tokens by recursive descent and bounds every intermediate value."""
 
     def __init__(self, found: list[str]) -> None:
         self._tokens = [*found, ""]  # the empty token ends the expression

@@ -151,7 +151,7 @@ class FunctionAgent:
 
 @dataclass(slots=True, kw_only=True)
 class ProgramAgent:
-    """Runs `command` as a process, with the row on its standard input.  The process and all that it starts end with the episode."""
+    """Runs `command` as a process, with the row on its standard input.  The process and all its children end with the episode."""
 
     command: Sequence[str]
     reads_reward: bool

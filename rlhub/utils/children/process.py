@@ -1,6 +1,6 @@
-"""One child as its driver sees it: spawn, talk without blocking, kill with everything it has started.
+"""One child as its driver sees it: starts it, communicates without blocking, and kills it with everything that it has started.
 
-What this machine allows for the containment of children is asked once, by trying it.
+The containment that this machine allows is determined once, by trying it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,12 @@ SIGNAL_BASE = 128  # see supervisor.py
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChildProcess:
-    """items: numbers of the calls it has been given and not answered, in order; num_given, given_at: how many it was given last,
-    and when; since: when it last got or did something (both monotonic); served: answers given; ready: its function is loaded;
-    pid: its number as the code inside sees it; strayed: it sent an answer that is not the one to its call."""
+    """A child and its pipes.
+
+    items: the numbers of the calls that it has and has not answered, in order. num_given, given_at: size and time of its last
+    chunk. since: when it last received or did something (times are monotonic). served: the number of answers. ready: its function
+    is loaded. pid: its process number as the code inside sees it. strayed: it sent an answer that does not belong to its call.
+    """
 
     process: subprocess.Popen[bytes]
     request_fd: int
@@ -74,22 +77,25 @@ class ChildProcess:
 
     @property
     def idle(self) -> bool:
+        """Whether it can take calls now."""
         return self.ready and not self.items and not self.finished
 
     @property
     def wants_write(self) -> bool:
+        """Whether part of a request is not written yet."""
         return bool(self._outgoing)
 
     def deadline(self, timeout_s: float) -> float:
-        """Returns when (monotonic) it is late with the current call, which may take `timeout_s`, or with its load.  What the call
-        imports counts as loading, all of that together: a child that is new may do it in its first call."""
+        """Returns the monotonic time of its deadline: for the current call, which may take `timeout_s`, or for loading its
+        function.  The imports of a call count as loading, all of them together, since a new child may import in its first
+        call."""
         if not self.ready:
             return self.since + LOAD_TIMEOUT_S
         late = self.since + timeout_s
         return max(late, self._import_began + LOAD_TIMEOUT_S - self._import_s) if self._imports else late
 
     def give(self, items: Iterable[int], request: ChildRequest) -> None:
-        """Hands over calls; the line is written as far as the pipe takes it now, the rest by `write`."""
+        """Hands calls over.  The request is written as far as the pipe takes it now; `write` writes the rest."""
         self.items.extend(items)
         self._nonce, self._answered, self._imports = request.nonce, 0, 0
         self._outgoing = memoryview(request.line)
@@ -98,14 +104,15 @@ class ChildProcess:
         self.write()
 
     def write(self) -> None:
-        """Writes what the pipe takes; a broken pipe shows up as end of replies."""
+        """Writes as much as the pipe takes; a broken pipe shows up as the end of the replies."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             while self._outgoing:
                 self._outgoing = self._outgoing[os.write(self.request_fd, self._outgoing) :]
                 self.since = time.monotonic()
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the answers that have arrived.  Sets `finished` at the end of the stream, or on what is not the next answer."""
+        """Returns the answers that have arrived.  Sets `finished` at the end of the stream, or if something other than the next
+        answer arrives."""
         try:
             data = os.read(self.reply_fd, READ_BYTES)
         except BlockingIOError:
@@ -126,11 +133,11 @@ class ChildProcess:
         return answers
 
     def host_pid(self) -> int:
-        """Returns the child's number outside of its namespace; its supervisor's is `process.pid`."""
+        """Returns the child's process number outside of its namespace; its supervisor's is `process.pid`."""
         return int(psutil.Process(self.process.pid).children()[0].pid)
 
     def kill(self) -> str:
-        """Ends the child and all its descendants; says how the child ended, with the crash's traceback if there is one."""
+        """Ends the child and all its descendants; returns how the child ended, with the crash's traceback if there is one."""
         if self.finished and not self.strayed:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=EXIT_S)
@@ -149,7 +156,7 @@ class ChildProcess:
         return (f"ended with {how}" if ended_before else "closed its pipes") + (f"\n{crash}" if crash else "")
 
     def _is_next(self, reply: dict[str, Any]) -> bool:
-        """Returns whether it is the reply that comes next; then it is counted."""
+        """Returns whether this is the expected reply, and counts it if so."""
         if not self.ready:
             self.ready, self.pid = "ready" in reply, reply.get("ready", 0)
             return self.ready or "load_error" in reply
@@ -160,7 +167,7 @@ class ChildProcess:
         return True
 
     def _note_import(self, note: dict[str, Any]) -> None:
-        """Records that an outermost import begins or ends; a thread of an earlier call may be late with that."""
+        """Records that an outermost import begins or ends.  Notes of a thread that an earlier call left behind are ignored."""
         now = time.monotonic()
         if note.get("id") != f"{self._nonce}.{self._answered}":
             return
@@ -174,7 +181,7 @@ class ChildProcess:
                 self.since += now - self._import_began
 
     def _end(self) -> int:
-        """Ends the supervisor, with all that it answers for, and returns its exit code."""
+        """Ends the supervisor with everything below it, and returns its exit code."""
         for sign in (signal.SIGTERM, signal.SIGCONT):  # somebody may have stopped it
             self.process.send_signal(sign)
         try:
@@ -187,20 +194,21 @@ class ChildProcess:
 
 @dataclass(frozen=True, slots=True)
 class ChildRequest:
-    """Calls as a child reads them.  nonce: its answers carry it; who has not read the request cannot guess it."""
+    """Calls in the form in which a child reads them. nonce: part of the answers; code that has not read the request cannot guess
+    it."""
 
     nonce: str
     line: bytes
 
     @classmethod
     def of(cls, calls: Sequence[Mapping[str, Any]]) -> ChildRequest:
-        """Returns the request of these calls.  WireError if an argument has no JSON form."""
+        """Returns the request of these calls.  Raises WireError if an argument has no JSON form."""
         nonce = secrets.token_hex(8)
         return cls(nonce, encode({"id": nonce, "calls": list(calls)}))
 
 
 def spawn(target: str, parameters: Iterable[str], *, memory_gb: float, access: Access) -> ChildProcess:
-    """Starts a child for `target`; it will send `ready` or `load_error`.  ConfigError: see Access."""
+    """Starts a child for `target`, which will send `ready` or `load_error`.  Raises the ConfigError of `Access.variables`."""
     variables, namespace = access.variables(), namespaces_allowed()
     request_read, request_write = os.pipe()
     reply_read, reply_write = os.pipe()
@@ -234,7 +242,7 @@ def spawn(target: str, parameters: Iterable[str], *, memory_gb: float, access: A
 
 @functools.cache
 def namespaces_allowed() -> bool:
-    """Returns whether children can live in PID namespaces of their own.  Says in the log what it means if not."""
+    """Returns whether children can live in PID namespaces of their own.  If not, the log says what that means."""
     allowed, why = sys.platform == "linux", "only Linux has them"
     if allowed:
         try:
@@ -253,7 +261,7 @@ def namespaces_allowed() -> bool:
 
 
 def _decoded(line: bytes) -> dict[str, Any]:
-    """Returns the reply in a line; {}, which is never the next reply, for what is no JSON object."""
+    """Returns the reply in a line, or {} for anything but a JSON object; {} is never the expected reply."""
     with contextlib.suppress(WireError):
         reply = decode(line)
         if isinstance(reply, dict):
