@@ -72,7 +72,8 @@ def sampling_params(config: PPOConfig, vocabulary: Vocabulary, sampling: ValSamp
 class Workflows:
     """One workflow of each name, built when the first row asks for it.  Used on the event loop that runs the episodes.
 
-    episode_actors: run the episodes' own code instead of this loop, with the sampling of `purpose`.  environments: leases them their environments.
+    episode_actors: run the episodes' own code instead of this loop, with the sampling of `purpose`.  environments: leases
+    environments to them.
     """
 
     config: PPOConfig
