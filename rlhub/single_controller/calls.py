@@ -1,6 +1,6 @@
-"""What a worker group, its backend and its observers tell each other about one call.
+"""The messages between a worker group, its backend and its observers about one call.
 
-A `Request` holds each rank's share of a call and the deadline; a backend turns it into a `PendingCall`; who called reads that
+A `Request` contains each rank's share of a call and the deadline; a backend turns it into a `PendingCall`; the caller reads that
 through a `CallFuture` or a DataProtoFuture; and a `Watch` reports the start and the end to the observers, which is how timing and
 traces see every call without the callers knowing.
 """
@@ -28,7 +28,7 @@ _POLL_S = 0.005
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class WorkerInfo:
-    """Where one rank lives.  log: its log file on that node, empty when its output is left to the backend."""
+    """The place of one rank.  log: its log file on that node, empty when its output is left to the backend."""
 
     rank: int
     node: str
@@ -117,7 +117,7 @@ class Request:
     """A call as the backend gets it.
 
     materialize: fetch DataProtoFuture arguments in the worker before the method runs.
-    as_data: the outputs are DataProto and will be asked for with `data_future`.
+    as_data: the outputs are DataProto and will be read through `data_future`.
     """
 
     role: str
@@ -155,7 +155,7 @@ class PendingCall(ABC):
 
 
 class CallFuture:
-    """Result of a non-blocking call that is not one DataProto.  `get()` waits and returns what a blocking call would."""
+    """The result of a non-blocking call that is not one DataProto.  `get()` waits and returns what a blocking call would."""
 
     def __init__(self, pending: PendingCall, finish: Callable[[dict[int, Any]], Any], watch: Watch) -> None:
         self._pending = pending
@@ -182,7 +182,7 @@ class CallFuture:
 
 
 def grace_is_over(ends: float, has_lost: Callable[[], bool]) -> bool:
-    """Returns whether to wait no longer for what explains a failure.  ends: when the grace ends; `has_lost` is asked after it."""
+    """Returns whether to stop waiting for what explains a failure.  ends: the end of the grace, after which `has_lost` counts."""
     now = time.monotonic()
     return now >= ends and (now >= ends + UNREPORTED_S or not has_lost())
 

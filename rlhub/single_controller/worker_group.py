@@ -42,8 +42,8 @@ class GroupMethod:
 
     @property
     def submit(self) -> GroupMethod:
-        """The same method as a non-blocking one: it returns a DataProtoFuture where the mode collects DataProto, and a CallFuture
-        otherwise."""
+        """Returns the same method as a non-blocking one: a call gives a DataProtoFuture where the mode collects DataProto, else a
+        CallFuture."""
         return GroupMethod(self._group, self.name, self._spec, blocking=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ class WorkerGroup(ABC):
     @property
     @abstractmethod
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Where each rank lives, in rank order."""
+        """The place of each rank, in rank order."""
 
     @abstractmethod
     def _send(self, request: Request) -> PendingCall:
@@ -192,7 +192,7 @@ class WorkerGroup(ABC):
     execute_rank_zero = execute_rank_zero_async
 
     def mesh(self, name: str) -> Mesh:
-        """Returns the arrangement that the workers declared under `name`; asked for on first use, then cached."""
+        """Returns the arrangement that the workers declared under `name`; queried on first use, then cached."""
         if name not in self._meshes:
             self._meshes[name] = build_mesh(self.role, name, self.execute_all_sync("query_mesh", name))
         return self._meshes[name]

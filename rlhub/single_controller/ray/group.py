@@ -59,7 +59,7 @@ class RayWorkerGroup(WorkerGroup):
         processes: RayProcesses | None = None,
         observers: Sequence[CallObserver] = (),
     ) -> None:
-        """processes: those on the pool that were asked for and not started yet; None asks for them here."""
+        """Starts the processes and builds the roles in them.  processes: those created on the pool; None creates them."""
         roles = _roles_of(ray_cls_with_init, name_prefix)
         single = isinstance(ray_cls_with_init, ClassWithInitArgs)
         super().__init__("+".join(roles), next(iter(roles.values())).cls if single else None, observers)
@@ -130,7 +130,7 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def failed(self) -> bool:
-        """Whether a rank is known to be dead or hanging."""
+        """Returns whether a rank is known to be dead or hanging."""
         return self._processes.failed
 
     def close(self, deadline_s: float = 60.0) -> None:
@@ -229,7 +229,7 @@ class RayRun:
 
 
 def launch_ray(roles: Mapping[str, ClassWithInitArgs], options: LaunchOptions) -> RayRun:
-    """See `rlhub.single_controller.launch.launch`."""
+    """Starts all roles of a run; see `rlhub.single_controller.launch.launch`."""
     check_worker_env(options.worker_env)
     mapping = {role: options.placement.get(role, MAIN_POOL) for role in roles}
     asked = {MAIN_POOL: [options.ranks_per_node] * options.nnodes, **options.pools}
