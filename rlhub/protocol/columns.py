@@ -96,6 +96,12 @@ def same_array(left: np.ndarray, right: np.ndarray) -> bool:
     return bool(np.array_equal(left, right, equal_nan=floating))
 
 
+def num_bytes(column: Tensor) -> int:
+    """Returns the bytes of a column's elements, and of its offsets where it is jagged."""
+    jagged: Any = column
+    return int(jagged.values().nbytes + jagged.offsets().nbytes if column.is_nested else column.nbytes)
+
+
 def take_rows(column: Tensor, rows: Tensor) -> Tensor:
     """Copy of those rows of a column, which stays jagged where its rows differ in length."""
     if not column.is_nested:

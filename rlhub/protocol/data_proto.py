@@ -37,6 +37,7 @@ from rlhub.protocol.columns import (
     leading_shape,
     merge_tensordict,
     num_array_rows,
+    num_bytes,
     object_array,
     pick,
     row_numbers,
@@ -373,7 +374,7 @@ class DataProto:
 
     def print_size(self, prefix: str = "") -> None:
         """Logs the bytes of tensor and (shallowly) array columns."""
-        tensor_bytes = sum(column.nbytes for column in self.tensors().values())
+        tensor_bytes = sum(map(num_bytes, self.tensors().values()))
         array_bytes = sum(array.nbytes for array in self.non_tensor_batch.values())
         logger.info(
             "%stensors %.1f MiB, arrays %.1f MiB", f"{prefix}: " if prefix else "", tensor_bytes / 2**20, array_bytes / 2**20

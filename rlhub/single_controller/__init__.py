@@ -10,6 +10,7 @@ After the single-controller idea of HybridFlow (Sheng et al., arXiv:2409.19256).
 and comes back through calls.py as a result, a future or an error that names role, rank and node.
 
 decorator.py, dispatch.py   `@register` (where arguments go, who runs, how long it may take) and the built-in dispatch modes
+traffic.py                   the sizes of what calls carry, for the observers
 resources.py, launch.py     the options of a run, and `launch`, which starts its workers under Ray or in this process
 async_actor.py              objects with `async def` methods in processes of their own, and the task runner over a pool of them
 placement.py                the nodes and GPUs of the rollout service's replicas

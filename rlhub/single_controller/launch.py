@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any, Protocol, Self
 
 from rlhub.errors import ConfigError, DeadlineError, WorkerDiedError
@@ -152,6 +153,10 @@ class LocalRun:
             self._env.__exit__(None, None, None)
 
 
+_in_worker: ContextVar[bool] = ContextVar("rlhub_in_worker", default=False)
+"""Whether a worker's method runs: the futures that it reads do not reach the driver."""
+
+
 class LocalWorkerGroup(WorkerGroup):
     """A role in this process.  Groups of one `launch_local` share the rank's workers, as colocated roles share a process."""
 
@@ -169,10 +174,13 @@ class LocalWorkerGroup(WorkerGroup):
         args = [_own_columns(value) for value in share.args]
         kwargs = {name: _own_columns(value) for name, value in share.kwargs.items()}
         start = time.monotonic()
+        inside = _in_worker.set(True)
         try:
             output = self._rank.run(request.role, request.method, args, kwargs, materialize=request.materialize)
         except RemoteError as failure:
             return _Finished({}, failure)
+        finally:
+            _in_worker.reset(inside)
         seconds = time.monotonic() - start
         deadline = request.deadline
         if seconds > deadline.seconds:
@@ -209,9 +217,15 @@ class _Finished(PendingCall):
 
         def resolve(references: list[Any]) -> list[DataProto]:
             self.wait()
+            if not _in_worker.get():
+                watch.receive(references)
             return references
 
-        return DataProtoFuture([self._outputs.get(rank) for rank in ranks], resolve)
+        def measure(references: list[Any]) -> list[int]:
+            self.wait()
+            return list(map(len, references))
+
+        return DataProtoFuture([self._outputs.get(rank) for rank in ranks], resolve, measure)
 
 
 class LocalAsyncActor:

@@ -25,6 +25,7 @@ from rlhub.single_controller.calls import (
     WorkerInfo,
 )
 from rlhub.single_controller.decorator import DEFAULT_DEADLINE, DispatchMode, Mesh, MethodSpec, registered_methods
+from rlhub.single_controller.traffic import column_bytes
 from rlhub.single_controller.worker import MeshInfo
 
 
@@ -54,6 +55,7 @@ class GroupMethod:
         request.materialize = self._spec.materialize_futures
         request.as_data = mode.proto and not rank_zero and not self._blocking
         with group._watch(request, blocking=self._blocking) as watch:
+            watch.send(ranks)
             pending = group._send(request)
         if request.as_data:
             return pending.data_future(collected, watch)
@@ -102,6 +104,9 @@ class WorkerGroup(ABC):
     """See the module docstring.  role: the name in errors, logs and observers; worker_cls: None for a group without methods
     of its own (colocated roles before `spawn`).  deadline_s: the longest waits, which methods name when they are registered.
     """
+
+    _size_of: Callable[[Any], int] = staticmethod(column_bytes)
+    """Returns the bytes of an argument or a result on its way."""
 
     def __init__(self, role: str, worker_cls: type | None, observers: Sequence[CallObserver] = ()) -> None:
         self.role = role
@@ -163,11 +168,13 @@ class WorkerGroup(ABC):
 
     def _watch(self, request: Request, *, blocking: bool) -> Watch:
         workers = tuple(self.workers[rank.rank] for rank in request.ranks)
-        return Watch(ObservedCall(role=self.role, method=request.method, blocking=blocking, workers=workers), self.observers)
+        call = ObservedCall(role=self.role, method=request.method, blocking=blocking, workers=workers)
+        return Watch(call, self.observers, self._size_of)
 
     def _execute(self, method: str, ranks: list[RankRequest], finish: Callable[[dict[int, Any]], Any]) -> CallFuture:
         request = self._request(method, ranks)
         with self._watch(request, blocking=False) as watch:
+            watch.send(ranks)
             return CallFuture(self._send(request), finish, watch)
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> CallFuture:

@@ -106,7 +106,8 @@ class SkippedSteps:
 
 
 class Run:
-    """Use as a context manager: `with Run(...) as run`.  calls: the CallObserver that times and shows worker calls.
+    """Use as a context manager: `with Run(...) as run`.  calls: the CallObserver that times and shows worker calls, and
+    counts what they carry.
     spans: what ran when.
 
     record: goes into the state of every checkpoint.  check: told of the checkpoint to resume from, and raises where the run
@@ -264,6 +265,7 @@ class Run:
         faults.begin_step(step)
         faults.at("driver.step")
         self.timers.drain()
+        self.calls.reset_traffic()
         self._step_started = time.perf_counter()
 
     def end_step(
@@ -291,7 +293,7 @@ class Run:
             with self.timers.measure("save"):
                 self._save(step, line.metrics, save, state)
             faults.at("driver.log")
-            line.metrics = {**line.metrics, **self.timers.drain()}
+            line.metrics = {**line.metrics, **self.timers.drain(), **self.calls.traffic()}
         self._lines.append(line)
         self._write_lines(wait=False)
         if stuck:
@@ -309,9 +311,10 @@ class Run:
         self.spans.record(STEPS, f"step {step}", self._step_started, time.perf_counter())
 
     def _timings(self, metrics: Metrics) -> dict[str, float]:
-        """Returns timing_s/... of the phases and of the whole step, and tokens per second and device: ranks of all pools."""
+        """Returns timing_s/... of the phases and of the whole step, the traffic through the driver, and tokens per second and
+        device: ranks of all pools."""
         seconds = time.perf_counter() - self._step_started
-        timings = {**self.timers.drain(), "timing_s/step": seconds, "perf/time_per_step": seconds}
+        timings = {**self.timers.drain(), "timing_s/step": seconds, "perf/time_per_step": seconds, **self.calls.traffic()}
         if "perf/total_num_tokens" in metrics:
             num_devices = sum(pool.ranks for pool in pools_of(self.config).values())
             timings["perf/throughput"] = float(metrics["perf/total_num_tokens"]) / (seconds * num_devices)

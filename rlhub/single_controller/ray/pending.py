@@ -219,7 +219,10 @@ class PartReader:
 
     def resolve(self, parts: list[RankOutput]) -> list[DataProto]:
         """Returns the batches, in order."""
-        return self._read(parts, [part.data for part in parts])
+        batches: list[DataProto] = self._read(parts, [part.data for part in parts])
+        if self._watch is not None:
+            self._watch.receive(batches)
+        return batches
 
     def measure(self, parts: list[RankOutput]) -> list[int]:
         """Returns the rows of each, without fetching the batches."""
