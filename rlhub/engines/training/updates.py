@@ -1,24 +1,18 @@
-"""One update of the policy or the value model from a rollout batch: mini-batches, losses and their metrics.
+"""One update from a batch: mini-batches, losses and their metrics, for the policy, the value model and preference pairs.
 
 The mini-batch is the optimizer step.  Its rows are fixed by the driver (column `mini_batch`), so the same rows make the same
 step whatever the number of ranks; denominators are counted over all ranks before the first forward pass.
 
-§§ correction: The rollout correction where the old log-probs have no forward pass of their own: computed in the update, row by row.
+`UpdateCorrection` is the rollout correction where the old log-probs have no forward pass of their own: it is computed in the
+update, row by row, in two modes.  Bypass: pi_old := mu, so l = log pi_old - log mu would be 0 and every correction would vanish
+without a word; instead l = sg(log pi) - log mu with the current policy pi.  A-3PO: pi_old is interpolated between mu and pi, and
+l is taken from it.  In bypass mode a loss that contains the ratio pi / pi_old has pi / mu in it already: a weight on top would
+count it twice, so only rejection is applied.  A loss without a ratio of its own (its registry row requires "weights") gets the
+weight.  A rejected token has weight 0 here and stays in the loss's denominators, because these are counted before the first
+forward pass (on the driver, rejected tokens leave the mask and with it the denominators).
 
-Two such modes.  Bypass: pi_old := mu, so l = log pi_old - log mu would be 0 and every correction would vanish without a word;
-instead l = sg(log pi) - log mu with the current policy pi.  A-3PO: pi_old is interpolated between mu and pi, and l is taken
-from it.
-
-In bypass mode a loss that contains the ratio pi / pi_old has pi / mu in it already: a weight on top would count it twice, so
-only rejection is applied.  A loss without a ratio of its own (its registry row requires "weights") gets the weight.
-
-A rejected token has weight 0 here and stays in the loss's denominators, because these are counted over all ranks before the
-first forward pass (on the driver, rejected tokens leave the mask and with it the denominators).
-
-§§ preference: One optimizer step on preference pairs, and the losses on an engine's outputs.
-
-A pair is two neighbouring rows: 2i the chosen answer, 2i + 1 the rejected one.  Engines cut micro-batches in whole pairs, and
-a loss is divided by the number of pairs over all ranks, so the step does not depend on ranks or cuts.
+A preference pair is two neighbouring rows: 2i the chosen answer, 2i + 1 the rejected one.  Engines cut micro-batches in whole
+pairs, and a loss is divided by the number of pairs over all ranks, so the step does not depend on ranks or cuts.
 """
 
 from __future__ import annotations
@@ -55,59 +49,6 @@ from rlhub.config.sections.preference import DPOLossConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
 from rlhub.registry import knobs_for
-
-
-@dataclass(slots=True, kw_only=True)
-class StepSums:
-    """The results of one optimizer step: its global sums, its token count and the optimizer's report."""
-
-    sums: dict[str, float]
-    denominators: Denominators
-    report: StepReport
-
-
-def select_rows(rows: Rows, keep: Tensor) -> dict[str, Tensor]:
-    """Returns copies of the rows at the given indices."""
-    return {name: column[keep] for name, column in rows.items()}
-
-
-def mini_batches(rows: Rows, num_mini_batches: int, epochs: int) -> Iterator[dict[str, Tensor]]:
-    """Yields this rank's rows of every optimizer step, in order; a step may have no rows here."""
-    for _ in range(epochs):
-        for index in range(num_mini_batches):
-            if num_mini_batches == 1:
-                yield dict(rows.items())
-            else:
-                yield select_rows(rows, (rows["mini_batch"] == index).nonzero().squeeze(1))
-
-
-def count_denominators(engine: TrainEngine, response_mask: Tensor, scale: float) -> Denominators:
-    """Counts model tokens and non-empty rows of the step over all ranks."""
-    local = torch.stack([response_mask.sum(), response_mask.any(dim=1).sum()]).double()
-    tokens, sequences = engine.reduce(local).tolist()
-    return Denominators(tokens=tokens, sequences=sequences, scale=scale)
-
-
-StepLoss = Callable[[ForwardOutputs, Rows, Denominators], LossOutput]
-
-
-def take_steps(
-    engine: TrainEngine, rows: Rows, loss: StepLoss, *, num_mini_batches: int, epochs: int, scale: float, outputs: tuple[str, ...]
-) -> list[StepSums]:
-    """Takes one optimizer step for each mini-batch of each epoch.  A mini-batch without a token to learn from takes none: the
-    optimizer's momentum and decay would move the weights."""
-    steps = []
-    for mini in mini_batches(rows, num_mini_batches, epochs):
-        denominators = count_denominators(engine, mini["response_mask"], scale)
-        if denominators.tokens == 0:
-            continue
-        sums = engine.forward_backward(mini, partial(_with_denominators, loss, denominators), outputs=outputs)
-        steps.append(StepSums(sums=sums, denominators=denominators, report=engine.optimizer_step()))
-    return steps
-
-
-def _with_denominators(loss: StepLoss, denominators: Denominators, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
-    return loss(outputs, micro, denominators)
 
 
 class PolicyUpdater:
@@ -183,6 +124,55 @@ class PolicyUpdater:
                 sums |= staleness_sums(outputs.log_probs, behaviour, mask, micro["staleness"])
             extremes.add(denominators, weight_extremes(outputs.log_probs, behaviour, mask))
         return LossOutput(loss=loss, sums=sums)
+
+
+@dataclass(slots=True, kw_only=True)
+class Anchored:
+    """The log-probs that the policy loss compares with and token weights, (rows, response), no gradient.  weights: None where
+    nothing is weighted."""
+
+    old_log_probs: Tensor
+    weights: Tensor | None
+    sums: dict[str, Tensor]
+
+
+class UpdateCorrection:
+    """Old log-probs and token weights of a micro-batch, by the configured mode.
+
+    loss_requires: the `requires` of the policy loss's registry row.
+    """
+
+    def __init__(self, config: RolloutCorrectionConfig, loss_requires: AbstractSet[str]) -> None:
+        self.config = config
+        self.own_ratio = "weights" not in loss_requires
+        self.applied = dataclasses.replace(config, rollout_is=None) if config.bypass_mode and self.own_ratio else config
+
+    def anchor(self, log_probs: Tensor, micro: Rows) -> Anchored:
+        """Returns the anchor of a micro-batch.  log_probs: the current policy's, (rows, response).  Reads old_log_probs and
+        importance_weights where present, in bypass mode old_log_probs (which is mu), with A-3PO rollout_log_probs and, where
+        present, staleness."""
+        current, mask = log_probs.detach(), micro["response_mask"]
+        if not self.config.in_update:
+            first_step = "old_log_probs" not in micro
+            old = current if first_step else micro["old_log_probs"]
+            return Anchored(old_log_probs=old, weights=micro.get("importance_weights"), sums={})
+        mu = self.behaviour(micro)
+        assert mu is not None
+        if self.config.bypass_mode:
+            old, measured = mu, current
+        else:
+            staleness = micro["staleness"] if "staleness" in micro else torch.zeros_like(mask[:, 0])
+            old = measured = proximal_log_probs(current, mu, staleness, mask)
+        correction = correct(self.applied, log_ratios(measured, mu, mask), mask)
+        weights = token_factors(correction).to(current.dtype) if self.applied.active else None
+        return Anchored(old_log_probs=old, weights=weights, sums=correction.sums)
+
+    def behaviour(self, rows: Rows) -> Tensor | None:
+        """Returns log mu, (rows, response), where the mismatch is measured in the update; None where the driver measures it."""
+        if self.config.bypass_mode:
+            return rows["old_log_probs"]
+        measured_before = "old_log_probs" in rows and not self.config.in_update
+        return rows["rollout_log_probs"] if "rollout_log_probs" in rows and not measured_before else None
 
 
 class Extremes:
@@ -282,56 +272,57 @@ def sft_loss(outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -
     return LossOutput(loss=aggregate(-outputs.log_probs, micro["response_mask"], "token-mean", denominators))
 
 
+StepLoss = Callable[[ForwardOutputs, Rows, Denominators], LossOutput]
+
+
 @dataclass(slots=True, kw_only=True)
-class Anchored:
-    """The log-probs that the policy loss compares with and token weights, (rows, response), no gradient.  weights: None where
-    nothing is weighted."""
+class StepSums:
+    """The results of one optimizer step: its global sums, its token count and the optimizer's report."""
 
-    old_log_probs: Tensor
-    weights: Tensor | None
-    sums: dict[str, Tensor]
-
-
-class UpdateCorrection:
-    """Old log-probs and token weights of a micro-batch, by the configured mode.
-
-    loss_requires: the `requires` of the policy loss's registry row.
-    """
-
-    def __init__(self, config: RolloutCorrectionConfig, loss_requires: AbstractSet[str]) -> None:
-        self.config = config
-        self.own_ratio = "weights" not in loss_requires
-        self.applied = dataclasses.replace(config, rollout_is=None) if config.bypass_mode and self.own_ratio else config
-
-    def anchor(self, log_probs: Tensor, micro: Rows) -> Anchored:
-        """Returns the anchor of a micro-batch.  log_probs: the current policy's, (rows, response).  Reads old_log_probs and
-        importance_weights where present, in bypass mode old_log_probs (which is mu), with A-3PO rollout_log_probs and, where
-        present, staleness."""
-        current, mask = log_probs.detach(), micro["response_mask"]
-        if not self.config.in_update:
-            first_step = "old_log_probs" not in micro
-            old = current if first_step else micro["old_log_probs"]
-            return Anchored(old_log_probs=old, weights=micro.get("importance_weights"), sums={})
-        mu = self.behaviour(micro)
-        assert mu is not None
-        if self.config.bypass_mode:
-            old, measured = mu, current
-        else:
-            staleness = micro["staleness"] if "staleness" in micro else torch.zeros_like(mask[:, 0])
-            old = measured = proximal_log_probs(current, mu, staleness, mask)
-        correction = correct(self.applied, log_ratios(measured, mu, mask), mask)
-        weights = token_factors(correction).to(current.dtype) if self.applied.active else None
-        return Anchored(old_log_probs=old, weights=weights, sums=correction.sums)
-
-    def behaviour(self, rows: Rows) -> Tensor | None:
-        """Returns log mu, (rows, response), where the mismatch is measured in the update; None where the driver measures it."""
-        if self.config.bypass_mode:
-            return rows["old_log_probs"]
-        measured_before = "old_log_probs" in rows and not self.config.in_update
-        return rows["rollout_log_probs"] if "rollout_log_probs" in rows and not measured_before else None
+    sums: dict[str, float]
+    denominators: Denominators
+    report: StepReport
 
 
-PAIR = 2
+def take_steps(
+    engine: TrainEngine, rows: Rows, loss: StepLoss, *, num_mini_batches: int, epochs: int, scale: float, outputs: tuple[str, ...]
+) -> list[StepSums]:
+    """Takes one optimizer step for each mini-batch of each epoch.  A mini-batch without a token to learn from takes none: the
+    optimizer's momentum and decay would move the weights."""
+    steps = []
+    for mini in mini_batches(rows, num_mini_batches, epochs):
+        denominators = count_denominators(engine, mini["response_mask"], scale)
+        if denominators.tokens == 0:
+            continue
+        sums = engine.forward_backward(mini, partial(_with_denominators, loss, denominators), outputs=outputs)
+        steps.append(StepSums(sums=sums, denominators=denominators, report=engine.optimizer_step()))
+    return steps
+
+
+def _with_denominators(loss: StepLoss, denominators: Denominators, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
+    return loss(outputs, micro, denominators)
+
+
+def mini_batches(rows: Rows, num_mini_batches: int, epochs: int) -> Iterator[dict[str, Tensor]]:
+    """Yields this rank's rows of every optimizer step, in order; a step may have no rows here."""
+    for _ in range(epochs):
+        for index in range(num_mini_batches):
+            if num_mini_batches == 1:
+                yield dict(rows.items())
+            else:
+                yield select_rows(rows, (rows["mini_batch"] == index).nonzero().squeeze(1))
+
+
+def select_rows(rows: Rows, keep: Tensor) -> dict[str, Tensor]:
+    """Returns copies of the rows at the given indices."""
+    return {name: column[keep] for name, column in rows.items()}
+
+
+def count_denominators(engine: TrainEngine, response_mask: Tensor, scale: float) -> Denominators:
+    """Counts model tokens and non-empty rows of the step over all ranks."""
+    local = torch.stack([response_mask.sum(), response_mask.any(dim=1).sum()]).double()
+    tokens, sequences = engine.reduce(local).tolist()
+    return Denominators(tokens=tokens, sequences=sequences, scale=scale)
 
 
 class PairLoss(Protocol):
@@ -343,28 +334,6 @@ class PairLoss(Protocol):
     def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput: ...
 
 
-def interleave(pairs: Rows) -> dict[str, Tensor]:
-    """Returns (pairs, 2, ...) columns as rows 2i (chosen) and 2i + 1 (rejected), and (pairs,) columns with each entry twice."""
-    return {name: column.flatten(0, 1) if column.dim() > 1 else column.repeat_interleave(PAIR) for name, column in pairs.items()}
-
-
-def split(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits (rows,) into chosen and rejected, (pairs,) each."""
-    chosen, rejected = rows.view(-1, PAIR).unbind(1)
-    return chosen, rejected
-
-
-def real_pairs(micro: Rows) -> Tensor:
-    """Returns (pairs,): False for the filler rows of a rank that has none left."""
-    chosen, rejected = split(micro["attention_mask"].any(dim=1))
-    return chosen & rejected
-
-
-def sequence_log_probs(log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """Returns sum_t m_t log pi(y_t), (rows,) float64: the losses read small differences of large sums."""
-    return masked_sum(log_probs.double(), response_mask, dim=1)
-
-
 @dataclass(slots=True, kw_only=True)
 class PairStep:
     """The results of one optimizer step: global sums over pairs, the number of pairs, and the optimizer's report."""
@@ -374,9 +343,7 @@ class PairStep:
     report: StepReport
 
 
-def count_pairs(engine: TrainEngine, rows: Rows) -> float:
-    """Counts the pairs over all ranks."""
-    return float(engine.reduce(real_pairs(rows).sum().double()))
+PAIR = 2
 
 
 def take_pair_step(engine: TrainEngine, rows: Rows, loss: PairLoss) -> PairStep:
@@ -451,3 +418,30 @@ def _rewards(chosen: Tensor, rejected: Tensor, real: Tensor) -> dict[str, Tensor
     right = (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)
     values = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected, "accuracies": right}
     return {f"rewards/{name}": masked(value, real).sum() for name, value in values.items()}
+
+
+def interleave(pairs: Rows) -> dict[str, Tensor]:
+    """Returns (pairs, 2, ...) columns as rows 2i (chosen) and 2i + 1 (rejected), and (pairs,) columns with each entry twice."""
+    return {name: column.flatten(0, 1) if column.dim() > 1 else column.repeat_interleave(PAIR) for name, column in pairs.items()}
+
+
+def split(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits (rows,) into chosen and rejected, (pairs,) each."""
+    chosen, rejected = rows.view(-1, PAIR).unbind(1)
+    return chosen, rejected
+
+
+def real_pairs(micro: Rows) -> Tensor:
+    """Returns (pairs,): False for the filler rows of a rank that has none left."""
+    chosen, rejected = split(micro["attention_mask"].any(dim=1))
+    return chosen & rejected
+
+
+def count_pairs(engine: TrainEngine, rows: Rows) -> float:
+    """Counts the pairs over all ranks."""
+    return float(engine.reduce(real_pairs(rows).sum().double()))
+
+
+def sequence_log_probs(log_probs: Tensor, response_mask: Tensor) -> Tensor:
+    """Returns sum_t m_t log pi(y_t), (rows,) float64: the losses read small differences of large sums."""
+    return masked_sum(log_probs.double(), response_mask, dim=1)

@@ -1,16 +1,16 @@
-"""From scores to advantages: the KL penalty and whitening of token rewards, the estimator, and which rows may train.
+"""From scores to advantages, and how far the policy that sampled is from the one that is trained.
 
-All of it is the algorithms' own functions (rlhub.algorithms) over the columns of one training batch, on the driver.
+All of it is the algorithms' own functions (rlhub.algorithms) over the columns of one training batch, on the driver, so that it
+depends on no rank and no micro-batch.
 
-§§ correction: The rollout engine's policy against the trained one: how far apart they are, a bound on that, and the correction for it.
+`AdvantageEstimation` does the KL penalty and the whitening of token rewards, the estimator, and says which rows may train.
 
-Everything here is computed on the driver over the whole batch, so that it depends on no rank and no micro-batch.
-
-- Measured: log-probs of the same tokens by both, as mismatch/*.
-- Bounded: fingerprints prove that an engine has received the weights.  What happens to them afterwards, or a kernel that
-  computes something else, shows only in the log-probs of the tokens it samples: beyond the bound they are another model's.
-- Corrected: after the advantages, because a group's baseline uses all of its samples, and after the critic's update, which
-  learns from all of them: what is rejected leaves only the policy's loss.
+The rollout engine's policy is compared with the trainer's by the log-probs of the sampled tokens:
+- `measure_mismatch` reports their distance as mismatch/*.
+- `MismatchBound` stops the run beyond a bound.  Fingerprints prove that an engine has received the weights; what happens to them
+  afterwards, or a kernel that computes something else, shows only in the log-probs of the tokens it samples.
+- `correct_batch` weights and rejects tokens: after the advantages, because a group's baseline uses all of its samples, and after
+  the critic's inputs are taken, because it learns from all of them.  What is rejected leaves only the policy's loss.
 """
 
 from __future__ import annotations
@@ -52,13 +52,6 @@ from rlhub.trainer.ppo.scoring import COMPONENT
 from rlhub.utils.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
-
-
-def build_kl_controller(config: KLControlConfig) -> KLController:
-    """Returns the controller of the KL-in-reward coefficient."""
-    if config.type == "adaptive":
-        return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
-    return FixedKLController(config.kl_coef)
 
 
 @dataclass(slots=True)
@@ -129,9 +122,21 @@ class AdvantageEstimation:
         return rewards, metrics
 
 
+def build_kl_controller(config: KLControlConfig) -> KLController:
+    """Returns the controller of the KL-in-reward coefficient."""
+    if config.type == "adaptive":
+        return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
+    return FixedKLController(config.kl_coef)
+
+
 def reward_components(batch: DataProto) -> dict[str, Tensor]:
     """Returns the scorer's own numbers by name, (rows,) float64: columns `reward/<name>` of the batch."""
     return {name.removeprefix(COMPONENT): column for name, column in batch.batch.items() if name.startswith(COMPONENT)}
+
+
+def own_group_when_invalid(uid: Tensor, valid: Tensor) -> Tensor:
+    """Returns group ids (rows,), where a sample without a valid score is a group of its own and moves nobody's baseline."""
+    return torch.where(valid, uid, -1 - torch.arange(len(uid)))
 
 
 def check_advantages(batch: DataProto, metrics: Mapping[str, float]) -> None:
@@ -150,19 +155,6 @@ def check_advantages(batch: DataProto, metrics: Mapping[str, float]) -> None:
             f"row {row}: with a reward of {float(scores[row]):g}, in a batch whose rewards reach {float(scores.abs().max()):g}, "
             "its advantages are not finite in float32, whose largest number is 3.4e+38. Scale the rewards down"
         )
-
-
-def own_group_when_invalid(uid: Tensor, valid: Tensor) -> Tensor:
-    """Returns group ids (rows,), where a sample without a valid score is a group of its own and moves nobody's baseline."""
-    return torch.where(valid, uid, -1 - torch.arange(len(uid)))
-
-
-BY_PRECISION = {"float32": (1e-3, 0.1), "16 bits": (0.1, 1.0)}
-"""Nats a token to warn at and to stop at, of tokens from the very weights that are trained.  Sound engines: 1e-8 to 1e-5 with
-float32 on both sides, 1e-3 to 0.02 with bfloat16 on one (mixtures of experts the most)."""
-DRIFT = 0.5
-"""Nats a token by which the policy itself may have moved in one version: far more than an update that still learns."""
-OF_VERSION = "mismatch/kl/staleness_"
 
 
 def measure_mismatch(batch: DataProto) -> dict[str, float]:
@@ -197,6 +189,16 @@ def add_staleness(batch: DataProto) -> None:
     columns = batch.batch
     if "policy_version" in columns.keys():
         columns["staleness"] = (batch.meta_info["policy_version"] - columns["policy_version"]).clamp(min=0)
+
+
+BY_PRECISION = {"float32": (1e-3, 0.1), "16 bits": (0.1, 1.0)}
+"""Nats a token to warn at and to stop at, of tokens from the very weights that are trained.  Sound engines: 1e-8 to 1e-5 with
+float32 on both sides, 1e-3 to 0.02 with bfloat16 on one (mixtures of experts the most)."""
+
+DRIFT = 0.5
+"""Nats a token by which the policy itself may have moved in one version: far more than an update that still learns."""
+
+OF_VERSION = "mismatch/kl/staleness_"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
