@@ -54,9 +54,10 @@ from rlhub.registry import knobs_for
 class PolicyUpdater:
     """Policy loss, optional entropy bonus and KL loss, stepped over the mini-batches of a batch.
 
-    Every rank calls `update` together.  Columns read: input_ids, attention_mask, response_mask, advantages, and when present
-    old_log_probs (absent: the policy at the start of the update is the one being stepped, see `Requirements`),
-    ref_log_prob, rollout_log_probs, importance_weights, selected, staleness, mini_batch.
+    Every rank calls `update` together.  Columns read: input_ids, attention_mask, loss_mask (response_mask where there is none,
+    and every token of the model trains), advantages, and when present old_log_probs (absent: the policy at the start of the
+    update is the one being stepped, see `Requirements`), ref_log_prob, rollout_log_probs, importance_weights, selected,
+    staleness, mini_batch.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class PolicyUpdater:
 
     def update(self, rows: Rows, num_mini_batches: int) -> dict[str, float]:
         """Takes all optimizer steps of this batch; returns metrics, the same on every rank."""
-        extremes = Extremes()
+        extremes, rows = Extremes(), counting(rows, "loss_mask")
         steps = take_steps(
             self.engine,
             rows,
@@ -217,8 +218,8 @@ def policy_metrics(steps: list[StepSums]) -> dict[str, float]:
 
 
 class ValueUpdater:
-    """Clipped value loss stepped over the mini-batches of a batch.  Columns read: input_ids, attention_mask, response_mask,
-    values, returns, mini_batch."""
+    """Clipped value loss stepped over the mini-batches of a batch.  Columns read: input_ids, attention_mask, learn_mask
+    (response_mask where there is none), values, returns, mini_batch."""
 
     def __init__(self, engine: TrainEngine, config: CriticConfig, *, loss_agg_mode: str, scale: float) -> None:
         self.engine, self.config, self.mode, self.scale = engine, config, loss_agg_mode, scale
@@ -228,7 +229,7 @@ class ValueUpdater:
         assert self.config.ppo_epochs is not None, "derived when the configuration is loaded"
         steps = take_steps(
             self.engine,
-            rows,
+            counting(rows, "learn_mask"),
             self._loss,
             num_mini_batches=num_mini_batches,
             epochs=self.config.ppo_epochs,
@@ -264,6 +265,14 @@ def value_metrics(steps: list[StepSums]) -> dict[str, float]:
         for name, value in values.items():
             metrics[f"critic/{name}"] = metrics.get(f"critic/{name}", 0.0) + value / len(done)
     return metrics
+
+
+def counting(rows: Rows, mask: str) -> Rows:
+    """Returns the rows with their column `mask`, where they have it, as response_mask: an engine computes the tokens of
+    response_mask alone, and a loss counts no others."""
+    if mask not in rows:
+        return rows
+    return {name: column for name, column in rows.items() if name != mask} | {"response_mask": rows[mask]}
 
 
 def sft_loss(outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:

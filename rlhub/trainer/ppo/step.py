@@ -182,13 +182,16 @@ def add_outputs(batch: DataProto, passes: Sequence[DataProtoFuture]) -> dict[str
     return metrics
 
 
-# The columns that each worker call reads: only these travel.
+# The columns that each worker call reads: only these travel.  response_mask are the tokens of the model as they were generated,
+# learn_mask those of the rows that train, loss_mask those of them that the policy's loss counts: none is ever written again.
 
-MODEL = ("input_ids", "attention_mask", "response_mask")
-
-POLICY = (*MODEL, "mini_batch", "advantages", "old_log_probs", "ref_log_prob", "importance_weights", "selected", "staleness")
-
-VALUE = (*MODEL, "critic_mini_batch", "values", "returns")
+TOKENS = ("input_ids", "attention_mask")
+MODEL = (*TOKENS, "response_mask")
+VALUE = (*TOKENS, "learn_mask", "critic_mini_batch", "values", "returns")
+POLICY = (
+    *(*TOKENS, "loss_mask", "mini_batch", "advantages"),
+    *("old_log_probs", "ref_log_prob", "importance_weights", "selected", "staleness"),
+)
 
 
 def view(batch: DataProto, names: tuple[str, ...], **meta: object) -> DataProto:
@@ -303,7 +306,7 @@ def part_sizes(num_rows: int, num_parts: int) -> list[int]:
 def select_tokens(batch: DataProto, config: PPOConfig, step: int) -> Tensor:
     """Returns (rows, response), 1 on the tokens that the loss chose in each mini-batch; in the order of the batch's rows.
 
-    batch: needs sample_index, mini_batch, old_log_probs, advantages and response_mask as the update will read it.
+    batch: needs sample_index, mini_batch, old_log_probs, advantages and loss_mask.
     """
     actor, columns = config.actor_rollout_ref.actor, batch.batch
     name = actor.policy_loss.loss_mode
@@ -311,14 +314,14 @@ def select_tokens(batch: DataProto, config: PPOConfig, step: int) -> Tensor:
     assert select is not None, f"{name} selects no tokens"
     kwargs, where = actor.policy_loss.kwargs, "actor_rollout_ref.actor.policy_loss.kwargs"
     knobs = knobs_for(POLICY_LOSSES.knobs_class(name), actor, kwargs, where=where)
-    selected = torch.zeros(columns["response_mask"].shape, dtype=torch.uint8)
+    selected = torch.zeros(columns["loss_mask"].shape, dtype=torch.uint8)
     for mini_batch in columns["mini_batch"].unique():
         rows = (columns["mini_batch"] == mini_batch).nonzero().squeeze(1)
         rows = rows[columns["sample_index"][rows].argsort()]
         inputs = SelectionInputs(
             old_log_probs=columns["old_log_probs"][rows],
             advantages=columns["advantages"][rows],
-            response_mask=columns["response_mask"][rows],
+            response_mask=columns["loss_mask"][rows],
             keys=token_keys(config.trainer.seed, step, columns["sample_index"][rows].numpy(), selected.shape[1]),
         )
         selected[rows] = select(inputs, knobs).to(torch.uint8)
