@@ -37,6 +37,18 @@ def test_importers_are_files_re_exports_and_lazy_rows() -> None:
     assert house.one_importer() == ["rlhub.c"]
 
 
+def test_a_registered_part_may_have_the_registry_alone() -> None:
+    house = house_of(
+        registry="""'''rlhub.told:x'''\nROW = 'rlhub.part:f'\n""",
+        part="from rlhub.half import g\n",
+        half="g = 1\n",
+        told="x = 1\n",
+    )
+    assert house.registered == {"rlhub.part"}
+    assert house.importers["rlhub.part"] == {"rlhub.registry"}
+    assert house.one_importer() == ["rlhub.half"]
+
+
 def test_cycles_of_files_are_found_and_lazy_rows_make_none() -> None:
     cycle = house_of(
         a="import rlhub.b",
