@@ -64,7 +64,8 @@ class Run:
 
     resolved: the whole configuration as plain values.  record: goes into the state of every checkpoint.  check: is called with
     the checkpoint to resume from, and raises where the run cannot resume from it.
-    Attributes: `calls` is the CallObserver that times worker calls and counts what they carry; `spans` records when each phase and call ran.
+    Attributes: `calls` is the CallObserver that times worker calls and counts what they carry; `spans` records when each phase
+    and call ran.
     """
 
     def __init__(
@@ -268,15 +269,10 @@ class Run:
         self.spans.record(STEPS, f"step {step}", self._step_started, time.perf_counter())
 
     def _timings(self, metrics: Metrics) -> dict[str, float]:
-<<<<<<< HEAD
-        """Returns timing_s/... of the phases and of the whole step, and perf/throughput in tokens per second and device.
+        """Returns timing_s/... of the phases and of the whole step, the traffic through the driver, and perf/throughput.
 
-        The devices are the ranks of all pools.
+        Throughput is in tokens per second and device; the devices are the ranks of all pools.
         """
-=======
-        """Returns timing_s/... of the phases and of the whole step, the traffic through the driver, and tokens per second and
-        device: ranks of all pools."""
->>>>>>> bytes
         seconds = time.perf_counter() - self._step_started
         timings = {**self.timers.drain(), "timing_s/step": seconds, "perf/time_per_step": seconds, **self.calls.traffic()}
         if "perf/total_num_tokens" in metrics:
