@@ -61,7 +61,7 @@ class BrokenConnectionError(EngineError):
 
 
 class Http:
-    """Holds the connections to one server, on one event loop.
+    """The connections to one server, on one event loop.
 
     url: the server's address, without a path.
     key: the bearer token of requests; None sends none.
@@ -112,8 +112,8 @@ class Http:
     async def _response(
         self, path: str, body: dict[str, Any] | None, method: str, *, admin: bool = False
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yields a successful response, to be read inside the context.  A server that is full, or that names a time to retry,
-        is asked again until the deadline."""
+        """Yields a successful response, to be read inside the context.  While a server is full, or names a time to retry, the
+        request is repeated until the deadline."""
         headers = self._admin_headers if admin else self._headers
         deadline = time.monotonic() + self._request_s
         try:
