@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from rlhub.config import load
 from rlhub.config.compose import example_names, is_ours
 from rlhub.config.rules import checks, effects
-from rlhub.config.rules.parallel import derive
+from rlhub.config.rules.derive import derive
 from rlhub.config.schema import describe, leaves, scalar, sections, to_dict
 from rlhub.errors import ConfigError, DataError, NonFiniteError, ResourceError, RlhubError, WorkerError
 from rlhub.utils.redact import redact
