@@ -12,7 +12,11 @@ def found() -> dict[str, float]:
     return figures(read_house())
 
 
-@pytest.mark.parametrize("figure", BOUNDS)
+BY_PARTS = "modules with one importer, %"
+"""Grows with each registered part, which is one file and one registration: no test may fail where somebody adds one."""
+
+
+@pytest.mark.parametrize("figure", [name for name in BOUNDS if name != BY_PARTS])
 def test_figure_is_within_its_bound(figure: str, found: dict[str, float]) -> None:
     value = found[figure]
     assert BOUNDS[figure].holds(value), f"{figure}: {value:g}, wanted {BOUNDS[figure].text}; see scripts/checks/house.py --list"
@@ -46,7 +50,8 @@ def test_a_registered_part_may_have_the_registry_alone() -> None:
     )
     assert house.registered == {"rlhub.part"}
     assert house.importers["rlhub.part"] == {"rlhub.registry"}
-    assert house.one_importer() == ["rlhub.half"]
+    assert house.one_importer() == ["rlhub.half", "rlhub.part"]
+    assert house.unregistered() == ["rlhub.half"]
 
 
 def test_cycles_of_files_are_found_and_lazy_rows_make_none() -> None:
