@@ -23,6 +23,9 @@ from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout
 from rlhub.protocol.columns import join_tensors, take_rows
 from rlhub.protocol.data_proto import DataProto
 
+ROWS = "rows"
+"""The role of a process's RowKeeper, in calls and errors; the driver's own roles have other names."""
+
 Piece = Sequence[Tensor]
 """The bytes for one destination, uint8 (bytes,) each, to be sent one after the other."""
 
@@ -217,9 +220,13 @@ class RowKeeper:
     It stands beside the workers of the process's roles and is called like one; every rank of the group runs every call.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self) -> None:
         self.store = ColumnStore()
-        self.transport = GroupTransport(device)
+        self.transport = GroupTransport()
+
+    def place(self, rank: int, device: str) -> None:
+        """Says which rank this is, and from which device it sends."""
+        self.store.rank, self.transport.device = rank, torch.device(device)
 
     def exchange(self, moves: RankMoves, key: str) -> int:
         """Replaces the rows of the old keys by the rank's new part, under `key` (collective where rows move).

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rlhub.errors import DeadlineError, WorkerDiedError
-from rlhub.protocol import DataProtoFuture
+from rlhub.protocol import DataProtoFuture, Retain
 
 GRACE_S = 3.0
 """After a first failure, wait this long for the others': when a rank dies its peers fail too (their collective breaks), often
@@ -118,6 +118,7 @@ class Request:
 
     materialize: fetch DataProtoFuture arguments in the worker before the method runs.
     as_data: the outputs are DataProto and will be asked for with `data_future`.
+    retain: what of the outputs stays with the ranks.
     """
 
     role: str
@@ -126,6 +127,7 @@ class Request:
     deadline: Deadline
     materialize: bool = True
     as_data: bool = False
+    retain: Retain | None = None
 
     @property
     def name(self) -> str:

@@ -77,7 +77,9 @@ class LocalWorkerGroup(WorkerGroup):
         kwargs = {name: _own_columns(value) for name, value in share.kwargs.items()}
         start = time.monotonic()
         try:
-            output = self._rank.run(request.role, request.method, args, kwargs, materialize=request.materialize)
+            output = self._rank.run(
+                request.role, request.method, args, kwargs, materialize=request.materialize, retain=request.retain
+            )
         except RemoteError as failure:
             return _Finished({}, failure)
         seconds = time.monotonic() - start
