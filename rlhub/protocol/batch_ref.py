@@ -339,14 +339,44 @@ class BatchRef:
         return self.fetcher(chosen if rows is None else chosen.select_idxs(rows))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels as small columns, names and index arrays, without the fetcher."""
+        """Travels as small columns, names and numbers, without the fetcher: some hundred bytes, for there is one for each rank
+        and call."""
         columns = [(name, info.dtype, info.shape, info.ragged) for name, info in self.columns.items()]
-        return _rebuild, (self.keys, self.small, columns, np.stack(self.layout.arrays()).tobytes())
+        small = self.small if self.names_of_small() or self.small.meta_info else None
+        return _rebuild, (self.keys, small, columns, *map(pack_numbers, self.layout.arrays()))
 
 
-def _rebuild(keys: tuple[str, ...], small: DataProto, columns: list[tuple[Any, ...]], layout: bytes) -> BatchRef:
-    rank, key, place = np.frombuffer(layout, dtype=np.int32).reshape(3, -1)
-    return BatchRef(keys, small, {name: ColumnInfo(*info) for name, *info in columns}, Layout(rank, key, place))
+def _rebuild(keys: tuple[str, ...], small: DataProto | None, columns: list[tuple[Any, ...]], *numbers: Numbers) -> BatchRef:
+    rank, key, place = map(unpack_numbers, numbers)
+    infos = {name: ColumnInfo(*info) for name, *info in columns}
+    return BatchRef(keys, small or DataProto(TensorDict({}, batch_size=[len(rank)])), infos, Layout(rank, key, place))
+
+
+Numbers = int | tuple[int, int] | tuple[str, bytes]
+"""int32 numbers on their way: their count where they are 0, 1, 2 and so on; one number and its count; or the narrowest type that
+has room for them, and their bytes."""
+
+
+def pack_numbers(numbers: np.ndarray) -> Numbers:
+    """Returns numbers (any,) that are not negative as they travel."""
+    count = len(numbers)
+    if not count or (numbers[0] == 0 and numbers[-1] == count - 1 and np.array_equal(numbers, np.arange(count))):
+        return count
+    low, high = int(numbers.min()), int(numbers.max())
+    if low == high:
+        return low, count
+    dtype = np.min_scalar_type(high)
+    return dtype.char, numbers.astype(dtype).tobytes()
+
+
+def unpack_numbers(packed: Numbers) -> np.ndarray:
+    """Returns the numbers of `pack_numbers`, int32."""
+    if isinstance(packed, int):
+        return np.arange(packed, dtype=np.int32)
+    first, second = packed
+    if isinstance(second, bytes):
+        return np.frombuffer(second, dtype=first).astype(np.int32)
+    return np.full(second, first, dtype=np.int32)
 
 
 @dataclass(slots=True, frozen=True)

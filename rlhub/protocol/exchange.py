@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlhub.errors import ProtocolError
-from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout
+from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout, Numbers, pack_numbers, unpack_numbers
 from rlhub.protocol.columns import join_tensors, take_rows
 from rlhub.protocol.data_proto import DataProto
 
@@ -88,15 +88,13 @@ class RankMoves:
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = [(name, info.dtype, info.shape, info.ragged) for name, info in self.columns.items()]
-        return _rebuild, (self.rank, self.keys, columns, self.rows.tobytes(), self.sources.tobytes(), self.moving)
+        return _rebuild, (self.rank, self.keys, columns, self.moving, *map(pack_numbers, (*self.rows, self.sources)))
 
 
-def _rebuild(
-    rank: int, keys: tuple[str, ...], columns: list[tuple[Any, ...]], rows: bytes, sources: bytes, moving: bool
-) -> RankMoves:
+def _rebuild(rank: int, keys: tuple[str, ...], columns: list[tuple[Any, ...]], moving: bool, *numbers: Numbers) -> RankMoves:
     infos = {name: ColumnInfo(*info) for name, *info in columns}
-    numbers = np.frombuffer(rows, dtype=np.int32).reshape(3, -1)
-    return RankMoves(rank, keys, infos, numbers, np.frombuffer(sources, dtype=np.int32), moving)
+    *rows, sources = map(unpack_numbers, numbers)
+    return RankMoves(rank, keys, infos, np.stack(rows), sources, moving)
 
 
 def plan_exchange(ref: BatchRef, after: Layout, num_ranks: int) -> list[RankMoves]:

@@ -12,7 +12,16 @@ import torch
 
 from rlhub.errors import ColumnStoreError, ProtocolError
 from rlhub.protocol import DataProto
-from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout, Retain
+from rlhub.protocol.batch_ref import (
+    BatchRef,
+    ColumnInfo,
+    ColumnStore,
+    Layout,
+    Numbers,
+    Retain,
+    pack_numbers,
+    unpack_numbers,
+)
 from tests.support.batch_refs import fetch_from, same_batch, scattered
 
 Move = Callable[[Any], Any]
@@ -60,6 +69,30 @@ def test_a_reference_travels_without_its_fetcher() -> None:
     copy = pickle.loads(pickle.dumps(ref.chunk(2)[1], protocol=5))
     assert copy.fetcher is None
     assert same_batch(fetch_from(stores, copy), whole.chunk(2)[1])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "packed"),
+    [
+        ([], 0),
+        ([0], 1),
+        ([0, 1, 2], 3),
+        ([7, 7], (7, 2)),
+        ([0, 2], ("B", b"\0\2")),
+        ([0, 1, 1], ("B", b"\0\1\1")),
+        ([300, 0], ("H", b"\x2c\x01\0\0")),
+    ],
+)
+def test_numbers_travel_in_few_bytes(numbers: list[int], packed: Numbers) -> None:
+    assert pack_numbers(np.array(numbers, dtype=np.int32)) == packed
+    assert unpack_numbers(packed).tolist() == numbers
+
+
+def test_a_reference_is_small_on_its_way() -> None:
+    """16 rows of three wide columns, as each call sends them to each rank."""
+    columns = {name: ColumnInfo(torch.int64, (1024,)) for name in ("input_ids", "attention_mask", "response_mask")}
+    ref = BatchRef(("step 3+1",), DataProto.from_dict({"n": torch.arange(16)}).select([]), columns, Layout.of(5, np.arange(16)))
+    assert len(pickle.dumps(ref, protocol=5)) < 220
 
 
 def test_union_adds_columns_of_the_same_rows_only() -> None:
