@@ -1,8 +1,8 @@
-"""What crosses process boundaries: batches (`DataProto`), and the language in which weights are described.
+"""Batches (`DataProto`), which cross process boundaries, and the language in which weights are described.
 
 data_proto.py   DataProto, a batch of tensor and array columns
 columns.py      indexing, stacking and comparing columns, and a batch as one TensorDict
-future.py       DataProtoFuture, a batch that workers are still making
+future.py       DataProtoFuture, a batch that workers still compute
 batch_ref.py    BatchRef, a batch whose wide columns stay in the processes that made them, and ColumnStore, which keeps them
 exchange.py     brings the rows of a BatchRef to the ranks that will compute on them, once a step
 serialization.py  columns in files, without pickle, and tensors on the wire, out of band

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlhub.errors import ColumnStoreError, ProtocolError
-from rlhub.protocol.columns import Index, chunk_bounds, join_tensors, row_numbers, row_shape, take_rows, without
+from rlhub.protocol.columns import Index, chunk_bounds, join_tensors, num_bytes, row_numbers, row_shape, take_rows, without
 from rlhub.protocol.data_proto import DataProto
 from rlhub.protocol.readonly_tensor import guard
 
@@ -137,7 +137,7 @@ class ColumnStore:
 
     def nbytes(self) -> int:
         """Returns the bytes of all columns."""
-        return sum(nbytes_of(column) for columns in self._batches.values() for column in columns.values())
+        return sum(num_bytes(column) for columns in self._batches.values() for column in columns.values())
 
     def _find(self, key: str, names: Sequence[str]) -> Mapping[str, Tensor]:
         if key not in self._batches:
@@ -156,14 +156,6 @@ class ColumnStore:
             "after it made the columns: take the step again from its samples",
             key=key,
         )
-
-
-def nbytes_of(column: Tensor) -> int:
-    """Returns the bytes of a column's values, and of the lengths of its rows (4 bytes each) where it is ragged."""
-    if not column.is_nested:
-        return int(column.nbytes)
-    jagged: Any = column
-    return int(jagged.values().nbytes) + 4 * len(column)
 
 
 class Fetcher(Protocol):
@@ -375,7 +367,7 @@ def unpack_numbers(packed: Numbers) -> np.ndarray:
         return np.arange(packed, dtype=np.int32)
     first, second = packed
     if isinstance(second, bytes):
-        return np.frombuffer(second, dtype=first).astype(np.int32)
+        return np.frombuffer(second, dtype=str(first)).astype(np.int32)
     return np.full(second, first, dtype=np.int32)
 
 

@@ -7,6 +7,6 @@ Weights are published in one of three ways.  From the actor's ranks to the engin
     jobs that share a folder         WeightWriter; and WeightReader
 
 Route is one process's part of the plan (`plan`, cut into messages by `schedule`), from its LocalPieces to those of other
-processes; Transport carries messages between Peers.  `layout_exchange` tells everyone what everyone has, and `first_update`
-brings an engine its first weights, by its own loader.
+processes; Transport carries messages between Peers.  `layout_exchange` tells every process all layouts.  An engine's
+first weights come through its own loader (`update_by_stream` in `manager`).
 """

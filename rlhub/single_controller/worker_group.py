@@ -15,7 +15,8 @@ import numpy as np
 from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import DispatchError
 from rlhub.protocol import BatchRef, DataProto, Retain
-from rlhub.protocol.batch_ref import Layout, nbytes_of
+from rlhub.protocol.batch_ref import Layout
+from rlhub.protocol.columns import num_bytes
 from rlhub.protocol.exchange import ROWS, plan_exchange
 from rlhub.registry import suggest
 from rlhub.single_controller.calls import (
@@ -30,6 +31,7 @@ from rlhub.single_controller.calls import (
     WorkerInfo,
 )
 from rlhub.single_controller.decorator import DEFAULT_DEADLINE, DispatchMode, Mesh, MethodSpec, registered_methods
+from rlhub.single_controller.traffic import column_bytes
 from rlhub.single_controller.worker import MeshInfo
 
 
@@ -48,8 +50,8 @@ class GroupMethod:
 
     @property
     def submit(self) -> GroupMethod:
-        """The same method as a non-blocking one: it returns a DataProtoFuture where the mode collects DataProto, and a CallFuture
-        otherwise."""
+        """Returns the same method as a non-blocking one: a call gives a DataProtoFuture where the mode collects DataProto, else a
+        CallFuture."""
         return GroupMethod(self._group, self.name, self._spec, blocking=False, retain=self._retain)
 
     def retain(self, *names: str, key: str = "") -> GroupMethod:
@@ -69,6 +71,7 @@ class GroupMethod:
         request.retain = _retained_by(self._retain, group, self.name, (*args, *kwargs.values()))
         request.as_data = mode.proto and not rank_zero and not self._blocking and self._retain is None
         with group._watch(request, blocking=self._blocking) as watch:
+            watch.send(ranks)
             pending = group._send(request)
         if request.as_data:
             return pending.data_future(collected, watch)
@@ -135,6 +138,9 @@ class WorkerGroup(ABC):
     exchanged_bytes, fetched_bytes: what moved between the ranks, and from them to the driver, of batches held by reference.
     """
 
+    _size_of: Callable[[Any], int] = staticmethod(column_bytes)
+    """Returns the bytes of an argument or a result on its way."""
+
     def __init__(self, role: str, worker_cls: type | None, observers: Sequence[CallObserver] = ()) -> None:
         self.role = role
         self.observers: list[CallObserver] = list(observers)
@@ -165,7 +171,7 @@ class WorkerGroup(ABC):
     @property
     @abstractmethod
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Where each rank lives, in rank order."""
+        """The place of each rank, in rank order."""
 
     @abstractmethod
     def _send(self, request: Request) -> PendingCall:
@@ -197,11 +203,13 @@ class WorkerGroup(ABC):
 
     def _watch(self, request: Request, *, blocking: bool) -> Watch:
         workers = tuple(self.workers[rank.rank] for rank in request.ranks)
-        return Watch(ObservedCall(role=self.role, method=request.method, blocking=blocking, workers=workers), self.observers)
+        call = ObservedCall(role=self.role, method=request.method, blocking=blocking, workers=workers)
+        return Watch(call, self.observers, self._size_of)
 
     def _execute(self, method: str, ranks: list[RankRequest], finish: Callable[[dict[int, Any]], Any]) -> CallFuture:
         request = self._request(method, ranks)
         with self._watch(request, blocking=False) as watch:
+            watch.send(ranks)
             return CallFuture(self._send(request), finish, watch)
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> CallFuture:
@@ -256,7 +264,7 @@ class WorkerGroup(ABC):
         chosen = [(rank, ref.select_idxs(here)) for rank, here in zip(ranks, rows, strict=True)]
         parts = self._call_rows("fetch", chosen)
         fetched = DataProto.concat([parts[rank] for rank in ranks])
-        self.fetched_bytes += sum(map(nbytes_of, fetched.tensors().values()))
+        self.fetched_bytes += sum(map(num_bytes, fetched.tensors().values()))
         return fetched.select_idxs(np.argsort(np.concatenate(rows), kind="stable"))
 
     def drop(self, ref: BatchRef) -> None:
@@ -273,12 +281,13 @@ class WorkerGroup(ABC):
         request = self._request(method, [RankRequest(rank=call[0], args=call[1:]) for call in calls])
         request.role = ROWS
         with self._watch(request, blocking=True) as watch:
+            watch.send(request.ranks)
             pending = self._send(request)
         outputs: dict[int, Any] = CallFuture(pending, lambda outputs: outputs, watch).get()
         return outputs
 
     def mesh(self, name: str) -> Mesh:
-        """Returns the arrangement that the workers declared under `name`; asked for on first use, then cached."""
+        """Returns the arrangement that the workers declared under `name`; queried on first use, then cached."""
         if name not in self._meshes:
             self._meshes[name] = build_mesh(self.role, name, self.execute_all_sync("query_mesh", name))
         return self._meshes[name]

@@ -61,6 +61,11 @@ def fetch_from(stores: Sequence[ColumnStore], ref: BatchRef) -> DataProto:
     return DataProto.concat(parts) if parts else ref.local(stores[0])
 
 
+def travelling_bytes(column: Tensor) -> int:
+    """The bytes of a column's values, and of the lengths of its rows (4 bytes each) where it is ragged."""
+    return column.values().nbytes + 4 * len(column) if column.is_nested else column.nbytes
+
+
 def same_batch(left: DataProto, right: DataProto) -> bool:
     """Equal columns bit for bit (their order aside), arrays and meta entries."""
     mine, other = left.tensors(), right.tensors()

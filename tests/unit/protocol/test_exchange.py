@@ -14,10 +14,10 @@ import torch.multiprocessing as mp
 
 from rlhub.errors import ColumnStoreError, ProtocolError
 from rlhub.protocol import DataProto
-from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout, nbytes_of
+from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout
 from rlhub.protocol.columns import take_rows
 from rlhub.protocol.exchange import RankMoves, RowKeeper, own_store, pack, plan_exchange, unpack
-from tests.support.batch_refs import fetch_from, same_batch, scattered
+from tests.support.batch_refs import fetch_from, same_batch, scattered, travelling_bytes
 
 Spoil = Callable[[list[RankMoves]], list[RankMoves]]
 
@@ -58,7 +58,7 @@ def random_layout(seed: int) -> tuple[DataProto, BatchRef, list[ColumnStore], La
 
 def bytes_that_change_rank(whole: DataProto, ref: BatchRef, after: Layout) -> int:
     rows = torch.from_numpy(np.flatnonzero(ref.layout.rank != after.rank))
-    return sum(nbytes_of(take_rows(whole.batch[name], rows)) for name in ref.columns)
+    return sum(travelling_bytes(take_rows(whole.batch[name], rows)) for name in ref.columns)
 
 
 @pytest.mark.parametrize("block", range(10))
@@ -178,7 +178,7 @@ def _rank(rank: int, num_ranks: int, folder: str) -> None:
         mine = BatchRef(("next",), ref.small, ref.columns, after).chunk(num_ranks)[rank]
         assert same_batch(mine.local(keeper.store), whole.select_idxs(order).chunk(num_ranks)[rank]), (rank, seed)
         leaving = torch.from_numpy(order[np.flatnonzero((ref.layout.rank == rank) & (after.rank != rank))])
-        payload = sum(nbytes_of(take_rows(whole.batch[name], leaving)) for name in ref.columns)
+        payload = sum(travelling_bytes(take_rows(whole.batch[name], leaving)) for name in ref.columns)
         assert sent == payload + (8 * num_ranks if moves.moving else 0), (rank, seed)
     dist.destroy_process_group()
     Path(folder, f"done{rank}").touch()

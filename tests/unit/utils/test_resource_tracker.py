@@ -13,9 +13,9 @@ import pytest
 KILLED = """
 import os, signal
 from multiprocessing.shared_memory import SharedMemory
-from rlhub.engines.rollout.vllm.environment import start_apart
+from rlhub.engines.rollout.vllm.environment import start_resource_tracker
 if {apart}:
-    start_apart()
+    start_resource_tracker()
 print(SharedMemory(create=True, size=64).name, flush=True)
 os.killpg(0, signal.SIGKILL)
 """

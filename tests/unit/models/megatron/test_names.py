@@ -34,7 +34,7 @@ def held(param: Tensor, key: str, config: Any = None, vocab: int = 0, **places: 
     built: Any = SimpleNamespace(chunks=[chunk], config=config, vocab_size=vocab)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(names, "parallel_state", parallel(**places))
-        parts = names._Namer(built, 0).parts(key, nn.Parameter(param))
+        parts = names._PartsOfChunk(built, 0).parts(key, nn.Parameter(param))
     return [(part, take(param, part.local)) for part in parts]
 
 

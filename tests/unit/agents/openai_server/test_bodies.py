@@ -14,7 +14,7 @@ from openai.types.chat import completion_create_params as chat_params
 
 from rlhub.agents.openai_server.bodies import CHAT, COMPLETION, IGNORED, REFUSED
 from rlhub.tools.formats import parse_hermes, parse_json
-from tests.unit.agents.openai_endpoint import END, LIMITS, endpoint
+from tests.unit.agents.openai_server.endpoint import END, LIMITS, endpoint
 
 QUESTION = {"role": "user", "content": "2+2?"}
 TOOL = {

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhub.engines.training.fsdp import logprob as whole
-from rlhub.engines.training.megatron import heads
-from rlhub.engines.training.megatron.heads import VocabShard, token_outputs, vocab_shard
+from rlhub.engines.training.megatron import passes
+from rlhub.engines.training.megatron.passes import VocabShard, token_outputs, vocab_shard
 
 TOKENS, WIDTH, VOCAB = 11, 6, 17
 NAMES = ("log_probs", "entropy", "sum_pi_squared")
@@ -70,7 +70,7 @@ def truth(hidden: Tensor, weight: Tensor, targets: Tensor, factors: Tensor) -> t
 @pytest.mark.parametrize(("ranks", "rows"), [(1, 17), (1, 24), (2, 9), (2, 12), (3, 9)])
 def test_parts_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch, ranks: int, rows: int, chunk: int) -> None:
     """Values and gradients, with padded columns and (three ranks) a rank that has padding alone."""
-    monkeypatch.setattr(heads, "chunk_tokens", lambda *_: chunk)
+    monkeypatch.setattr(passes, "chunk_tokens", lambda *_: chunk)
     hidden, weight, targets, factors = tensors()
     outputs, (d_hidden, d_weight) = truth(hidden, weight, targets, factors)
     padded = torch.cat([weight, torch.randn(ranks * rows - VOCAB, WIDTH, dtype=weight.dtype) * 5])

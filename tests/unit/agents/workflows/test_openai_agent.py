@@ -12,7 +12,7 @@ from rlhub.agents.workflows.base import EpisodeData, WorkflowParts, build_workfl
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.errors import ConfigError, WorkflowError
 from rlhub.utils.aio.results import Reject
-from tests.unit.agents.openai_endpoint import END, Told, tokenizer
+from tests.unit.agents.openai_server.endpoint import END, Told, tokenizer
 
 pytestmark = pytest.mark.anyio
 AGENTS = str(Path(__file__).with_name("agents.py"))

@@ -1,6 +1,6 @@
-"""Whether the models that a job names have all their weights, asked in the driver before it starts any process.
+"""Checks that the models of a job have all their weights, in the driver, before any process starts.
 
-Local folders only: what a worker downloads, or finds on another machine, its engine looks at in the same way.
+It checks local folders only.  A model that a worker downloads, or reads on another machine, is checked there by its engine.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rlhub.models.tokenizer import check_tokenizer
 from rlhub.trainer.ppo.requirements import requirements
 
 KINDS: dict[str, ModelKind] = {"critic": "value", "reward_model": "reward"}
-"""The kinds of model of the roles that are no policy."""
+"""The kinds of model of the roles that hold no policy."""
 
 
-def check_models(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> None:
-    """Raise ConfigError with what is wrong with the weights and the vocabulary of every model, each under its key."""
+def check_model_weights(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> None:
+    """Raises ConfigError with all problems of the models' weights and vocabularies, each under its key."""
     problems: list[str] = []
     known: list[tuple[ModelConfig, ModelKind]] = []
     for key, model, kind in _models(config):
@@ -45,7 +45,7 @@ def check_models(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> None:
 
 @functools.singledispatch
 def _models(config: Any) -> Iterator[tuple[str, ModelConfig, ModelKind]]:
-    """Key, model and kind of every model that the job loads."""
+    """Yields key, model and kind of every model that the job loads."""
     raise TypeError(f"no models in {type(config).__name__}")
 
 

@@ -17,7 +17,7 @@ from rlhub.agents.openai_server.streaming import StableText
 from rlhub.agents.trajectory import Trajectory
 from rlhub.errors import EngineError
 from rlhub.tools.formats import parse_hermes, parse_json
-from tests.unit.agents.openai_endpoint import END, LIMITS, Endpoint, endpoint
+from tests.unit.agents.openai_server.endpoint import END, LIMITS, Endpoint, endpoint
 
 QUESTION = {"role": "user", "content": "2+2?"}
 TOOL = {

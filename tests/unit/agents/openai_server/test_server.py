@@ -13,7 +13,7 @@ from rlhub.agents.openai_server.sessions import SessionLimits
 from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
 from rlhub.agents.workflows.turns import turn_seed
 from rlhub.errors import EngineError, RequestError, WorkerError
-from tests.unit.agents.openai_endpoint import END, LIMITS, Endpoint, endpoint
+from tests.unit.agents.openai_server.endpoint import END, LIMITS, Endpoint, endpoint
 from tests.unit.data.templates import HEADERS, INSTRUCTIONS, THINKING
 
 QUESTION = {"role": "user", "content": "2+2?"}

@@ -16,7 +16,7 @@ from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import FSDPConfig, MegatronConfig
 from rlhub.errors import ConfigError
 from rlhub.trainer.ppo.sync_source import STREAMED
-from rlhub.trainer.training import EXTRAS, MADE_WITH, TrainingConfig, changed_inputs, check_resume, made_with
+from rlhub.trainer.training import EXTRAS, RESUME_RECORD, TrainingConfig, changed_inputs, check_resume, resume_record
 
 SIZES = {"model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
 Change = Callable[[PPOConfig], object]
@@ -48,7 +48,7 @@ def checkpoint_of(config: TrainingConfig, *folders: str, **state: object) -> Che
     path = Path("global_step_3").absolute()
     for folder in folders:
         save(path / folder / "huggingface")
-    kept = json.loads(json.dumps({MADE_WITH: made_with(config), **state}))
+    kept = json.loads(json.dumps({RESUME_RECORD: resume_record(config), **state}))
     return Checkpoint(path=path, step=3, state=kept, metrics={})
 
 
@@ -181,7 +181,7 @@ def test_the_folder_of_another_trainer() -> None:
     for other in (ppo(), supervised(DPOConfig)):
         with pytest.raises(ConfigError, match=r"it was saved by main_sft, and this is main_(ppo|dpo)\. To go on"):
             check_resume(other, before)
-    before.state.pop(MADE_WITH)
+    before.state.pop(RESUME_RECORD)
     check_resume(supervised(SFTConfig), before)  # of a version that kept no account
     with pytest.raises(ConfigError, match="it holds no actor, which main_ppo trains"):
         check_resume(ppo(), before)
