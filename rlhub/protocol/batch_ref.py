@@ -29,7 +29,7 @@ MOST_KEYS_NAMED = 8
 
 @dataclass(slots=True, frozen=True)
 class ColumnInfo:
-    """What is known of a column without its values.  shape: of one row; a ragged column has rows of different lengths in front
+    """The description of a column without its values.  shape: of one row; a ragged column has rows of different lengths in front
     of it."""
 
     dtype: torch.dtype
@@ -192,7 +192,7 @@ class BatchRef:
 
     @property
     def key(self) -> str:
-        """The one batch to which all rows belong.  ProtocolError where batches were joined."""
+        """Returns the one batch to which all rows belong.  ProtocolError where batches were joined."""
         if len(self.keys) != 1:
             raise ProtocolError(f"rows of {len(self.keys)} batches ({', '.join(self.keys)}) have no one key; exchange them first")
         return self.keys[0]
@@ -211,26 +211,26 @@ class BatchRef:
         return replace(self, small=small, layout=layout)
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
-        """Rows [start, end); small columns are views."""
+        """Returns rows [start, end); small columns are views."""
         return self._with(self.small.slice(start, end, step), self.layout.take(slice(start, end, step)))
 
     def select_idxs(self, idxs: Index) -> Self:
-        """The rows named by indices or by a boolean mask (rows,)."""
+        """Returns the rows named by indices or by a boolean mask (rows,)."""
         rows = row_numbers(idxs, len(self))
         return self._with(self.small.select_idxs(rows), self.layout.take(rows))
 
     def reorder(self, indices: Index) -> None:
-        """Replace the rows by the rows at `indices`, in place."""
+        """Replaces the rows by the rows at `indices`, in place."""
         chosen = self.select_idxs(indices)
         self.small, self.layout = chosen.small, chosen.layout
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
-        """Every row `repeat_times` times: a a b b when interleaved, else a b a b."""
+        """Returns every row `repeat_times` times: a a b b when interleaved, else a b a b."""
         index = np.arange(len(self))
         return self.select_idxs(np.repeat(index, repeat_times) if interleave else np.tile(index, repeat_times))
 
     def chunk(self, chunks: int) -> list[Self]:
-        """`chunks` consecutive parts; sizes differ by at most one, empty ones when there are too few rows."""
+        """Returns `chunks` consecutive parts; sizes differ by at most one, empty ones when there are too few rows."""
         bounds = chunk_bounds(len(self), chunks)
         parts = zip(self.small.chunk(chunks), bounds, strict=True)
         return [self._with(small, self.layout.take(slice(*bound))) for small, bound in parts]
@@ -241,14 +241,14 @@ class BatchRef:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> Self:
-        """Those columns, small or wide, and meta entries (None: all)."""
+        """Returns the rows with those columns, small or wide, and meta entries (None: all)."""
         keys = None if batch_keys is None else [name for name in batch_keys if name not in self.columns]
         small = self.small.select(keys, non_tensor_batch_keys, meta_info_keys)
         wide = {name: info for name, info in self.columns.items() if batch_keys is None or name in batch_keys}
         return replace(self, small=small, columns=wide)
 
     def union(self, other: DataProto | BatchRef) -> Self:
-        """Add the other's columns and meta entries in place; what both have must be equal.  Returns self.
+        """Adds the other's columns and meta entries in place; what both have must be equal.  Returns self.
 
         A reference must name the same rows of the same batches.
         """
@@ -269,7 +269,7 @@ class BatchRef:
 
     @staticmethod
     def concat(data: Sequence[BatchRef]) -> BatchRef:
-        """Rows of all parts in order; small columns and meta entries as in DataProto.concat, wide columns the same in all."""
+        """Returns the rows of all parts in order, joined as DataProto.concat does; the wide columns are the same in all."""
         if not data:
             raise ProtocolError("concat of an empty list: there is no reference to take the columns from")
         for part in data:
@@ -373,8 +373,8 @@ def unpack_numbers(packed: Numbers) -> np.ndarray:
 
 @dataclass(slots=True, frozen=True)
 class Retain:
-    """What of a call's result stays in the processes.  key: the batch to which it is added.  names: the columns; (): every
-    tensor column of more than one number a row."""
+    """The part of a call's result that stays in the processes.  key: the batch to which it is added.  names: the columns; ():
+    every tensor column of more than one number a row."""
 
     key: str
     names: tuple[str, ...] = ()
@@ -382,9 +382,10 @@ class Retain:
     def keep(self, output: DataProto, store: ColumnStore, rows: BatchRef | None = None) -> BatchRef:
         """Puts the columns into the store, and returns what goes back: the other columns, and the reference to these.
 
-        rows: the argument that the result belongs to, whose places its rows take; None where the result begins a batch.
+        rows: the call's argument by reference; the rows of its batch take its places, and those of another begin one.
         Raises ProtocolError for a name that the result lacks, or rows that are not the whole of this process's part.
         """
+        rows = None if rows is None or self.key not in rows.keys else rows
         tensors = output.tensors()
         names = self.names or tuple(name for name, column in tensors.items() if column.is_nested or column.dim() > 1)
         if missing := [name for name in names if name not in tensors]:

@@ -72,7 +72,7 @@ def own_store(pieces: Mapping[int, Piece]) -> dict[int, Tensor]:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class RankMoves:
-    """What one rank does in an exchange.
+    """The share of one rank in an exchange.
 
     rows: (3, kept or sent) int32: the destination of each row, ascending, and the row's key and place in this rank's store.
     sources: (received,) int32: the rank from which each row of its new part comes.  columns: what moves.  moving: whether any

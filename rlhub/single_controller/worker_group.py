@@ -55,7 +55,7 @@ class GroupMethod:
         return GroupMethod(self._group, self.name, self._spec, blocking=False, retain=self._retain)
 
     def retain(self, *names: str, key: str = "") -> GroupMethod:
-        """The same method as one whose result is a BatchRef: those columns of it stay with the ranks that made them.
+        """Returns the same method as one whose result is a BatchRef: those columns of it stay with the ranks that made them.
 
         names: none means every tensor column of more than one number a row.  key: of the batch that the columns begin; "" adds
         them to that of the call's BatchRef argument.

@@ -237,6 +237,8 @@ def test_a_result_joins_the_rows_of_its_argument() -> None:
     ref = Retain("k", ("log_probs",)).keep(output, store, rows)
     assert store.take("k", ["log_probs"])["log_probs"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert ref.local(store).batch["log_probs"].tolist() == [2.0, 0.0, 3.0, 1.0]
+    more = Retain("other").keep(output.repeat(2), ColumnStore(), rows)
+    assert more.layout.place.tolist() == list(range(8)), "a result under another key has rows of its own"
     with pytest.raises(ProtocolError, match="only from a call on all rows"):
         Retain("k", ("log_probs",)).keep(output.slice(0, 2), store, rows.slice(0, 2))
     with pytest.raises(ProtocolError, match="no column 'values' to retain; it has: log_probs"):
