@@ -52,6 +52,15 @@ class ProtocolError(RlhubError, ValueError):
     """A DataProto would be inconsistent: the message names the offending column."""
 
 
+class ColumnStoreError(RlhubError, LookupError):
+    """A process has not, or no longer, the columns of a batch that is held by reference.  Field `key`: the batch."""
+
+    key: str
+
+    def __init__(self, message: str, *, key: str = "") -> None:
+        super().__init__(message, key=key)
+
+
 class DataError(RlhubError, ValueError):
     """A data file, row or column is unusable: the message names file, row and column."""
 
