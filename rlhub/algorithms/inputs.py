@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.masked import masked
+from rlhub.algorithms.row_statistics import row_sums
 from rlhub.errors import ProtocolError
 
 
@@ -50,7 +51,7 @@ class AdvantageInputs:
     def outcome_rewards(self) -> Tensor:
         """Returns R_i = sum_t r_{i,t}, (batch,).  It is float64, so that samples with the same few rewards at other places have
         exactly equal outcomes."""
-        return self.token_level_rewards.sum(1, dtype=torch.float64)
+        return row_sums(self.token_level_rewards, self.response_mask)
 
     def on_tokens(self, per_sample: Tensor) -> Tensor:
         """Returns A_{i,t} = a_i m_{i,t}, (batch, response) in the rewards' dtype, for a (batch,); 0 outside the mask whatever a_i
