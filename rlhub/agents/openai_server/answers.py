@@ -1,29 +1,39 @@
-"""Answers of the endpoint: completions as OpenAI's JSON, whole or as the chunks of a stream, each as soon as it can be told.
+"""Writes answers of the endpoint as OpenAI's JSON: whole, or as the chunks of a stream as soon as their content is final.
 
-`token_ids`, `prompt_token_ids` and `token_versions` are extensions that only a request with `return_token_ids` gets.
+`token_ids`, `prompt_token_ids` and `token_versions` are extensions, which only a request with `return_token_ids` gets.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from aiohttp import web
+
 from rlhub.agents.openai_server.bodies import Message, read_arguments
+from rlhub.agents.openai_server.errors import as_api_error
 from rlhub.agents.openai_server.streaming import Choice, RunningAnswer, StreamPart
 from rlhub.engines.rollout.base import Completion
 from rlhub.tools.call_streams import CallPart
 
+logger = logging.getLogger(__name__)
+
 ID_BYTES = 12
+HEARTBEAT_S = 10.0  # below the minute after which proxies commonly close a silent connection
 
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """One choice.  written: its whole text.  content: without the calls.  calls: OpenAI's tool_calls objects.
+    """One choice of a response.
 
-    call_id: of the so many-th call.
+    written: the whole text. content: the text without tool calls. call_id: returns the id of the call with a given index. calls:
+    OpenAI's tool_calls objects.
     """
 
     prompt_ids: list[int]
@@ -34,7 +44,7 @@ class Answer:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, part: str | CallPart) -> None:
-        """What comes next of text and calls."""
+        """Appends the next part of the text or of a tool call."""
         if isinstance(part, str):
             self.content += part
             return
@@ -44,17 +54,18 @@ class Answer:
 
     @property
     def finish_reason(self) -> str:
+        """OpenAI's finish_reason: "tool_calls" for a complete answer with calls."""
         return "tool_calls" if self.calls and self.completion.finish_reason == "stop" else self.completion.finish_reason
 
     @property
     def message(self) -> dict[str, Any]:
-        """As it is answered; clients send it back in their history."""
+        """The message of the response; clients send it back in their history."""
         made: dict[str, Any] = {"role": "assistant", "content": self.content or ("" if not self.calls else None), "refusal": None}
         return {**made, "tool_calls": self.calls} if self.calls else made
 
     @property
     def recorded(self) -> Message:
-        """The same as a message of a request's history."""
+        """The message in the form in which a later request's history contains it."""
         made: Message = {"role": "assistant", "content": self.content}
         if self.calls:
             made["tool_calls"] = [
@@ -65,12 +76,17 @@ class Answer:
 
 
 def call_object(call_id: str, name: str, arguments: str = "") -> dict[str, Any]:
+    """Returns OpenAI's object of a tool call."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 @dataclass(slots=True, kw_only=True)
 class Writer:
-    """Writes the answers of one request.  chat: of which interface.  token: a token id as text.  n: answers a prompt."""
+    """Writes the responses to one request.
+
+    chat: True for /chat/completions, False for /completions. token: returns a token id as text. n: the number of answers per
+    prompt.
+    """
 
     model: str
     chat: bool
@@ -83,19 +99,19 @@ class Writer:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Returns the body of a response that is not streamed."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         body = {**self._head(chunk=False), "choices": choices, "usage": usage(answers, self.n)}
         return {**body, "prompt_token_ids": answers[0].prompt_ids} if self.chat and self.token_ids else body
 
-    def told(self, under_way: RunningAnswer) -> Iterator[dict[str, Any]]:
-        """What can be told of the answers under way and was not yet."""
-        for index, choice in enumerate(under_way.choices):
+    def new_chunks(self, running: RunningAnswer) -> Iterator[dict[str, Any]]:
+        """Yields the chunks of the running answers whose content is final and was not sent yet."""
+        for index, choice in enumerate(running.choices):
             yield from map(self._chunk, self._piece(index, choice, choice.take()))
 
-    def ends(self, answers: Sequence[Answer], under_way: RunningAnswer) -> Iterator[dict[str, Any]]:
-        """The rest of each answer, when all of them are there."""
-        for index, (answer, choice) in enumerate(zip(answers, under_way.choices, strict=True)):
+    def last_chunks(self, answers: Sequence[Answer], running: RunningAnswer) -> Iterator[dict[str, Any]]:
+        """Yields the remaining chunks of all answers, once all of them are complete."""
+        for index, (answer, choice) in enumerate(zip(answers, running.choices, strict=True)):
             yield from map(self._chunk, self._piece(index, choice, choice.rest(answer.written, answer.completion)))
             yield from map(self._chunk, self._end(index, answer, choice))
         if self.usage_chunk:
@@ -181,7 +197,75 @@ class Writer:
 
 
 def usage(answers: Sequence[Answer], n: int) -> dict[str, int]:
-    """Tokens of the request: a prompt counts once for its `n` answers."""
+    """Returns the token counts of the request; a prompt counts once for its `n` answers."""
     prompt = sum(len(answer.prompt_ids) for answer in answers[::n])
     written = sum(len(answer.completion.token_ids) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+
+async def send_whole(request: web.Request, answer: dict[str, Any], write_s: float) -> web.StreamResponse:
+    """Writes the response in one piece."""
+    body, response = json.dumps(answer).encode(), web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
+    response.content_length = len(body)
+    await response.prepare(request)
+    await _write(request, response, body, write_s)
+    return response
+
+
+async def send_stream(
+    request: web.Request, writer: Writer, answering: Awaitable[list[Answer]], running: RunningAnswer, write_s: float
+) -> web.StreamResponse:
+    """Writes server-sent events as soon as their content is final.  When there are none, comments keep the connection open and
+    detect a client that has disconnected. write_s: see `_write`."""
+    task = asyncio.ensure_future(answering)
+    task.add_done_callback(lambda _: running.notify())
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    clock = task.get_loop().time
+    written_at = clock()
+    try:
+        await running.news(HEARTBEAT_S)
+        if task.done():
+            task.result()  # an error of its first moments is an answer with its own status
+        await response.prepare(request)
+        while not task.done():
+            told = _events(writer.new_chunks(running))
+            if not told and clock() - written_at >= HEARTBEAT_S:
+                told = b": working\n\n"
+            if told:
+                await _write(request, response, told, write_s)
+                written_at = clock()
+            await running.news(HEARTBEAT_S)
+        await _write(request, response, _last_events(request, task, writer, running), write_s)
+        await response.write_eof()
+    except ConnectionResetError:
+        if not response.prepared:
+            raise
+        logger.debug("%s: the client left", request.path)
+    finally:
+        task.cancel()
+    return response
+
+
+def _last_events(request: web.Request, task: asyncio.Future[list[Answer]], writer: Writer, running: RunningAnswer) -> bytes:
+    try:
+        answers = task.result()
+    except Exception as error:  # noqa: BLE001  the request's boundary: its status is sent, so an event tells of the error
+        return _events([as_api_error(request, error).body])
+    return _events(writer.last_chunks(answers, running)) + b"data: [DONE]\n\n"
+
+
+def _events(told: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in told)
+
+
+async def _write(request: web.Request, response: web.StreamResponse, told: bytes, seconds: float) -> None:
+    """Writes to the client.  If it does not read the data within `seconds`, aborts the connection and raises
+    ConnectionResetError."""
+    try:
+        async with asyncio.timeout(seconds):
+            await response.write(told)
+    except TimeoutError:
+        logger.info("%s: the client has read nothing for %g s (server.connection_s)", request.path, seconds)
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client does not read") from None

@@ -60,7 +60,7 @@ MAY_TRAIN = "may_train"
 class StreamSource:
     """Is the SampleSource of the asynchronous schedules.
 
-    outcomes: what the reward function returned for each finished group.  hosts: their metrics are reported too.
+    outcomes: what the reward function returned for each finished group.  actor_pools: their metrics are reported too.
     """
 
     config: PPOConfig
@@ -71,7 +71,7 @@ class StreamSource:
     vocabulary: Vocabulary
     log: PromptLog
     timers: PhaseTimer
-    hosts: Sequence[ActorPool] = ()
+    actor_pools: Sequence[ActorPool] = ()
     policy_version: int = field(init=False, default=0)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     positions: LoaderPositions = field(init=False)
@@ -153,7 +153,7 @@ class StreamSource:
             **counters,
             "trainer/idle_share": min(counters["rollout/wait_s"] / max(passed, 1e-9), 1.0),
             **self.publisher.metrics,
-            **{name: value for hosts in self.hosts for name, value in hosts.metrics().items()},
+            **{name: value for pool in self.actor_pools for name, value in pool.metrics().items()},
         }
 
     def save(self, folder: Path) -> list[FileEntry]:

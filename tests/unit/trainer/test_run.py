@@ -1,20 +1,27 @@
-"""A run's lines of metrics: in order, each once, also where a step's validation is done later than the next steps."""
+"""A run's lines of metrics stand in order, each once, also where a step's validation is done later than the next steps.
+
+Stop signals, the limit on skipped steps, a lost folder and a killed run's report.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rlhub.checkpoint.files import FileEntry
 from rlhub.checkpoint.store import Checkpoint
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.errors import CheckpointError, ConfigError, NonFiniteError, RewardError, RunFolderError
+from rlhub.single_controller import ObservedCall, WorkerInfo
 from rlhub.tracking.metrics_log import read_metrics
 from rlhub.tracking.tracker import Metrics
-from rlhub.trainer.run import Run
+from rlhub.trainer.run import Run, StopSignals
 
 
 class Late:
@@ -76,6 +83,27 @@ def test_throughput_is_per_second_and_device_of_all_pools(tmp_path: Path, monkey
         (row,) = read_metrics(run.folder.metrics)
     assert row["timing_s/step"] == row["perf/time_per_step"] == 4.0
     assert row["perf/throughput"] == pytest.approx(1200 / (4 * 10))
+
+
+def test_a_steps_line_has_the_traffic_of_its_calls_and_of_its_save(tmp_path: Path) -> None:
+    config = TrainerConfig(default_local_dir=str(tmp_path / "run"), logger=[])
+    call = ObservedCall(role="actor", method="save_checkpoint", blocking=True, workers=(WorkerInfo(rank=0, node="n", pid=1),))
+
+    def save(folder: Path) -> list[FileEntry]:
+        run.calls.on_start(call)
+        run.calls.on_transfer(call, sent=5, received=7)
+        return []
+
+    with Run(config, {}, 2) as run:
+        run.calls.on_transfer(call, sent=1000)  # before the first step
+        run.start()
+        for step in (1, 2):
+            run.begin_step(step)
+            run.calls.on_transfer(call, sent=10 * step)
+            run.end_step(step, {}, save=save, state=dict, last=step == 2)
+        rows = read_metrics(run.folder.metrics)
+    names = ("perf/driver_bytes_out", "perf/driver_bytes_in", "perf/driver_calls")
+    assert [[row[name] for name in names] for row in rows] == [[10, 0, 0], [25, 7, 1]]
 
 
 def test_a_save_waits_for_what_is_late(tmp_path: Path) -> None:
@@ -266,3 +294,29 @@ def test_a_run_of_which_no_checkpoint_is_whole_is_not_begun_anew_over_it(tmp_pat
     ):
         pass
     assert steps(run) == [1, 2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_a_request(number: signal.Signals) -> None:
+    former = signal.getsignal(number)
+    with StopSignals() as stop:
+        assert not stop.requested and stop.exit_code == 0
+        stop.defer()
+        os.kill(os.getpid(), number)
+        assert stop.requested and stop.exit_code == 128 + number
+    assert signal.getsignal(number) is former
+
+
+def test_the_second_interrupt_stops_at_once() -> None:
+    with StopSignals() as stop, pytest.raises(KeyboardInterrupt):
+        stop.defer()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_before_the_first_step_a_signal_stops_at_once(number: signal.Signals, raised: type[BaseException]) -> None:
+    with StopSignals() as stop:
+        with pytest.raises(raised):
+            os.kill(os.getpid(), number)
+        assert stop.requested and stop.exit_code == 128 + number
