@@ -1,8 +1,8 @@
-"""What an agent does with a policy: episodes as asyncio programs, and the services they run against.
+"""Runs episodes: agents as asyncio programs over an engine that generates, and the services that they use.
 
-trajectory.py      one episode's tokens, who wrote them, their log-probs and policy versions
-partials.py        responses in parts, when the weights change while they are written
-workflows/         the episodes: single turn, multi-turn, tools, environments, agents that speak to an OpenAI endpoint
-openai_server/     an OpenAI-compatible endpoint, which records what agents sample through it as tokens
-remote/            episodes and environments in actors of their own
+trajectory.py   the tokens of one episode, with their origin, log-probs and policy versions
+partials.py     saves the tokens of unfinished generations for a resumed run
+workflows/      the episodes: single turn, multi-turn, tools, environments, agents that use an OpenAI endpoint
+openai_server/  an OpenAI-compatible endpoint, which records what agents sample through it as tokens
+remote/         episodes and environments in actors of their own
 """

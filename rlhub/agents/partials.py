@@ -1,7 +1,8 @@
-"""What an episode has written so far, kept so that another life of the run goes on from there.
+"""Saves the tokens of unfinished generations, so that a resumed run continues each response where it stopped.
 
-The tokens of a running generation are with its engine.  So for a checkpoint the running generations are aborted: each comes
-back with its tokens, these are noted, and it is asked for again from where it was.  The episode notices nothing.
+The tokens of a running generation live in its engine.  For a checkpoint the executor aborts all running generations: each returns
+the tokens that it has sampled, TrackedEngine records them and sends the request again from that position.  The episode sees one
+completion.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 
 Interrupt = Callable[[Sequence[str]], Awaitable[None]]
-"""`await interrupt(request_ids)`: end these generations where they are; they come back as "abort"."""
+"""`await interrupt(request_ids)` aborts these generations; each returns its tokens with the finish reason "abort"."""
 
 
 def join(before: Completion | None, after: Completion) -> Completion:
-    """One completion of two parts."""
+    """Returns one completion from two parts; `before` is None for the first part."""
     if before is None:
         return after
     return Completion(
@@ -32,49 +33,51 @@ def join(before: Completion | None, after: Completion) -> Completion:
 
 
 class Attempt:
-    """A Follow of one attempt at a completion that may take several: passes on what it is told."""
+    """Forwards the tokens of one attempt to the follower of a completion that may take several attempts, and counts them."""
 
     def __init__(self, follow: Follow) -> None:
-        self._follow, self._num_told = follow, 0
+        self._follow, self._num_sent = follow, 0
 
     def __call__(self, progress: Progress) -> None:
-        self._num_told += len(progress.token_ids)
+        self._num_sent += len(progress.token_ids)
         self._follow(progress)
 
-    def tell_rest(self, part: Completion) -> None:
-        """What the attempt has given beyond what was told, before the next attempt's is told."""
-        if len(part.token_ids) > self._num_told:
+    def send_rest(self, part: Completion) -> None:
+        """Forwards the tokens of the attempt that its engine has not streamed, before the next attempt streams any."""
+        if len(part.token_ids) > self._num_sent:
             self._follow(
                 Progress(
-                    token_ids=part.token_ids[self._num_told :],
-                    log_probs=part.log_probs[self._num_told :],
-                    versions=part.versions[self._num_told :],
+                    token_ids=part.token_ids[self._num_sent :],
+                    log_probs=part.log_probs[self._num_sent :],
+                    versions=part.versions[self._num_sent :],
                 )
             )
 
 
 class TrackedEngine:
-    """The engine as one episode sees it.  `written`: what the first generation has written, as far as it is known."""
+    """Wraps the engine of one episode, and records in `written` what its first generation has sampled so far."""
 
     def __init__(self, engine: EpisodeEngine, data: EpisodeData) -> None:
         self._engine, self._data = engine, data
-        # A first generation that is complete is not asked for again: what comes then is the second.
+        # A first generation that is complete is not requested again: the next request is the second generation.
         self._first = data.partial is None or data.partial.finish_reason == "abort"
         self._running: dict[asyncio.Future[None], str] = {}
         self._awaited: set[asyncio.Future[None]] = set()
         self.written = data.partial
 
     def request_ids(self) -> list[str]:
-        """Returns the requests of the generations that run now; `settled` awaits each."""
+        """Returns the requests of the generations that run now; `settled` waits for exactly these."""
         self._awaited |= self._running.keys()
         return list(self._running.values())
 
     async def settled(self) -> None:
-        """Until those generations have ended or were interrupted."""
+        """Waits until those generations have ended or were interrupted."""
         if self._awaited:
             await asyncio.wait(set(self._awaited))
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+        """Generates one completion, as EpisodeEngine does; a generation that was interrupted for a checkpoint continues from its
+        tokens."""
         first, self._first = self._first, False
         before = self._data.partial if first and request.start else None
         request = replace(request, request_id=request.request_id or self._data.session)
@@ -93,7 +96,7 @@ class TrackedEngine:
     async def _generate(
         self, request: GenerationRequest, params: SamplingParams, attempt: Attempt | None
     ) -> tuple[Completion, bool]:
-        """A completion, and whether somebody wanted it interrupted."""
+        """Returns a completion, and whether `request_ids` had listed it for an interruption."""
         end = asyncio.get_running_loop().create_future()
         self._running[end] = request.request_id
         try:
@@ -101,7 +104,7 @@ class TrackedEngine:
                 part = await self._engine.agenerate(request, params)
             else:
                 part = await self._engine.agenerate(request, params, attempt)
-                attempt.tell_rest(part)
+                attempt.send_rest(part)
             return part, end in self._awaited
         finally:
             del self._running[end]
@@ -110,12 +113,13 @@ class TrackedEngine:
 
 
 def completion_of(state: Mapping[str, Any] | None) -> Completion | None:
-    """The inverse of `asdict`."""
+    """Returns the completion of a JSON mapping; the inverse of `dataclasses.asdict`."""
     return None if state is None else Completion(**state)
 
 
 def sample_state(trajectory: Trajectory | None, written: Completion | None) -> dict[str, Any]:
-    """JSON-able: a sample of an unfinished group, complete, begun or neither."""
+    """Returns the JSON-able state of one sample of an unfinished group: its trajectory, or the tokens written so far, or
+    neither."""
     return {
         "trajectory": None if trajectory is None else asdict(trajectory),
         "written": None if written is None else asdict(written),

@@ -1,7 +1,7 @@
-"""Trajectory: what one episode leaves for training, as tokens.
+"""Trajectory: the tokens that one episode leaves for training.
 
-Token in, token out: tokens that the policy wrote are those that the engine sampled, never text tokenized again; what tools,
-environments and templates add stands between them with response_mask 0.
+Token in, token out: the tokens that the policy wrote are those that the engine sampled, never text that was tokenized again.
+Tokens of tools, environments and templates stand between them with response_mask 0.
 """
 
 from __future__ import annotations
@@ -16,20 +16,28 @@ NOT_SAMPLED = -1  # the version of a token that no policy wrote
 
 
 def last_written(response_mask: Sequence[int]) -> int | None:
-    """The index of the last token that the policy wrote; None if it wrote none."""
+    """Returns the index of the last token that the policy wrote, or None if it wrote none."""
     return max((index for index, written in enumerate(response_mask) if written), default=None)
 
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
-    """prompt_ids: what the first generation was conditioned on.  response_ids: everything after it, in order.
+    """The tokens of one episode with their origin, log-probs and rewards.
 
-    response_mask, rollout_log_probs, versions: one entry for each response token.  The mask is 1 on tokens that the policy
-    wrote, with the log-prob of the distribution sampled from and the version that sampled it; elsewhere 0, 0.0, NOT_SAMPLED.
-    rewards: one entry a response token, 0 where the mask is 0, set by the workflow; None: the run's reward scores the response.
-    added_rewards: one entry a response token, added to the configured reward: what tools give.  None: nothing.
+    prompt_ids: the tokens that the first generation was conditioned on. response_ids: all tokens after them, in order.
+
+    response_mask, rollout_log_probs, versions: one entry per response token.  The mask is 1 for tokens that the policy wrote;
+    their log-prob is that of the distribution sampled from, and their version is the policy version that sampled them.  For all
+    other tokens the entries are 0, 0.0 and NOT_SAMPLED.
+
+    rewards: one entry per response token, 0 where the mask is 0; the workflow sets them.  None: the run's reward function scores
+    the response.
+
+    added_rewards: one entry per response token, which is added to the configured reward; tools give them.  None: no such rewards.
+
     metrics: numbers of this episode (turns, tool calls, ...), averaged over the batch.
-    text: what people read in sample tables; the decoded response where it is empty.
+
+    text: the text in sample tables; where it is empty the response is decoded.
     """
 
     prompt_ids: list[int]
@@ -44,7 +52,7 @@ class Trajectory:
     text: str = ""
 
     def check(self) -> None:
-        """ValueError if the columns do not fit together."""
+        """Raises ValueError if the columns do not fit together, or if no token can train."""
         length = len(self.response_ids)
         for name in ("response_mask", "rollout_log_probs", "versions", "rewards", "added_rewards"):
             column = getattr(self, name)
@@ -57,7 +65,7 @@ class Trajectory:
 
     @property
     def finite_rewards(self) -> bool:
-        """Whether all rewards, and their sum, are finite in float32, the dtype of the reward columns."""
+        """Returns whether all rewards and their sum are finite in float32, the dtype of the reward columns."""
         return self.rewards is None or all(abs(reward) <= LARGEST_SCORE for reward in (*self.rewards, sum(self.rewards)))
 
     @property
@@ -66,8 +74,8 @@ class Trajectory:
         return self.versions[self.response_mask.index(1)]
 
     def set_reward(self, reward: float) -> None:
-        """The whole episode's reward, on the last token that the policy wrote: what follows it trains nothing.  An episode
-        without such a token, which `check` refuses for training, has no place for a reward."""
+        """Sets the reward of the whole episode on the last token that the policy wrote.  An episode without such a token stays
+        without a reward; `check` refuses it for training."""
         self.rewards = [0.0] * len(self.response_ids)
         last = last_written(self.response_mask)
         if last is not None:

@@ -1,11 +1,11 @@
 """Saving and loading: sharded tensors, atomic checkpoint folders, Hugging Face weight files.
 
-store         a run folder's checkpoints: begin, commit, latest, retain
+store         the checkpoints of a run folder: begin, commit, latest, retain
 manifest      manifest.json, which makes a folder a checkpoint
-files         entries with checksums, and a safetensors writer that hashes while it writes
-shards        every rank writes the pieces it holds
-shard_reader  any rank reads any region from them
-hf            weights as Hugging Face files
+files         the entry of each file with its checksum, and a safetensors writer that hashes while it writes
+shards        writes the pieces of every rank
+shard_reader  reads any region of a tensor from those pieces, on any rank
+hf            writes weights as Hugging Face files
 
 `store`, `manifest` and `files` load no torch, so a driver or a check before start can look at checkpoints cheaply.
 """

@@ -1,7 +1,7 @@
-"""Checkpoint files: the entry that records each, and a safetensors writer that hashes while it writes.
+"""Checkpoint files: the entry that records each file, and a safetensors writer that hashes while it writes.
 
-The format is safetensors' own (8-byte little-endian header length, JSON header, raw tensors without holes), written here
-rather than by the library so that one pass over memory writes, checksums and flushes, and so that nothing is copied:
+The format is that of safetensors (8-byte little-endian header length, JSON header, raw tensors without holes).  rlhub writes
+it itself, so that one pass over memory writes, checksums and flushes, and nothing is copied:
 https://github.com/huggingface/safetensors#format.  This module loads no torch.
 """
 
@@ -26,10 +26,11 @@ READ_BYTES = 8 << 20
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class FileEntry:
-    """One file of a checkpoint, as its writer saw it.
+    """One file of a checkpoint, as its writer recorded it.
 
-    path: absolute where a writer returns it; relative to the checkpoint's folder once it is in a manifest.
-    size: in bytes.  checksum: `xxh3_128:<hex>` over the whole file.
+    path: absolute when a writer returns it; relative to the checkpoint's folder once it is in a manifest.
+    size: in bytes.
+    checksum: `xxh3_128:<hex>` over the whole file.
     """
 
     path: str
@@ -39,10 +40,14 @@ class FileEntry:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RawTensor:
-    """A tensor as bytes: `data()` returns its contiguous little-endian memory, asked for once, when it is written."""
+    """A tensor as bytes.
+
+    dtype: the code of safetensors: F32, BF16, I64, ...
+    data: returns the contiguous little-endian memory; called once, when the tensor is written.
+    """
 
     name: str
-    dtype: str  # safetensors' code: F32, BF16, I64, ...
+    dtype: str
     shape: tuple[int, ...]
     num_bytes: int
     data: Callable[[], memoryview]
@@ -50,7 +55,7 @@ class RawTensor:
 
 @contextmanager
 def storage_errors(what: str) -> Iterator[None]:
-    """Turns an OSError (disk full, no permission, vanished folder) into a CheckpointError that says what was being done."""
+    """Turns an OSError (disk full, no permission, vanished folder) into a CheckpointError that names the action `what`."""
     try:
         yield
     except OSError as error:
@@ -61,9 +66,9 @@ def storage_errors(what: str) -> Iterator[None]:
 
 
 def write_safetensors(path: Path, tensors: Sequence[RawTensor], metadata: dict[str, str] | None = None) -> FileEntry:
-    """Writes and flushes one safetensors file; returns its size and checksum.  Names must differ.
+    """Writes and flushes one safetensors file; returns its entry.  Names must differ.
 
-    Wide dtypes come first so that every tensor starts at a multiple of its item size.
+    Wide dtypes come first, so that every tensor starts at a multiple of its item size.
     """
     ordered = sorted(tensors, key=lambda raw: (-_item_bytes(raw), raw.name))
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -114,7 +119,7 @@ def write_file(path: Path, data: bytes) -> FileEntry:
 
 
 def entry_of(path: Path) -> FileEntry:
-    """Reads a file that another program wrote and describes it.  Raises OSError when it cannot be read."""
+    """Reads a file that another program wrote; returns its entry.  Raises OSError if the file cannot be read."""
     digest = xxhash.xxh3_128()
     size = 0
     with open(path, "rb", buffering=0) as stream:
@@ -125,7 +130,7 @@ def entry_of(path: Path) -> FileEntry:
 
 
 def problem_with(path: Path, entry: FileEntry, *, verify: bool) -> str | None:
-    """Returns why the file at `path` is not the one recorded, or None.  verify=False compares sizes only."""
+    """Returns why the file at `path` is not the recorded one, or None.  verify: False compares sizes only."""
     try:
         size = path.stat().st_size
         if size != entry.size:

@@ -1,7 +1,8 @@
 """Weights as Hugging Face safetensors files, written from a stream of buckets.
 
-The stream's tensors live only until the next bucket is asked for, so one file's worth is kept in host memory: that, not
-the model, bounds what a save needs.  https://huggingface.co/docs/safetensors and transformers' sharded index format.
+The stream's tensors live only until the next bucket is requested, so one file's tensors are kept in host memory: a save needs
+that much, however large the model is.  The format is described at https://huggingface.co/docs/safetensors, with transformers'
+sharded index.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ def write_hf_weights(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: torch.dtype | None = None,
 ) -> list[FileEntry]:
-    """Writes `model.safetensors`, or numbered files and `model.safetensors.index.json`, that transformers can load.
+    """Writes `model.safetensors`, or numbered files and `model.safetensors.index.json`, for transformers to load.
 
-    Every rank that shares the stream calls it, because producing a bucket is collective; one passes the folder, the
-    others None, walk the stream and write nothing.  dtype: cast floating-point weights to it.  Blocks until all is on
-    the disk.  Raises CheckpointError on a disk error.
+    Every rank that shares the stream calls it, because producing a bucket is collective: one rank passes the folder, and the
+    others pass None, iterate over the stream and write nothing.  Blocks until everything is on the disk.  Raises
+    CheckpointError on a disk error.
+
+    dtype: the dtype to which floating-point weights are cast; None keeps theirs.
     """
     if folder is None:
         for _ in buckets:
@@ -69,7 +72,8 @@ def _write_part(folder: Path, number: int, tensors: dict[str, Tensor]) -> FileEn
 
 
 def _name_parts(folder: Path, parts: list[FileEntry], names: list[list[str]], total_bytes: int) -> list[FileEntry]:
-    """Gives the files the names that loaders look for, which contain the number of files and so are known only now."""
+    """Renames the files to the names that loaders look for, which contain the number of files and so are known only at the
+    end."""
     count = len(parts)
     finals = ["model.safetensors"] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     entries = []

@@ -1,10 +1,11 @@
 """manifest.json: the file that makes a folder a checkpoint.
 
-It is written last, lists every other file with its size and checksum, and carries a serial number that grows with each
-save of a run folder.  The newest checkpoint is the one with the highest serial, not the highest step: after going back
-to an earlier step, what the abandoned branch left behind is older.
+It is written last, lists every other file with its size and checksum, and has a serial number that grows with each save of a
+run folder.  The newest checkpoint is the one with the highest serial, not the highest step: after a return to an earlier step,
+the checkpoints of the abandoned branch are older.
 
-Its own content has a checksum too: a step or a size that changed on the disk is detected, as in every other file.
+The manifest has a checksum of its own content too, so a step or a size that changed on the disk is detected as in every other
+file.
 """
 
 from __future__ import annotations
@@ -31,14 +32,17 @@ MANIFEST = "manifest.json"
 STATE = "trainer.json"
 FORMAT_VERSION = 2
 WITHOUT_CHECKSUM = 1
-"""The format before the manifest had a checksum of its own; still read."""
-READ_THREADS = 4  # checksums are computed outside the interpreter lock; four readers keep a fast disk busy
+"""The format before the manifest had a checksum of its own; it can still be read."""
+READ_THREADS = 4  # checksums are computed outside the interpreter lock, and four readers keep a fast disk busy
 
 
 @dataclass(slots=True, kw_only=True)
 class Manifest:
-    """The content of a manifest.  metrics: the validation figures known when it was saved.  finite: whether all its weights were
-    tested to be; False for a manifest without the entry."""
+    """The content of a manifest.
+
+    metrics: the validation metrics that were known when the checkpoint was saved.
+    finite: whether all its weights were found to be finite; False for a manifest without the entry.
+    """
 
     step: int
     serial: int
@@ -48,20 +52,20 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes `folder/manifest.json` atomically; non-finite metrics are left out, they cannot be the best."""
+    """Writes `folder/manifest.json` atomically, without non-finite metrics, which cannot be the best."""
     finite = {name: value for name, value in manifest.metrics.items() if math.isfinite(value)}
     value = {"version": FORMAT_VERSION, **asdict(manifest), "metrics": finite}
     write_json(folder / MANIFEST, {**value, "checksum": _checksum(value)})
 
 
 def _checksum(value: Mapping[str, Any]) -> str:
-    """Returns the checksum of the content, whatever its layout, without the checksum itself."""
+    """Returns the checksum of the content without its own checksum, independent of the layout."""
     content = {name: item for name, item in value.items() if name != "checksum"}
     return f"{CHECKSUM}:{xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode('utf-8'))}"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads a folder's manifest.  Raises CheckpointError when it is missing, cut short or of another format."""
+    """Reads a folder's manifest.  Raises CheckpointError if it is missing, cut short or of another format."""
     path = folder / MANIFEST
     try:
         value = json.loads(path.read_bytes())
@@ -86,14 +90,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 @functools.cache
 def _warn_of_older_format(path: Path) -> None:
-    """Warns once a checkpoint, however often it is read."""
+    """Warns once per checkpoint, however often it is read."""
     logger.warning("%s is of an older format without a checksum of its own: a changed step would not be detected", path)
 
 
 def problems_in(folder: Path, manifest: Manifest, *, verify: bool) -> list[str]:
-    """Returns the problems with the files a manifest lists; empty when the checkpoint is whole.
+    """Returns the problems with the files that a manifest lists; an empty list means that the checkpoint is whole.
 
-    verify=True reads every byte (several files at a time); False compares sizes, which costs nothing.
+    verify: True reads every byte, several files at a time; False compares sizes, which costs nothing.
     """
 
     def check(entry: FileEntry) -> str | None:
@@ -110,7 +114,7 @@ def _found(problems: Iterable[str | None]) -> list[str]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Reads the trainer's own state of a checkpoint, as it was given to `commit`."""
+    """Returns the trainer's own state of a checkpoint, as it was given to `commit`."""
     path = folder / STATE
     try:
         value: Mapping[str, Any] = json.loads(path.read_bytes())

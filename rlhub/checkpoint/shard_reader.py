@@ -1,4 +1,4 @@
-"""Reading any region of a tensor from the pieces that any number of ranks wrote (`shards`)."""
+"""Reading any region of a tensor from the pieces that any number of ranks has written (`shards`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _StoredRegion:
-    """A region of a tensor, and where its elements are."""
+    """A region of a tensor, and the file and key of its elements."""
 
     file: Path
     key: str
@@ -44,11 +44,11 @@ class _StoredTensor:
 class ShardReader:
     """Reads regions of the tensors that were written into `folder`.
 
-    Files are memory-mapped: only requested regions are read.  Use it as a context manager, or call `close`, to end the
-    mappings.  Content is not compared with the checksums of the checkpoint's manifest: whoever opens the checkpoint
-    (`CheckpointStore.latest`, `open_checkpoint`) has done that for all files at once.
+    Files are memory-mapped, so only requested regions are read.  Use it as a context manager, or call `close`, to end the
+    mappings.  The content is not compared with the checksums of the checkpoint's manifest: `CheckpointStore.latest` or
+    `open_checkpoint` has done that for all files at once.
 
-    Raises CheckpointError when there is no index, one cannot be read, or that of a rank is missing.
+    Raises CheckpointError if there is no index, one cannot be read, or that of a rank is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,7 +61,8 @@ class ShardReader:
         self._check_ranks({path.name: self._add_index(path) for path in paths})
 
     def _check_ranks(self, num_ranks: dict[str, int | None]) -> None:
-        """Raises CheckpointError unless the indexes of all ranks are here; every index says how many ranks wrote."""
+        """Raises CheckpointError unless the indexes of all ranks are present; every index contains the number of ranks that
+        wrote."""
         known = {count for count in num_ranks.values() if count is not None}
         if len(known) > 1:
             raise CheckpointError(f"{self.folder}: files of several saves, by {sorted(known)} ranks; use another checkpoint")
@@ -73,7 +74,7 @@ class ShardReader:
             )
 
     def _add_index(self, path: Path) -> int | None:
-        """Adds the index of one rank; returns the number of ranks, None where the format does not say."""
+        """Adds the index of one rank; returns the number of ranks, or None if the format does not contain it."""
         with storage_errors(f"reading {path}"):
             text = path.read_bytes()
         try:
@@ -100,7 +101,7 @@ class ShardReader:
         ]
 
     def names(self) -> list[str]:
-        """Returns the names of all tensors stored, sorted."""
+        """Returns the names of all stored tensors, sorted."""
         return sorted(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -108,14 +109,14 @@ class ShardReader:
         return self._find(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype that a tensor is stored in."""
+        """Returns the dtype of a stored tensor."""
         return DTYPES[self._find(name).dtype]
 
     def read(self, piece: Piece) -> Tensor:
-        """Reads the piece's region: a new CPU tensor of its sizes and dtype.
+        """Reads the piece's region; returns a new CPU tensor of its sizes and dtype.
 
-        `piece.tensor` is only looked at, never written; a tensor on the meta device will do.  Raises CheckpointError when
-        the name is unknown, shape or dtype differ, or an element was never written.
+        `piece.tensor` gives only sizes and dtype, so a tensor on the meta device will do.  Raises CheckpointError if the name
+        is unknown, if shape or dtype differ, or if an element was never written.
         """
         stored = self._find(piece.name)
         if stored.shape != tuple(piece.shape):
@@ -132,11 +133,11 @@ class ShardReader:
         return self.region(piece.name, piece.region)
 
     def whole(self, name: str) -> Tensor:
-        """Reads all of a tensor, in the dtype it is stored in."""
+        """Reads a whole tensor in its stored dtype."""
         return self.region(name, whole(self.shape(name)))
 
     def region(self, name: str, region: Region) -> Tensor:
-        """Reads part of a tensor, in the dtype it is stored in: joined from pieces, which may overlap (replicas)."""
+        """Reads part of a tensor in its stored dtype, joined from pieces, which may overlap (replicas)."""
         stored = self._find(name)
         result = torch.empty(sizes(region), dtype=DTYPES[stored.dtype])
         missing = [region] if num_elements(region) else []
@@ -150,7 +151,7 @@ class ShardReader:
         return result
 
     def _copy(self, piece: _StoredRegion, box: Region, target: Tensor) -> Iterator[Region]:
-        """Copies the part of `box` that the piece has; yields the rest of `box`."""
+        """Copies the part of `box` that the piece contains; yields the rest of `box`."""
         common = intersection(box, piece.region)
         if common is None:
             yield box
@@ -196,7 +197,7 @@ class ShardReader:
 
 
 def _from_rows(index: dict[str, Any]) -> dict[str, Any]:
-    """Returns the tensors of an index of the format before, in today's form."""
+    """Converts the tensors of an index of the older format to the present form."""
     tensors = {}
     for name, row in index["pieces"].items():
         region = [[row["start"], row["stop"]], *([0, size] for size in row["shape"][1:])] if row["shape"] else []

@@ -1,8 +1,8 @@
-"""Sharded tensors on disk: every rank writes the pieces it holds, any number of ranks reads any pieces.
+"""Sharded tensors on disk: every rank writes its pieces, and any number of ranks reads any pieces.
 
-Rank r of a save writes `shards-rank<r>-<k>.safetensors` and `shards-rank<r>.json`, an index that says of each piece which
-region of which tensor it is, and how many ranks wrote, so that the loss of a whole rank's files is detected.  A reader
-(`shard_reader`) knows only the indexes: how the writers had cut the tensors never matters.
+Rank r of a save writes `shards-rank<r>-<k>.safetensors` and `shards-rank<r>.json`, an index that gives the tensor and region
+of each piece and the number of ranks that wrote, so that the loss of a whole rank's files is detected.  A reader
+(`shard_reader`) knows only the indexes, so it does not matter how the writers had cut the tensors.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ def raw_tensor(name: str, tensor: Tensor) -> RawTensor:
 def write_shards(
     folder: Path, rank: int, num_ranks: int, pieces: Iterable[Piece], *, max_file_bytes: int = MAX_FILE_BYTES
 ) -> list[FileEntry]:
-    """Writes this rank's pieces below `folder`; each of the `num_ranks` ranks calls it with its own number, into one folder.
+    """Writes this rank's pieces into `folder`; each of the `num_ranks` ranks calls it with its own number and the same folder.
 
-    A piece's memory is read when its file is written and must stay as it is until then; what is contiguous on the CPU is
-    not copied.  The stream is consumed a file at a time, so at most `max_file_bytes` of it is in memory.  Blocks until everything
-    is on the disk.  Raises CheckpointError (disk full, a piece outside its tensor or over another one of this rank).
+    A piece's memory is read when its file is written and must stay unchanged until then; contiguous CPU memory is not copied.
+    The stream is consumed a file at a time, so at most `max_file_bytes` of it is in memory.  Blocks until everything is on the
+    disk.  Raises CheckpointError for a full disk, and for a piece that is outside its tensor or overlaps another one of this
+    rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
     writer = _Writer(folder, rank)
@@ -80,7 +81,7 @@ def write_shards(
 
 @dataclass(slots=True)
 class _Writer:
-    """The file being filled, and the index of this rank so far."""
+    """The file that is being filled, and the index of this rank so far."""
 
     folder: Path
     rank: int
@@ -94,7 +95,7 @@ class _Writer:
         return f"shards-rank{self.rank:05d}-{len(self.entries):05d}.safetensors"
 
     def add(self, piece: Piece) -> None:
-        """Adds the piece to the index and to the file; one without elements only adds the tensor to the index."""
+        """Adds the piece to the index and to the file; one without elements only adds its tensor to the index."""
         raw = raw_tensor(piece.name, piece.tensor)
         known = self.index.setdefault(piece.name, {"dtype": raw.dtype, "shape": list(piece.shape), "pieces": []})
         _check(piece, raw, known)
@@ -113,7 +114,7 @@ class _Writer:
 
 
 def _key(name: str, number: int) -> str:
-    """Returns the name in the file: a rank's first piece of a tensor has the tensor's own."""
+    """Returns the key of a piece in its file; a rank's first piece of a tensor has the tensor's own name."""
     return f"{name}#{number}" if number else name
 
 

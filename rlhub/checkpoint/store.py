@@ -1,13 +1,13 @@
-"""CheckpointStore: a run folder's checkpoints, saved so that a kill at any moment leaves a loadable one.
+"""CheckpointStore: the checkpoints of a run folder, saved so that a kill at any moment leaves a loadable one.
 
-    aside = store.begin(step)                    # an invisible folder; workers write their shards and weights below it
+    unfinished = store.begin(step)               # a hidden folder; workers write their shards and weights into it
     store.commit(step, entries, state)           # manifest, flush, rename to global_step_<n>, latest pointer
     store.retain(max_to_keep=2, best_metric="val/pass@1")
-    checkpoint = store.latest()                  # on resume: the newest whole one, damaged ones named and skipped
+    checkpoint = store.latest()                  # on resume: the newest whole one; damaged ones are named and skipped
 
-One process (the driver) calls a store; workers only see the folder that `begin` returned.  A folder counts once it has
-its final name and a manifest whose files are all there; nothing else is believed, in particular not the latest pointer,
-which is there for people and other programs.
+One process (the driver) uses a store; workers only get the folder that `begin` returned.  A folder counts once it has its
+final name and a manifest whose files are all present.  Nothing else is trusted, in particular not the latest pointer, which is
+there for people and other programs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlhub.utils.atomic import TEMPORARY_SUFFIX, fsync_file, fsync_folder, write
 logger = logging.getLogger(__name__)
 
 PREFIX = "global_step_"
-POINTER = "latest_checkpointed_iteration.txt"  # the field's name for it
+POINTER = "latest_checkpointed_iteration.txt"  # the usual name in RL frameworks
 ASIDE = ".saving_"
 REPLACED = ".replaced_"
 DELETING = ".deleting_"
@@ -40,8 +40,10 @@ DELETING = ".deleting_"
 class Checkpoint:
     """A whole checkpoint.
 
-    path: its folder.  step: its last finished step.  state: as the trainer gave it to `commit`.
-    metrics: the figures it is ranked by.
+    path: its folder.
+    step: its last finished step.
+    state: the state that the trainer gave to `commit`.
+    metrics: the metrics that it is ranked by.
     """
 
     path: Path
@@ -52,14 +54,16 @@ class Checkpoint:
 
 @dataclass(slots=True, kw_only=True)
 class _Found:
+    """A checkpoint folder with a readable manifest."""
+
     path: Path
     manifest: Manifest
 
 
 def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
-    """Loads the checkpoint in folder `path`, or raises CheckpointError naming every damaged file and the remedy.
+    """Loads the checkpoint in folder `path`.  Raises CheckpointError naming every damaged file and the remedy.
 
-    verify=True reads every byte of it and compares checksums.
+    verify: True reads every byte and compares checksums.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder; give a {PREFIX}<n> folder of a run")
@@ -72,7 +76,7 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
 
 
 class CheckpointStore:
-    """See the module docstring.  `root` is the run folder; nothing is created before `begin`."""
+    """The checkpoints of the run folder `root`; see the module docstring.  Nothing is created before `begin`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
@@ -82,16 +86,16 @@ class CheckpointStore:
         return self.root / f"{PREFIX}{step}"
 
     def begin(self, step: int) -> Path:
-        """Deletes the rest of an interrupted save and returns a new empty folder for the files of `step`, absolute."""
-        aside = self.root / f"{ASIDE}{PREFIX}{step}"
+        """Deletes the files of an interrupted save; returns a new empty folder for the files of `step`, as an absolute path."""
+        unfinished = self.root / f"{ASIDE}{PREFIX}{step}"
         with storage_errors(f"starting to save step {step}"):
             self.root.mkdir(parents=True, exist_ok=True)
             self._settle()
-            aside.mkdir()
-        return aside
+            unfinished.mkdir()
+        return unfinished
 
     def _settle(self) -> None:
-        """Completes or undoes the interrupted renames of a killed process."""
+        """Completes or undoes the renames that a killed process has left half done."""
         for path in self.root.glob(REPLACED + PREFIX + "*"):
             final = self.root / path.name.removeprefix(REPLACED)
             if not final.exists():
@@ -109,66 +113,68 @@ class CheckpointStore:
         metrics: Mapping[str, float] | None = None,
         finite: bool = False,
     ) -> Path:
-        """Makes the folder that `begin(step)` returned the checkpoint of `step`; returns its final path.
+        """Turns the folder that `begin(step)` returned into the checkpoint of `step`; returns its final path.
 
-        files: entries that the writers (`write_shards`, `write_hf_weights`) returned on every rank.  A file of the folder
-            that is in no entry (tokenizer, configs) is read, flushed and listed too.
-        state: JSON-able, comes back as `Checkpoint.state`.
-        metrics: the figures that `retain(best_metric=...)` ranks by.
-        finite: the writers have tested that all weights in the files are finite.
+        An existing checkpoint of the same step is replaced.  Raises CheckpointError if the file of an entry does not exist
+        here or has another size, because ranks wrote to folders of their own.
 
-        An existing checkpoint of the same step is replaced.  Raises CheckpointError when an entry's file does not exist
-        here or has another size: ranks wrote to folders of their own.
+        files: the entries that the writers (`write_shards`, `write_hf_weights`) returned on every rank.  Any other file of the
+            folder (tokenizer, configs) is read, flushed and listed too.
+        state: JSON-able; returned as `Checkpoint.state`.
+        metrics: the metrics that `retain(best_metric=...)` ranks by.
+        finite: True if the writers have checked that all weights in the files are finite.
         """
-        aside = self.root / f"{ASIDE}{PREFIX}{step}"
+        unfinished = self.root / f"{ASIDE}{PREFIX}{step}"
         with storage_errors(f"saving step {step}"):
-            listed = self._entries(aside, files)
+            listed = self._entries(unfinished, files)
             text = json.dumps(dict(state), ensure_ascii=False).encode("utf-8")
-            listed.append(_relative(aside, write_file(aside / STATE, text)))
-            for folder in [aside, *(path for path in aside.rglob("*") if path.is_dir())]:
+            listed.append(_relative(unfinished, write_file(unfinished / STATE, text)))
+            for folder in [unfinished, *(path for path in unfinished.rglob("*") if path.is_dir())]:
                 fsync_folder(folder)
             manifest = Manifest(step=step, serial=self._next_serial(), files=listed, metrics=dict(metrics or {}), finite=finite)
-            write_manifest(aside, manifest)
-            self._publish(aside, self.folder(step))
+            write_manifest(unfinished, manifest)
+            self._publish(unfinished, self.folder(step))
             write_text(self.root / POINTER, f"{step}\n")
         faults.at("checkpoint.committed", path=self.folder(step))
         return self.folder(step)
 
-    def _entries(self, aside: Path, files: Iterable[FileEntry]) -> list[FileEntry]:
-        if not aside.is_dir():
-            raise CheckpointError(f"{aside}: no such folder; call begin({aside.name.removeprefix(ASIDE + PREFIX)}) first")
+    def _entries(self, unfinished: Path, files: Iterable[FileEntry]) -> list[FileEntry]:
+        if not unfinished.is_dir():
+            raise CheckpointError(
+                f"{unfinished}: no such folder; call begin({unfinished.name.removeprefix(ASIDE + PREFIX)}) first"
+            )
         listed = {}
-        for entry in (_relative(aside, entry) for entry in files):
-            path = aside / entry.path
+        for entry in (_relative(unfinished, entry) for entry in files):
+            path = unfinished / entry.path
             if not path.exists() or path.stat().st_size != entry.size:
                 raise CheckpointError(
                     f"{path}: written by a worker, but the driver does not find it whole; "
                     "trainer.default_local_dir must be on a file system that all nodes share"
                 )
             listed[entry.path] = entry
-        for path in sorted(aside.rglob("*")):
-            name = path.relative_to(aside).as_posix()
+        for path in sorted(unfinished.rglob("*")):
+            name = path.relative_to(unfinished).as_posix()
             if name in listed or not path.is_file() or name in (STATE, MANIFEST) or name.endswith(TEMPORARY_SUFFIX):
                 continue
             fsync_file(path)
-            listed[name] = _relative(aside, entry_of(path))
+            listed[name] = _relative(unfinished, entry_of(path))
         return [listed[name] for name in sorted(listed)]
 
     def _next_serial(self) -> int:
         return 1 + max((found.manifest.serial for found in self._found(warn=False)), default=0)
 
-    def _publish(self, aside: Path, final: Path) -> None:
+    def _publish(self, unfinished: Path, final: Path) -> None:
         replaced = self.root / (REPLACED + final.name)
         if final.exists():
             os.replace(final, replaced)
-        os.replace(aside, final)
+        os.replace(unfinished, final)
         fsync_folder(self.root)
         if replaced.exists():
             shutil.rmtree(replaced)
 
     def _found(self, *, warn: bool) -> list[_Found]:
-        """Returns the checkpoints with a readable manifest, newest first.  One that was being replaced counts until its successor
-        is in place."""
+        """Returns the checkpoints with a readable manifest, newest first.  One that is being replaced counts until its
+        successor is in place."""
         found = []
         for path in self.candidates():
             try:
@@ -179,16 +185,16 @@ class CheckpointStore:
         return sorted(found, key=lambda one: (one.manifest.serial, one.manifest.step), reverse=True)
 
     def candidates(self) -> list[Path]:
-        """Returns the folders that are called like checkpoints, whole or not."""
+        """Returns the folders whose names are those of checkpoints, whole or not."""
         paths = {path.name: path for path in self.root.glob(PREFIX + "*")}
         for path in self.root.glob(REPLACED + PREFIX + "*"):
             paths.setdefault(path.name.removeprefix(REPLACED), path)
         return list(paths.values())
 
     def latest(self, *, verify: bool = True) -> Checkpoint | None:
-        """Returns the newest whole checkpoint, or None.  Each damaged one is skipped with a warning that names file and cause.
+        """Returns the newest whole checkpoint, or None.  A warning names file and cause of each damaged one that is skipped.
 
-        Changes nothing on disk, so other programs may ask while a run saves.
+        It changes nothing on disk, so other programs may call it while a run saves.
         """
         self._check_pointer()
         for found in self._found(warn=True):
@@ -211,38 +217,38 @@ class CheckpointStore:
         return open_checkpoint(self.find(path), verify=verify)
 
     def find(self, path: Path) -> Path:
-        """Returns the folder that the user means: a relative path that is not found from here is looked up in the run folder."""
+        """Returns the folder that the user means: a relative path that does not exist here is looked up in the run folder."""
         inside = self.root / path
         return inside if not path.exists() and inside.exists() else path
 
     def folders(self) -> list[Path]:
-        """Returns the checkpoints whose manifest can be read, the newest first; their files may be damaged."""
+        """Returns the checkpoints with a readable manifest, newest first; their files may be damaged."""
         return [found.path for found in self._found(warn=False)]
 
     def steps(self) -> list[int]:
-        """Returns the steps with a checkpoint whose manifest can be read, ascending."""
+        """Returns the steps that have a checkpoint with a readable manifest, ascending."""
         return sorted(found.manifest.step for found in self._found(warn=False))
 
     def note_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds figures that became known after the save of `step` (a later validation of the same weights)."""
+        """Adds metrics that became known after the save of `step`, by a later validation of the same weights."""
         manifest = read_manifest(self.folder(step))
         manifest.metrics.update(metrics)
         with storage_errors(f"noting metrics of step {step}"):
             write_manifest(self.folder(step), manifest)
 
     def best(self, metric: str, *, higher_is_better: bool = True) -> int | None:
-        """Returns the step whose checkpoint has the best `metric`, the earliest of equals; None when none has it."""
+        """Returns the step whose checkpoint has the best `metric`, the earliest among equals; None if none has it."""
         one = _best([found for found in self._found(warn=False) if _whole(found, verify=False)], metric, higher_is_better)
         return one.manifest.step if one else None
 
     def retain(
         self, max_to_keep: int | None, best_metric: str | None = None, *, higher_is_better: bool = True, verify: bool = True
     ) -> list[int]:
-        """Deletes all but the newest `max_to_keep` whole checkpoints, the best by `best_metric` and the newest that is known to
-        be finite; returns the steps deleted.
+        """Deletes old checkpoints; returns their steps.
 
-        None keeps all.  Damaged ones do not count, and before anything is deleted the newest remaining one is read
-        back and compared with its checksums (verify=True), so the only good one is never deleted.
+        It keeps the newest `max_to_keep` whole checkpoints, the best by `best_metric`, and the newest one that is known to be
+        finite.  max_to_keep=None keeps all.  Damaged checkpoints do not count.  Before anything is deleted, the newest
+        remaining one is read back and compared with its checksums (verify=True), so the only good one is never deleted.
         """
         if max_to_keep is None:
             return []
@@ -267,7 +273,7 @@ class CheckpointStore:
         return sorted(one.manifest.step for one in doomed)
 
     def _delete(self, path: Path) -> None:
-        """Deletes a checkpoint, renamed first: a half-deleted folder must not look like one."""
+        """Deletes a checkpoint, after a rename: a half-deleted folder must not look like a checkpoint."""
         with storage_errors(f"deleting {path}"):
             going = self.root / f"{DELETING}{path.name.removeprefix(REPLACED)}"
             if going.exists():
@@ -276,13 +282,13 @@ class CheckpointStore:
             shutil.rmtree(going)
 
 
-def _relative(aside: Path, entry: FileEntry) -> FileEntry:
+def _relative(unfinished: Path, entry: FileEntry) -> FileEntry:
     path = Path(entry.path)
     if path.is_absolute():
         try:
-            path = path.relative_to(aside)
+            path = path.relative_to(unfinished)
         except ValueError:
-            raise CheckpointError(f"{path} is not below {aside}: it would not be part of the checkpoint") from None
+            raise CheckpointError(f"{path} is not below {unfinished}: it would not be part of the checkpoint") from None
     return FileEntry(path=path.as_posix(), size=entry.size, checksum=entry.checksum)
 
 

@@ -1,7 +1,10 @@
-"""Environments: what a policy acts in, and how episodes get them.
+"""Environments: what a policy acts in, and how episodes lease them.
 
-base: the interfaces, step environments and tool environments, and their limits.  registry: names of the environments below.
-games, gymnasium: those that come with rlhub.  source: EnvironmentSource, which leases environments to episodes, and the source
-that runs them here.  local: environments in this process, with deadlines.  pool: environments in killable processes; child is the
-program of such a process.  remote: environments that another process or machine runs, called by name.
+base.py          the interfaces of step environments and tool environments, and the limits of their calls
+registry.py      the names of the environments that come with rlhub
+games.py gymnasium.py   these environments
+source.py        EnvironmentSource, which leases environments to episodes; the pool of killable processes; the table of leases
+local.py         environments in this process, with deadlines
+child.py         the program of a pool's process
+remote.py        environments in another process or on another machine, called by method name
 """

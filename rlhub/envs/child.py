@@ -1,7 +1,7 @@
-"""The program of a pool's process: a simulator, or one tool environment after the other, whose methods are called by name.
+"""The program of a pool's process: it runs a simulator, or one tool environment after the other, and calls their methods by name.
 
-utils/children/child.py loads `serve` and calls it for every request of pool.py.  Requests and replies are JSON, so this module
-also has the JSON form of observations and tool results, in both directions.
+utils/children/child.py loads `serve` and calls it for every request of an EnvironmentProcess (source.py).  Requests and replies
+are JSON, so this module also converts observations and tool results to JSON and back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _served: list[_Served] = []  # the process's only one, once `make` has been call
 
 
 def serve(operation: str, arguments: dict[str, Any]) -> Any:
-    """Makes the environment for make(target, settings, offers_tools); every later operation is a method of it."""
+    """Executes an operation: "make" builds the environment from target, settings and offers_tools; every other one is a method of
+    it."""
     if operation == "make":
         serving = _ServedTools if arguments["offers_tools"] else _ServedSimulator
         _served.append(serving(load_target(arguments["target"]), arguments["settings"]))
@@ -42,12 +43,12 @@ def serve(operation: str, arguments: dict[str, Any]) -> Any:
 
 @cache
 def _loop() -> LoopThread:
-    """Returns the event loop that coroutines of environments run on; it runs between calls too, as everywhere."""
+    """Returns the event loop for the coroutines of environments; it also runs between calls."""
     return LoopThread("env-loop")
 
 
 class _ServedSimulator:
-    """Serves one simulator, which is made once and lives as long as the process; with plain methods or as a StepEnvironment."""
+    """Serves one simulator, with plain methods or as a StepEnvironment.  It is built once and lives as long as the process."""
 
     def __init__(self, factory: Callable[..., Any], settings: Mapping[str, Any]) -> None:
         is_async = isinstance(factory, type) and issubclass(factory, StepEnvironment)
@@ -68,7 +69,7 @@ class _ServedSimulator:
 
 
 class _ServedTools:
-    """Serves tool environments; every episode has a new one."""
+    """Serves tool environments, a new one for every episode."""
 
     def __init__(self, factory: Callable[..., Any], settings: Mapping[str, Any]) -> None:
         self._factory, self._settings = factory, settings
@@ -97,7 +98,7 @@ class _ServedTools:
 
 
 async def _make(factory: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
-    """Makes an asynchronous environment on the event loop it will run on."""
+    """Builds an asynchronous environment on the event loop on which it will run."""
     return factory(**settings)
 
 
@@ -106,7 +107,7 @@ def _result(value: Any) -> Any:
 
 
 async def _execute(environment: Environment, tool_name: str, tool_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tool result's fields.  An error of the call becomes text for the policy here, where its type is known."""
+    """Returns the fields of a tool result.  An error of the call becomes text for the policy here, where its type is known."""
     try:
         result = as_result(await environment.aexecute(tool_name, tool_args))
     except MemoryError:
@@ -115,14 +116,15 @@ async def _execute(environment: Environment, tool_name: str, tool_args: Mapping[
         return {TIMED_OUT: str(error)}
     except RlhubError as error:
         result = ToolResult(text=f"Error: {error}", failed=True)
-    except Exception as error:  # noqa: BLE001  boundary to code of the user's
+    except Exception as error:  # noqa: BLE001  boundary to the user's code
         result = ToolResult(text=f"Error: {type(error).__name__}: {error}", failed=True)
     text = {"text": result.text, "failed": result.failed}
     return text | {"reward": float(result.reward), "done": bool(result.done), "metrics": dict(result.metrics)}
 
 
 def decoded(method: str, value: Any) -> Any:
-    """Returns the result of a method from its JSON form.  EnvError for what is none; TimeoutError where the tool raised it."""
+    """Returns the result of a method from its JSON form.  Raises EnvError for an invalid one, and TimeoutError if the tool raised
+    it."""
     if method in ("reset", "step"):
         observation, *others = value
         return (unpacked(observation), *others)
@@ -142,7 +144,7 @@ def packed(observation: Observation) -> Any:
 
 
 def unpacked(value: Any) -> Observation:
-    """Returns the observation of a `packed` one; EnvError for anything else."""
+    """Returns the observation that `packed` encoded.  Raises EnvError for anything else."""
     if isinstance(value, str):
         return value
     if not isinstance(value, dict) or not isinstance(value.get("pixels"), bytes):
@@ -152,7 +154,7 @@ def unpacked(value: Any) -> Observation:
 
 
 def plain(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries that have a JSON form: simulators put all sorts of objects there."""
+    """Returns the entries that have a JSON form; simulators may put any objects into their info."""
     entries = {}
     for key, value in info.items():
         try:

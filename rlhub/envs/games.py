@@ -1,7 +1,7 @@
-"""Two games to begin with, as plain simulators.
+"""Two small games, as plain simulators.
 
-guess_number   find a hidden number by asking; the answers say higher or lower.
-grid_walk      walk to a goal on a grid, by words or, with `images`, by sight.
+guess_number   the policy finds a hidden number; the answers say higher or lower.
+grid_walk      the policy walks to a goal on a grid, described in words or, with `images`, as an image.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ PIXELS = 8  # of a cell's side
 
 
 class GuessNumber:
-    """The number is drawn from 1 to `largest`.  Reward 1 for it, 0 for anything else; after `max_steps` guesses it is over."""
+    """The policy guesses a number from 1 to `largest`.  The right number gives reward 1; after `max_steps` guesses the game is
+    truncated."""
 
     def __init__(self, *, largest: int = 20, max_steps: int = 8) -> None:
         self._largest, self._max_steps = largest, max_steps
@@ -30,7 +31,7 @@ class GuessNumber:
         self._steps = 0
 
     def reset(self, *, seed: int | None, options: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
-        """Begins a game.  options: `number` hides a certain one."""
+        """Begins a game. options: `number` sets the hidden number."""
         self._number = int((options or {}).get("number", random.Random(seed).randint(1, self._largest)))
         self._steps = 0
         return f"I think of a number from 1 to {self._largest}. What is it?", {}
@@ -60,7 +61,8 @@ class GuessNumber:
 
 
 class GridWalk:
-    """Start and goal are different cells of a `size` x `size` grid.  Reward 1 at the goal; over after `max_steps` moves."""
+    """The policy walks from a random cell of a `size` x `size` grid to another one.  Reaching it gives reward 1; after
+    `max_steps` moves the game is truncated."""
 
     def __init__(self, *, size: int = 4, max_steps: int = 16, images: bool = False) -> None:
         self._size, self._max_steps, self._images = size, max_steps, images
@@ -75,7 +77,7 @@ class GridWalk:
         return self._observation(f"Say {', '.join(MOVES)} to walk to the goal. "), {}
 
     def step(self, action: str) -> StepResult:
-        """Takes the last direction in the text as the move; at the border one stays."""
+        """Takes the last direction in the text as the move; a move beyond the border does nothing."""
         if self._at is None:
             raise EnvError("step before reset")
         self._steps += 1
@@ -97,7 +99,7 @@ class GridWalk:
         return ImageObservation(pixels=self._image(self._at), text=text) if self._images else text
 
     def _image(self, at: tuple[int, int]) -> np.ndarray:
-        """Returns (size x PIXELS, size x PIXELS, 3): the goal is green, the walker red."""
+        """Returns the image (size x PIXELS, size x PIXELS, 3) uint8: the goal is green, the walker red."""
         cells = np.zeros((self._size, self._size, 3), dtype=np.uint8)
         cells[self._goal[1], self._goal[0], 1] = 255
         cells[at[1], at[0], 0] = 255

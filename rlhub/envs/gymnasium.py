@@ -1,7 +1,7 @@
-"""Environments of gymnasium as ours: actions are read from text, observations become text or images.
+"""Environments of gymnasium: actions are parsed from text, and observations become text or images.
 
-Needs the extra: pip install 'rlhub[envs]'.  gymnasium has no way to save a state, so the state here is how it came about (seed,
-options, actions), and loading it plays it again: right where the environment follows its seed.
+It needs the extra: pip install 'rlhub[envs]'. gymnasium cannot save a state, so the state here is its history (seed, options,
+actions).  Loading replays the history, which is exact if the environment is deterministic for a seed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ DIGITS = 4  # of the numbers in a text observation
 
 
 class GymnasiumEnvironment:
-    """id, make_kwargs: the arguments of gymnasium.make.
+    """An environment of gymnasium as a simulator. id, make_kwargs: the arguments of gymnasium.make.
 
-    actions: words for a discrete environment's actions, in their order; without them the action is a number in the text.
-    Actions of any other space are JSON.  What cannot be read is answered by a note and a reward of `invalid_reward`, without a
-    step.  describe: put before the first observation.
+    actions: words for the actions of a discrete environment, in their order; without them an action is a number in the text.
+    Actions of any other space are JSON. Text that is no action is answered with a note and a reward of `invalid_reward`, without
+    a step. describe: text before the first observation.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class GymnasiumEnvironment:
         return shown(observation, ""), float(reward), bool(terminated), bool(truncated), dict(info)
 
     def _read(self, action: Any) -> Any:
-        """Returns the action of the space; ValueError in words for the policy."""
+        """Returns the action in the environment's space.  Raises ValueError with a message for the policy."""
         space = self._env.action_space
         if isinstance(space, gymnasium.spaces.Discrete):
             number = self._number(action)
@@ -113,7 +113,7 @@ class GymnasiumEnvironment:
 
 
 def shown(observation: Any, before: str) -> Observation:
-    """Returns images as ImageObservations, text as it is, anything else as compact JSON."""
+    """Returns an image as an ImageObservation, text unchanged, and anything else as compact JSON."""
     if isinstance(observation, np.ndarray) and observation.dtype == np.uint8 and observation.ndim == 3:
         return ImageObservation(pixels=observation, text=before)
     text = observation if isinstance(observation, str) else json.dumps(_listed(observation), separators=(", ", ": "))

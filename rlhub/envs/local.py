@@ -1,9 +1,10 @@
 """Environments in this process, with a deadline on every call.
 
-LocalEnvironment     makes a StepEnvironment of a simulator with plain methods: each call runs in a thread, so that a slow one
-                     does not hold up other episodes.  A thread cannot be ended: after a passed deadline the environment takes no
-                     more calls, and the thread runs on.  Simulators that may hang belong into a pool.
-BoundedEnvironment   a user's StepEnvironment, whose calls run on the caller's event loop and are cancelled at their deadline.
+LocalEnvironment makes a StepEnvironment of a simulator with plain methods.  Each call runs in a thread, so that a slow one does
+not hold up other episodes.  A thread cannot be ended: after a passed deadline the environment accepts no more calls, and the
+thread continues.  Simulators that may hang belong into a pool.
+
+BoundedEnvironment wraps a user's StepEnvironment, whose calls run on the caller's event loop and are cancelled at their deadline.
 """
 
 from __future__ import annotations
@@ -16,23 +17,8 @@ from rlhub.envs.base import EnvError, EnvironmentLimits, ImageObservation, Obser
 from rlhub.errors import DeadlineError
 
 
-def observed(value: Any) -> Observation:
-    """Returns text and images as they are; EnvError for anything else."""
-    if isinstance(value, str | ImageObservation):
-        return value
-    raise EnvError(f"an observation is text or an ImageObservation, not a {type(value).__name__}: {value!r:.80}")
-
-
-def optional_method(simulator: Any, name: str) -> Callable[..., Any]:
-    """Returns a method that not every simulator has; EnvError if this one lacks it."""
-    method = getattr(simulator, name, None)
-    if method is None:
-        raise EnvError(f"{type(simulator).__name__} has no {name}")
-    return method  # type: ignore[no-any-return]
-
-
 class LocalEnvironment(StepEnvironment):
-    """timeout_s: for one call."""
+    """Runs a simulator in threads. timeout_s: time limit of one call in seconds."""
 
     def __init__(self, simulator: Any, *, timeout_s: float) -> None:
         self._simulator, self._timeout_s = simulator, timeout_s
@@ -71,7 +57,7 @@ class LocalEnvironment(StepEnvironment):
 
 
 class BoundedEnvironment(StepEnvironment):
-    """Wraps a StepEnvironment of the user's; see the module docstring."""
+    """Adds deadlines to a StepEnvironment of the user."""
 
     def __init__(self, environment: StepEnvironment, limits: EnvironmentLimits) -> None:
         self._environment, self._limits = environment, limits
@@ -96,7 +82,7 @@ class BoundedEnvironment(StepEnvironment):
         await self._within("close", self._environment.close())
 
     async def _within(self, method: str, work: Awaitable[Any]) -> Any:
-        """Waits for `work`; DeadlineError at its deadline, while a TimeoutError of the environment's own stays one."""
+        """Waits for `work`.  Raises DeadlineError at its deadline; a TimeoutError of the environment itself is passed on."""
         seconds = self._limits.timeout_s(method)
         try:
             async with asyncio.timeout(seconds) as limit:
@@ -105,3 +91,18 @@ class BoundedEnvironment(StepEnvironment):
             if not limit.expired():
                 raise
             raise DeadlineError(f"environment {method}", seconds) from error
+
+
+def observed(value: Any) -> Observation:
+    """Returns text and images unchanged.  Raises EnvError for anything else."""
+    if isinstance(value, str | ImageObservation):
+        return value
+    raise EnvError(f"an observation is text or an ImageObservation, not a {type(value).__name__}: {value!r:.80}")
+
+
+def optional_method(simulator: Any, name: str) -> Callable[..., Any]:
+    """Returns a method that not every simulator has.  Raises EnvError if this one lacks it."""
+    method = getattr(simulator, name, None)
+    if method is None:
+        raise EnvError(f"{type(simulator).__name__} has no {name}")
+    return method  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Names of the environments that come with rlhub.  Importing this module loads none of them."""
+"""The registry of the environments that come with rlhub.  Importing this module loads none of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from rlhub.registry import Registry
 from rlhub.utils.user_code import load_target
 
 ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("environment")
-"""Name -> the class or function that makes the environment from its settings, given as keywords."""
+"""Name -> the class or function that builds the environment from its settings, passed as keyword arguments."""
 ENVIRONMENTS.add_lazy("guess_number", "rlhub.envs.games:GuessNumber")
 ENVIRONMENTS.add_lazy("grid_walk", "rlhub.envs.games:GridWalk")
 ENVIRONMENTS.add_lazy("gymnasium", "rlhub.envs.gymnasium:GymnasiumEnvironment")
 
 
 def environment_target(name: str) -> str:
-    """Returns a registered name as `module:attribute`, which another process can load; a path as it is.  RegistryError."""
+    """Returns a registered name as `module:attribute`, which another process can load, and a path unchanged.  Raises
+    RegistryError."""
     if ":" in name:
         return name
     target = ENVIRONMENTS.row(name).target
@@ -24,5 +25,5 @@ def environment_target(name: str) -> str:
 
 
 def environment_factory(name: str) -> Callable[..., Any]:
-    """Returns the class or function that makes the environment; RegistryError or LoadError if there is none."""
+    """Returns the class or function that builds the environment.  Raises RegistryError or LoadError if there is none."""
     return load_target(name) if ":" in name else ENVIRONMENTS.get(name)

@@ -1,7 +1,7 @@
-"""Environments that run in another process or on another machine: the episode's side of calls by method name.
+"""Environments in another process or on another machine: the episode's side of calls by method name.
 
-`remote_environment(call, offers_tools=...)` is an environment whose methods are such calls.  The pool's processes are called this
-way, and so are the actors that host environments (LeaseTable in source.py is their side).
+`remote_environment(call, offers_tools=...)` is an environment whose methods are such calls.  The pool's processes are called in
+this way, and so are the actors that run environments (LeaseTable in source.py is their side).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rlhub.envs.base import Environment, Observation, StepEnvironment, StepResul
 from rlhub.utils.tool_calls import ToolResult, ToolSchema
 
 Call = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
-"""`await call(method, arguments)`: calls a method of the environment by name, with keyword arguments."""
+"""`await call(method, arguments)` calls a method of the environment by name, with keyword arguments."""
 
 METHODS = frozenset({"reset", "step", "get_state", "load_state", "ainitialize", "list_tools", "aexecute"})
 
@@ -41,7 +41,7 @@ class RemoteSteps(StepEnvironment):
         await self._call("load_state", {"state": state})
 
     async def close(self) -> None:
-        """Does nothing: the lease ends with its context, and the simulator serves the next one."""
+        """Does nothing: the lease ends with its context, and the simulator serves the next lease."""
 
 
 class RemoteTools(Environment):
@@ -63,7 +63,7 @@ class RemoteTools(Environment):
 
 
 def remote_environment(call: Call, *, offers_tools: bool) -> StepEnvironment | Environment:
-    """Returns the environment that `call` reaches, as episodes use it."""
+    """Returns the environment that `call` reaches, with the interface that episodes use."""
     return RemoteTools(call) if offers_tools else RemoteSteps(call)
 
 

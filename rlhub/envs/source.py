@@ -1,15 +1,15 @@
-"""The leases of environments to episodes: EnvironmentSource, the source of this process, and the table of a host's leases.
+"""Leases environments to episodes: the interface EnvironmentSource, the source of this process, its pools, and the table of
+leases.
 
     async with source.lease(spec, data.session) as environment:
         observation, info = await environment.reset(seed=3)
 
-Workflows lease environments and never make them, so that these may run here, or in actors on other machines.
+Workflows lease environments and never build them, so that these may run in this process or in actors on other machines.
 
-§§ pool: EnvironmentPool: environments in killable processes, leased to episodes one at a time.
-
-Simulators are slow to make and hold the interpreter while they compute; in processes they are made once and run in parallel.  A
-process that dies, hangs or eats its memory costs the one episode that leased it: the next lease gets a fresh one.  The processes
-are those of utils/children; EnvironmentProcess speaks to one as coroutines.
+Simulators are slow to build and hold the interpreter lock while they compute; in the processes of an EnvironmentPool they are
+built once and run in parallel.  A process that dies, hangs or exceeds its memory limit fails only the episode that leased it, and
+the next lease gets a new one.  The processes are those of utils/children; EnvironmentProcess gives coroutines for the calls of
+one.  LeaseTable holds the leases of callers in other processes, by number.
 """
 
 from __future__ import annotations
@@ -32,16 +32,21 @@ from rlhub.utils.children.access import Access
 from rlhub.utils.children.process import LOAD_TIMEOUT_S, ChildProcess, ChildRequest, spawn
 from rlhub.utils.children.wire import WireError
 
+SERVE = "rlhub.envs.child:serve"
+PARAMETERS = ("operation", "arguments")
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EnvironmentSpec:
-    """Which environment, and how it runs; it is sent to the process that runs it.
+    """The environment of a lease, and how it runs.  It is sent to the process that runs it.
 
     name: registered, `module:name` or `path/to/file.py:name`, called with `settings`.
-    num_workers: processes that run it, in each place where it runs; 0: none of their own, and as many as are asked for.  Only a
-    call that hangs in such a process can be ended.
-    env: environment variables that those processes are given though they look like secrets.
-    offers_tools: it is an `Environment`, which without such processes runs on the event loop of its place.
+
+    num_workers: the number of processes that run it, in this process or in each environment actor; 0: it runs without processes
+    of its own and with any number of leases.  Only a call that hangs in such a process can be ended.
+
+    env: environment variables that these processes receive although their names look like secrets. offers_tools: it is an
+    `Environment`; without processes of its own it runs on the event loop.
     """
 
     name: str
@@ -53,12 +58,12 @@ class EnvironmentSpec:
 
     @property
     def places(self) -> int:
-        """The most leases at once in one place; 0: no limit."""
+        """The maximum number of leases at once in one process or actor; 0 for no limit."""
         return self.num_workers
 
     @property
     def key(self) -> str:
-        """Equal for equal specs."""
+        """A text that is equal for equal specs."""
         return repr(self)
 
 
@@ -66,23 +71,28 @@ class EnvironmentSource(Protocol):
     """Leases environments to episodes."""
 
     def lease(self, spec: EnvironmentSpec, session: str) -> AbstractAsyncContextManager[StepEnvironment | Environment]:
-        """Leases one to the episode `session`, its own until the context ends; waits while all are taken.
+        """Leases an environment to the episode `session` until the context ends; waits while all are taken.
 
-        LoadError if it cannot be made.  EnvDiedError, then and later: the process or actor that runs it has ended, and the
-        episode's state is lost.
+        Raises LoadError if it cannot be built.  EnvDiedError, here or from its methods, means that the process or actor that runs
+        it has ended and the episode's state is lost.
         """
         ...
 
 
+def offers_tools(factory: Any) -> bool:
+    """Returns whether a factory that the user named builds an `Environment`; if not, it builds a step environment."""
+    return isinstance(factory, type) and issubclass(factory, Environment)
+
+
 class LocalEnvironmentSource:
-    """An EnvironmentSource that runs them in this process and in processes of its own.  Belongs to one event loop."""
+    """An EnvironmentSource that runs environments in this process and in processes of its own.  It belongs to one event loop."""
 
     def __init__(self) -> None:
         self._pools: dict[str, EnvironmentPool] = {}
 
     @asynccontextmanager
     async def lease(self, spec: EnvironmentSpec, session: str) -> AsyncIterator[StepEnvironment | Environment]:
-        """See EnvironmentSource."""
+        """Leases an environment; see EnvironmentSource."""
         if spec.places:
             async with self.pool(spec).lease() as leased:
                 yield leased
@@ -105,7 +115,7 @@ class LocalEnvironmentSource:
             await steps.close()
 
     def pool(self, spec: EnvironmentSpec) -> EnvironmentPool:
-        """Returns the pool for this spec; its processes start as they are needed."""
+        """Returns the pool for this spec; its processes start when they are needed."""
         if spec.key not in self._pools:
             self._pools[spec.key] = EnvironmentPool(
                 environment_target(spec.name),
@@ -119,7 +129,7 @@ class LocalEnvironmentSource:
 
     @property
     def pools(self) -> list[EnvironmentPool]:
-        """All pools that were asked for."""
+        """All pools that exist."""
         return list(self._pools.values())
 
     async def aclose(self) -> None:
@@ -128,74 +138,12 @@ class LocalEnvironmentSource:
         await asyncio.gather(*(pool.aclose() for pool in pools))
 
 
-def offers_tools(factory: Any) -> bool:
-    """Returns whether a factory that the user named makes an `Environment`; else it makes something with steps."""
-    return isinstance(factory, type) and issubclass(factory, Environment)
-
-
-class _LeasedEnvironment:
-    """A leased environment, the context that holds it, and the turns of its calls."""
-
-    def __init__(self) -> None:
-        self.stack = AsyncExitStack()
-        self.one_at_a_time = asyncio.Lock()
-        self.environment: Any = None
-
-
-class LeaseTable:
-    """Environments of a source by the numbers of their leases, which their users choose.  Belongs to one event loop.
-
-    An actor that hosts environments, and a driver that leases them for episodes in other processes, answer calls with it; the
-    episode's side of those calls is remote.py.  Arguments and results travel as they are, images as arrays.
-    """
-
-    def __init__(self, source: EnvironmentSource) -> None:
-        self._source = source
-        self._leases: dict[int, _LeasedEnvironment] = {}
-        self.calls = 0
-
-    def __len__(self) -> int:
-        return len(self._leases)
-
-    async def open(self, number: int, spec: EnvironmentSpec, session: str) -> None:
-        """Leases an environment; waits while all are taken."""
-        lease = _LeasedEnvironment()
-        lease.environment = await lease.stack.enter_async_context(self._source.lease(spec, session))
-        self._leases[number] = lease
-
-    async def call(self, number: int, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Calls a method of a leased environment, after earlier calls have ended.  EnvDiedError: there is no such lease."""
-        if method not in METHODS:
-            raise ValueError(f"environments have no method {method!r}; known: {', '.join(sorted(METHODS))}")
-        lease = self._leases.get(number)
-        if lease is None:
-            raise EnvDiedError(f"{method}: the environment is not leased any more")
-        async with lease.one_at_a_time:
-            self.calls += 1
-            return await getattr(lease.environment, method)(**arguments)
-
-    async def release(self, number: int) -> None:
-        """Ends a lease, after the call that runs.  Does nothing for one that has ended."""
-        lease = self._leases.get(number)
-        if lease is not None:
-            async with lease.one_at_a_time:
-                if self._leases.pop(number, None) is not None:
-                    await lease.stack.aclose()
-
-    async def release_all(self) -> None:
-        """Ends all leases."""
-        await asyncio.gather(*(self.release(number) for number in list(self._leases)), return_exceptions=True)
-
-
-SERVE = "rlhub.envs.child:serve"
-PARAMETERS = ("operation", "arguments")
-
-
 class EnvironmentPool:
-    """Belongs to one event loop.  target: `module:name` or `path/to/file.py:name`, called with `settings` in each process.
+    """Runs environments in killable processes, each leased to one episode at a time.  It belongs to one event loop.
 
-    offers_tools: it makes an `Environment`, of which every lease has a new one; else a simulator, which serves one lease after
-    the other.  env: environment variables that it may read though they look like secrets.
+    target: `module:name` or `path/to/file.py:name`, called with `settings` in each process. offers_tools: it builds an
+    `Environment`, a new one for every lease; otherwise a simulator, which serves one lease after the other. env: environment
+    variables that the processes receive although their names look like secrets.
     """
 
     def __init__(
@@ -220,15 +168,15 @@ class EnvironmentPool:
 
     @property
     def num_alive(self) -> int:
-        """The number of processes that run."""
+        """The number of running processes."""
         return sum(process is not None and not process.dead for process in self._processes)
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[StepEnvironment | Environment]:
-        """Leases an environment for one episode; waits while all are taken.  LoadError if it cannot be made.
+        """Leases an environment to one episode; waits while all are taken.  Raises LoadError if it cannot be built.
 
-        EnvDiedError and DeadlineError, from any of its methods: its process is gone, and the episode with it.  A call that is
-        cancelled costs the process too: nobody knows where it stands.
+        EnvDiedError and DeadlineError from any of its methods mean that its process has ended, and with it the episode.  A call
+        that is cancelled ends the process too, because its state is unknown then.
         """
         number = await self._free.get()
         try:
@@ -242,13 +190,13 @@ class EnvironmentPool:
             self._free.put_nowait(number)
 
     async def get_state(self) -> list[Any]:
-        """Returns the state of each process's simulator, None where none runs.  Not to be called during other calls."""
+        """Returns the state of each process's simulator, None where none runs.  No other call may be in progress."""
         return [
             None if process is None or process.dead else await process.call("get_state", {}) for process in list(self._processes)
         ]
 
     async def load_state(self, states: list[Any]) -> None:
-        """Loads the states of a pool of the same size; simulators are made where they are missing."""
+        """Loads the states of a pool of the same size; missing simulators are built."""
         if len(states) != len(self._processes):
             raise ValueError(f"states of {len(states)} processes, but the pool has {len(self._processes)}")
         for number, state in enumerate(states):
@@ -263,7 +211,7 @@ class EnvironmentPool:
         await asyncio.gather(*(process.kill() for process in processes))
 
     async def _process(self, number: int) -> EnvironmentProcess:
-        """Returns the process with this number, started if none lives."""
+        """Returns the process with this number, and starts it if it does not run."""
         process = self._processes[number]
         if process is not None and not process.dead:
             return process
@@ -274,7 +222,8 @@ class EnvironmentPool:
 
 
 class EnvironmentProcess:
-    """An environment in a process of its own; one call at a time.  Any error but EnvError kills it, and it is `dead`."""
+    """An environment in a process of its own, with one call at a time.  Any error other than EnvError ends the process, which is
+    `dead` then."""
 
     def __init__(self, child: ChildProcess, limits: EnvironmentLimits, access: Access) -> None:
         self._child, self._limits, self._access = child, limits, access
@@ -282,7 +231,8 @@ class EnvironmentProcess:
 
     @classmethod
     async def start(cls, making: Mapping[str, Any], limits: EnvironmentLimits, access: Access) -> EnvironmentProcess:
-        """Starts a process and makes the environment in it.  making: the arguments of `make` in child.py.  LoadError."""
+        """Starts a process and builds the environment in it. making: the arguments of the operation "make" in child.py.  Raises
+        LoadError."""
         target = making["target"]
         spawning = asyncio.ensure_future(asyncio.to_thread(spawn, SERVE, PARAMETERS, memory_gb=limits.memory_gb, access=access))
         try:
@@ -304,11 +254,14 @@ class EnvironmentProcess:
         return process
 
     async def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Calls a method of the environment, within its limit.  EnvError: it raised; EnvDiedError; DeadlineError."""
+        """Calls a method of the environment, within its time limit.
+
+        Raises EnvError if the environment raised an error, EnvDiedError if the process ended, and DeadlineError.
+        """
         return decoded(method, await self._request(method, arguments, self._limits.timeout_s(method)))
 
     async def kill(self) -> str:
-        """Ends the process with all it has started; returns how it ended.  Idempotent."""
+        """Ends the process with everything that it has started; returns how it ended.  Idempotent."""
         if self.dead:
             return "ended before"
         self.dead = True
@@ -331,7 +284,7 @@ class EnvironmentProcess:
         return reply.get("value")
 
     async def _exchange(self, operation: str, request: ChildRequest | None, timeout_s: float) -> dict[str, Any]:
-        """Sends a request and waits for the reply to it; whatever else happens costs the process its life."""
+        """Sends a request and waits for its reply.  If that fails in any way, the process is killed."""
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 reply = await self._reply(request, timeout_s, limit)
@@ -347,7 +300,8 @@ class EnvironmentProcess:
         return reply
 
     async def _reply(self, request: ChildRequest | None, timeout_s: float, limit: asyncio.Timeout) -> dict[str, Any] | None:
-        """Returns the next reply, None at the end of the stream.  The limit is put off while the call imports."""
+        """Returns the next reply, or None at the end of the stream.  The time limit is extended while the call imports
+        modules."""
         loop, child = asyncio.get_running_loop(), self._child
         replies: asyncio.Future[dict[str, Any] | None] = loop.create_future()
 
@@ -378,6 +332,61 @@ class EnvironmentProcess:
 
 
 def _kill_spawned(spawning: asyncio.Future[ChildProcess]) -> None:
-    """Ends a process whose user was cancelled before it had started."""
+    """Ends a process whose start was cancelled before it was complete."""
     if not spawning.cancelled() and spawning.exception() is None:
         spawning.result().kill()
+
+
+class LeaseTable:
+    """Environments of a source by the numbers of their leases, which the callers choose.  It belongs to one event loop.
+
+    An actor that runs environments uses it to answer calls, and so does a driver that leases them for episodes in other
+    processes; the episode's side of these calls is remote.py.  Arguments and results are passed unchanged, images as arrays.
+    """
+
+    def __init__(self, source: EnvironmentSource) -> None:
+        self._source = source
+        self._leases: dict[int, _LeasedEnvironment] = {}
+        self.calls = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    async def open(self, number: int, spec: EnvironmentSpec, session: str) -> None:
+        """Leases an environment; waits while all are taken."""
+        lease = _LeasedEnvironment()
+        lease.environment = await lease.stack.enter_async_context(self._source.lease(spec, session))
+        self._leases[number] = lease
+
+    async def call(self, number: int, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Calls a method of a leased environment, after earlier calls have ended.  Raises EnvDiedError if there is no such
+        lease."""
+        if method not in METHODS:
+            raise ValueError(f"environments have no method {method!r}; known: {', '.join(sorted(METHODS))}")
+        lease = self._leases.get(number)
+        if lease is None:
+            raise EnvDiedError(f"{method}: the environment is not leased any more")
+        async with lease.one_at_a_time:
+            self.calls += 1
+            return await getattr(lease.environment, method)(**arguments)
+
+    async def release(self, number: int) -> None:
+        """Ends a lease, after the call in progress.  Does nothing for a lease that has ended."""
+        lease = self._leases.get(number)
+        if lease is not None:
+            async with lease.one_at_a_time:
+                if self._leases.pop(number, None) is not None:
+                    await lease.stack.aclose()
+
+    async def release_all(self) -> None:
+        """Ends all leases."""
+        await asyncio.gather(*(self.release(number) for number in list(self._leases)), return_exceptions=True)
+
+
+class _LeasedEnvironment:
+    """A leased environment, the context that holds it, and the lock that serializes its calls."""
+
+    def __init__(self) -> None:
+        self.stack = AsyncExitStack()
+        self.one_at_a_time = asyncio.Lock()
+        self.environment: Any = None

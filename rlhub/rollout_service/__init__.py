@@ -1,9 +1,11 @@
 """The rollout service: replicas of the rollout engine that serve requests while training goes on.
 
-service.py            starts, reports on and ends the service
-fleet.py router.py    which replicas there are, and which of them gets a request
-replica.py server.py  a replica as the router sees it, and the actor that it is
-weights_folder.py     new weights by way of files; folder_reader.py: replicas that load them
-trajectory_files.py   finished episodes in files, for training elsewhere
-executor/             admission of prompts within the bound on staleness, their ledger, groups and delivery
+service.py            starts the service, publishes weights to it, reports on it and closes it
+router.py             sends each request to a replica, and repeats it on another one when the replica dies
+fleet.py              the set of replicas: starts, restarts, weight updates and removals
+replica.py            the state of one replica, as the router sees it
+server.py             the actor of a replica: a rollout engine behind asyncio methods
+weights_folder.py     the folder through which weights are published, and the readers of it
+trajectory_files.py   finished episodes in files, for training in another job
+executor/             admission of prompts within the staleness bound, their ledger, groups and batches
 """

@@ -1,8 +1,8 @@
-"""Fleet: the replicas of the rollout service, from start to end: they join, take new weights, die, are started again, leave.
+"""Fleet: the replicas of the rollout service and their life: start, weight updates, death, restart, removal.
 
-It lives on one event loop, the router's.  A replica serves only with the newest weights: whoever joins reads them first.  New
-weights go to all replicas at the same time, each pausing for itself, so a dead or hanging one holds up nobody: what does not
-answer within its deadline is ended and started again, as often as `restarts` allows for each.
+It lives on the event loop of the router.  A replica serves only with the newest weights, and loads them before its first request.
+New weights go to all replicas concurrently and each pauses on its own, so that a dead or hanging replica does not delay the
+others: one that does not answer within its deadline is ended and started again, up to `restarts` times each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 StartReplica = Callable[[str], Awaitable["AsyncActor"]]
-"""Start the process of the replica of this name; its RolloutServer is built, its engine not yet."""
+"""Starts the process of the replica with this name; it has built its RolloutServer, but not the engine."""
 
 PATIENCE_FACTOR = 5.0
 ROLE = "rollout"
@@ -33,11 +33,12 @@ CLOSED = "the rollout service was closed"
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class FleetLimits:
-    """Seconds, but for restarts: how often each replica is started again after it died or hung.
+    """Time limits in seconds, and `restarts`, the maximum number of restarts of each replica after it died or hung.
 
-    patience_s: how long, after the first replica has taken new weights (and five times what that one needed), the others are
-    waited for; a later one gets no requests until it is done.  ping_s: between looks at idle replicas; one that does not
-    answer for ping_deadline_s hangs.  drain_s: for the requests of a replica that leaves.
+    patience_s: after the first replica has loaded new weights, the update waits for the others for this time, or for five times
+    as long as the first one took if that is more; a later one gets no requests until it has loaded them. ping_s: the interval
+    between status checks; a replica that does not answer within ping_deadline_s hangs. drain_s: time for the requests of a
+    replica that leaves.
     """
 
     restarts: int = 3
@@ -51,10 +52,10 @@ class FleetLimits:
 
 
 class Fleet:
-    """See the module docstring.  All methods are called on the loop."""
+    """Manages the replicas.  All methods are called on the loop."""
 
     def __init__(self, start_replica: StartReplica, limits: FleetLimits, *, own_weights: bool = False) -> None:
-        """own_weights: replicas have read the model's files and serve until the first publication too."""
+        """own_weights: replicas have loaded the model's files, and also serve before the first publication."""
         self.limits = limits
         self._own_weights = own_weights
         self.replicas: dict[str, Replica] = {}
@@ -68,31 +69,32 @@ class Fleet:
         self._late_error: BaseException | None = None
         self._given_up: RlhubError | None = None  # the failure, should no replica be left
         self._restarted: Counter[str] = Counter()
-        self._coming: set[str] = set()
+        self._starting_names: set[str] = set()
         self._fingerprints: dict[int, str] = {}
         self._publishing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._starts: set[asyncio.Future[AsyncActor]] = set()  # under way
+        self._starts: set[asyncio.Future[AsyncActor]] = set()  # starts in progress
         self._joining: set[AsyncActor] = set()  # started, not in the fleet yet
 
     # -- who serves --------------------------------------------------------------------------------------------------------
 
     def serving(self) -> list[Replica]:
-        """Those that new requests may go to."""
+        """Returns the replicas that new requests may go to."""
         return [replica for replica in self.replicas.values() if self.serves(replica)]
 
     def serves(self, replica: Replica) -> bool:
-        """Whether new requests may go there."""
+        """Returns whether new requests may go to the replica."""
         return replica.state == "serving" and replica.publication >= self._settled
 
     async def changed(self) -> None:
-        """Wait until a replica has come, gone or taken weights.  Raises `failure` where nothing can come any more."""
+        """Waits until a replica has joined, left or loaded weights.  Raises `failure` once no replica can join any more."""
         if self.failure is None:
             await self._changed.wait()
         self.raise_failure()
 
     def raise_failure(self) -> None:
+        """Raises `failure` if no replica will ever serve again."""
         if self.failure is not None:
             raise self.failure
 
@@ -103,22 +105,22 @@ class Fleet:
     # -- joining and leaving -----------------------------------------------------------------------------------------------
 
     async def add(self, name: str) -> None:
-        """Start a replica; it serves when it has the newest weights.  Raises what its start raises."""
+        """Starts a replica; it serves when it has the newest weights.  Raises the errors of its start."""
         self.raise_failure()
         if self.knows(name):
             raise EngineError(f"there is a replica {name!r} already; replicas: {', '.join(self.replicas)}")
-        self._coming.add(name)
+        self._starting_names.add(name)
         try:
             await self._join(name)
         finally:
-            self._coming.discard(name)
+            self._starting_names.discard(name)
 
     def knows(self, name: str) -> bool:
-        """Whether there is such a replica, or one on its way."""
-        return name in self.replicas or name in self._coming
+        """Returns whether a replica with this name runs or is starting."""
+        return name in self.replicas or name in self._starting_names
 
     async def remove(self, name: str) -> None:
-        """Let a replica finish its requests, then end it.  What is not done in drain_s is generated elsewhere."""
+        """Lets a replica finish its requests, then ends it.  Requests that are not done within drain_s move to other replicas."""
         replica = self._find(name)
         replica.state = "leaving"
         self._notify()
@@ -129,11 +131,12 @@ class Fleet:
         await self._end(replica)
 
     async def restart(self, name: str) -> None:
-        """Replace a replica by a fresh one, without using up its restarts; where its start raises, as after a death."""
+        """Replaces a replica by a new one, without counting as one of its restarts.  If the start fails, it is repeated as after
+        a death."""
         self._find(name)
-        if name in self._coming:
+        if name in self._starting_names:
             raise EngineError(f"replica {name!r} is being replaced already")
-        self._coming.add(name)  # until it is there: meanwhile nobody may believe that none is left, or take its name
+        self._starting_names.add(name)  # until it joins: its name stays taken, and the fleet does not count as empty
         try:
             await self.remove(name)
             await self._join(name)
@@ -142,9 +145,9 @@ class Fleet:
                 self._background(self._revive(name, error))
             raise
         except asyncio.CancelledError:
-            self._coming.discard(name)
+            self._starting_names.discard(name)
             raise
-        self._coming.discard(name)
+        self._starting_names.discard(name)
 
     def _find(self, name: str) -> Replica:
         if name not in self.replicas:
@@ -152,7 +155,7 @@ class Fleet:
         return self.replicas[name]
 
     async def _join(self, name: str) -> None:
-        """From nothing to a replica that serves, or one that waits for the first weights."""
+        """Starts a replica up to the state in which it serves or waits for the first weights."""
         actor = await self._start_process(name)
         replica = Replica(name=name, actor=actor)
         self._joining.add(actor)
@@ -164,7 +167,7 @@ class Fleet:
             while paused != self._paused:
                 paused = self._paused
                 await actor.call("pause" if paused else "resume", deadline_s=self.limits.update_s)
-                await self._take_newest(replica)  # what was published while it was told
+                await self._take_newest(replica)  # a publication during that call
             self._refuse_closed()
         except BaseException:
             replica.state = "dead"
@@ -182,7 +185,8 @@ class Fleet:
             raise EngineError(CLOSED)
 
     async def _start_process(self, name: str) -> AsyncActor:
-        """Starts a replica's process.  A start cannot be stopped half way: if the wait for it is cancelled, `close` ends it."""
+        """Starts a replica's process.  A start cannot be interrupted: if the wait for it is cancelled, `close` ends the
+        process."""
         starting = asyncio.ensure_future(self._start_replica(name))
         self._starts.add(starting)
         try:
@@ -194,7 +198,7 @@ class Fleet:
         return actor
 
     async def _end_joining(self) -> None:
-        """Who is on his way, too."""
+        """Ends the replicas that are still starting."""
         for actor in self._joining:
             actor.kill()
         if self._starts:
@@ -207,7 +211,7 @@ class Fleet:
                 starting.cancel()
 
     async def _end(self, replica: Replica) -> None:
-        """Take out and end, first in an orderly way."""
+        """Removes a replica and ends it, first by its own shutdown."""
         replica.state = "dead"
         if self.replicas.get(replica.name) is replica:  # else it died meanwhile, and a new one may have its name
             del self.replicas[replica.name]
@@ -221,7 +225,7 @@ class Fleet:
     # -- dying -------------------------------------------------------------------------------------------------------------
 
     def lost(self, replica: Replica, error: Exception) -> None:
-        """A replica died, hangs or cannot generate: end what is left of it and start it again.  May be called repeatedly."""
+        """Ends a replica that died, hangs or cannot generate, and starts it again.  Repeated calls do nothing."""
         if replica.state == "dead" or self._closed:
             return
         logger.warning("rollout replica %s is lost: %s", replica.name, _first_line(error))
@@ -231,7 +235,7 @@ class Fleet:
         replica.actor.kill()
         self.counts["deaths"] += 1
         if replacing:
-            self._coming.add(replica.name)
+            self._starting_names.add(replica.name)
             self._background(self._revive(replica.name, error))
         self._left()
 
@@ -245,9 +249,9 @@ class Fleet:
                 error = failure
                 logger.warning("rollout replica %s could not be started again: %s", name, _first_line(failure))
             else:
-                self._coming.discard(name)
+                self._starting_names.discard(name)
                 return
-        self._coming.discard(name)
+        self._starting_names.discard(name)
         self._given_up = WorkerDiedError(
             f"no replica of the rollout service is left: {name} was lost after {self._restarted[name]} restarts "
             f"(actor_rollout_ref.rollout.replica_restarts); last: {_first_line(error)}",
@@ -258,24 +262,24 @@ class Fleet:
         self._left()
 
     def _left(self) -> None:
-        """Where nobody is left and nobody comes, because one was given up, nothing will ever serve."""
-        if not (self.replicas or self._coming or self._closed or self.failure):
+        """Sets `failure` if no replica runs or starts, because all were given up."""
+        if not (self.replicas or self._starting_names or self._closed or self.failure):
             self.failure = self._given_up
         self._notify()
 
     async def _guard(self, replica: Replica) -> None:
-        """Find out at once when a replica dies, also where nobody waits for it."""
+        """Detects the death of a replica at once, even if no request waits for it."""
         await replica.actor.until_ended()
         self.lost(replica, WorkerDiedError("its process ended", role=replica.name, rank=0))
 
     async def _watch(self, replica: Replica) -> None:
-        """Find out when it hangs, or its engine dies, while nobody waits for it."""
+        """Detects that a replica hangs or its engine has failed, even if no request waits for it."""
         while replica.state != "dead":
-            await self.look_at(replica)
+            await self.check_status(replica)
             await asyncio.sleep(self.limits.ping_s)
 
-    async def look_at(self, replica: Replica) -> ReplicaStatus | None:
-        """Its status; None, and it is lost, where it does not answer or cannot generate any more."""
+    async def check_status(self, replica: Replica) -> ReplicaStatus | None:
+        """Returns the status of a replica; if it does not answer or can no longer generate, ends it and returns None."""
         try:
             status: ReplicaStatus = await replica.actor.call("status", deadline_s=self.limits.ping_deadline_s)
         except (WorkerError, DeadlineError) as error:
@@ -289,10 +293,11 @@ class Fleet:
     # -- weights -----------------------------------------------------------------------------------------------------------
 
     async def update(self, folder: str, version: int) -> list[tuple[str, UpdateReport]]:
-        """Give every replica the weights `version` of the folder; (replica, report) of those that have them on return.
+        """Loads the weights `version` of the folder into every replica; returns (replica, report) of those that have them by
+        then.
 
-        Where one replica is all there is and it is pinned, waits for its release.  Raises the error of a replica that could
-        not take weights that are there (damaged, another model's), and `failure`.
+        If the only replica is pinned, waits for its release.  Raises `failure`, and the error of a replica that cannot load the
+        weights (damaged files, another model).
         """
         async with self._publishing:
             while len(self.replicas) == 1 and all(replica.pins for replica in self.replicas.values()):
@@ -304,13 +309,13 @@ class Fleet:
             self.newest = PublishedWeights(number=number, folder=folder, version=version)
             self.updates = []
             tasks = [asyncio.create_task(self._catch_up(replica)) for replica in self.replicas.values() if not replica.pins]
-            await self._with_patience(tasks)
+            await self._wait_for_most(tasks)
             self._settled = number
             self._notify()
             return list(self.updates)
 
-    async def _with_patience(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Until all are done, or the first has been for long enough; raises an error of any."""
+    async def _wait_for_most(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Waits for all tasks, or for a limited time after the first has finished; raises an error of any."""
         clock, limit, waiting = asyncio.get_running_loop().time, None, set(tasks)
         started = clock()
         while waiting:
@@ -327,19 +332,19 @@ class Fleet:
             task.result()
 
     async def _catch_up(self, replica: Replica) -> None:
-        """Bring a replica that is in the fleet to the newest weights."""
+        """Loads the newest weights into a replica that has joined already."""
         try:
             await self._take_newest(replica)
         except (WorkerDiedError, DeadlineError) as error:
             self.lost(replica, error)
         except RlhubError as error:
-            engine_failed = isinstance(error, WorkerError) and await self.look_at(replica) is None
+            engine_failed = isinstance(error, WorkerError) and await self.check_status(replica) is None
             self.lost(replica, error)  # it must not serve weights that are not whole
             if not engine_failed:
                 raise
 
     async def _take_newest(self, replica: Replica) -> None:
-        """Read until there is nothing newer; then it may serve."""
+        """Loads weights until there are no newer ones; then the replica may serve."""
         async with replica.turn:
             while self.newest is not None and replica.publication < self.newest.number and not replica.pins:
                 await self._take(replica, self.newest)
@@ -371,7 +376,7 @@ class Fleet:
         self._fingerprints = {number: value for number, value in self._fingerprints.items() if number >= goal.number - 1}
 
     def unpin(self, replica: Replica) -> None:
-        """One pin less; without any, the replica goes on to the newest weights."""
+        """Removes one pin; without pins the replica loads the newest weights."""
         replica.pins -= 1
         if not replica.pins and replica.state != "dead":
             self._background(self._catch_up(replica))
@@ -380,16 +385,17 @@ class Fleet:
     # -- all of them -------------------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """No replica samples until `resume`, those that join meanwhile neither."""
+        """Stops sampling in all replicas until `resume`, also in those that join meanwhile."""
         self._paused = True
         await self._on_all("pause")
 
     async def resume(self) -> None:
+        """Continues sampling in all replicas."""
         self._paused = False
         await self._on_all("resume")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests, wherever they are."""
+        """Aborts these requests in all replicas."""
         await self._on_all("abort", list(request_ids))
 
     async def _on_all(self, method: str, *args: Any) -> None:
@@ -402,7 +408,7 @@ class Fleet:
         await asyncio.gather(*(one(replica) for replica in list(self.replicas.values())))
 
     async def close(self) -> None:
-        """End all replicas.  Idempotent."""
+        """Ends all replicas.  Idempotent."""
         self._closed = True
         for task in list(self._tasks):
             task.cancel()
@@ -422,7 +428,7 @@ class Fleet:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._late_error = task.exception()  # nobody waits for it: the next update raises it
+            self._late_error = task.exception()  # no call waits for it: the next update raises it
             logger.error("rollout service: %s", self._late_error)
 
 

@@ -1,4 +1,4 @@
-"""One replica of the rollout service, as the driver sees it."""
+"""The state of one replica of the rollout service, as the driver sees it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from rlhub.single_controller.async_actor import AsyncActor
 
 ReplicaState = Literal["fresh", "serving", "leaving", "dead"]
-"""fresh: has an engine without weights; leaving: finishes its requests and gets no new ones."""
+"""fresh: the engine has no weights yet. leaving: it finishes its requests and gets no new ones."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PublishedWeights:
-    """Weights that were published.  number: of the publication, so that publishing a version again is told apart."""
+    """One publication of weights. number: counts publications, so that a version that is published again is a new publication."""
 
     number: int
     folder: str
@@ -24,9 +24,10 @@ class PublishedWeights:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Replica:
-    """publication: the number of the weights it has; pins: how many views keep it at its version.
+    """A replica and its load.
 
-    requests, cost: what is under way there; cost is in tokens, prompts and the most that may be sampled.
+    publication: the number of the weights that it has loaded. pins: the number of views that keep it at its version. requests:
+    the number of running requests. cost: their size in tokens, prompts plus the maximum that may be sampled.
     """
 
     name: str
@@ -44,13 +45,13 @@ class Replica:
         self.idle.set()
 
     def begin(self, cost: int) -> None:
-        """A request goes there."""
+        """Counts a request that is sent to the replica."""
         self.requests += 1
         self.cost += cost
         self.idle.clear()
 
     def end(self, cost: int) -> None:
-        """It is over, whatever became of it."""
+        """Counts the end of a request, whatever its outcome."""
         self.requests -= 1
         self.cost -= cost
         if self.requests == 0:

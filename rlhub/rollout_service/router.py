@@ -1,9 +1,9 @@
 """Router: one engine in front of all replicas of the rollout service.  Episodes, servers and validation generate through it.
 
-A request goes to the replica with the least work under way, counted in tokens; requests of one session go where the session's
-first one went, for its prefix is cached there.  When a replica dies, its requests start again elsewhere: equal seeds give equal
-noise, so where the weights are the same the completion is too.  What the dead one had sampled is lost, and counted; but who
-follows a request was told of it, so such a request goes on from there.
+A request goes to the replica with the least running work, counted in tokens; the requests of one session go to the same replica,
+which caches the session's prefix.  When a replica dies, its requests start again on another one.  Equal seeds give equal noise,
+so under the same weights the completion is the same.  The tokens that the dead replica had sampled are lost and counted; a
+streamed request continues after the tokens that its follower has received.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Self, cast
 
-from rlhub.agents.remote.streaming import Following
+from rlhub.agents.remote.streaming import StreamedRequest
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import DeadlineError, EngineError, WorkerDiedError, WorkerError
 from rlhub.rollout_service.fleet import Fleet, FleetLimits, StartReplica
@@ -28,17 +28,17 @@ from rlhub.rollout_service.server import UpdateReport
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1 << 16
-"""Sessions remembered; of more, those not used for longest are routed anew."""
+"""Maximum number of sessions whose replica is remembered; beyond it the least recently used ones are routed again."""
 CLOSE_S = 5.0
-"""For requests to be told that the service has ended."""
+"""Time in seconds in which open requests fail when the service closes."""
 
 
 class Router:
-    """See the module docstring.  It implements `EpisodeEngine` and lives on one event loop, on which all methods are called.
+    """Routes requests to replicas.  It implements `EpisodeEngine` and lives on one event loop, on which all methods are called.
 
-    retries: how often a request is sent again after the replica that had it died.  generate_s: longest wait for a completion;
-    a replica that needs longer hangs and is ended.  max_sessions: how many sessions are remembered.
-    own_weights: see Fleet.
+    retries: the maximum number of repetitions of a request whose replica died. generate_s: maximum wait for a completion; a
+    replica that needs longer hangs and is ended. max_sessions: the number of sessions that are remembered. own_weights: see
+    Fleet.
     """
 
     def __init__(
@@ -56,32 +56,32 @@ class Router:
         self._retries, self._generate_s, self._max_sessions = retries, generate_s, max_sessions
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._numbers = itertools.count()
-        self._under_way, self._idle = 0, asyncio.Event()
+        self._num_running, self._idle = 0, asyncio.Event()
         self._idle.set()
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """One completion.  Waits while no replica serves; raises the service's `failure` where none will any more."""
+        """Generates one completion.  Waits while no replica serves; raises the fleet's `failure` if none ever will again."""
         return await self._tracked(request, params, follow, None)
 
     async def _tracked(
         self, request: GenerationRequest, params: SamplingParams, follow: Follow | None, pin: Pin | None
     ) -> Completion:
-        self._under_way += 1
+        self._num_running += 1
         self._idle.clear()
         try:
             if not request.request_id:
                 request = replace(request, request_id=f"r{next(self._numbers)}")
-            following = Following(request, params, follow) if follow is not None else None
-            return await self._persistently(request, params, following, pin)
+            streamed = StreamedRequest(request, params, follow) if follow is not None else None
+            return await self._with_retries(request, params, streamed, pin)
         finally:
-            self._under_way -= 1
-            if not self._under_way:
+            self._num_running -= 1
+            if not self._num_running:
                 self._idle.set()
 
-    async def _persistently(
-        self, request: GenerationRequest, params: SamplingParams, following: Following | None, pin: Pin | None
+    async def _with_retries(
+        self, request: GenerationRequest, params: SamplingParams, streamed: StreamedRequest | None, pin: Pin | None
     ) -> Completion:
         self.counts["requests"] += 1
         wasted_s = 0.0
@@ -89,61 +89,62 @@ class Router:
             chosen = await self._choose(request.session) if pin is None else await pin.place()
             started = time.monotonic()
             try:
-                completion = await self._ask(chosen, request, params, following)
+                completion = await self._generate(chosen, request, params, streamed)
             except (WorkerDiedError, DeadlineError) as error:
                 self.fleet.lost(chosen, error)
                 wasted_s += time.monotonic() - started
                 if attempt >= self._retries:
                     raise
                 self.counts["retries"] += 1
-                if following is None:
+                if streamed is None:
                     continue
-                request, wasted_s = following.again(), 0.0
-                if (finished := following.finished()) is None:
+                request, wasted_s = streamed.again(), 0.0
+                if (finished := streamed.finished()) is None:
                     continue
                 completion = finished
             self._count(completion, wasted_s, time.monotonic() - started)
             return completion
         raise AssertionError("unreachable")
 
-    async def _ask(
-        self, replica: Replica, request: GenerationRequest, params: SamplingParams, following: Following | None
+    async def _generate(
+        self, replica: Replica, request: GenerationRequest, params: SamplingParams, streamed: StreamedRequest | None
     ) -> Completion:
         cost = len(request.prompt_ids) + params.max_new_tokens
         replica.begin(cost)
         try:
-            if following is not None:
-                return following.whole(await self._ask_along(replica, request, params, following))
+            if streamed is not None:
+                return streamed.whole(await self._generate_streaming(replica, request, params, streamed))
             completion: Completion = await replica.actor.call("agenerate", request, params, deadline_s=self._generate_s)
         except (WorkerDiedError, DeadlineError):
             raise
         except WorkerError as error:
-            if await self.fleet.look_at(replica) is None:  # the engine failed, not this request alone
+            if await self.fleet.check_status(replica) is None:  # the engine failed, not this request alone
                 raise WorkerDiedError(str(error), role=error.role, rank=error.rank, node=error.node) from error
             raise
         finally:
             replica.end(cost)
         return completion
 
-    async def _ask_along(
-        self, replica: Replica, request: GenerationRequest, params: SamplingParams, following: Following
+    async def _generate_streaming(
+        self, replica: Replica, request: GenerationRequest, params: SamplingParams, streamed: StreamedRequest
     ) -> Completion:
-        """The completion; until it is there its tokens are told."""
+        """Returns the completion, and streams its tokens until then."""
         name = f"f{next(self._numbers)}"
         call = replica.actor.call("agenerate", request, params, name, deadline_s=self._generate_s)
-        asking = asyncio.ensure_future(call)
-        telling = asyncio.ensure_future(_tell(replica, name, following))
+        generating = asyncio.ensure_future(call)
+        streaming = asyncio.ensure_future(_send_progress(replica, name, streamed))
         try:
-            await asyncio.wait({asking, telling}, return_when=asyncio.FIRST_COMPLETED)
-            if telling.done():
-                telling.result()  # raises what the follower raised
-            return cast("Completion", await asking)
+            await asyncio.wait({generating, streaming}, return_when=asyncio.FIRST_COMPLETED)
+            if streaming.done():
+                streaming.result()  # raises what the follower raised
+            return cast("Completion", await generating)
         finally:
-            asking.cancel()
-            telling.cancel()
+            generating.cancel()
+            streaming.cancel()
 
     def _count(self, completion: Completion, wasted_s: float, seconds: float) -> None:
-        """lost_tokens is an estimate: what was sampled elsewhere before, at the pace of the attempt that came through."""
+        """Counts the tokens of a request. lost_tokens is an estimate: the time of the failed attempts at the speed of the
+        successful one."""
         sampled = len(completion.token_ids)
         self.counts["tokens"] += sampled
         if wasted_s:
@@ -158,12 +159,12 @@ class Router:
                 return home
             if serving := self.fleet.serving():
                 chosen = min(serving, key=lambda replica: (replica.cost, replica.requests))
-                self._settle(session, chosen)
+                self._remember_session(session, chosen)
                 return chosen
             await self.fleet.changed()
 
-    def _settle(self, session: str, chosen: Replica) -> None:
-        """Where the session's next request goes."""
+    def _remember_session(self, session: str, chosen: Replica) -> None:
+        """Records the replica for the session's next request."""
         if session:
             self._sessions[session] = chosen.name
             self._sessions.move_to_end(session)
@@ -173,44 +174,46 @@ class Router:
     # -- replicas ----------------------------------------------------------------------------------------------------------
 
     async def add(self, name: str) -> None:
-        """Start a replica; it serves as soon as it has the newest weights."""
+        """Starts a replica; it serves as soon as it has the newest weights."""
         await self.fleet.add(name)
 
     async def remove(self, name: str) -> None:
-        """Take a replica out when its requests are done; new ones go elsewhere from now on."""
+        """Removes a replica once its requests have completed; new ones go to other replicas from now on."""
         await self.fleet.remove(name)
 
     async def restart(self, name: str) -> None:
-        """Replace a replica by a fresh one."""
+        """Replaces a replica by a new one."""
         await self.fleet.restart(name)
 
     async def update(self, folder: str, version: int) -> list[tuple[str, UpdateReport]]:
-        """New weights for all; see Fleet.update."""
+        """Loads new weights into all replicas; see Fleet.update."""
         return await self.fleet.update(folder, version)
 
     async def pause(self) -> None:
-        """Sample nothing; requests wait with their tokens."""
+        """Stops sampling in all replicas; requests keep their tokens and wait."""
         await self.fleet.pause()
 
     async def resume(self) -> None:
+        """Continues sampling in all replicas."""
         await self.fleet.resume()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End the requests with these ids where they are: they come back as "abort", with the tokens that they have."""
+        """Aborts the requests with these ids: they return the tokens that they have, with the finish reason "abort"."""
         await self.fleet.abort(request_ids)
 
     async def pin(self, version: int) -> Pin:
-        """A view that generates with `version`, whatever is published, until its release: for validation beside training.
+        """Returns a view that generates with `version`, whatever is published, until its release; validation uses it during
+        training.
 
-        One replica stays at the version and serves no other requests once newer weights are there; where there is only one,
-        updates wait for the release.  Raises EngineError when no replica has the version (pin it before the next is
-        published), or another version is pinned.
+        One replica stays at the version, and serves no other requests once newer weights are published.  If it is the only
+        replica, updates wait for the release.  Raises EngineError if no replica has the version (pin it before the next one is
+        published) or if another version is pinned.
         """
-        return Pin(self, await self._hold(version), version)
+        return Pin(self, await self._pin_replica(version), version)
 
-    async def _hold(self, version: int) -> Replica:
-        """Pin the replica that is pinned already, else the one with the least to do of those that have the version.  Waits
-        where none has it now, but those that join will."""
+    async def _pin_replica(self, version: int) -> Replica:
+        """Pins the replica that is already pinned, or else the one with the least work of those that have the version.  Waits if
+        none has the version now but starting replicas will load it."""
         while True:
             self.fleet.raise_failure()
             pinned = [replica for replica in self.fleet.replicas.values() if replica.pins]
@@ -228,14 +231,14 @@ class Router:
             await self.fleet.changed()
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start, and the last update's times."""
+        """Returns the counts since the start, and the times of the last weight update."""
         pauses = [report.pause_s for _, report in self.fleet.updates]
         replicas = self.fleet.replicas.values()
         metrics = {f"rollout/{name}": float(self.counts[name]) for name in ("requests", "tokens", "retries", "lost_tokens")}
         metrics |= {f"rollout/replica_{name}": float(self.fleet.counts[name]) for name in ("deaths", "restarts")}
         metrics |= {
             "rollout/num_replicas": float(len(replicas)),
-            "rollout/requests_under_way": float(self._under_way),
+            "rollout/requests_under_way": float(self._num_running),
         }
         if pauses:
             metrics["rollout/pause_s"] = sum(pauses) / len(pauses)
@@ -244,13 +247,13 @@ class Router:
         return metrics
 
     async def close(self) -> None:
-        """End all replicas; requests under way fail."""
+        """Ends all replicas; running requests fail."""
         await self.fleet.close()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), CLOSE_S)
 
 
-async def _tell(replica: Replica, name: str, following: Following) -> None:
+async def _send_progress(replica: Replica, name: str, streamed: StreamedRequest) -> None:
     have = 0
     while True:
         try:
@@ -260,11 +263,12 @@ async def _tell(replica: Replica, name: str, following: Following) -> None:
         if progress is None:
             return
         have += len(progress.token_ids)
-        following.send_on(progress)
+        streamed.send_on(progress)
 
 
 class Pin:
-    """A view of the router that generates with one version.  An asynchronous context manager; implements `EpisodeEngine`."""
+    """A view of the router that generates with one version.  It is an asynchronous context manager and implements
+    `EpisodeEngine`."""
 
     def __init__(self, router: Router, replica: Replica, version: int) -> None:
         self.version = version
@@ -273,28 +277,29 @@ class Pin:
         self._turn = asyncio.Lock()
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """One completion, all of whose tokens the pinned version samples."""
+        """Generates one completion, whose tokens are all sampled by the pinned version."""
         return await self._router._tracked(request, params, follow, self)
 
     async def place(self) -> Replica:
-        """The replica.  Where it died, another that still has the version; EngineError if none has."""
+        """Returns the pinned replica.  If it died, pins another one that has the version; raises EngineError if there is none."""
         async with self._turn:
             self._refuse_released()
             if self._replica.state == "dead":
-                found = await self._router._hold(self.version)
+                found = await self._router._pin_replica(self.version)
                 self._refuse_released(found)
                 self._replica = found
             return self._replica
 
     def _refuse_released(self, found: Replica | None = None) -> None:
-        """found: what was pinned for this view meanwhile."""
+        """Raises EngineError if the pin was released. found: a replica that was pinned for this view meanwhile, and is unpinned
+        again."""
         if self._released:
             if found is not None:
                 self._router.fleet.unpin(found)
             raise EngineError(f"the pin of version {self.version} was released; pin the version anew")
 
     def release(self) -> None:
-        """Let the replica go on to the newest weights.  Idempotent."""
+        """Unpins the replica, which then loads the newest weights.  Idempotent."""
         if not self._released:
             self._released = True
             self._router.fleet.unpin(self._replica)

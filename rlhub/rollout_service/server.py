@@ -1,8 +1,8 @@
 """RolloutServer: one replica of the rollout service, a rollout engine behind asyncio methods.
 
-It is the worker of an asyncio actor, so its methods run at the same time on one event loop: requests stream into the engine's
-continuous batch while weights are read beside them.  What blocks (building, reading, pausing) runs in threads.  Generation stops
-for the copying of new weights alone; waiting for the files and checking them comes before.
+It is the worker of an asyncio actor, so its methods run concurrently on one event loop: requests stream into the engine's
+continuous batch while new weights are read.  Blocking work (building, reading, pausing) runs in threads.  Generation pauses only
+while new weights are copied; waiting for the files and checking them happens before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from rlhub.agents.remote.streaming import Trails
+from rlhub.agents.remote.streaming import TokenStreams
 from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
@@ -32,9 +32,12 @@ from rlhub.workers.memory_handover import GIB, WorkerRuntime
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class UpdateReport:
-    """One replica's update.  paused_at: by the clock (time.time); pause_s: for how long no token was sampled; read_s: all of
-    it, with waiting for the files and checking them; fingerprint: of the weights as they now are, equal on replicas of one
-    kind."""
+    """The report of one replica's weight update.
+
+    paused_at: the time (time.time) at which generation paused. pause_s: the duration of the pause. read_s: the duration of the
+    whole update, including waiting for the files and checking them. fingerprint: of the loaded weights; replicas of one kind have
+    equal ones.
+    """
 
     version: int
     paused_at: float
@@ -46,8 +49,12 @@ class UpdateReport:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ReplicaStatus:
-    """load: requests in the engine, waiting or running; num_requests, num_tokens: finished since the start, and what they got.
-    fingerprint: of the last weight update, "" before the first.  failure: why it cannot generate any more, "" while it can."""
+    """The status of a replica.
+
+    load: the number of requests in the engine, waiting or running. num_requests, num_tokens: the completed requests since the
+    start, and their tokens. fingerprint: of the last weight update, "" before the first. failure: why it can no longer generate,
+    "" if it can.
+    """
 
     version: int
     load: int
@@ -61,9 +68,9 @@ class ReplicaStatus:
 
 
 class RolloutServer(Worker):
-    """See the module docstring.  `start` comes first, then `update_weights`, then requests.
+    """Serves generation requests with one engine.  `start` must come first, then `update_weights`, then requests.
 
-    replica: its number among the service's.  load_checkpoint: start with the weights of the model's files, so that requests can
+    replica: its number in the service. load_checkpoint: load the weights of the model's files at the start, so that requests can
     come before any update.
     """
 
@@ -81,10 +88,10 @@ class RolloutServer(Worker):
         self._paused = False
         self._fingerprint = self._failure = ""
         self._num_requests = self._num_tokens = 0
-        self._trails = Trails()
+        self._streams = TokenStreams()
 
     async def start(self) -> None:
-        """Build the engine; it has no weights yet."""
+        """Builds the engine, without weights."""
         await asyncio.to_thread(self._build)
 
     def _build(self) -> None:
@@ -97,21 +104,22 @@ class RolloutServer(Worker):
 
     @property
     def engine(self) -> RolloutEngine:
+        """The engine.  Raises EngineError before `start`."""
         if self._engine is None:
             raise EngineError("the replica has no engine yet: start comes first")
         return self._engine
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: str = "") -> Completion:
-        """One completion, checked: token ids inside the vocabulary, finite log-probs, one for each token.  RequestError, and the
-        engine goes on, where the request is at fault.
+        """Generates one completion and checks it: token ids inside the vocabulary and a finite log-prob for each token.  Raises
+        RequestError if the request is invalid; the engine continues.
 
-        follow: a name by which `progress` knows it, no other request's; "": nobody follows it.
+        follow: a unique name under which `progress` streams the tokens; "" for no streaming.
         """
         engine = self.engine
         faults.at("replica.generate", rank=self._replica)
         try:
-            with self._trails.of(follow) if follow else nullcontext() as trail:
-                completion = await engine.agenerate(request, params, trail.follow if trail is not None else None)
+            with self._streams.of(follow) if follow else nullcontext() as stream:
+                completion = await engine.agenerate(request, params, stream.follow if stream is not None else None)
         except RequestError:
             raise
         except Exception as error:
@@ -125,15 +133,15 @@ class RolloutServer(Worker):
         return completion
 
     async def progress(self, follow: str, have: int) -> Progress | None:
-        """The tokens after the first `have` of the request that is followed by this name, as soon as there are any; None when no
-        more will be told.  They are not checked yet."""
-        return await self._trails.after(follow, have)
+        """Returns the tokens after the first `have` of the request with this name as soon as there are any, or None when no more
+        will come.  These tokens are not checked yet."""
+        return await self._streams.after(follow, have)
 
     async def update_weights(self, folder: str, version: int) -> UpdateReport:
-        """Take `version` from the folder.  Requests under way keep their tokens and go on under the new weights.
+        """Loads `version` from the folder.  Running requests keep their tokens and continue under the new weights.
 
-        Raises what WeightReader raises.  An error before the pause changes nothing; after one in the pause the replica stays
-        paused, for it must not serve weights that are not whole.
+        Raises the errors of WeightReader.  An error before the pause changes nothing.  After an error during the pause the
+        replica stays paused, because it must not serve partly loaded weights.
         """
         started = time.perf_counter()
         reader = self._reader(folder)
@@ -158,7 +166,8 @@ class RolloutServer(Worker):
         return self._readers[folder]
 
     def _take(self, reader: FolderReader, version: int) -> tuple[float, SyncReport]:
-        """Map the version beside generation; then pause, copy, go on.  Also the time at which the pause began."""
+        """Maps the version while generation continues; then pauses, copies and resumes.  Returns the start time of the pause and
+        the report."""
         faults.at("replica.update_weights", rank=self._replica)
         mapped = reader.prepare(version)
         paused_at = time.time()
@@ -170,24 +179,24 @@ class RolloutServer(Worker):
         return paused_at, report
 
     async def pause(self) -> None:
-        """Sample nothing until `resume`, also when weights are updated meanwhile; requests wait with their tokens."""
+        """Stops sampling until `resume`, also over weight updates; requests keep their tokens and wait."""
         async with self._turn:
             self._paused = True
             await asyncio.to_thread(self.engine.pause)
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continues sampling after `pause`."""
         async with self._turn:
             self._paused = False
             if self._setup.load_checkpoint or self.engine.version >= 0:  # else it goes on with its first weights
                 await asyncio.to_thread(self.engine.resume, recompute=self.config.rollout.recompute_kv_cache)
 
     async def abort(self, request_ids: list[str] | None = None) -> None:
-        """End these requests (None: all) with the tokens that they have."""
+        """Ends these requests (None: all) with the tokens that they have."""
         self.engine.abort(request_ids)
 
     async def status(self) -> ReplicaStatus:
-        """How it is doing; answers at once, whatever the engine does."""
+        """Returns the status at once, whatever the engine does."""
         engine = self._engine
         return ReplicaStatus(
             version=engine.version if engine else -1,
@@ -202,11 +211,12 @@ class RolloutServer(Worker):
         )
 
     async def shutdown(self) -> None:
-        """Release the engine; requests under way fail.  Idempotent."""
+        """Shuts the engine down; running requests fail.  Idempotent."""
         engine, self._engine = self._engine, None
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
 
     def close(self) -> None:
+        """Shuts the engine down, without asyncio."""
         if self._engine is not None:
             self._engine.shutdown()

@@ -1,12 +1,12 @@
-"""RolloutService: replicas, router and weights folder of a run, as the driver's threads see them.
+"""RolloutService: the replicas, the router and the weights folder of a run, for the driver's threads.
 
     service = RolloutService(config.actor_rollout_ref, runtime, service_options(...), loop=runner.loop)
     service.start()
     actor.write_weights(str(service.folder), version)      # training ranks, while generation goes on
-    service.publish(str(service.folder), version)          # every replica pauses for its own copying only
+    service.publish(str(service.folder), version)          # each replica pauses only for its own copy
     ... await service.router.agenerate(request, params)    # on `service.loop`
 
-All methods may be called from any thread but the loop's own.
+All methods may be called from any thread other than the loop's own.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNLIMITED = 1 << 20
-"""Calls at a time in a replica: the engine decides how many it works on, and `status` must never wait behind requests."""
+"""Maximum number of concurrent calls in a replica: the engine limits its own batch, and `status` must never wait behind
+requests."""
 CLOSE_FACTOR = 3.0  # of the shutdown deadline, which each of several steps may use up
 
 
 @dataclass(slots=True, kw_only=True)
 class ServiceOptions:
-    """How the service of a run is laid out.
+    """The layout and the limits of a run's rollout service.
 
-    counts: replicas on each machine.  beside: the actor's ranks, where replicas share their GPUs.  run_folder: for weights that
-    cannot be published through memory.  generate_s: longest wait for one completion.  own_weights: replicas read the model's
-    files and serve at once, without anything being published.  ray_init: where no cluster is connected yet.
+    counts: the number of replicas on each machine. actor_places: the devices of the actor's ranks, where replicas share its GPUs.
+    generate_s: maximum wait for one completion. run_folder: for weights that cannot be published through memory. own_weights:
+    replicas load the model's files and serve at once, before any publication. ray_init: used if no Ray cluster is connected yet.
     """
 
     backend: Backend = "ray"
     device: str = "cpu"
     counts: Sequence[int] = (1,)
-    beside: Sequence[DevicePlace] = ()
+    actor_places: Sequence[DevicePlace] = ()
     limits: FleetLimits = field(default_factory=FleetLimits)
     generate_s: float | None = None
     resources_s: float = 120.0
@@ -70,16 +71,17 @@ class ServiceOptions:
 
     @property
     def num_replicas(self) -> int:
+        """The total number of replicas."""
         return sum(self.counts)
 
 
 def service_options(
-    config: ActorRolloutRefConfig, trainer: TrainerConfig, *, run_folder: Path, beside: Sequence[DevicePlace] = ()
+    config: ActorRolloutRefConfig, trainer: TrainerConfig, *, run_folder: Path, actor_places: Sequence[DevicePlace] = ()
 ) -> ServiceOptions:
-    """As the run's configuration says: one replica a rank of the rollout's pool (the actor's own, where it has none), or with
-    tensor parallelism one for every so many ranks.
+    """Returns the options of the run's configuration: one replica per rank of the rollout's pool (the actor's pool, if the
+    rollout has none), or with tensor parallelism one replica per tensor_model_parallel_size ranks.
 
-    beside: the actor's ranks (`actor.device_places()`), where the rollout shares their GPUs.
+    actor_places: the devices of the actor's ranks (`actor.device_places()`), where the rollout shares its GPUs.
     """
     pool, seconds, each = pool_of(trainer, "rollout"), trainer.deadline_s, config.rollout.tensor_model_parallel_size
     limits = FleetLimits(
@@ -93,7 +95,7 @@ def service_options(
         backend=trainer.backend,
         device="cuda" if trainer.device == "cuda" else "cpu",
         counts=_counts([pool.n_gpus_per_node // each] * pool.nnodes, most_replicas(config.rollout)),
-        beside=beside,
+        actor_places=actor_places,
         limits=limits,
         generate_s=seconds.generate,
         resources_s=seconds.resources,
@@ -106,9 +108,9 @@ def service_options(
 
 
 class RolloutService:
-    """See the module docstring.  A context manager; `close` leaves no process and no folder in memory behind.
+    """Starts and closes the service of a run.  It is a context manager; `close` leaves neither a process nor a folder in memory.
 
-    loop: on which the router lives, running in another thread; None: one of the service's own.
+    loop: the event loop of the router, which runs in another thread; None for a loop of the service's own.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class RolloutService:
         self._places = ReplicaPlaces(
             device=options.device,
             counts=options.counts,
-            actor_ranks=options.beside,
+            actor_ranks=options.actor_places,
             deadline_s=options.resources_s,
             devices_each=config.rollout.tensor_model_parallel_size,
         )
@@ -138,12 +140,12 @@ class RolloutService:
 
     @property
     def folder(self) -> Path:
-        """Where the trainer writes its weights."""
+        """The folder in which the trainer writes its weights."""
         assert self._weights is not None, "start first"
         return self._weights.path
 
     def start(self) -> None:
-        """Start all replicas; they serve when weights have been published.  On any error nothing is left behind."""
+        """Starts all replicas, which serve once weights are published.  After an error nothing is left running."""
         try:
             if self.options.backend == "ray":
                 self._prepare_cluster()
@@ -204,12 +206,13 @@ class RolloutService:
         return await astart_async_actor(spec, common, backend=self.options.backend)
 
     def publish(self, folder: str, version: int) -> list[tuple[str, UpdateReport]]:
-        """Give all replicas the weights `version`, which are written; (replica, its report).  See Fleet.update."""
+        """Loads the weights `version`, which must be written, into all replicas; returns (replica, its report).  See
+        Fleet.update."""
         reports: list[tuple[str, UpdateReport]] = self._run(self.router.update(folder, version))
         return reports
 
     def add(self) -> str:
-        """Start one more replica; its name.  It serves as soon as it has the newest weights."""
+        """Starts one more replica and returns its name.  It serves as soon as it has the newest weights."""
 
         async def start() -> str:
             name = next(name for name in map(_name, itertools.count()) if not self.router.fleet.knows(name))
@@ -219,23 +222,23 @@ class RolloutService:
         return str(self._run(start()))
 
     def remove(self, name: str) -> None:
-        """Take a replica out when its requests are done."""
+        """Removes a replica once its requests have completed."""
         self._run(self.router.remove(name))
 
     def restart(self, name: str) -> None:
-        """Replace a replica by a fresh one."""
+        """Replaces a replica by a new one."""
         self._run(self.router.restart(name))
 
     def pause(self) -> None:
-        """Sample nothing until `resume`."""
+        """Stops sampling in all replicas until `resume`."""
         self._run(self.router.pause())
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continues sampling after `pause`."""
         self._run(self.router.resume())
 
     def metrics(self) -> dict[str, float]:
-        """See Router.metrics."""
+        """Returns the metrics of Router.metrics."""
 
         async def read() -> dict[str, float]:
             return self.router.metrics()
@@ -243,7 +246,7 @@ class RolloutService:
         return dict(self._run(read()))
 
     def close(self) -> None:
-        """End the replicas, give devices and memory back.  Requests under way fail.  Idempotent."""
+        """Ends the replicas and releases devices and memory.  Running requests fail.  Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -262,7 +265,7 @@ class RolloutService:
                 self._connection.close()
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """On the loop, from another thread."""
+        """Runs a coroutine on the loop and waits for it in the calling thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def __enter__(self) -> Self:
@@ -273,7 +276,7 @@ class RolloutService:
 
 
 def _counts(places: Sequence[int], most: int | None) -> list[int]:
-    """Replicas on each machine, of which there are `most` in all."""
+    """Returns the number of replicas on each machine, at most `most` in total."""
     left, counts = sum(places) if most is None else most, []
     for number in places:
         counts.append(min(number, left))

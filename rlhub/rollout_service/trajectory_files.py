@@ -1,12 +1,12 @@
-"""Trajectories through a folder that two jobs reach: one collects while another trains, with nothing else between them.
+"""Exchanges trajectories through a folder: one job collects them while another one trains, with nothing else between the two.
 
-    <url>/<writer>-<number>.jsonl.gz        groups, one JSON object a line
-    <url>/<writer>-<number>.manifest.json   checksum, size, how many groups, of which versions; written last
-    <url>/<writer>.end.json                 the writer is done, and how many files it wrote
+    <url>/<writer>-<number>.jsonl.gz        groups, one JSON object per line
+    <url>/<writer>-<number>.manifest.json   checksum, size, number of groups and their versions; written last
+    <url>/<writer>.end.json                 the writer has ended, and the number of its files
 
-The url is any that fsspec knows (a path, s3://..., memory://...).  What has no manifest does not exist.  Each writer numbers its
-files without gaps, so a cursor is one number a writer and a line; a reader that starts again from its cursor gets every group
-once.  Nothing is pickled.
+The url is any that fsspec supports (a path, s3://..., memory://...).  A file without a manifest is ignored.  Each writer numbers
+its files without gaps, so a cursor is one number per writer and a line; a reader that restarts from its cursor reads every group
+exactly once.  Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import fsspec
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 from rlhub.errors import DataError, DeadlineError
-from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, mask_older
+from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, StalePolicy, mask_older
 from rlhub.utils.atomic import write_bytes
 
 FORMAT = 1
@@ -36,12 +36,10 @@ WRITER = re.compile(r"[A-Za-z0-9_.]+")
 MANIFEST = ".manifest.json"
 COMPRESSION = 3  # token ids shrink about as much as with the highest level, in a third of the time
 
-StalePolicy = Literal["drop", "mask", "correct"]
-
 
 @dataclass(slots=True, kw_only=True)
 class Folder:
-    """Whole files below a URL."""
+    """Reads and writes whole files below a URL."""
 
     url: str
     _fs: Any = field(init=False)
@@ -52,13 +50,14 @@ class Folder:
         self._fs.makedirs(self._root, exist_ok=True)
 
     def write(self, name: str, data: bytes) -> None:
-        """A reader finds all of it or nothing: by a rename on disks, and object stores show what is whole only."""
+        """Writes a file atomically: by a rename on disks, and on object stores because they show only complete files."""
         if isinstance(self._fs, LocalFileSystem):
             write_bytes(Path(self._root) / name, data)
         else:
             self._fs.pipe_file(f"{self._root}/{name}", data)
 
     def read(self, name: str) -> bytes:
+        """Returns the content of a file."""
         return bytes(self._fs.cat_file(f"{self._root}/{name}"))
 
     def names(self) -> list[str]:
@@ -68,7 +67,8 @@ class Folder:
 
 
 class TrajectoryWriter:
-    """name: of this writer in the folder; one that starts again under its name goes on with its numbers."""
+    """Writes groups to numbered files. name: of this writer in the folder; after a restart under the same name the numbers
+    continue."""
 
     def __init__(self, url: str, name: str = "collector") -> None:
         if not WRITER.fullmatch(name):
@@ -77,7 +77,7 @@ class TrajectoryWriter:
         self.next_number = max((number + 1 for number in _numbers(self._folder.names(), name)), default=0)
 
     def write(self, groups: Sequence[Group]) -> str:
-        """One file; returns its name.  When this returns a reader can have it."""
+        """Writes the groups to one file and returns its name.  Readers can read it from then on."""
         lines = "".join(json.dumps(encode(group), default=_plain) + "\n" for group in groups)
         data = gzip.compress(lines.encode(), COMPRESSION, mtime=0)
         stem = f"{self.name}-{self.next_number:08d}"
@@ -95,18 +95,18 @@ class TrajectoryWriter:
         return f"{stem}.jsonl.gz"
 
     def end(self) -> None:
-        """No more will come: readers do not wait for it."""
+        """Marks the end of this writer, so that readers do not wait for it."""
         self._folder.write(f"{self.name}.end.json", json.dumps({"files": self.next_number}).encode())
 
 
 def encode(group: Group) -> dict[str, Any]:
-    """A group with its prompt and the prompt's other columns."""
+    """Returns the JSON-able form of a group, including its prompt and the prompt's other columns."""
     item = group.item
     return {"prompt_ids": list(item.prompt_ids), "row": dict(item.row), **group.to_json()}
 
 
 def decode(state: Mapping[str, Any], ordinal: int) -> Group:
-    """The inverse, under another ordinal: those of several writers are the same."""
+    """Returns the group of an `encode`d one under another ordinal, because several writers use the same ones."""
     item = PromptItem(prompt_ids=tuple(state["prompt_ids"]), ordinal=ordinal, row=state["row"])
     group = Group.from_json(state, item)
     for trajectory in group.trajectories:
@@ -116,17 +116,17 @@ def decode(state: Mapping[str, Any], ordinal: int) -> Group:
 
 @dataclass(slots=True)
 class _TakenGroups:
-    """Groups that training has for a step, and where reading goes on after them."""
+    """The groups that training has taken for a step, and the cursor after them."""
 
     step: int
     cursor: dict[str, Any]
 
 
 class TrajectoryReader:
-    """Groups in the order of files, with the face of a WorkflowExecutor.
+    """Reads groups in the order of the files, with the interface of a WorkflowExecutor.
 
-    max_staleness: in versions behind the newest, by stale_policy (drop, mask old tokens, or correct: nothing is done here); None:
-    no bound, for files of whatever age.  Ordinals are running numbers of this reader.
+    max_staleness: the bound on the number of versions behind the newest one; None for no bound. stale_policy: drop older groups,
+    mask their old tokens, or leave them to the correction.  Ordinals are numbered by this reader.
     """
 
     def __init__(self, url: str, *, max_staleness: int | None = None, stale_policy: StalePolicy = "drop") -> None:
@@ -143,21 +143,21 @@ class TrajectoryReader:
         self._counts = {"accepted_groups": 0, "dropped_groups": 0, "masked_tokens": 0}
         self._wait_s = 0.0
 
-    # What training calls.
+    # Methods for training.
 
     @property
     def first_ordinal(self) -> int:
-        """All before it are trained or dropped."""
+        """The lowest ordinal that is neither trained nor dropped."""
         return int(self._trained["ordinal"])
 
     def start(self, source: Iterator[PromptItem] | None = None) -> None:
-        """Prompts come with their trajectories: the source is not read."""
+        """Does nothing: prompts come with their trajectories, so the source is not read."""
 
     def next_groups(self, count: int, timeout: float | None = None, *, step: int | None = None) -> list[Group]:
-        """`count` groups to train at `step` (None: the one after the present version).
+        """Returns `count` groups to train at `step` (None: the step after the current version).
 
-        Waits for files; fewer come only when every writer has ended.  DeadlineError after `timeout` seconds; nothing is lost.
-        DataError for a damaged file.
+        Waits for files; returns fewer groups only when every writer has ended.  Raises DeadlineError after `timeout` seconds,
+        without losing any group, and DataError for a damaged file.
         """
         step = self._version + 1 if step is None else step
         before, started, pause = self._cursor(), time.monotonic(), POLL_S
@@ -184,43 +184,43 @@ class TrajectoryReader:
         return groups
 
     def trained(self, step: int) -> None:
-        """Step `step` is over: what was taken for it, or before, is trained."""
+        """Marks the groups that were taken for this step or an earlier one as trained."""
         for taken in self._taken:
             if taken.step <= step:
                 self._trained = taken.cursor
         self._taken = [taken for taken in self._taken if taken.step > step]
 
     def set_version(self, version: int) -> None:
-        """Step `version` is over."""
+        """Ends step `version`, whose groups are trained then."""
         self.trained(version)
         self._version = version
 
     def pause(self) -> None:
-        """Nothing to do: reading happens in `next_groups`."""
+        """Does nothing: reading happens only in `next_groups`."""
 
     def resume(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call."""
+        """Returns the counts since the last call."""
         found = {f"rollout/{name}": float(value) for name, value in self._counts.items()} | {"rollout/wait_s": self._wait_s}
         self._counts, self._wait_s = dict.fromkeys(self._counts, 0), 0.0
         return found
 
     def state(self) -> dict[str, Any]:
-        """JSON-able: after what is trained.  Groups of a step that is not over are read again."""
+        """Returns the JSON-able position after the trained groups.  Groups of an unfinished step are read again."""
         return {"cursor": self._trained, "version": self._version, "finished": []}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; before the first `next_groups`."""
+        """Continues from `state`.  Must come before the first `next_groups`."""
         self._version = int(state["version"])
         self._trained = dict(state["cursor"])
         self._go_to(self._trained)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no resources are held."""
 
-    # Reading.
+    # Methods that read the files.
 
     def _cursor(self) -> dict[str, Any]:
         return {"files": dict(self._done), "file": self._file, "line": self._line, "ordinal": self._ordinal}
@@ -235,7 +235,7 @@ class TrajectoryReader:
             self._lines = self._read(self._file)
 
     def _next(self, step: int) -> Group | None:
-        """The next that may train at this step; None while there is no file with one."""
+        """Returns the next group that may train at this step, or None while there is no file with one."""
         while True:
             if self._file is not None and self._line < len(self._lines):
                 group = decode(json.loads(self._lines[self._line]), self._ordinal)
@@ -260,7 +260,7 @@ class TrajectoryReader:
         return False
 
     def _open_next(self) -> bool:
-        """The writer that was read least comes first."""
+        """Opens the next file of the writer of which the fewest files were read; returns whether there is one."""
         if self._file is not None:
             writer, number = self._file
             self._done[writer] = number + 1
@@ -311,7 +311,7 @@ def _numbers(names: Sequence[str], writer: str) -> list[int]:
 
 
 def _plain(value: Any) -> Any:
-    """What rows of data sets hold and JSON has no form for: numpy's values."""
+    """Returns numpy values, which rows of data sets may contain, in a form that JSON can represent."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"a trajectory's row holds a {type(value).__name__}, which has no form in JSON: {value!r:.100}")

@@ -1,10 +1,10 @@
-"""The folder through which a run publishes its weights to the rollout service, and how engines take them from it.
+"""The folder through which a run publishes its weights to the rollout service, and the readers by which engines load them.
 
-On one machine the folder is in memory.  Memory is not freed when a process is killed, so such a folder has a lock that goes away
-with the process that holds it, and each run removes the folders of those that ended.
+On one machine the folder is in memory.  Memory is not freed when a process is killed, so such a folder has a lock that ends with
+the process that holds it, and each run removes the folders whose lock is free.
 
-An engine's weights are read by a reader of its own process, or by one in each of its workers.  Both read in two halves (see
-sharding_manager.files): `prepare` while the engine generates, `place` while it is paused.
+Either one reader in the engine's process loads the weights, or one reader in each of the engine's workers.  Both work in two
+phases (see sharding_manager.files): `prepare` while the engine generates, and `place` while it is paused.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from rlhub.sharding_manager.files import MappedVersion, WeightReader
 from rlhub.sharding_manager.route import SyncReport
 
 logger = logging.getLogger(__name__)
-
-
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "rlhub-weights-"
 BELOW_RUN = f"{PREFIX}in-flight"
-"""Name in the run folder, where there is no such memory; it is removed at the end, so it is none that a user would choose."""
+"""Name of the folder below the run folder, used where no memory is available; it is removed at the end, so no user would choose
+it."""
 ROOM_FACTOR = 6
-"""Free memory asked for, as a multiple of the model's files: three versions (two are kept while the next is written) of weights
-that may be float32 where the files are bfloat16."""
+"""The required free memory as a multiple of the size of the model's files: three versions (two are kept while the next is
+written) of weights that may be float32 where the files are bfloat16."""
+FIRST_POLL_S, LONGEST_POLL_S = 0.01, 0.2  # a look at the workers falls between two of their steps
 
 
 class WeightsFolder:
-    """path: where versions are written.  `close` removes what this process made."""
+    """The folder in which versions are written.  `close` removes what this process created."""
 
     def __init__(self, path: Path, lock: int | None = None, *, temporary: bool) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class WeightsFolder:
         path.mkdir(parents=True, exist_ok=True)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Removes a temporary folder and its lock.  Idempotent."""
         if self._temporary:
             shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
@@ -59,8 +59,11 @@ class WeightsFolder:
 def open_weights_folder(
     configured: str | None, *, one_machine: bool, run_folder: Path, model_bytes: int, memory: Path = SHARED_MEMORY
 ) -> WeightsFolder:
-    """The configured folder, which stays; else one in this machine's memory, or below the run folder where replicas are on
-    other machines or the memory is small.  model_bytes: of the model's files, 0 if not known."""
+    """Returns the configured folder, which is kept at the end; without one, a folder in this machine's memory, or below the run
+    folder if replicas run on other machines or the memory is too small.
+
+    model_bytes: the size of the model's files, 0 if unknown.
+    """
     if configured is not None:
         return WeightsFolder(Path(configured).absolute(), temporary=False)
     if one_machine:
@@ -80,7 +83,7 @@ def open_weights_folder(
 
 
 def files_bytes(model_path: str | None) -> int:
-    """Returns the size of the weights in a model's folder."""
+    """Returns the size of the weight files in a model's folder."""
     if model_path is None:
         return 0
     files = (path for kind in ("*.safetensors", "*.bin") for path in Path(model_path).glob(kind))
@@ -88,7 +91,7 @@ def files_bytes(model_path: str | None) -> int:
 
 
 def remove_abandoned(memory: Path = SHARED_MEMORY) -> None:
-    """Folders whose process has ended."""
+    """Removes the folders of processes that have ended."""
     for lock_file in memory.glob(f"{PREFIX}*.lock"):
         try:
             descriptor = os.open(lock_file, os.O_RDWR)
@@ -106,7 +109,7 @@ def remove_abandoned(memory: Path = SHARED_MEMORY) -> None:
 
 def _in_memory(memory: Path) -> WeightsFolder:
     path = memory / f"{PREFIX}{uuid.uuid4().hex[:12]}"
-    new = path.with_name(path.name + ".new")  # nobody finds the file before it is locked
+    new = path.with_name(path.name + ".new")  # no process finds the file before it is locked
     lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     new.rename(_lock_file(path))
@@ -117,35 +120,34 @@ def _lock_file(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
 
 
-FIRST_POLL_S, LONGEST_POLL_S = 0.01, 0.2  # a look at the workers falls between two of their steps
-
-
 class FolderReader(Protocol):
-    """What a replica asks of a reader; see WeightReader for what both methods raise."""
+    """The reader of one replica; see WeightReader for the errors of both methods."""
 
-    def prepare(self, version: int) -> MappedVersion | int: ...
+    def prepare(self, version: int) -> MappedVersion | int:
+        """Reads and checks a version while the engine generates; returns it for `place`."""
+        ...
 
     def place(self, mapped: Any) -> SyncReport:
-        """mapped: what `prepare` returned."""
+        """Copies the weights into the paused engine. mapped: the return value of `prepare`."""
         ...
 
 
 def folder_reader(engine: RolloutEngine, folder: Path, *, bucket_bytes: int, timeout_s: float) -> FolderReader:
-    """For this engine."""
+    """Returns the reader for this engine."""
     if isinstance(engine, ExternalWeights):
         return WorkersReader(engine, folder, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     return WeightReader(engine, folder, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
 
 
 class WorkersReader:
-    """A reader in every worker of the engine: each maps the files, takes its own parts and compares what it then holds."""
+    """Runs a reader in every worker of the engine: each maps the files, copies its own parts and compares what it then holds."""
 
     def __init__(self, engine: ExternalWeights, folder: Path, *, bucket_bytes: int, timeout_s: float) -> None:
         self._engine = engine
         self._settings = (str(folder), bucket_bytes, timeout_s)
 
     def prepare(self, version: int) -> int:
-        """The version, ready to be placed in all workers."""
+        """Prepares the version in all workers, and returns it."""
         self._call("begin", version, *self._settings)
         pause_s = FIRST_POLL_S
         while not all(self._call("prepared")):
@@ -154,7 +156,8 @@ class WorkersReader:
         return version
 
     def place(self, mapped: int) -> SyncReport:
-        """The report's fingerprint is the writer's where there is one worker, else of all workers' parts."""
+        """Copies the weights in all workers.  The fingerprint of the report is the writer's if there is one worker, and otherwise
+        combined from the workers' parts."""
         start = time.perf_counter()
         with self._engine.overwriting(mapped):
             reports: Sequence[SyncReport] = self._call("place", mapped)
@@ -173,10 +176,10 @@ class WorkersReader:
 
 
 class WorkerReader:
-    """One worker's; called between two steps, so what takes long runs in a thread, beside the next steps."""
+    """The reader in one worker.  The worker calls it between two steps, so long work runs in a thread during the next steps."""
 
     def __init__(self, weights: Any) -> None:
-        """weights: of the worker, with the methods of RolloutEngine that WeightReader uses."""
+        """weights: the worker's weights, with the methods of RolloutEngine that WeightReader uses."""
         self._weights = weights
         self._settings: tuple[str, int, float] | None = None
         self._reader: WeightReader | None = None
@@ -185,7 +188,7 @@ class WorkerReader:
         self._error: BaseException | None = None
 
     def begin(self, version: int, folder: str, bucket_bytes: int, timeout_s: float) -> None:
-        """Start to prepare the version."""
+        """Starts to prepare the version."""
         settings = (folder, bucket_bytes, timeout_s)
         if settings != self._settings:
             self._reader = WeightReader(self._weights, Path(folder), bucket_bytes=bucket_bytes, timeout_s=timeout_s)
@@ -203,13 +206,13 @@ class WorkerReader:
             self._error = error
 
     def prepared(self) -> bool:
-        """Whether the version is ready; raises what preparing it raised."""
+        """Returns whether the version is ready; raises the error of its preparation."""
         if self._error is not None:
             raise as_rlhub_error(self._error)
         return self._mapped is not None
 
     def place(self, version: int) -> SyncReport:
-        """Copy it; the engine is paused."""
+        """Copies the version into the worker, while the engine is paused."""
         if self._reader is None or self._mapped is None or self._mapped.version != version:
             raise EngineError(f"version {version} of the weights has not been prepared in this worker")
         mapped, self._mapped = self._mapped, None
@@ -217,7 +220,7 @@ class WorkerReader:
 
 
 def as_rlhub_error(error: BaseException) -> RlhubError:
-    """So that it reaches the replica with its type where that is ours."""
+    """Returns the error in a form that reaches the replica with its type, if that is one of rlhub's, or as an EngineError."""
     if isinstance(error, RlhubError):
         return error
     return EngineError(f"reading the weights failed in a worker: {type(error).__name__}: {error}")

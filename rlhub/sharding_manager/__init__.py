@@ -1,4 +1,4 @@
-"""From the trainer's layout of the weights to the rollout engine's, by a plan made once and checked at every update.
+"""Resharding: the weights move from the trainer's layout to the rollout engine's by a plan that is checked at every update.
 
 Weights are published in one of three ways.  From the actor's ranks to the engine they pass at most three classes on a side:
 
@@ -7,6 +7,6 @@ Weights are published in one of three ways.  From the actor's ranks to the engin
     jobs that share a folder         WeightWriter; and WeightReader
 
 Route is one process's part of the plan (`plan`, cut into messages by `schedule`), from its LocalPieces to those of other
-processes; Transport carries messages between Peers.  `layout_exchange` tells everyone what everyone has, and `first_update`
-brings an engine its first weights, by its own loader.
+processes; Transport carries messages between Peers.  `layout_exchange` tells every process all layouts.  An engine's
+first weights come through its own loader (`update_by_stream` in `manager`).
 """

@@ -1,16 +1,16 @@
-"""Weights between separate jobs through a folder that both reach: no process group between them, any number of readers.
+"""Weights between separate jobs through a folder that both reach: no process group between them, and any number of readers.
 
-Each rank of a trainer has a WeightWriter and writes its own parts of a version, every element of the model by one rank; each
+Each rank of a trainer has a WeightWriter and writes its own parts of a version, every element of the model by one rank.  Each
 rank of a rollout engine, in whatever job and layout, has a WeightReader and maps only the blocks that it needs.
 
     <folder>/version-<n>/rank-<r>-<i>.safetensors   blocks of weights, at most a bucket in a file
     <folder>/version-<n>/rank-<r>.json              for each block: file, key, name, full shape, region, dtype, checksum
-    <folder>/version-<n>/manifest.json              how many ranks wrote
+    <folder>/version-<n>/manifest.json              the number of ranks that wrote
 
 A version is written under another name and renamed when all ranks are done, so a reader sees a whole version or none.  Nothing
 is flushed to the disk: after a power failure the trainer writes its weights again.
 
-Reading has two halves, so that an engine which serves requests need stop for the second only: `prepare` waits for the version,
+Reading has two halves, so that an engine which serves requests stops only for the second: `prepare` waits for the version,
 maps its files and compares their checksums; `place` copies.
 """
 
@@ -56,17 +56,23 @@ from rlhub.sharding_manager.route import SyncReport, alone, check_range, raise_f
 from rlhub.utils.atomic import TEMPORARY_SUFFIX
 
 BLOCK_ELEMENTS = 1 << 20
-"""A block has one checksum, so a reader that needs a part of it reads all of it: small against what a rank needs."""
-KEPT_VERSIONS = 2  # a reader may still be at the one before
+"""The size of a block.  A block has one checksum, so a reader of a part of it reads all of it: little, against all that a rank
+needs."""
+KEPT_VERSIONS = 2  # a reader may still be reading the previous version
 POLL_S = 0.05
 
 OpenFiles = dict[Path, Any]
-"""A file is mapped once, however many of its blocks are read."""
+"""The mapped files, so that each is mapped once, however many of its blocks are read."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _Block:
-    """A block in a file.  path: of the file; key: the tensor's in it; checksum: of its bytes."""
+    """A block in a file.
+
+    path: the file.
+    key: the tensor's key in the file.
+    checksum: the checksum of the block's bytes.
+    """
 
     info: PieceInfo
     path: Path
@@ -78,7 +84,9 @@ class _Block:
 class _Part:
     """The part of a block that a live piece takes.
 
-    region: in the full tensor.  values: mapped, in the file's dtype.  sent: their fingerprint in the piece's dtype.
+    region: its region in the full tensor.
+    values: the mapped values, in the file's dtype.
+    sent: the fingerprint of the values in the piece's dtype.
     """
 
     piece: PieceInfo
@@ -91,7 +99,7 @@ class _Part:
 class MappedVersion:
     """A version that a reader has found whole and undamaged.  It stays readable when the writer removes its files.
 
-    parts: for the live weights as they were described; None before the engine's first update, which goes by `blocks`.
+    parts: the parts for the live weights as they were described; None before the engine's first update, which reads `blocks`.
     """
 
     version: int
@@ -102,7 +110,7 @@ class MappedVersion:
 class WeightWriter:
     """Writes a training engine's weights; all its ranks call `write` together.
 
-    bucket_bytes: the extra memory, and the size of a file.
+    bucket_bytes: the extra memory, which is also the size of a file.
     """
 
     def __init__(self, train: TrainEngine, folder: Path, *, bucket_bytes: int, timeout_s: float = 1800.0) -> None:
@@ -112,9 +120,9 @@ class WeightWriter:
         self._mine: list[PieceInfo] | None = None
 
     def write(self, version: int) -> SyncReport:
-        """Leaves the trainer's present weights in the folder as policy `version`.
+        """Writes the trainer's present weights into the folder as policy `version`.
 
-        The report's fingerprint is of the whole version on rank 0, on other ranks of this rank's blocks.
+        The report's fingerprint is that of the whole version on rank 0, and of this rank's blocks on other ranks.
         """
         start = time.perf_counter()
         self._train.onload()
@@ -138,7 +146,7 @@ class WeightWriter:
         )
 
     def _publish(self, unfinished: Path, version: int) -> list[_Block]:
-        """Makes what all ranks wrote visible under its name; returns the blocks of the other ranks."""
+        """Renames the folder when all ranks have written; returns the blocks of the other ranks."""
         ranks = self._peers.size if self._peers else 1
         (unfinished / "manifest.json").write_text(json.dumps({"version": version, "ranks": ranks}))
         others = [block for rank in range(1, ranks) for block in _read_blocks(unfinished, rank)]
@@ -157,7 +165,7 @@ class WeightWriter:
             self._peers.minimum(0)
 
     def _files(self) -> Iterator[list[Piece]]:
-        """Yields the blocks that this rank writes, a file's worth at a time."""
+        """Yields the blocks that this rank writes, one file's blocks at a time."""
         waiting: list[Piece] = []
         for piece in self._pieces():
             if waiting and sum(p.tensor.nbytes for p in waiting) + piece.tensor.nbytes > self._bucket_bytes:
@@ -185,7 +193,8 @@ class WeightWriter:
             yield Piece(name=info.name, tensor=tensor, shape=info.shape, region=info.region)
 
     def _share(self, pieces: LocalPieces) -> list[PieceInfo]:
-        """Returns this rank's part of the model, in blocks: a plan to one destination that needs everything deals it out."""
+        """Returns this rank's part of the model, in blocks.  A plan to one destination that needs everything assigns each
+        element to one rank."""
         device, sources = self._train.device.type, pieces.infos()
         member = Member(side="sender", node=this_node(), device=device, sources=sources, destinations=[])
         members = exchange_members(self._peers, member)
@@ -200,7 +209,7 @@ class WeightWriter:
         ]
 
     def _write_file(self, unfinished: Path, number: int, pieces: list[Piece]) -> list[dict[str, Any]]:
-        """Writes the pieces into one file and returns the manifest's rows."""
+        """Writes the pieces into one file and returns the rows that describe them."""
         name = f"rank-{self._rank}-{number}.safetensors"
         save_file({str(key): piece.tensor.contiguous() for key, piece in enumerate(pieces)}, unfinished / name)
         checksums = digests(piece.tensor.contiguous() for piece in pieces)
@@ -211,7 +220,8 @@ class WeightWriter:
 
 
 class WeightReader:
-    """Reads weights for one rank's rollout engine.  Ranks of a tensor-parallel group read on their own: nothing is collective."""
+    """Reads weights for one rank's rollout engine.  Ranks of a tensor-parallel group read independently: no call is
+    collective."""
 
     def __init__(
         self, rollout: RolloutEngine, folder: Path, *, bucket_bytes: int, check: bool = True, timeout_s: float = 1800.0
@@ -221,11 +231,11 @@ class WeightReader:
         self._proven = False
 
     def newest(self) -> int | None:
-        """Returns the latest whole version in the folder."""
+        """Returns the latest whole version in the folder, or None."""
         return max(_versions(self._folder), default=None)
 
     def read(self, version: int) -> SyncReport:
-        """Waits for `version` and takes it: both halves at once, for an engine without requests."""
+        """Waits for `version` and loads it, with both halves at once, for an engine without requests."""
         start = time.perf_counter()
         self._rollout.wake_up(weights_only=True)
         report = self.place(self.prepare(version))
@@ -233,10 +243,11 @@ class WeightReader:
         return report
 
     def prepare(self, version: int) -> MappedVersion:
-        """Waits for `version`, maps its files and compares their checksums; the engine may generate meanwhile.
+        """Waits for `version`, maps its files and compares their checksums, while the engine may generate.
 
-        Raises DeadlineError when it does not come in time, EngineError when it has been removed, ReshardError when it is not
-        this model's and WeightMismatchError for a block whose checksum is wrong; the engine keeps the weights that it has.
+        Raises DeadlineError if the version does not appear in time, EngineError if it has been removed, ReshardError if it
+        belongs to another model, and WeightMismatchError for a block with a wrong checksum.  The engine keeps the weights that
+        it has.
         """
         folder = self._await(version)
         with self._reading(version):
@@ -245,11 +256,11 @@ class WeightReader:
         return MappedVersion(version=version, blocks=blocks, parts=parts)
 
     def place(self, mapped: MappedVersion) -> SyncReport:
-        """Copies a version into the live weights and compares them with it; the engine must not be in a step.
+        """Copies a version into the live weights and compares them with it.  The engine must not be in a step.
 
-        The first goes through the engine's own loader (see `first_update`).  After an error (WeightMismatchError for a weight
-        that did not arrive) the engine refuses to generate.  The report's fingerprint is that of the writer where both hold the
-        weights in the same dtype and this engine is not tensor-parallel.
+        The first version goes through the engine's own loader (see `update_by_stream`).  After an error (WeightMismatchError
+        for a weight that did not arrive) the engine refuses to generate.  The report's fingerprint equals the writer's if both
+        store the weights in the same dtype and this engine is not tensor-parallel.
         """
         start = time.perf_counter()
         self._rollout.wake_up(weights_only=True)
@@ -288,7 +299,7 @@ class WeightReader:
 
     @contextmanager
     def _reading(self, version: int) -> Iterator[None]:
-        """Turns a missing file into an EngineError: the writer keeps few versions, so a slow reader's may be removed."""
+        """Turns a missing file into an EngineError: the writer keeps few versions, so that of a slow reader may be removed."""
         try:
             yield
         except (FileNotFoundError, SafetensorError) as error:
@@ -296,7 +307,7 @@ class WeightReader:
             raise EngineError(f"version {version} of the weights in {self._folder} {why}") from error
 
     def _load(self, blocks: dict[str, list[_Block]], version: int) -> int:
-        """Loads full tensors through the engine's loader; returns how many bytes."""
+        """Loads full tensors through the engine's loader; returns the number of bytes."""
         return update_by_stream(self._rollout, self._buckets(blocks), version, check=self._check, agree=alone).bytes
 
     def _buckets(self, blocks: dict[str, list[_Block]]) -> Iterator[WeightBucket]:
@@ -326,7 +337,7 @@ class WeightReader:
 
     @torch.no_grad()
     def _copy(self, parts: list[_Part], version: int) -> int:
-        """Copies straight from the mapped files into the live weights; returns how many bytes."""
+        """Copies straight from the mapped files into the live weights; returns the number of bytes."""
         with self._rollout.overwriting(version):
             live = {(piece.name, piece.region): piece.tensor for piece in self._rollout.live_weights()}
             targets = [take(live[p.piece.name, p.piece.region], relative(p.region, p.piece.region)) for p in parts]
@@ -340,7 +351,7 @@ class WeightReader:
 
 
 def _cut(piece: PieceInfo, blocks: list[_Block], files: OpenFiles) -> list[_Part]:
-    """Returns the parts of the piece that the blocks have, mapped and checked.  files: those that are open already."""
+    """Returns the parts of the piece that the blocks have, mapped and checked.  files: the files that are mapped already."""
     if blocks[0].info.shape != piece.shape:
         raise ReshardError(
             f"{piece.name} has the full shape {blocks[0].info.shape} in the folder and {piece.shape} in the rollout engine: "
@@ -367,7 +378,7 @@ def _cut(piece: PieceInfo, blocks: list[_Block], files: OpenFiles) -> list[_Part
 
 
 def _read_block(block: _Block, files: OpenFiles) -> Tensor:
-    """Maps a block and compares its checksum, and that it is finite: NaN has the same checksum on both sides."""
+    """Maps a block and compares its checksum.  Checks too that it is finite, because NaN has the same checksum on both sides."""
     if block.path not in files:
         files[block.path] = safe_open(block.path, framework="pt")
     values: Tensor = files[block.path].get_tensor(block.key)

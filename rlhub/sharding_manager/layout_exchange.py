@@ -1,4 +1,4 @@
-"""Every process's description of what it has, exchanged as JSON: nothing from a network is unpickled."""
+"""The exchange of every process's description of its pieces, as JSON, because nothing from a network is unpickled."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from rlhub.sharding_manager.peers import Peers
 
 Side = Literal["sender", "receiver", "both"]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Linux: one per start of a machine, the same in its containers."""
+"""Linux writes one id per start of a machine, which is the same in all its containers."""
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int32)
+}
 
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """One process of a transfer: which side it is of, where it runs, and which pieces of each side it has."""
+    """One process of a transfer: its side, its machine and device, and its pieces on each side."""
 
     side: Side
     node: str
     device: str
     sources: list[PieceInfo]
     destinations: list[PieceInfo]
-
-
-def this_node() -> str:
-    """Returns a name of the machine, the same in all its containers."""
-    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
 
 
 def exchange_members(peers: Peers | None, member: Member) -> list[Member]:
@@ -43,6 +42,11 @@ def exchange_members(peers: Peers | None, member: Member) -> list[Member]:
     return [_decode(data) for data in peers.all_gather_bytes(_encode(member))]
 
 
+def this_node() -> str:
+    """Returns a name of the machine, which is the same in all its containers."""
+    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
+
+
 def nodes_of(members: Sequence[Member]) -> dict[int, int]:
     """Returns the number of each process's machine."""
     numbers = {node: number for number, node in enumerate(dict.fromkeys(member.node for member in members))}
@@ -50,7 +54,8 @@ def nodes_of(members: Sequence[Member]) -> dict[int, int]:
 
 
 def check_devices(members: Sequence[Member]) -> None:
-    """Raises EngineError for devices of different kinds: their fingerprints cannot be compared, nor one group reach both."""
+    """Raises EngineError for devices of different kinds: their fingerprints cannot be compared, and one process group cannot
+    reach both."""
     kinds = sorted({member.device for member in members})
     if len(kinds) > 1:
         raise EngineError(
@@ -87,7 +92,7 @@ def encode_info(info: PieceInfo) -> list[object]:
 
 
 def decode_info(row: list[object]) -> PieceInfo:
-    """Returns the description that `encode_info` encoded."""
+    """Returns the description that `encode_info` has encoded."""
     name, shape, region, dtype = row
     assert isinstance(name, str) and isinstance(shape, list) and isinstance(region, list) and isinstance(dtype, str)
     kind = DTYPES.get(dtype)
@@ -99,9 +104,3 @@ def decode_info(row: list[object]) -> PieceInfo:
         region=tuple((int(start), int(stop)) for start, stop in region),
         dtype=kind,
     )
-
-
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int32)
-}

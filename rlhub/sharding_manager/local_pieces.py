@@ -1,7 +1,7 @@
 """The pieces of weights that one side of a transfer has in this process, read and written by name and region.
 
-A region may span several pieces (a rank's shard of a fused weight, say).  It is cut along them here, so that plans and
-transports need not know how a backend lays its weights out.
+A region may span several pieces, for example those of a rank's shard of a fused weight.  LocalPieces cuts it along them, so
+that plans and transports need not know how a backend stores its weights.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from rlhub.protocol.weights.pieces import Piece, PieceInfo, Region, intersection
 
 
 class LocalPieces:
-    """Pieces by name, without the empty ones.  It remembers the views that it finds, and lives for one update: between updates
-    an engine may free its weights' memory, which views would keep."""
+    """The pieces by name, without the empty ones.
+
+    It caches the views that it finds, and lives for one update: between updates an engine may free its weights' memory, which
+    views would keep alive.
+    """
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self._pieces: dict[str, list[Piece]] = {}
@@ -32,11 +35,11 @@ class LocalPieces:
         return [piece.info for pieces in self._pieces.values() for piece in pieces]
 
     def device(self, name: str) -> torch.device:
-        """Returns the device that the tensor's pieces are on."""
+        """Returns the device of the tensor's pieces."""
         return self._pieces[name][0].tensor.device
 
     def view(self, name: str, region: Region) -> Tensor | None:
-        """Returns the region as one live view, or None where it spans several pieces."""
+        """Returns the region as one live view, or None if it spans several pieces."""
         key = (name, region)
         if key not in self._views:
             self._views[key] = self._find(name, region)
@@ -49,7 +52,7 @@ class LocalPieces:
         return None
 
     def read(self, name: str, region: Region, out: Tensor) -> None:
-        """Copies the region into `out`, which has its sizes, and casts to the dtype of `out`."""
+        """Copies the region into `out`, which has the region's sizes, and casts to its dtype."""
         view = self.view(name, region)
         if view is not None:
             out.copy_(view)
@@ -67,7 +70,7 @@ class LocalPieces:
             view.copy_(take(values, part))
 
     def contiguous(self, name: str, region: Region) -> Tensor:
-        """Returns the region's elements in row-major order: a live view where they lie so in memory, else a copy."""
+        """Returns the region's elements in row-major order: a live view if memory has that order, else a copy."""
         view = self.view(name, region)
         if view is not None:
             return view.contiguous()
@@ -77,14 +80,14 @@ class LocalPieces:
         return out
 
     def memory(self, name: str, region: Region, dtype: torch.dtype) -> Tensor | None:
-        """Returns the region's live memory as bytes, or None where it does not lie there in row-major order and in `dtype`."""
+        """Returns the region's live memory as bytes, or None if it is not in row-major order or not in `dtype`."""
         view = self.view(name, region)
         if view is None or view.dtype != dtype or not view.is_contiguous():
             return None
         return view.view(-1).view(torch.uint8)
 
     def _parts(self, name: str, region: Region) -> list[tuple[Region, Tensor]]:
-        """Returns (part in coordinates of the region, live view) pairs that make up the region together."""
+        """Returns pairs of (part in coordinates of the region, live view) that together make up the region."""
         key = (name, region)
         if key not in self._cuts:
             self._cuts[key] = list(self._cut(name, region))

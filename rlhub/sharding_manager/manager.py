@@ -1,17 +1,12 @@
 """Moves the policy's weights from the training engine into the rollout engine of the same ranks and proves that they arrived.
 
-An engine's first update goes through its own loader as a stream of full tensors, which proves that both engines describe
-correctly what they hold.  From then on a plan, made once, moves every part straight from where it is to where it is needed, into
-the live weights.  Each update is compared weight by weight: every step of a policy gradient is wrong when the two differ,
-and nothing else would say so.
+An engine's first update (`update_by_stream`) goes through its own loader as a stream of full tensors.  The loader and the
+stream know nothing of regions, so this update proves the geometry that later updates write and read back through.  From then
+on a plan, made once, moves every part straight from its source into the live weights.  Each update is compared weight by
+weight: every step of a policy gradient is wrong when the two engines differ, and nothing else would report it.
 
-A planned update passes three classes: ShardingManager wakes the engines and bars generation, Route moves this rank's parts and
-compares them, Transport carries what goes to other ranks.
-
-§§ first_update: An update through the rollout engine's own loader, compared with both engines' descriptions of what they hold.
-
-The loader and the training engine's stream know nothing of regions.  So an engine's first update goes this way: it proves the
-geometry that later, planned updates write and read back through.
+A planned update passes three classes: ShardingManager wakes the engines and blocks generation, Route moves this rank's parts
+and compares them, Transport carries the parts that go to other ranks.
 """
 
 from __future__ import annotations
@@ -33,120 +28,12 @@ from rlhub.sharding_manager.peers import Peers
 from rlhub.sharding_manager.route import BUFFER_BUCKETS, Agree, Route, SyncReport, check_range, make_route, raise_first
 
 
-def update_by_stream(
-    rollout: RolloutEngine,
-    buckets: Iterable[WeightBucket],
-    version: int,
-    *,
-    own: Iterable[Piece] = (),
-    check: bool,
-    agree: Agree,
-) -> SyncReport:
-    """Loads full tensors as policy `version` and compares what arrived.  All ranks call it together.
-
-    own: the training engine's pieces on this rank, compared with the stream that passes; none where it streams only.
-    check: False leaves out fingerprints (names are still compared).  Raises WeightMismatchError, on every rank, for the first
-    weight that differs, is missing or is not expected; the engine then refuses to generate.
-    """
-    stream = _CheckedStream(rollout, own=own, check=check)
-    rollout.update_weights(stream.passing(buckets), version)
-    if check:
-        with rollout.overwriting(version):  # weights that differ must not serve
-            stream.compare(agree)
-    return SyncReport(
-        bytes=stream.bytes,
-        num_weights=len(stream.names),
-        version=version,
-        fingerprint=combine(stream.fingerprints.items()) if check else "",
-    )
-
-
-class StreamedDescription:
-    """Finds out whether the pieces that a training engine says this rank has are parts of the full weights that it streams."""
-
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        self._pieces: dict[str, list[Piece]] = {}
-        for piece in pieces:
-            self._pieces.setdefault(piece.name, []).append(piece)
-        self._wrong: set[str] = set()
-        self.names: list[str] = []
-
-    def note(self, name: str, tensor: Tensor) -> None:
-        """Compares a full weight that passes with this rank's pieces of it."""
-        self.names.append(name)
-        for piece in self._pieces.get(name, ()):
-            if piece.shape != tuple(tensor.shape) or fingerprint(take(tensor, piece.region)) != fingerprint(piece.tensor):
-                self._wrong.add(name)
-
-    def confirm(self, agree: Agree) -> None:
-        """Raises WeightMismatchError on every rank for the first weight that any rank describes wrongly."""
-        first = agree(min((self.names.index(name) for name in self._wrong), default=len(self.names)))
-        if first < len(self.names):
-            raise WeightMismatchError(
-                f"the training engine's description of the part of {self.names[first]} that a rank holds does not fit the weight "
-                "that it streams: planned updates would move the wrong part",
-                weight=self.names[first],
-            )
-
-
-class _CheckedStream:
-    """Full tensors on their way into a rollout engine; see `update_by_stream`."""
-
-    def __init__(self, rollout: RolloutEngine, *, own: Iterable[Piece], check: bool) -> None:
-        self._rollout, self._check = rollout, check
-        self._targets = {piece.name: piece for piece in rollout.live_weights()}
-        self._description = StreamedDescription(own if check else ())
-        self.fingerprints: dict[str, int] = {}
-        self.bytes = 0
-
-    @property
-    def names(self) -> list[str]:
-        """Returns the names of the weights that have passed."""
-        return self._description.names
-
-    def passing(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
-        """Yields the buckets in the engine's dtype and on its device, and notes what passes."""
-        for bucket in buckets:
-            yield [(name, self._pass(name, tensor.detach())) for name, tensor in bucket]
-        passed = set(self.names)
-        missing = [name for name in self._targets if name not in passed]
-        if missing:
-            raise WeightMismatchError(
-                f"the trainer sent {len(passed)} weights, but not {missing[0]}, which the rollout engine has "
-                f"({len(missing)} missing in all): do both run the same model?",
-                weight=missing[0],
-            )
-
-    def _pass(self, name: str, tensor: Tensor) -> Tensor:
-        if self._targets and name not in self._targets:
-            raise WeightMismatchError(
-                f"the trainer sent {name}, which the rollout engine does not have: do both run the same model?", weight=name
-            )
-        self._description.note(name, tensor)
-        part = tensor
-        if self._targets:  # before its first update an engine may have no weights of its own and take what comes
-            target = self._targets[name]
-            tensor = tensor.to(device=target.tensor.device, dtype=target.tensor.dtype)
-            part = take(tensor, target.region)
-        self.bytes += tensor.nbytes
-        if self._check:
-            self.fingerprints[name] = fingerprint(part)
-        return tensor
-
-    def compare(self, agree: Agree) -> None:
-        """Reads the live weights back.  Raises WeightMismatchError on every rank, for the first weight that differs on any."""
-        sent = self.fingerprints
-        live = {piece.name: fingerprint(piece.tensor) for piece in self._rollout.live_weights() if piece.name in sent}
-        names = list(sent)
-        raise_first(names, [name for name in names if live.get(name) != sent[name]], agree)
-        self._description.confirm(agree)
-
-
 class ShardingManager:
-    """Every rank has one, between its training engine and its rollout engine.
+    """Moves weights from a training engine to a rollout engine; every rank has one, between its own two engines.
 
-    bucket_bytes: size of the buckets in which weights travel; extra memory is at most two buckets, or the largest tensor.
-    check: False skips fingerprints and the reading back (names are still compared).  timeout_s: of every wait for a peer.
+    bucket_bytes: the size of the buckets in which weights travel; extra memory is at most two buckets, or the largest tensor.
+    check: False skips fingerprints and reading back; names are still compared.
+    timeout_s: the limit of every wait for a peer, in seconds.
     """
 
     def __init__(
@@ -168,10 +55,10 @@ class ShardingManager:
     def sync(self, version: int) -> SyncReport:
         """Gives the rollout engine the trainer's present weights as policy `version`.
 
-        Every rank calls it, and it blocks.  The trainer is brought to the device for the transfer and offloaded after it;
-        the engine takes its weights' memory before and its cache's memory after that, so the two never add up.
-        Raises WeightMismatchError, on every rank, naming the first weight that differs, is missing or is not expected; the
-        engine then refuses to generate until a whole update.
+        Every rank calls it, and it blocks.  The trainer is brought to the device for the transfer and offloaded after it; the
+        engine allocates its weights' memory before the transfer and its cache's memory after the offload, so the two never add
+        up.  Raises WeightMismatchError, on every rank, naming the first weight that differs, is missing or is not expected;
+        the engine then refuses to generate until a whole update.
         """
         start = time.perf_counter()
         self._train.onload()
@@ -197,7 +84,7 @@ class ShardingManager:
         return int(self._train.reduce(values, "min", every_rank=True))
 
     def _make_route(self) -> Route | None:
-        """Plans with all ranks; returns None where the weights exist only as a stream."""
+        """Plans the transfer with all ranks; returns None if the weights exist only as a stream."""
         pieces = self._train.local_weights()
         if pieces is None:
             return None
@@ -218,3 +105,116 @@ class ShardingManager:
         assert pieces is not None
         with self._rollout.overwriting(version):
             return route.run(pieces, self._rollout.live_weights(), version)
+
+
+def update_by_stream(
+    rollout: RolloutEngine,
+    buckets: Iterable[WeightBucket],
+    version: int,
+    *,
+    own: Iterable[Piece] = (),
+    check: bool,
+    agree: Agree,
+) -> SyncReport:
+    """Loads full tensors as policy `version` through the rollout engine's own loader, and compares the weights that arrived.
+
+    All ranks call it together.  Raises WeightMismatchError, on every rank, for the first weight that differs, is missing or is
+    not expected; the engine then refuses to generate.
+
+    own: the training engine's pieces on this rank, which are compared with the stream; empty if its weights exist only as a
+        stream.
+    check: False skips fingerprints; names are still compared.
+    agree: see Agree.
+    """
+    stream = _CheckedStream(rollout, own=own, check=check)
+    rollout.update_weights(stream.passing(buckets), version)
+    if check:
+        with rollout.overwriting(version):  # an engine whose weights differ must not generate
+            stream.compare(agree)
+    return SyncReport(
+        bytes=stream.bytes,
+        num_weights=len(stream.names),
+        version=version,
+        fingerprint=combine(stream.fingerprints.items()) if check else "",
+    )
+
+
+class _CheckedStream:
+    """Full tensors on their way into a rollout engine; see `update_by_stream`."""
+
+    def __init__(self, rollout: RolloutEngine, *, own: Iterable[Piece], check: bool) -> None:
+        self._rollout, self._check = rollout, check
+        self._targets = {piece.name: piece for piece in rollout.live_weights()}
+        self._description = StreamedDescription(own if check else ())
+        self.fingerprints: dict[str, int] = {}
+        self.bytes = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Returns the names of the weights that have passed."""
+        return self._description.names
+
+    def passing(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
+        """Yields the buckets in the engine's dtype and on its device, and takes their fingerprints."""
+        for bucket in buckets:
+            yield [(name, self._pass(name, tensor.detach())) for name, tensor in bucket]
+        passed = set(self.names)
+        missing = [name for name in self._targets if name not in passed]
+        if missing:
+            raise WeightMismatchError(
+                f"the trainer sent {len(passed)} weights, but not {missing[0]}, which the rollout engine has "
+                f"({len(missing)} missing in all): do both run the same model?",
+                weight=missing[0],
+            )
+
+    def _pass(self, name: str, tensor: Tensor) -> Tensor:
+        if self._targets and name not in self._targets:
+            raise WeightMismatchError(
+                f"the trainer sent {name}, which the rollout engine does not have: do both run the same model?", weight=name
+            )
+        self._description.note(name, tensor)
+        part = tensor
+        if self._targets:  # before its first update an engine may have no weights, and then accepts any
+            target = self._targets[name]
+            tensor = tensor.to(device=target.tensor.device, dtype=target.tensor.dtype)
+            part = take(tensor, target.region)
+        self.bytes += tensor.nbytes
+        if self._check:
+            self.fingerprints[name] = fingerprint(part)
+        return tensor
+
+    def compare(self, agree: Agree) -> None:
+        """Reads the live weights back.  Raises WeightMismatchError on every rank for the first weight that differs on any."""
+        sent = self.fingerprints
+        live = {piece.name: fingerprint(piece.tensor) for piece in self._rollout.live_weights() if piece.name in sent}
+        names = list(sent)
+        raise_first(names, [name for name in names if live.get(name) != sent[name]], agree)
+        self._description.confirm(agree)
+
+
+class StreamedDescription:
+    """Checks that the pieces which a training engine describes on this rank are parts of the full weights that it streams."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece.name, []).append(piece)
+        self._wrong: set[str] = set()
+        self.names: list[str] = []
+
+    def note(self, name: str, tensor: Tensor) -> None:
+        """Compares a full weight of the stream with this rank's pieces of it."""
+        self.names.append(name)
+        for piece in self._pieces.get(name, ()):
+            if piece.shape != tuple(tensor.shape) or fingerprint(take(tensor, piece.region)) != fingerprint(piece.tensor):
+                self._wrong.add(name)
+
+    def confirm(self, agree: Agree) -> None:
+        """Raises WeightMismatchError on every rank for the first weight that any rank describes wrongly."""
+        first = agree(min((self.names.index(name) for name in self._wrong), default=len(self.names)))
+        if first < len(self.names):
+            raise WeightMismatchError(
+                f"the training engine's description of the part of {self.names[first]} that a rank holds does not fit the weight "
+                "that it streams: planned updates would move the wrong part",
+                weight=self.names[first],
+            )

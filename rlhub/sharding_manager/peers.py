@@ -1,7 +1,7 @@
 """The processes of a transfer: point-to-point messages over a process group, with deadlines and named peers.
 
-The group is either the job's own (colocated engines) or a new one that two separate pools join at an address.  Every wait ends:
-a peer that died or does not answer becomes a typed error that names it.
+The group is either the job's own, for colocated engines, or a new one that two separate pools join at an address.  Every wait
+ends: a peer that died or does not answer becomes a typed error that names it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from rlhub.errors import DeadlineError, WorkerDiedError
 
 Post = tuple[int, Tensor]
-"""The rank of a peer and the tensor to send from, or to receive into."""
+"""The rank of a peer, and the tensor to send or to receive into."""
 
 MESSAGES, SMALL_COLLECTIVES = 0, 1  # tags
 
@@ -41,7 +41,7 @@ class PendingMessage:
 
 
 class Peers:
-    """See the module docstring.  labels: what each rank is called in errors."""
+    """The process group of a transfer and this process's rank in it.  labels: the name of each rank in errors."""
 
     def __init__(
         self, group: dist.ProcessGroup, *, rank: int, size: int, device: torch.device, timeout_s: float, labels: Sequence[str]
@@ -51,7 +51,7 @@ class Peers:
 
     @classmethod
     def of_job(cls, device: torch.device, timeout_s: float) -> Peers | None:
-        """Takes the job's own default group; returns None where this process is alone."""
+        """Returns the peers of the job's default group, or None if this process is alone."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -102,7 +102,8 @@ class Peers:
         return PendingMessage(work=work, peer=peer, receiving=receiving, peers=self)
 
     def _exchange_at_once(self, sends: Sequence[Post], receives: Sequence[Post]) -> list[PendingMessage]:
-        """Starts them as one coalesced batch, for NCCL runs messages in order, and single ones could wait for each other."""
+        """Starts the messages as one coalesced batch, because NCCL runs messages in order, and single ones could wait for each
+        other."""
         self.group._start_coalescing(self.device)
         for peer, tensor in receives:
             self.group.recv([tensor], peer, 0)
@@ -130,9 +131,9 @@ class Peers:
     # Small collectives, on the CPU
 
     def all_gather(self, values: Tensor) -> list[Tensor]:
-        """Returns every rank's CPU tensor of the same size, in rank order.
+        """Returns every rank's CPU tensor of the same size, in the order of the ranks.
 
-        Each rank sends to each, so that an error names the peer that is missing.
+        Each rank sends to each other rank, so that an error names the peer that is missing.
         """
         out = [values if rank == self.rank else torch.empty_like(values) for rank in range(self.size)]
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -142,7 +143,7 @@ class Peers:
         return out
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Returns every rank's bytes, of any length, in rank order."""
+        """Returns every rank's bytes, of any length, in the order of the ranks."""
         lengths = [int(length) for length in self.all_gather(torch.tensor([len(data)]))]
         padded = torch.zeros(max(max(lengths), 1), dtype=torch.uint8)
         if data:
@@ -154,12 +155,15 @@ class Peers:
         return min(int(other) for other in self.all_gather(torch.tensor([value])))
 
     def close(self) -> None:
-        """Drops the connections; peers that wait for this process notice."""
+        """Closes the connections; peers that wait for this process notice it."""
         del self.group
 
 
 def _connect_devices(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Connects the group's devices; every rank calls it once.  NCCL would connect them with the first message, and wait for all
-    ranks then, of which some have nothing to send or receive in a transfer."""
+    """Connects the group's devices; every rank calls it once.
+
+    NCCL would otherwise connect them with the first message and wait for all ranks then, although some have nothing to send or
+    receive.
+    """
     if device.type != "cpu":
         group.allreduce([torch.zeros(1, device=device)]).wait()

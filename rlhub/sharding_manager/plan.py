@@ -1,8 +1,8 @@
-"""Who sends which part of which weight to whom: computed once from two layouts, before any byte moves.
+"""The plan of a transfer: which rank sends which part of which weight to which rank, computed once from two layouts.
 
-Both sides describe what they hold as pieces of named tensors (`protocol.weights.pieces`), so one planner serves every pair of
-backends.  The plan is optimal in bytes: a destination copies what its own process holds and receives every other element
-exactly once.  It is deterministic, so every process makes the same one from the same descriptions.
+Both sides describe their weights as pieces of named tensors (`protocol.weights.pieces`), so one planner serves every pair of
+backends.  The plan is optimal in bytes: a destination copies the parts that its own process has, and receives every other
+element exactly once.  The plan is deterministic, so every process makes the same one from the same descriptions.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rlhub.utils.collector import without_collector
 
 @dataclass(slots=True, kw_only=True)
 class Transfer:
-    """One part of one tensor from a source rank to a destination rank.
+    """One part of one tensor, from a source rank to a destination rank.
 
-    region: in the full tensor; it may span several pieces of either side.  dtype: what travels, which is the destination's,
-    so a wider source casts before it sends.
+    region: the part in the full tensor; it may span several pieces of either side.
+    dtype: the destination's dtype, in which the part travels; a wider source casts before it sends.
     """
 
     source: int
@@ -50,8 +50,8 @@ class Transfer:
 class Plan:
     """Everything that moves in one update of the destination's weights.
 
-    copies, receives: for each destination rank, what comes from its own process and what comes from others, in the order
-    of the tensors.  lower_bound: bytes of all destinations' regions that their own process does not hold.
+    copies, receives: for each destination rank, the transfers from its own process and from others, in the order of the tensors.
+    lower_bound: the bytes of all destinations' regions that their own process lacks.
     """
 
     num_sources: int
@@ -78,7 +78,7 @@ class Plan:
         return [sum(transfer.num_bytes for transfer in received) for received in self.receives]
 
     def sends(self, source: int) -> list[Transfer]:
-        """Returns the transfers of a source rank to other processes, by destination and then as the destination receives them."""
+        """Returns a source rank's transfers to other processes, sorted by destination and then in the order of receiving."""
         return [transfer for received in self.receives for transfer in received if transfer.source == source]
 
 
@@ -91,12 +91,14 @@ def make_plan(
     destination_processes: Sequence[int],
     nodes: Mapping[int, int] | None = None,
 ) -> Plan:
-    """Plans the way from what each source rank holds to what each destination rank needs.
+    """Plans the transfer from the pieces of the source ranks to those of the destination ranks.
 
-    *_processes: the process of each rank; a process may have ranks of both sides.  nodes: the machine of each process;
-    where given, a holder on the destination's machine is preferred.  Among equal holders the bytes to send are balanced.
-    Raises ReshardError, naming the tensor: another full shape, a tensor of one side only, a part that no source holds,
+    Among several owners of a part, those on the destination's machine come first, and then the bytes to send are balanced.
+    Raises ReshardError, naming the tensor, for different full shapes, a tensor of one side only, a part without a source, and
     parts of one rank that overlap.
+
+    source_processes, destination_processes: the process of each rank; a process may have ranks of both sides.
+    nodes: the machine of each process; None ignores machines.
     """
     assert len(sources) == len(source_processes) and len(destinations) == len(destination_processes)
     owned, needed = _collect(sources, "source"), _collect(destinations, "destination")
@@ -104,13 +106,13 @@ def make_plan(
     planner = _Planner(source_processes, destination_processes, nodes)
     for name, tensor in needed.items():
         planner.add(name, tensor, owned[name])
-    planner.choose_holders()
+    planner.choose_senders()
     return Plan(num_sources=len(sources), copies=planner.copies, receives=planner.receives, lower_bound=planner.lower_bound)
 
 
 @dataclass(slots=True)
 class _Tensor:
-    """One tensor as a side holds it: the boxes of each rank that has any."""
+    """One tensor of a side: the boxes of each rank that has any."""
 
     shape: tuple[int, ...]
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)
@@ -118,7 +120,8 @@ class _Tensor:
 
 
 def _collect(side: Sequence[Sequence[PieceInfo]], role: str) -> dict[str, _Tensor]:
-    """Returns every tensor of a side, neighbouring pieces of a rank merged; raises ReshardError for pieces that contradict."""
+    """Returns every tensor of a side, with neighbouring pieces of a rank merged.  Raises ReshardError for pieces that
+    contradict each other."""
     tensors: dict[str, _Tensor] = {}
     for rank, pieces in enumerate(side):
         for piece in pieces:
@@ -144,7 +147,7 @@ def _collect(side: Sequence[Sequence[PieceInfo]], role: str) -> dict[str, _Tenso
 
 @lru_cache(maxsize=4096)
 def _union(boxes: tuple[Region, ...]) -> tuple[tuple[Region, ...], tuple[Region, Region] | None]:
-    """Returns the boxes merged, and two that overlap; cached, for layers repeat."""
+    """Returns the merged boxes, and two boxes that overlap or None.  Results are cached, because layers repeat."""
     union = tuple(merged(boxes))
     return union, overlapping(union)
 
@@ -196,7 +199,7 @@ def _check_same_tensors(owned: dict[str, _Tensor], needed: dict[str, _Tensor]) -
 
 
 class _Planner:
-    """Collects what every destination rank copies and receives, tensor by tensor, and then chooses among equal holders."""
+    """Collects the copies and receives of every destination rank, tensor by tensor, and then chooses among equal owners."""
 
     def __init__(
         self, source_processes: Sequence[int], destination_processes: Sequence[int], nodes: Mapping[int, int] | None
@@ -214,13 +217,14 @@ class _Planner:
         self.lower_bound = 0
 
     def add(self, name: str, needed: _Tensor, owned: _Tensor) -> None:
-        """Plans one tensor for all destinations; where several sources hold a part whole, which one sends stays open."""
-        holders = _Holders(owned, self._source_nodes)
+        """Plans one tensor for all destinations.  If several sources have a part, `choose_senders` decides later which one
+        sends it."""
+        owners = _Owners(owned, self._source_nodes)
         for rank, boxes in needed.boxes.items():
             dtype = needed.dtypes[rank]
             near = [(box, source) for source in self._own[rank] for box in owned.boxes.get(source, ())]
             for box in boxes:
-                cut = holders.cutter.cut(box, tuple(box for box, _ in near))
+                cut = owners.cutter.cut(box, tuple(box for box, _ in near))
                 if cut.uncovered is not None:
                     raise ReshardError(
                         f"no source rank holds the part {cut.uncovered} of {name} {needed.shape}, which destination rank {rank} "
@@ -232,7 +236,7 @@ class _Planner:
                     source = near[index][1]
                     self.copies[rank].append(Transfer(source=source, destination=rank, name=name, region=region, dtype=dtype))
                 for region, elements, indices in cut.far:
-                    ranks = holders.of(indices, self._nodes[rank])
+                    ranks = owners.of(indices, self._nodes[rank])
                     transfer = Transfer(source=ranks[0], destination=rank, name=name, region=region, dtype=dtype)
                     self.receives[rank].append(transfer)
                     if len(ranks) == 1:
@@ -240,16 +244,17 @@ class _Planner:
                     else:
                         self._open.append((transfer, ranks))
 
-    def choose_holders(self) -> None:
-        """Chooses who sends what several can send: the largest transfer first, from the holder with the least to send."""
-        for transfer, holders in sorted(self._open, key=lambda choice: -choice[0].num_bytes):
-            transfer.source = min(holders, key=lambda rank: (self._sent[rank], rank))
+    def choose_senders(self) -> None:
+        """Chooses the sender of each part that several ranks have: the largest transfer first, from the rank with the least to
+        send."""
+        for transfer, owners in sorted(self._open, key=lambda choice: -choice[0].num_bytes):
+            transfer.source = min(owners, key=lambda rank: (self._sent[rank], rank))
             self._sent[transfer.source] += transfer.num_bytes
         self._open.clear()
 
 
-class _Holders:
-    """Knows which source ranks hold the boxes of one tensor."""
+class _Owners:
+    """Finds the source ranks that have the boxes of one tensor."""
 
     def __init__(self, owned: _Tensor, nodes: Sequence[int]) -> None:
         ranks: dict[Region, list[int]] = {}
@@ -262,7 +267,7 @@ class _Holders:
         self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def of(self, indices: tuple[int, ...], node: int) -> list[int]:
-        """Returns the ranks with any of the boxes: those on the node, or all where it has none."""
+        """Returns the ranks with any of the boxes: those on the node, or all if it has none."""
         known = self._known.get((indices, node))
         if known is None:
             ranks = [rank for index in indices for rank in self._ranks[index]]
@@ -272,10 +277,11 @@ class _Holders:
 
 @dataclass(slots=True, kw_only=True)
 class _Cut:
-    """How one needed box comes together, without ranks: the same for every layer and every replica.
+    """The parts that make up one needed box, without ranks, so that every layer and replica shares it.
 
-    near: (part, index of the box in the own process that has it).  far: (part, its elements, indices of all boxes that have
-    all of it).
+    near: (part, index of the box in the destination's own process that contains it).
+    far: (part, its number of elements, indices of all source boxes that contain it).
+    uncovered: a part that no source has; None if there is none.
     """
 
     near: list[tuple[Region, int]]
@@ -285,14 +291,14 @@ class _Cut:
 
 
 class _Cutter:
-    """Cuts needed boxes along the boxes that the sources hold of a tensor, and remembers the results."""
+    """Cuts needed boxes along the sources' boxes of a tensor, and caches the results."""
 
     def __init__(self, boxes: tuple[Region, ...]) -> None:
         self.boxes = boxes
         self._known: dict[tuple[Region, tuple[Region, ...]], _Cut] = {}
 
     def cut(self, needed: Region, near: tuple[Region, ...]) -> _Cut:
-        """Returns how a needed box comes together.  near: the boxes in the destination's own process."""
+        """Returns the parts of a needed box.  near: the boxes in the destination's own process."""
         known = self._known.get((needed, near))
         if known is None:
             known = self._known[needed, near] = self._cut(needed, near)
@@ -306,20 +312,21 @@ class _Cutter:
             for part in difference(common, near[:index])
         ]
         far = merged(difference(needed, near))
-        by_holders: dict[tuple[int, ...], list[Region]] = {}
+        by_owners: dict[tuple[int, ...], list[Region]] = {}
         for region in far:
             for part, indices in self._atoms(region):
-                by_holders.setdefault(indices, []).append(part)
-        uncovered = by_holders.pop((), [None])[0]
+                by_owners.setdefault(indices, []).append(part)
+        uncovered = by_owners.pop((), [None])[0]
         return _Cut(
             near=copied,
-            far=[(part, num_elements(part), indices) for indices, parts in by_holders.items() for part in merged(parts)],
+            far=[(part, num_elements(part), indices) for indices, parts in by_owners.items() for part in merged(parts)],
             far_elements=num_elements(needed) - sum(num_elements(part) for part, _ in copied),
             uncovered=uncovered,
         )
 
     def _atoms(self, region: Region) -> list[tuple[Region, tuple[int, ...]]]:
-        """Returns the region in parts that every source box has whole or not at all, each with the boxes that have it."""
+        """Returns the region in parts that every source box contains wholly or not at all, each with the boxes that contain
+        it."""
         atoms: list[tuple[Region, tuple[int, ...]]] = [(region, ())]
         for index, box in enumerate(self.boxes):
             if intersection(region, box) is not None:

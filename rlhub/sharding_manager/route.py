@@ -1,8 +1,8 @@
-"""One process's part of a transfer, planned once and run as often as the weights change.
+"""One process's part of a transfer, planned once and run whenever the weights change.
 
-Everything that moves is fingerprinted where it comes from, in the destination's dtype, while it passes; when all has arrived
-the destination reads its live weights back and compares.  So a lost, late or misplaced message is noticed, and every rank
-raises the name of the first weight that it hit.
+Everything that moves is fingerprinted at its source, in the destination's dtype; when all has arrived, the destination reads
+its live weights back and compares.  So a lost, late or misplaced message is noticed, and every rank raises an error with the
+name of the first weight that it affected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhub.sharding_manager.plan import Transfer, make_plan
 from rlhub.sharding_manager.schedule import Part, RankPlan, rank_plan, schedule
 from rlhub.sharding_manager.transport import Transport
 
-BUFFER_BUCKETS = 2  # the memory of a process's message buffers while a planned update runs, in buckets
+BUFFER_BUCKETS = 2  # the memory of a process's message buffers during a planned update, in buckets
 
 Agree = Callable[[int], int]
 """Returns the smallest of all ranks' numbers; every rank calls it."""
@@ -32,11 +32,12 @@ Agree = Callable[[int], int]
 
 @dataclass(slots=True, kw_only=True)
 class SyncReport:
-    """One update of the rollout engine's weights.
+    """The report of one update of the rollout engine's weights.
 
-    bytes: of the full weights in the engine's dtype.  wire_bytes: what this rank received from other processes (None when the
-    weights were streamed).  fingerprint: of this rank's parts, empty when the check is off or the process has no engine's
-    weights; equal for equal weights that moved the same way.
+    bytes: the size of the full weights in the engine's dtype.
+    wire_bytes: the bytes that this rank received from other processes; None if the weights were streamed.
+    fingerprint: the fingerprint of this rank's parts, equal for equal weights that moved the same way; empty if the check is off
+        or the process has no rollout engine's weights.
     """
 
     seconds: float = 0.0
@@ -50,8 +51,10 @@ class SyncReport:
 class Route:
     """This process's part of a transfer.
 
-    names: of all weights, in an order that all ranks share.  num_bytes: of the full weights as the engines hold them.
-    transport: None where this process is alone.  check: False moves without fingerprints.
+    names: the names of all weights, in an order that all ranks share.
+    num_bytes: the size of the full weights in the engines' dtype.
+    transport: None if this process is alone.
+    check: False moves the weights without fingerprints.
     """
 
     def __init__(
@@ -65,8 +68,8 @@ class Route:
     def run(self, source: Iterable[Piece], destination: Iterable[Piece], version: int) -> SyncReport:
         """Moves everything and compares.  Every process of the transfer calls it, and it blocks.
 
-        source, destination: this process's live pieces of both sides, laid out as they were planned.  Raises
-        WeightMismatchError, on every rank, for the first weight that differs on any.
+        source, destination: this process's live pieces of both sides, in the layout of the plan.  Raises WeightMismatchError,
+        on every rank, for the first weight that differs on any.
         """
         here, live = LocalPieces(source), LocalPieces(destination)
         wanted: list[int] = []
@@ -93,7 +96,7 @@ class Route:
         )
 
     def _copy(self, source: LocalPieces, destination: LocalPieces) -> list[int]:
-        """Copies what moves inside the process and returns the fingerprints of the copies."""
+        """Copies the parts that stay inside the process and returns the fingerprints of the copies."""
         copied = (_copy_block(transfer, source, destination) for transfer in self.plan.copies)
         if self._check:
             return digests(copied)
@@ -115,7 +118,7 @@ class Route:
         return combine(values) if values else ""
 
     def _exchange(self, sent: dict[int, list[int]]) -> dict[int, list[int]]:
-        """Returns the fingerprints of what each peer sent to this process, in the order of its messages."""
+        """Returns the fingerprints of the parts that each peer sent to this process, in the order of its messages."""
         if self._peers is None:
             return {}
         sends = [(peer, torch.tensor(values)) for peer, values in sent.items()]
@@ -126,10 +129,12 @@ class Route:
 
 
 def make_route(peers: Peers | None, members: Sequence[Member], *, memory_bytes: int, check: bool) -> Route:
-    """Plans the transfer from everyone's description and returns this process's part.
+    """Plans the transfer from every process's description and returns this process's part.
 
-    Every process calls it with the same members, itself among them.  peers: None where this process is alone.  memory_bytes:
-    of this process's buffers.  Raises ReshardError where the layouts do not fit together.
+    Every process calls it with the same members, of which it is one.  Raises ReshardError if the layouts do not fit together.
+
+    peers: None if this process is alone.
+    memory_bytes: the memory of this process's buffers.
     """
     check_devices(members)
     sources = [rank for rank, member in enumerate(members) if member.side != "receiver"]
@@ -158,12 +163,12 @@ def make_route(peers: Peers | None, members: Sequence[Member], *, memory_bytes: 
 
 
 def alone(number: int) -> int:
-    """The Agree of a process that has no peers."""
+    """Returns its argument: the Agree of a process without peers."""
     return number
 
 
 def raise_first(names: list[str], differing: list[str], agree: Agree) -> None:
-    """Raises WeightMismatchError on every rank for the first of `names` that differs on any rank; nothing if none does."""
+    """Raises WeightMismatchError on every rank for the first of `names` that differs on any rank, if one does."""
     place = {name: index for index, name in enumerate(names)}
     index = agree(min((place[name] for name in differing), default=len(names)))
     if index == len(names):
@@ -178,8 +183,8 @@ def raise_first(names: list[str], differing: list[str], agree: Agree) -> None:
 
 
 def check_range(rollout: RolloutEngine) -> None:
-    """Raises WeightMismatchError for a weight that became infinite on its way: float16 ends at 65504, and what is sent and what
-    arrives are compared after the cast."""
+    """Raises WeightMismatchError for a weight that the cast has made infinite: float16 ends at 65504, and the comparison of
+    both sides comes after the cast."""
     pieces = (piece for piece in rollout.live_weights() if piece.tensor.dtype == torch.float16)
     if infinite := nonfinite_names((piece.name, piece.tensor) for piece in pieces):
         raise WeightMismatchError(
@@ -190,7 +195,7 @@ def check_range(rollout: RolloutEngine) -> None:
 
 
 def _copy_block(transfer: Transfer, source: LocalPieces, destination: LocalPieces) -> Tensor:
-    """Copies inside the process; returns what was copied, contiguous and in the destination's dtype."""
+    """Copies inside the process; returns the copied values, contiguous and in the destination's dtype."""
     target = destination.view(transfer.name, transfer.region)
     view = source.view(transfer.name, transfer.region)
     if target is not None and view is not None and view.is_contiguous() and view.dtype == target.dtype:

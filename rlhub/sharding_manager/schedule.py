@@ -1,8 +1,8 @@
 """A plan in rounds that fit the transport's buffers, and one process's part of them.
 
-In each round no rank sends, and no rank receives, more than one bucket, so a process that does both needs at most two.  There is
-one message for each source, destination and round.  Both ends list the same transfers in the same order and cut them into the
-same parts, so each end may choose alone whether a part needs a buffer there.
+In each round no rank sends, and no rank receives, more than one bucket, so a process that does both needs at most two.  There
+is one message for each source, destination and round.  Both ends list the same transfers in the same order and cut them into
+the same parts, so each end may decide alone whether a part needs a buffer there.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rlhub.protocol.weights.pieces import num_elements, sizes, split
 from rlhub.sharding_manager.plan import Plan, Transfer
 from rlhub.utils.collector import without_collector
 
-PARTS_OF_BUCKET = 4  # a transfer is cut to at most this part of a bucket: a round is then filled to three quarters or more
+PARTS_OF_BUCKET = 4  # a transfer is cut to at most 1/4 of a bucket, so that a round is filled to three quarters or more
 
 PART_BYTES = 1 << 20
-"""A transfer of this many bytes or more travels by itself: where it is contiguous, no end copies it.  Smaller ones are packed,
-for a message costs more than the copy of one."""
+"""A transfer of at least this size travels by itself: if it is contiguous, no end copies it.  Smaller transfers are packed,
+because a message costs more than a copy of one."""
 
 COPY_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
-"""Copies inside a process go in blocks of about this size: on CPU the fingerprint finds the block in the cache, on a GPU a block
-costs the launch of a dozen kernels and, while it is copied, eight bytes an element."""
+"""Copies inside a process go in blocks of about this size.  On CPU the fingerprint then finds the block in the cache; on a GPU
+a block costs the launch of a dozen kernels and, while it is copied, eight bytes per element."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -40,7 +40,7 @@ class Part:
         return sum(transfer.num_bytes for transfer in self.transfers)
 
     def tensors(self, memory: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
-        """Yields the transfers with their tensors in the part's memory, given as bytes."""
+        """Yields the transfers with their tensors in the part's memory, which is given as bytes."""
         start = 0
         for transfer in self.transfers:
             stop = start + transfer.num_bytes
@@ -52,8 +52,8 @@ class Part:
 class Message:
     """Everything that one source rank sends to one destination rank in a round.
 
-    transfers: large ones first; then those that are packed, the widest dtype first, so that each starts at a multiple of its
-    element size.
+    transfers: the large ones first, then those that are packed, with the widest dtype first, so that each starts at a multiple
+    of its element size.
     """
 
     source: int
@@ -74,7 +74,7 @@ class Message:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Round:
-    """Messages that travel together, sorted by source and destination: at most one for each pair."""
+    """Messages that travel together, sorted by source and destination, at most one for each pair."""
 
     messages: list[Message]
 
@@ -95,19 +95,23 @@ class RankRound:
 
 @dataclass(slots=True, kw_only=True)
 class RankPlan:
-    """One process's part of a plan.  copies: inside it, in blocks.  rounds: with peers."""
+    """One process's part of a plan.
+
+    copies: the transfers inside the process, in blocks.
+    rounds: the messages to and from peers.
+    """
 
     copies: list[Transfer]
     rounds: list[RankRound]
 
     @property
     def sent(self) -> dict[int, list[Transfer]]:
-        """Returns for each peer what is sent to it, in the order in which both ends count."""
+        """Returns the transfers to each peer, in the order in which both ends count them."""
         return _by_peer(pair for this in self.rounds for pair in this.sends)
 
     @property
     def received(self) -> dict[int, list[Transfer]]:
-        """Returns for each peer what is received from it, in the order in which both ends count."""
+        """Returns the transfers from each peer, in the order in which both ends count them."""
         return _by_peer(pair for this in self.rounds for pair in this.receives)
 
 
@@ -128,9 +132,11 @@ def rank_plan(
     destination_peers: Sequence[int],
     device: str = "cpu",
 ) -> RankPlan:
-    """Returns the part of the process that is source rank `source` and destination rank `destination` (None: not of that side).
+    """Returns the part of the process that is source rank `source` and destination rank `destination`; None means that it is
+    not of that side.
 
-    *_peers: the group rank of each source and destination rank.  device: the kind of device that the weights are on.
+    source_peers, destination_peers: the group rank of each source and destination rank.
+    device: the kind of device that has the weights.
     """
     mine: list[RankRound] = []
     for this in rounds:
@@ -152,10 +158,10 @@ def _blocks(copy: Transfer, device: str) -> Iterator[Transfer]:
 
 @without_collector()
 def schedule(plan: Plan, bucket_bytes: int) -> list[Round]:
-    """Returns the plan's receives in few rounds; copies inside a process are no part of it.
+    """Returns the plan's receives in few rounds.  Copies inside a process are not part of it.
 
-    A transfer that does not fit is cut into blocks of rows, and a row larger than a bucket along the next dimension.
-    Pairs whose ranks have the most left to do go first, so that no rank is left with work for rounds of its own.
+    A transfer that does not fit is cut into blocks of rows, and a row larger than a bucket along the next dimension.  Pairs
+    whose ranks have the most left to do go first, so that no rank is left with work for rounds of its own.
     """
     queues = _queues(plan, bucket_bytes)
     to_send, to_receive = Counter[int](), Counter[int]()
@@ -187,7 +193,7 @@ _Queue = deque[tuple[Transfer, int]]
 
 
 def _queues(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], _Queue]:
-    """Returns for each pair of ranks its transfers, cut to size, with their bytes."""
+    """Returns the transfers of each pair of ranks, cut to size, with their bytes."""
     queues: dict[tuple[int, int], _Queue] = {}
     for received in plan.receives:
         for transfer in received:
@@ -216,7 +222,7 @@ def _cut(transfer: Transfer, bucket_bytes: int) -> Iterator[Transfer]:
 
 
 def _fill(queue: _Queue, limit: int) -> tuple[list[Transfer], int]:
-    """Takes from the queue, in order, what fits into `limit` bytes, and returns it with its bytes."""
+    """Removes from the queue, in order, the transfers that fit into `limit` bytes; returns them and their bytes."""
     transfers, total = [], 0
     while queue and total + queue[0][1] <= limit:
         transfer, num_bytes = queue.popleft()

@@ -1,21 +1,22 @@
 """Weights between two separate pools of processes: trainers send, rollout engines of other processes receive.
 
 Each process has one half, a WeightSender for its training engine or a WeightReceiver for its rollout engine, and all halves
-join at an address.  Ranks are counted senders first: with S senders and R receivers, sender s is rank s and receiver r is
-rank S + r of S + R; rank 0 serves the address.
+join at an address.  Ranks are counted senders first: with S senders and R receivers, sender s is rank s and receiver r is rank
+S + r of S + R; rank 0 serves the address.
 
     sender = WeightSender(train, bucket_bytes=...)          receiver = WeightReceiver(rollout, bucket_bytes=...)
     sender.connect(address, port, rank, world_size, timeout_s)      receiver.connect(...)     once, all at the same time
     sender.send(version)                                    receiver.receive(version)         as often as the weights change
     sender.close()                                          receiver.close()
 
-`connect`, `send` and `receive` are called by all processes of both pools together and block; `layout()` is local.  The first
-transfer goes through the rollout engine's own loader (see `first_update`), all later ones by the plan, from WeightSender to
-WeightReceiver, whose Routes share one plan and one kind of Transport.  While a transfer runs, and after one that failed, the
-rollout engine refuses to generate.  Errors, on every process that is still alive:
-WeightMismatchError (a weight differs), ReshardError (not the same model), WorkerDiedError (naming the rank that is gone),
-DeadlineError (a peer that does not come), EngineError (the pools are not at the same version).  After an error the
-connection is not to be used again: call `connect` on all processes.
+All processes of both pools call `connect`, `send` and `receive` together, and these block; `layout()` is local.  The first
+transfer goes through the rollout engine's own loader (see `update_by_stream`).  All later ones follow the plan, from
+WeightSender to WeightReceiver, whose Routes share one plan and one kind of Transport.  During a transfer, and after one that
+failed, the rollout engine refuses to generate.
+
+Every process that is still alive raises WeightMismatchError (a weight differs), ReshardError (the models differ),
+WorkerDiedError (naming the rank that is gone), DeadlineError (a peer does not answer) or EngineError (the pools are not at the
+same version).  After an error the connection must not be used again: call `connect` on all processes.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from rlhub.sharding_manager.route import BUFFER_BUCKETS, Route, SyncReport, chec
 from rlhub.sharding_manager.transport import aligned
 
 DEFAULT_TIMEOUT_S = 600.0
-END_OF_STREAM = 0  # in place of the length of a bucket's header
+END_OF_STREAM = 0  # sent instead of the length of a bucket's header
 
 
 class _Half(ABC):
-    """The part that both halves share.  bucket_bytes: as in ShardingManager; the same number in all processes."""
+    """The common part of both halves.  bucket_bytes: as in ShardingManager; the same number in all processes."""
 
     side: Side
 
@@ -56,7 +57,10 @@ class _Half(ABC):
         self._sides: list[Side] = []
 
     def connect(self, address: str, port: int, rank: int, world_size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Joins the other processes; blocks until all have.  timeout_s: of this and of every later wait for a peer."""
+        """Joins the other processes; blocks until all have joined.
+
+        timeout_s: the limit of this and of every later wait for a peer, in seconds.
+        """
         self.close()
         peers = Peers.join(address, port, rank=rank, size=world_size, device=self._device, timeout_s=timeout_s)
         members = exchange_members(peers, self._member(with_layout=False))
@@ -71,7 +75,7 @@ class _Half(ABC):
         """Returns the descriptions of this process's pieces; local."""
 
     def close(self) -> None:
-        """Leaves the others, who get a WorkerDiedError if they still wait for this process.  Idempotent."""
+        """Leaves the group; peers that still wait for this process get a WorkerDiedError.  Idempotent."""
         if self._peers is not None:
             self._peers.close()
         self._peers, self._route = None, None
@@ -82,8 +86,10 @@ class _Half(ABC):
         return Member(side=self.side, node=this_node(), device=self._device.type, sources=sources, destinations=destinations)
 
     def _transfer(self, version: int, stream: Callable[[Peers], SyncReport], move: Callable[[Route], SyncReport]) -> SyncReport:
-        """Does one update: by stream the first time, by the plan from then on.  Whatever fails ends the connection, so that no
-        peer waits for this process."""
+        """Does one update, by stream the first time and by the plan from then on.
+
+        Any failure closes the connection, so that no peer waits for this process.
+        """
         peers, start = self._peers, time.perf_counter()
         if peers is None:
             raise EngineError("the pools are not connected: call connect on all processes first")
@@ -101,7 +107,7 @@ class _Half(ABC):
         return report
 
     def _check_agreement(self, peers: Peers, version: int) -> None:
-        """Raises EngineError unless all processes come with the same version, and all with a plan or all without."""
+        """Raises EngineError unless all processes call with the same version, and either all or none have a plan."""
         here = torch.tensor([version, int(self._route is not None)])
         states = {(int(version), int(planned)) for version, planned in peers.all_gather(here)}
         if len(states) > 1:
@@ -118,7 +124,7 @@ class _Half(ABC):
 
 
 class WeightSender(_Half):
-    """The half of a training engine's process.  Every rank of the engine has one."""
+    """The half of a training engine's process; every rank of the engine has one."""
 
     side: Side = "sender"
 
@@ -161,7 +167,7 @@ class WeightSender(_Half):
 
 
 class WeightReceiver(_Half):
-    """The half of a rollout engine's process.  Every rank of the engine has one, and every replica."""
+    """The half of a rollout engine's process; every rank of the engine, and of every replica, has one."""
 
     side: Side = "receiver"
 
@@ -173,7 +179,7 @@ class WeightReceiver(_Half):
         return LocalPieces(self._rollout.live_weights()).infos()
 
     def receive(self, version: int) -> SyncReport:
-        """Takes what the senders send as policy `version`; no request may be running."""
+        """Receives the senders' weights as policy `version`; no request may be running."""
         self._rollout.wake_up(weights_only=True)
         report = self._transfer(version, lambda peers: self._stream(peers, version), lambda route: self._move(route, version))
         check_range(self._rollout)
@@ -206,7 +212,7 @@ def _send_bucket(peers: Peers, receivers: list[int], bucket: WeightBucket) -> No
 
 
 def _received_buckets(peers: Peers) -> Iterator[WeightBucket]:
-    """Yields what sender 0 sends; a bucket's memory is reused for nothing else, so it may be kept."""
+    """Yields the buckets of sender 0.  Each has memory of its own, so the caller may keep it."""
     while length := int(_receive(peers, torch.empty(1, dtype=torch.int64))):
         header: list[Any] = json.loads(bytes(_receive(peers, torch.empty(length, dtype=torch.uint8)).numpy()))
         entries = [(str(name), tuple(map(int, shape)), DTYPES[dtype]) for name, shape, dtype in header]

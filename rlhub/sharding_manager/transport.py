@@ -1,8 +1,8 @@
-"""Messages of a transfer over a process group: gloo between CPUs, NCCL between GPUs, on any machines.
+"""The messages of a transfer over a process group: gloo between CPUs, NCCL between GPUs, on any machines.
 
-Large parts go straight from the memory of one engine's weights into that of the other's.  A part that must be cast, gathered or
-spread passes through a buffer at the end where that is so.  Two buffers for sending and two for receiving take turns: one round
-travels while the round before it is unpacked.
+Large parts go straight from the memory of one engine's weights into that of the other's.  A part that must be cast, gathered
+or spread passes through a buffer at that end.  Two buffers for sending and two for receiving take turns: one round travels
+while the previous round is unpacked.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from rlhub.sharding_manager.peers import Peers, PendingMessage
 from rlhub.sharding_manager.schedule import Message, Part, RankRound
 
 ALIGNMENT = 16
-"""Parts start at multiples of this many bytes in a buffer, so that their tensors may be of any dtype."""
+"""Parts start at multiples of this many bytes in a buffer, so that their tensors may have any dtype."""
 ROUNDS_AHEAD = 2
 BUFFERS = 2 * ROUNDS_AHEAD
 
 OnSent = Callable[[int, Part, Tensor], None]
-"""It gets the rank of a peer, a part and the part's bytes, which already travel and must not be changed."""
+"""A callback with the rank of a peer, a part, and the part's bytes, which travel already and must not be changed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Post:
-    """A part that one peer sends or receives.  live: the memory of the weights themselves; None where it needs a buffer."""
+    """A part that one peer sends or receives.  live: the memory of the weights themselves; None if the part needs a buffer."""
 
     peer: int
     part: Part
@@ -38,8 +38,8 @@ class _Post:
 class Transport:
     """Carries the messages of a schedule.
 
-    memory_bytes: the most that all buffers take together.  round_bytes: what a process may send, and may receive, in one round:
-    the bucket to make the schedule with.
+    memory_bytes: the most memory that all buffers take together.
+    round_bytes: the most bytes that a process may send, and may receive, in one round; the schedule is made with this bucket.
     """
 
     def __init__(self, peers: Peers, memory_bytes: int) -> None:
@@ -58,7 +58,7 @@ class Transport:
         """Sends and receives everything.  Every process of the group calls it with its part of the same rounds, and it blocks
         until all has arrived.
 
-        meanwhile: called once, when the first rounds travel.  Raises WorkerDiedError naming the peer that is gone,
+        meanwhile: called once, while the first rounds travel.  Raises WorkerDiedError naming the peer that is gone, and
         DeadlineError for one that does not answer.
         """
         sends = [_posts(this.sends, source) for this in rounds]
@@ -83,7 +83,7 @@ class Transport:
             start()
 
     def _buffers(self, rounds: Sequence[Sequence[_Post]]) -> list[Tensor]:
-        """Returns buffers that hold those parts of any round that need one."""
+        """Returns buffers that are large enough for the buffered parts of any round."""
         size = max((sum(aligned(post.part.num_bytes) for post in posts if post.live is None) for posts in rounds), default=0)
         return [torch.empty(size, dtype=torch.uint8, device=self._peers.device) for _ in range(ROUNDS_AHEAD)]
 
@@ -103,7 +103,7 @@ class Transport:
         )
 
     def _finish(self, pending: list[PendingMessage], posts: list[_Post], buffer: Tensor, destination: LocalPieces) -> None:
-        """Waits for a round and empties its buffer."""
+        """Waits for a round and unpacks its buffer."""
         for message in pending:
             message.wait()
         for post, memory in zip(posts, _memory(posts, buffer), strict=True):
@@ -128,7 +128,7 @@ def _posts(messages: Sequence[tuple[int, Message]], pieces: LocalPieces) -> list
 
 
 def _memory(posts: Sequence[_Post], buffer: Tensor) -> list[Tensor]:
-    """Returns the bytes of each part: the weights themselves, or a place in the buffer."""
+    """Returns the bytes of each part, in the weights themselves or in the buffer."""
     memory, start = [], 0
     for post in posts:
         if post.live is not None:

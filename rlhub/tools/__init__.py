@@ -1,7 +1,11 @@
-"""Tools: what a model may call in an episode.
+"""Tools: functions that a model may call in an episode.
 
-base: the interfaces Tool and ToolSource.  registry: names of tools and call formats.  load: from settings to tools; a typed
-function is one.  schemas: a function as a schema, and arguments checked against a schema.  toolbox: a run's tools, and one
-episode's use of them.  calculator, python, mcp: the tools that come with rlhub; python_child is the program in which a model's
-Python code runs. formats: tool calls read from a reply.  call_streams: the same while the reply is being written.
+base.py          the interfaces Tool and ToolSource
+registry.py      the names of tools and of call formats
+toolbox.py       the tools of a run, built from settings, and their use by one episode
+schemas.py       the schema of a typed function, and arguments checked against a schema
+formats.py       tool calls parsed from a reply
+call_streams.py  tool calls parsed from a reply while it is generated
+calculator.py python.py mcp.py   the tools that come with rlhub
+python_child.py  the program in which a model's Python code runs
 """

@@ -1,7 +1,7 @@
-"""calculator: exact arithmetic on what a model writes, by a parser of its own.
+"""calculator: exact arithmetic on expressions that a model writes, with a parser of its own.
 
-Nothing is evaluated as Python.  Numbers are fractions, so 0.1 + 0.2 is 0.3; their size is bounded before each operation, so
-that 9**9**9 is an error after microseconds and not a full memory.
+Nothing is evaluated as Python.  Numbers are fractions, so 0.1 + 0.2 is 0.3.  Their size is checked before each operation, so that
+9**9**9 is an error after microseconds and does not fill the memory.
 
     sum     := product (("+" | "-") product)*
     product := sign (("*" | "/" | "//" | "%") sign)*
@@ -29,8 +29,29 @@ _TOKEN = re.compile(r"\s*(\*\*|//|[-+*/%^()]|(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:
 _WRITTEN = str.maketrans({"×": "*", "÷": "/", "\u2212": "-", "·": "*"})
 
 
+def calculator(expression: str) -> str:
+    """Compute an arithmetic expression exactly.
+
+    expression: numbers with + - * / // % ** and brackets, for example (17 + 4) * 3.
+    """
+    return written(calculate(expression))
+
+
+class CalculatorTool(Tool):
+    """Runs `calculator` on the event loop, since the limits on its input keep a call within microseconds."""
+
+    _schema = schema_of(calculator)
+
+    @property
+    def schema(self) -> ToolSchema:
+        return self._schema
+
+    async def execute(self, instance: str, arguments: Mapping[str, Any]) -> ToolResult:
+        return ToolResult(text=calculator(**arguments))
+
+
 def calculate(expression: str) -> Fraction:
-    """Returns the exact value.  ToolError on anything that is no arithmetic, or too large."""
+    """Returns the exact value of an expression.  Raises ToolError if it is not arithmetic or too large."""
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are read")
     return _Parser(tokens(expression.translate(_WRITTEN))).value()
@@ -51,8 +72,18 @@ def tokens(expression: str) -> list[str]:
     return found
 
 
+def written(value: Fraction) -> str:
+    """Returns a number as a whole number or decimal; a decimal without end is cut after MAX_DIGITS digits."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    scaled = abs(value) * 10**MAX_DIGITS
+    digits = str(round(scaled)).rjust(MAX_DIGITS + 1, "0")
+    text = f"{digits[:-MAX_DIGITS]}.{digits[-MAX_DIGITS:]}".rstrip("0").rstrip(".")
+    return f"-{text}" if value < 0 and text != "0" else text
+
+
 class _Parser:
-    """Evaluates by recursive descent; every intermediate value is bounded."""
+    """Evaluates the tokens by recursive descent and bounds every intermediate value."""
 
     def __init__(self, found: list[str]) -> None:
         self._tokens = [*found, ""]  # the empty token ends the expression
@@ -142,34 +173,3 @@ def _bounded(value: Fraction) -> Fraction:
     if max(abs(value.numerator), value.denominator).bit_length() > MAX_BITS:
         raise ToolError("the result is too large")
     return value
-
-
-def written(value: Fraction) -> str:
-    """Writes a whole number or a decimal as people do; cut after MAX_DIGITS where it has no end."""
-    if value.denominator == 1:
-        return str(value.numerator)
-    scaled = abs(value) * 10**MAX_DIGITS
-    digits = str(round(scaled)).rjust(MAX_DIGITS + 1, "0")
-    text = f"{digits[:-MAX_DIGITS]}.{digits[-MAX_DIGITS:]}".rstrip("0").rstrip(".")
-    return f"-{text}" if value < 0 and text != "0" else text
-
-
-def calculator(expression: str) -> str:
-    """Compute an arithmetic expression exactly.
-
-    expression: numbers with + - * / // % ** and brackets, for example (17 + 4) * 3.
-    """
-    return written(calculate(expression))
-
-
-class CalculatorTool(Tool):
-    """Runs on the event loop: a call takes microseconds, which is what the bounds are for."""
-
-    _schema = schema_of(calculator)
-
-    @property
-    def schema(self) -> ToolSchema:
-        return self._schema
-
-    async def execute(self, instance: str, arguments: Mapping[str, Any]) -> ToolResult:
-        return ToolResult(text=calculator(**arguments))

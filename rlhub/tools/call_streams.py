@@ -1,9 +1,10 @@
-"""Tool calls read from a reply while it is being written: each part of it is text or part of a call, as soon as that is sure.
+"""Parses tool calls from a reply while it is generated: each part is returned, as text or as part of a call, as soon as it is
+final.
 
-A part that was returned is not taken back, so a call begins once its name is known and its arguments have begun as an object;
-from there on the arguments are returned as the model writes them, also where they turn out to be broken or are cut off, as
-OpenAI's own are.  A call that is written in any other order is returned when it is complete.  Text that only looks like a call is
-text, and no text is lost, but for spaces around calls.  How the reply is cut into pieces does not change its parts.
+A returned part is never taken back, so a call begins once its name is known and its arguments have begun as an object.  From
+there on the arguments are returned as the model writes them, even if they turn out to be invalid or incomplete, as OpenAI's
+service does.  A call in any other order is returned when it is complete.  Text that only looks like a call is text, and no text
+is lost, except spaces around calls.  The parts do not depend on how the reply is cut into pieces.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from rlhub.tools.formats import CLOSE, MAX_OBJECTS, OPEN, ParsedReply, as_call, 
 from rlhub.utils.tool_calls import ToolCall
 
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-"""The beginning of a call, up to its arguments."""
+"""Matches the beginning of a call, up to its arguments."""
 CALL_ENDS = re.compile(r"\s*\}?\s*")
-"""The rest of a call after its arguments."""
+"""Matches the rest of a call after its arguments."""
 MARKS = re.compile(r'[{}"\\]')
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class CallPart:
-    """A part of a tool call.  index: which of the reply's.  name: with its first part only.  arguments: the next characters."""
+    """A part of a tool call. index: the number of the call in the reply. name: only in the first part. arguments: the next
+    characters."""
 
     index: int
     name: str | None = None
@@ -39,28 +41,28 @@ ReplyPart = str | CallPart
 
 
 class CallStream(ABC):
-    """Reads one reply.  num_closed: calls to which nothing can be added any more."""
+    """Parses one reply. num_closed: the number of calls that are complete."""
 
     def __init__(self) -> None:
         self.num_closed = 0
 
     @abstractmethod
     def add(self, text: str) -> list[ReplyPart]:
-        """Takes the next characters; returns the parts that are sure now and were not returned yet."""
+        """Appends the next characters; returns the parts that have become final."""
 
     @abstractmethod
     def end(self) -> list[ReplyPart]:
-        """Ends the reply; returns all parts that were not returned yet."""
+        """Ends the reply; returns all remaining parts."""
 
     def closes_with(self, text: str) -> bool:
-        """Returns whether `text` would complete a call; nothing is added."""
+        """Returns whether `text` would complete a call, without appending it."""
         ahead = copy.deepcopy(self)
         ahead.add(text)
         return ahead.num_closed > 0
 
 
 class PlainText(CallStream):
-    """Looks for no calls."""
+    """Returns all text unchanged: the reply has no calls."""
 
     def add(self, text: str) -> list[ReplyPart]:
         return [text] if text else []
@@ -70,7 +72,7 @@ class PlainText(CallStream):
 
 
 class WholeReply(CallStream):
-    """Reads a format that can be read as a whole only."""
+    """Parses a format that can be parsed only as a whole."""
 
     def __init__(self, parse: Callable[[str], ParsedReply]) -> None:
         super().__init__()
@@ -90,8 +92,8 @@ class WholeReply(CallStream):
 
 
 class _StreamReader(CallStream):
-    """A reader in one of its states.  A state takes from `_buffer` the characters it is sure of, emits their parts, and returns
-    whether the next state, or itself again, has to look at the rest."""
+    """A parser in one of its states.  A state consumes from `_buffer` the characters that are final, emits their parts, and
+    returns whether the new state has to look at the rest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +166,7 @@ class _StreamReader(CallStream):
         return True
 
     def _emit_arguments(self, limit: int) -> bool:
-        """Emits arguments, at most so many characters; returns whether they are complete."""
+        """Emits at most `limit` characters of arguments; returns whether the arguments are complete."""
         end = self._braces.end(self._buffer[:limit])
         taken = limit if end is None else end
         if taken:
@@ -178,7 +180,7 @@ class _StreamReader(CallStream):
 
 
 class HermesStream(_StreamReader):
-    """Reads as parse_hermes does, but for broken calls."""
+    """Parses as parse_hermes does, except for invalid calls."""
 
     def _outside(self, last: bool) -> bool:
         place = beginning(self._buffer, OPEN)
@@ -223,7 +225,7 @@ class HermesStream(_StreamReader):
 
 
 class JsonStream(_StreamReader):
-    """Reads as parse_json does, but for broken calls."""
+    """Parses as parse_json does, except for invalid calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +262,7 @@ class JsonStream(_StreamReader):
         return self._advance(end, self._outside)
 
     def _no_object(self) -> bool:
-        """Emits the brace as text; calls may stand after it."""
+        """Emits the brace as text; calls may follow it."""
         self._emit_text("{")
         return self._advance(1, self._outside)
 
@@ -280,13 +282,13 @@ class JsonStream(_StreamReader):
 
 
 class _BraceCounter:
-    """Finds the end of an object by its braces; those in strings do not count."""
+    """Finds the end of an object by its braces, ignoring those in strings."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth, self._quoted, self._escaped = depth, False, False
 
     def end(self, text: str) -> int | None:
-        """Returns how many of the next characters belong to the object; None if it does not end in them."""
+        """Returns how many of the next characters belong to the object, or None if it does not end within them."""
         place = 0
         if self._escaped and text:
             place, self._escaped = 1, False
@@ -309,13 +311,13 @@ class _BraceCounter:
 
 
 CALL_STREAMS: dict[Callable[[str], ParsedReply], Callable[[], CallStream]] = {parse_hermes: HermesStream, parse_json: JsonStream}
-"""Format -> the reader of replies that are being written."""
+"""Format -> the parser of replies that are being generated."""
 CALLS_BEGIN: dict[Callable[[str], ParsedReply], str] = {parse_hermes: f"{OPEN}\n", parse_json: ""}
 """Format -> the text before a call's object."""
 
 
 def call_stream(parse: Callable[[str], ParsedReply] | None) -> CallStream:
-    """Returns the reader of a reply in this format; None: it has no calls."""
+    """Returns the parser for a reply in this format; None: the reply has no calls."""
     if parse is None:
         return PlainText()
     make = CALL_STREAMS.get(parse)
@@ -323,7 +325,8 @@ def call_stream(parse: Callable[[str], ParsedReply] | None) -> CallStream:
 
 
 def opening(parse: Callable[[str], ParsedReply] | None, name: str) -> str | None:
-    """Returns how a reply in this format that calls the tool `name`, or with "" any, may begin; None where that is not known."""
+    """Returns the text with which a reply in this format begins if it calls the tool `name`, or any tool for ""; None if it is
+    not known."""
     before = CALLS_BEGIN.get(parse) if parse is not None else None
     if before is None:
         return None
@@ -331,12 +334,12 @@ def opening(parse: Callable[[str], ParsedReply] | None, name: str) -> str | None
 
 
 def written(call: ToolCall) -> str:
-    """Returns a call's arguments as JSON."""
+    """Returns the arguments of a call as JSON."""
     return json.dumps(dict(call.arguments), ensure_ascii=False)
 
 
 def beginning(text: str, item: str) -> int:
-    """Returns where `item` stands or may be beginning in `text`; the length of `text` if nowhere."""
+    """Returns the position at which `item` stands or may begin in `text`, or the length of `text` if there is none."""
     if (place := text.find(item)) >= 0:
         return place
     for length in range(min(len(item) - 1, len(text)), 0, -1):
@@ -346,7 +349,7 @@ def beginning(text: str, item: str) -> int:
 
 
 def _decoded(text: str) -> Any:
-    """Returns the value of a JSON text; None where it is no JSON."""
+    """Returns the value of a JSON text, or None if it is not valid JSON."""
     try:
         return json.loads(text.strip())
     except (ValueError, RecursionError):

@@ -1,8 +1,9 @@
-"""Tool calls as models write them.  A reply is never evaluated: what is no JSON of the right shape is a problem to report.
+"""Parses tool calls as models write them.  A reply is never evaluated: text that is not JSON of the right shape is reported as a
+problem.
 
-hermes   <tool_call>{"name": "calculator", "arguments": {"expression": "2+2"}}</tool_call>, any number of them between other text
-         (Qwen, Hermes and others are trained on it)
-json     {"name": "calculator", "arguments": {"expression": "2+2"}} with nothing around it but prose or a code fence
+    hermes   <tool_call>{"name": "calculator", "arguments": {"expression": "2+2"}}</tool_call>, any number of them between other
+             text (Qwen, Hermes and others are trained on it)
+    json     {"name": "calculator", "arguments": {"expression": "2+2"}}, surrounded only by prose or a code fence
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(slots=True, kw_only=True)
 class ParsedReply:
-    """calls: in the order of the text.  problems: texts that look like a call and are none, in words for the model.  text: the
-    reply without its calls."""
+    """A reply and its tool calls.
+
+    text: the reply without its calls. calls: in the order of the text. problems: one message for the model per text that looks
+    like a call and is none.
+    """
 
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def add(self, value: Any) -> None:
-        """Adds a decoded object, as a call or as a problem."""
+        """Adds a decoded object as a call or as a problem."""
         found = as_call(value)
         if isinstance(found, ToolCall):
             self.calls.append(found)
@@ -39,7 +43,7 @@ class ParsedReply:
 
 
 def parse_hermes(text: str) -> ParsedReply:
-    """Reads the calls between <tool_call> tags; a tag that is never closed is a problem."""
+    """Parses the calls between <tool_call> tags; a tag that is never closed is a problem."""
     reply = ParsedReply(text=HERMES.sub("", text).strip())
     for match in HERMES.finditer(text):
         if not match[2]:
@@ -53,8 +57,8 @@ def parse_hermes(text: str) -> ParsedReply:
 
 
 def parse_json(text: str) -> ParsedReply:
-    """Reads every JSON object with a "name" and "arguments".  Other objects are part of the answer; a broken one that begins like
-    a call is a problem."""
+    """Parses every JSON object with a "name" and "arguments" as a call.  Other objects are part of the text; an invalid one that
+    begins like a call is a problem."""
     reply = ParsedReply()
     texts, start = [], 0
     for _ in range(MAX_OBJECTS):
@@ -78,7 +82,7 @@ def parse_json(text: str) -> ParsedReply:
 
 
 def as_call(value: Any) -> ToolCall | str:
-    """Returns a decoded object as a call, or a sentence on what is wrong with it."""
+    """Returns a decoded object as a call, or a message that says why it is none."""
     if not isinstance(value, dict):
         return f'a tool call is an object with "name" and "arguments", not a {type(value).__name__}'
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))

@@ -1,6 +1,6 @@
-"""mcp: the tools of a Model Context Protocol server, by the official client.
+"""mcp: the tools of a Model Context Protocol server, through the official client.
 
-Needs the extra: pip install 'rlhub[mcp]'.  Settings say where the server is:
+It needs the extra: pip install 'rlhub[mcp]'.  The settings say where the server is:
 
     command, args, env    a program that speaks over its standard input and output; started once, ended with the run
     url                   a server that speaks streamable HTTP
@@ -23,7 +23,7 @@ except ImportError as missing:
 
 
 class McpTool(Tool):
-    """One of a server's tools.  All episodes share the server's session, and with it what the server keeps."""
+    """A tool of a server.  All episodes share the server's session, and with it the server's state."""
 
     def __init__(self, server: McpServer, schema: ToolSchema, remote_name: str) -> None:
         self._server, self._schema, self._remote_name = server, schema, remote_name
@@ -38,7 +38,8 @@ class McpTool(Tool):
 
 
 class McpServer(ToolSource):
-    """only: names of the tools to offer, all by default.  prefix: put before their names, where two servers share some."""
+    """Connects to a server. only: the names of the tools to offer; all by default. prefix: is put before the names, for servers
+    whose tools have equal names."""
 
     def __init__(
         self,
@@ -79,12 +80,12 @@ class McpServer(ToolSource):
             await asyncio.wait([task])
 
     async def _run_session(self, ready: asyncio.Future[list[Tool]]) -> None:
-        """Opens and closes the session in one and the same task, which its client's cancel scopes ask for."""
+        """Opens and closes the session in the same task, as the cancel scopes of the client require."""
         try:
             async with self.client:
                 ready.set_result(await self._tools())
                 await self._stop.wait()
-        except Exception as error:  # noqa: BLE001  # boundary to a foreign process: its end must reach who waits
+        except Exception as error:  # noqa: BLE001  # boundary to a foreign process: its end must reach the waiting coroutine
             if not ready.done():
                 ready.set_exception(ToolError(f"the MCP server {self._where} cannot be used: {_causes(error)}"))
 
@@ -110,12 +111,12 @@ class McpServer(ToolSource):
 
 
 def text_of(content: Sequence[Any]) -> str:
-    """Returns the text parts of a result; other parts by their kind."""
+    """Returns the text parts of a result, and for other parts their kind."""
     return "\n".join(part.text if part.type == "text" else f"({part.type})" for part in content)
 
 
 def _causes(error: BaseException) -> str:
-    """Returns the errors in a group, which task groups wrap around them."""
+    """Returns the messages of all errors in an exception group."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(_causes(inner) for inner in error.exceptions)
     return f"{type(error).__name__}: {error}"

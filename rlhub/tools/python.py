@@ -1,10 +1,10 @@
-"""python: code that a model writes, run in a child (utils/children) with a deadline and a memory cap.
+"""python: runs code that a model writes in a child process (utils/children), with a deadline and a memory limit.
 
-Each call is a process of its own, forked from a child that has loaded nothing but the standard library: calls know nothing
-of each other, and what a call does to its interpreter, or starts, ends with it.  It has no descriptor but that of its own
-answer, few environment variables, and no capability, root's neither.  This is no sandbox against malice: the code has this
-user's rights to files (a token in the home folder, too) and network, and where PID namespaces are not allowed it sees and can
-signal this user's processes; run agents that must not in a container.
+Each call is a process of its own, forked from a child that has loaded only the standard library: calls share no state, and
+whatever a call does to its interpreter, or starts, ends with it.  It has no file descriptor but that of its own reply, few
+environment variables, and no capabilities, not even root's.  This is no sandbox against malicious code: the code has this user's
+access to files (including a token in the home folder) and network, and where PID namespaces are not allowed it sees and can
+signal this user's processes.  Run agents that must not do so in a container.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ def python(code: str) -> str:
 
 
 class PythonTool(Tool):
-    """num_workers: calls at once; timeout_s: seconds for one; memory_gb: address space of one, in GiB; env: environment variables
-    that programs are given besides PATH, HOME, LANG and TMPDIR.  Children start when they are needed."""
+    """Runs Python programs.
+
+    num_workers: maximum number of concurrent calls. timeout_s: time limit of a call in seconds. memory_gb: address space of a
+    call, in GiB. env: environment variables that programs receive besides PATH, HOME, LANG and TMPDIR. Children start when they
+    are needed.
+    """
 
     _schema = schema_of(python)
 
     def __init__(self, *, num_workers: int = 2, timeout_s: float = 10.0, memory_gb: float = 1.0, env: Sequence[str] = ()) -> None:
-        """ConfigError for a name in `env` that is not set."""
+        """Raises ConfigError for a name in `env` that is not set."""
         self._access = Access(setting="settings.env of the tool python", env=tuple(env), untrusted=True)
         self._access.variables()
         self._pools = [

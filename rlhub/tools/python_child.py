@@ -1,4 +1,4 @@
-"""The program of the python tool's children.  Standard library only: each call is a fork of this process."""
+"""The program of the python tool's children.  It uses only the standard library, because each call is a fork of this process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class _BoundedOutput(io.TextIOBase):
 
 
 def run_code(code: str) -> dict[str, Any]:
-    """Returns {"text": what was printed and the last expression's value, or the error; "failed": whether there was one}."""
+    """Runs code in a fork and returns {"text": what it printed and the value of its last expression, or its error, "failed":
+    whether it raised an error}."""
     read_end, write_end = os.pipe()
     process = os.fork()
     if process == 0:
@@ -64,9 +65,10 @@ def run_code(code: str) -> dict[str, Any]:
 
 
 def _answer(code: str, write_end: int) -> NoReturn:
-    """Runs the code in the fork, writes the reply, and ends without running anything that the code has left behind.
+    """Runs the code in the fork, writes the reply and exits, without running anything that the code has registered.
 
-    Whatever the code has done to the interpreter, this process must not return into the child's loop: it would answer for it.
+    Whatever the code has done to the interpreter, this process must not return into the child's loop, because it would answer its
+    calls.
     """
     try:
         os.closerange(3, write_end)
@@ -100,7 +102,7 @@ def _write(write_end: int, reply: dict[str, Any]) -> None:
 
 
 def _execute(code: str) -> None:
-    """Runs the code; if its last statement is an expression, prints its value as an interpreter does."""
+    """Runs the code; if its last statement is an expression, prints the value as an interactive interpreter does."""
     tree = ast.parse(code, "<code>")
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     names: dict[str, Any] = {"__name__": "__main__"}

@@ -1,4 +1,4 @@
-"""The schema of a tool from a typed Python function, and arguments checked against a schema.
+"""Builds the schema of a tool from a typed Python function, and checks arguments against a schema.
 
 def weather(city: str, days: int = 1) -> str:
     '''Forecast for a city.
@@ -27,10 +27,9 @@ _SECTION = re.compile(r"^\s*(?:Args|Arguments|Parameters|Returns|Raises|Yields)\
 
 
 def schema_of(function: Callable[..., Any], *, name: str = "", hidden: Collection[str] = ()) -> ToolSchema:
-    """Returns the schema of a function with annotated parameters and a docstring.  hidden: parameters that the model does not
-    see.
+    """Returns the schema of a function with annotated parameters and a docstring. hidden: parameters that the model does not see.
 
-    ToolError if the function cannot be described.
+    Raises ToolError if the function cannot be described.
     """
     called = name or function.__name__
     summary, described = read_docstring(inspect.getdoc(function) or "")
@@ -62,7 +61,8 @@ def _property(tool: str, parameter: inspect.Parameter, hints: Mapping[str, Any])
 
 
 def json_type(hint: Any, where: str) -> dict[str, Any]:
-    """Returns the JSON schema of a type hint: str, int, float, bool, list, dict with text keys, Literal, their unions, None."""
+    """Returns the JSON schema of a type hint: str, int, float, bool, list, dict with text keys, Literal, unions of these,
+    None."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint in TYPES:
         return {"type": TYPES[hint]}
@@ -84,7 +84,7 @@ def json_type(hint: Any, where: str) -> dict[str, Any]:
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Returns (summary: the first paragraph, parameter -> description)."""
+    """Returns (the summary, which is the first paragraph; parameter -> description)."""
     summary = " ".join(text.partition("\n\n")[0].split())
     described: dict[str, str] = {}
     current = ""
@@ -100,7 +100,8 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def checked_arguments(schema: ToolSchema, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments with the types of the schema (a number written as text becomes one).  ToolError for the model."""
+    """Returns the arguments with the types of the schema; a number written as text is converted.  Raises ToolError, which the
+    model reads."""
     parameters = schema["function"].get("parameters") or {}
     properties = parameters.get("properties") or {}
     for name in arguments:

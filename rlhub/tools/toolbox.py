@@ -1,16 +1,17 @@
-"""Toolbox: all tools of a run, shared by its episodes.  ToolSession: one episode's use of them.
+"""The tools of a run: how they are built from settings, Toolbox, which all episodes share, and ToolSession, one episode's use of
+it.
 
-A fault of a tool or of a call never ends an episode: an unknown name, wrong arguments, an error or a passed deadline become text
-that the model reads, and are counted.
+An entry names a registered tool, a Tool class, or a typed function, of which FunctionTool makes a tool:
 
-§§ load: From names and settings to tools: registered ones, Tool classes, and typed functions, which FunctionTool makes tools of.
+    tools:
+      - calculator                          # a registered name
+      - name: python
+        settings: {timeout_s: 5}
+      - name: my_package.lookup:search      # or path/to/file.py:search: a typed function, or a Tool class
+        settings: {index: /data/index}      # keyword arguments that the model does not see
 
-tools:
-  - calculator                          # a registered name
-  - name: python
-    settings: {timeout_s: 5}
-  - name: my_package.lookup:search      # or path/to/file.py:search: a typed function, or a Tool class
-    settings: {index: /data/index}      # keywords that the model does not see
+An error of a tool or of a call never ends an episode: an unknown name, wrong arguments, an exception or a passed deadline becomes
+text that the model reads, and is counted.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ logger = logging.getLogger(__name__)
 
 
 class Toolbox:
-    """Belongs to one event loop.  `aopen` comes before `session`."""
+    """Holds the tools of a run.  It belongs to one event loop, and `aopen` must come before `session`."""
 
     def __init__(self, tools: Sequence[Tool | ToolSource], *, timeout_s: float) -> None:
-        """timeout_s: for one call, and for creating an instance."""
+        """timeout_s: time limit in seconds of a call, and of creating an instance."""
         self.timeout_s = timeout_s
         self._given = list(tools)
         self._opening: asyncio.Task[None] | None = None
         self._tools: dict[str, Tool] = {}
 
     async def aopen(self) -> None:
-        """Starts the sources; idempotent, and safe from many episodes at once.  ToolError if two tools have one name."""
+        """Starts the sources.  Idempotent, also for concurrent calls.  Raises ToolError if two tools have the same name."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._open())
         await asyncio.shield(self._opening)
@@ -61,6 +62,7 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[ToolSchema]:
+        """The schemas of all tools."""
         return [tool.schema for tool in self._tools.values()]
 
     def session(self, instance: str, row: Mapping[str, Any]) -> ToolSession:
@@ -77,7 +79,7 @@ class Toolbox:
 
 
 class ToolSession:
-    """An async context: instances are created at their first call and released at the end."""
+    """One episode's use of the tools, as an async context: an instance is created at its first call and released at the end."""
 
     def __init__(self, tools: Mapping[str, Tool], instance: str, row: Mapping[str, Any], timeout_s: float) -> None:
         self._tools, self._instance, self._row, self._timeout_s = tools, instance, row, timeout_s
@@ -93,10 +95,11 @@ class ToolSession:
 
     @property
     def schemas(self) -> list[ToolSchema]:
+        """The schemas of all tools."""
         return [tool.schema for tool in self._tools.values()]
 
     async def execute(self, call: ToolCall) -> ToolResult:
-        """Returns the result of a call, or its error as text; raises nothing but cancellation."""
+        """Executes a call and returns its result, or its error as text.  Raises nothing but cancellation."""
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
@@ -110,7 +113,7 @@ class ToolSession:
             return _failure(str(error))
         except TimeoutError:
             return _failure(f"{call.name} was not done after {self._timeout_s:g} s")
-        except Exception as error:  # boundary to code of the user's: its fault is the model's to read
+        except Exception as error:  # boundary to the user's code: the model reads its error
             logger.debug("tool %s raised", call.name, exc_info=True)
             return _failure(f"{type(error).__name__}: {error}")
 
@@ -124,7 +127,7 @@ class ToolSession:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._tools[name].release(self._instance)
-        except Exception:  # boundary to code of the user's: the episode itself is done
+        except Exception:  # boundary to the user's code: the episode itself is done
             logger.warning("tool %s could not release the instance of episode %s", name, self._instance, exc_info=True)
 
 
@@ -133,7 +136,7 @@ def _failure(message: str) -> ToolResult:
 
 
 def read_tool_file(path: str | Path) -> list[Any]:
-    """Returns the entries of a YAML file.  ConfigError if it has none."""
+    """Returns the entries of a YAML file.  Raises ConfigError if it has none."""
     try:
         content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -145,7 +148,8 @@ def read_tool_file(path: str | Path) -> list[Any]:
 
 
 def load_tools(entries: Sequence[Any], *, where: str) -> list[Tool | ToolSource]:
-    """Returns the tools of these entries.  ConfigError lists every one that cannot be made.  where: their setting."""
+    """Builds the tools of these entries.  Raises ConfigError that lists every entry which cannot be built. where: the setting's
+    name."""
     tools, problems = [], []
     for number, entry in enumerate(entries):
         try:
@@ -175,8 +179,8 @@ class FunctionTool(Tool):
     """Calls `function` with the model's arguments and the `bound` ones, which the model does not see.  The function returns text,
     a tuple (text, reward, metrics), a ToolResult, or a value that is shown as JSON.
 
-    Coroutine functions are awaited; plain ones run in a thread, which a deadline leaves behind but cannot end: what may hang
-    or is not trusted belongs into a process of its own (as in python.py).
+    Coroutine functions are awaited.  Plain functions run in a thread, which a deadline abandons but cannot end: code that may
+    hang or is not trusted belongs into a process of its own (as in python.py).
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str = "", bound: Mapping[str, Any] | None = None) -> None:

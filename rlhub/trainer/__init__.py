@@ -1,13 +1,14 @@
-"""The driver's side of every job: what runs when, and what a run leaves behind.  The driver owns no device and no model.
+"""The driver's side of every job: the control flow, and the run folder with all that a run leaves there.
+
+The driver owns no device and no model.
 
 main_*.py        the commands: parse, check, build, fit
-preflight/       what is checked before any process starts
-training.py      a training job from data to exit status
-launch.py        starting the workers of a job
-run.py           what surrounds the steps of any training: run folder, metrics, checkpoints, signals
-resume.py        whether a run can go on from its checkpoint
+preflight/       the checks before any process starts
+training.py      a training job from data to exit status, and the check that it can resume from its checkpoint
+launch.py        starts the workers of a job
+run.py           everything around the training steps: run folder, metrics, checkpoints, signals
 ppo/             reinforcement learning; ppo/step.py is one training step
-supervised.py    demonstrations, preference pairs, reward models
-export.py        a checkpoint as a Hugging Face model
-serve*.py        a model behind OpenAI's interface
+supervised.py    training on demonstrations and on preference pairs
+export.py        writes a checkpoint as a Hugging Face model
+serve.py         serves a model by OpenAI's interface
 """

@@ -1,6 +1,6 @@
-"""Exporting a checkpoint: which one, whether what is needed of it is whole, and the folder that appears when all is done.
+"""Exports a checkpoint as a Hugging Face model: finds the checkpoint, verifies its files, and renames the folder when it is done.
 
-The work is a worker's (`rlhub.workers.export`), in this process.
+A worker in this process reads and writes the weights (`rlhub.workers.export`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ MODEL_SECTIONS = {
     "critic": (("critic", "model"), ("actor_rollout_ref", "model")),
     "model": (("model",),),
 }
-"""Where a run's config.yaml names the model of a role; the first that is set counts."""
+"""Keys under which a run's config.yaml names the model of a role; the first that is set counts."""
 
 
 def export(config: ExportConfig) -> int:
-    """Write the model, verify it if asked, give the folder its name; returns the exit status.
+    """Writes the model, verifies it if config.verify, renames the folder to config.output, and returns the exit status.
 
-    What a failed verification has found wrong stays beside the place where the folder would be, for people to look at.
+    Where the verification fails, the folder keeps its temporary name next to config.output, for people to look at.
     """
-    assert config.checkpoint is not None and config.output is not None, "checked before"
+    assert config.checkpoint is not None and config.output is not None, "checked when the configuration is loaded"
     checkpoint = find_checkpoint(config, Path(config.checkpoint))
     folder = _role_folder(config, checkpoint)
     _check_whole(checkpoint, folder)
@@ -73,6 +73,7 @@ def export(config: ExportConfig) -> int:
 
 
 def _passed(verification: Verification) -> bool:
+    """Logs the result of a verification, and returns True when export and checkpoint agree."""
     logger.info(
         "largest difference of %s over %d tokens: %.3g (allowed: %.3g)",
         verification.compared,
@@ -88,7 +89,10 @@ def _passed(verification: Verification) -> bool:
 
 
 def find_checkpoint(config: ExportConfig, path: Path) -> Path:
-    """The folder with the manifest.  Raises CheckpointError or ConfigError that say what there is."""
+    """Returns the checkpoint's folder, which has the manifest.
+
+    Raises CheckpointError where `path` has no checkpoint, and ConfigError, which names the steps there are, for a wrong step.
+    """
     if (path / MANIFEST).exists():
         if config.step != "latest":
             raise ConfigError(f"step: {path} is one checkpoint; leave step out, or name the run folder above it")
@@ -106,6 +110,7 @@ def find_checkpoint(config: ExportConfig, path: Path) -> Path:
 
 
 def _best(config: ExportConfig, store: CheckpointStore, steps: list[int]) -> int:
+    """Returns the step whose checkpoint has the best value of config.best_metric, or else of the run's trainer.keep_best."""
     metric = config.best_metric or (_run_config(store.root).get("trainer") or {}).get("keep_best")
     known = sorted(
         {name for step in steps for name in read_manifest(store.folder(step)).metrics if name.startswith(("val/", "val-core/"))}
@@ -120,6 +125,7 @@ def _best(config: ExportConfig, store: CheckpointStore, steps: list[int]) -> int
 
 
 def _role_folder(config: ExportConfig, checkpoint: Path) -> Path:
+    """Returns the checkpoint's folder of the role to export."""
     there = sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
     wanted = (config.role,) if config.role else POLICY_ROLES
     for role in wanted:
@@ -129,7 +135,10 @@ def _role_folder(config: ExportConfig, checkpoint: Path) -> Path:
 
 
 def _check_whole(checkpoint: Path, folder: Path) -> None:
-    """Compare checksums of what is read; the copy of the weights in Hugging Face's form is not, and may be damaged or gone."""
+    """Compares the checksums of the shards, and raises CheckpointError where they differ.
+
+    The checkpoint's copy of the weights in Hugging Face's form is not read, and may be damaged or missing.
+    """
     manifest = read_manifest(checkpoint)
     needed = [entry for entry in manifest.files if _is_state(entry, folder.name)]
     logger.info("checking %.2f GiB of shards against their checksums", sum(entry.size for entry in needed) / GIB)
@@ -140,12 +149,16 @@ def _check_whole(checkpoint: Path, folder: Path) -> None:
 
 
 def _is_state(entry: FileEntry, role: str) -> bool:
+    """Returns True for a shard of the role's model or of its adapters."""
     parts = Path(entry.path).parts
     return parts[0] == role and (len(parts) == 2 or parts[1] == ADAPTER_FOLDER)
 
 
 def _model(config: ExportConfig, checkpoint: Path, folder: Path) -> ModelConfig:
-    """Where configuration and tokenizer are: what the user says, the checkpoint's copy where it is whole, the run's model."""
+    """Returns the model whose configuration and tokenizer are exported.
+
+    It is the one that the user names, else the checkpoint's own copy where it is whole, else the model of the run.
+    """
     trusted, copy = config.trust_remote_code, folder / HF_FOLDER
     if config.model_path is not None:
         return ModelConfig(path=config.model_path, trust_remote_code=trusted)
@@ -166,7 +179,7 @@ def _model(config: ExportConfig, checkpoint: Path, folder: Path) -> ModelConfig:
 
 
 def _sidecars(checkpoint: Path, role: str) -> Manifest:
-    """Returns the manifest of the small files next to the Hugging Face weights."""
+    """Returns the manifest of the small files that are next to the Hugging Face weights."""
     manifest = read_manifest(checkpoint)
     return dataclasses.replace(manifest, files=list(_small_files(manifest, f"{role}/{HF_FOLDER}/")))
 
@@ -178,7 +191,7 @@ def _small_files(manifest: Manifest, prefix: str) -> Iterator[FileEntry]:
 
 
 def _run_config(run: Path) -> dict[str, Any]:
-    """The run's settings as config.yaml has them; {} where there is none."""
+    """Returns the run's settings from its config.yaml; {} where there is none."""
     path = RunFolder(run).config
     if not path.is_file():
         return {}

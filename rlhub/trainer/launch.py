@@ -1,4 +1,4 @@
-"""Launching a run's workers with their places, deadlines, logs and plugins: the same for every trainer."""
+"""Launches the workers of a job with their placement, deadlines, logs and plugins, in the same way for every trainer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def launch_workers(roles: Mapping[str, ClassWithInitArgs], config: TrainerConfig, *, run: Run | None = None) -> Launched:
-    """Starts one process per rank of each pool, and builds the models.
+    """Starts one process per rank of each pool, builds the models, and returns the worker groups.
 
-    run: times and shows the calls, and has the log folder.
+    run: observes the calls and gives the folder for logs; None: the calls are not observed and nothing is logged to files.
     """
     pools = pools_of(config)
     placement = {role: pool_name(config, role) for role in roles if pool_name(config, role) != MAIN}
@@ -50,7 +50,7 @@ def launch_workers(roles: Mapping[str, ClassWithInitArgs], config: TrainerConfig
 
 
 def in_turn(groups: Mapping[str, WorkerGroup], placement: Mapping[str, str]) -> Iterator[list[WorkerGroup]]:
-    """Yields one role of each pool at a time: roles of a pool share its processes, different pools work side by side."""
+    """Yields one role of each pool at a time: roles of a pool share its processes, and different pools work in parallel."""
     by_pool: defaultdict[str, list[WorkerGroup]] = defaultdict(list)
     for role, group in groups.items():
         by_pool[placement.get(role, MAIN)].append(group)

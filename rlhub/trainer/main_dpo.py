@@ -1,4 +1,4 @@
-"""Direct preference optimization: `python -m rlhub.trainer.main_dpo data.train_files=... model.path=...`"""
+"""Train by direct preference optimization: `python -m rlhub.trainer.main_dpo data.train_files=... model.path=...`"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DESCRIPTION = (
 
 
 def main(config: DPOConfig) -> int:
-    """Build, fit; returns the exit status (128 + signal when stopped by one)."""
+    """Builds the data and the trainer, trains, and returns the exit status (128 + signal when stopped by one)."""
     from rlhub.trainer.supervised import build_dpo_data, build_dpo_trainer
     from rlhub.trainer.training import train
 

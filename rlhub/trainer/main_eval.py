@@ -21,13 +21,13 @@ DESCRIPTION = (
 
 
 def main(config: PPOConfig) -> int:
-    """One validation, recorded as step 0 of a run folder of its own."""
+    """Runs one validation, records it as step 0 of a run folder of its own, and returns the exit status."""
     from rlhub.trainer.ppo.trainer import build_evaluation
-    from rlhub.trainer.preflight.model import check_models
+    from rlhub.trainer.preflight.weights import check_model_weights
     from rlhub.trainer.run import Run
 
     config.trainer.resume_mode = "disable"
-    check_models(config)
+    check_model_weights(config)
     with ExitStack() as stack:
         run = stack.enter_context(Run(config.trainer, to_dict(config), 0))
         validator = build_evaluation(config, run, stack)

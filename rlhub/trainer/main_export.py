@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face model: `python -m rlhub.trainer.main_export checkpoint=<run> output=<folder> --verify`"""
+"""Export a checkpoint as a Hugging Face model: `python -m rlhub.trainer.main_export checkpoint=<run> output=<folder> --verify`"""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DESCRIPTION = (
 
 
 def main(config: ExportConfig) -> int:
-    """Export, and verify if asked; returns the exit status."""
+    """Exports the checkpoint's model, verifies the export if config.verify, and returns the exit status."""
     from rlhub.trainer.export import export
 
     return export(config)
 
 
 def command(argv: Sequence[str]) -> int:
-    """The command line, whose one flag stands for a setting."""
+    """Runs the command line; its one flag `--verify` stands for the setting verify=true."""
     settings = ["verify=true" if argument == "--verify" else argument for argument in argv]
     return run_cli(ExportConfig, "export", main, description=DESCRIPTION, preflight=problems, required=(), argv=settings)
 

@@ -18,7 +18,7 @@ DESCRIPTION = (
 
 
 def main(config: PPOConfig) -> int:
-    """Build, fit; returns the exit status (128 + signal when stopped by one)."""
+    """Builds the data and the trainer, trains, and returns the exit status (128 + signal when stopped by one)."""
     from rlhub.trainer.ppo.trainer import build_data, build_trainer
     from rlhub.trainer.training import train
 

@@ -1,4 +1,4 @@
-"""Training a reward model: `python -m rlhub.trainer.main_rm data.train_files=... model.path=...`"""
+"""Train a reward model: `python -m rlhub.trainer.main_rm data.train_files=... model.path=...`"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DESCRIPTION = (
 
 
 def main(config: RMConfig) -> int:
-    """Build, fit; returns the exit status (128 + signal when stopped by one)."""
+    """Builds the data and the trainer, trains, and returns the exit status (128 + signal when stopped by one)."""
     from rlhub.trainer.supervised import build_rm_data, build_rm_trainer
     from rlhub.trainer.training import train
 

@@ -17,7 +17,7 @@ DESCRIPTION = (
 
 
 def main(config: ServeConfig) -> int:
-    """Serve until a signal; returns the exit status."""
+    """Serves the model until a signal comes, and returns the exit status."""
     from rlhub.trainer.serve import serve
 
     return serve(config)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: `python -m rlhub.trainer.main_sft data.train_files=... model.path=...`"""
+"""Fine-tune on demonstrations: `python -m rlhub.trainer.main_sft data.train_files=... model.path=...`"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DESCRIPTION = "Supervised fine-tuning on prompts with responses, or on messages:
 
 
 def main(config: SFTConfig) -> int:
-    """Build, fit; returns the exit status (128 + signal when stopped by one)."""
+    """Builds the data and the trainer, trains, and returns the exit status (128 + signal when stopped by one)."""
     from rlhub.trainer.supervised import build_sft_data, build_sft_trainer
     from rlhub.trainer.training import train
 

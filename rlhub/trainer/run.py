@@ -1,13 +1,8 @@
 """Run: everything around the training steps that is the same for every trainer.
 
-The run folder and its lock, resuming, metrics, progress, checkpoints with retention, and stopping on signals.  A step ends in
-this order: checkpoint committed (with the step's metrics inside), then its line in metrics.jsonl; a process killed between the
-two writes the line on resume, so each step stands there exactly once.
-
-Training steps in a row that change nothing, because loss or gradient was not finite, have a limit: one such step is chance;
-several come from a setting or a model with which no step will ever be taken.
-
-§§ signals: SIGTERM and Ctrl-C: before the first step they stop at once, then they ask to stop at the next safe point.
+It holds the run folder and its lock, resuming, metrics, progress, checkpoints with retention, the limit on skipped steps, and
+stopping on signals.  A step ends in this order: the checkpoint is committed with the step's metrics inside, then its line is
+written to metrics.jsonl.  A process killed between the two writes the line on resume, so that each step has exactly one line.
 """
 
 from __future__ import annotations
@@ -42,76 +37,35 @@ from rlhub.utils.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
 
-
 TRAINED_MODELS = ("actor", "critic", "train")
-"""What the metrics of models that are trained begin with."""
+"""Prefixes of the metrics of models that are trained."""
 SHOWN_CHANGES = 8
-"""Most changed settings that a message names."""
+"""A message names at most so many changed settings."""
 SaveFunction = Callable[[Path], list[FileEntry]]
+"""Saves the models below a checkpoint's folder, and returns the files."""
 StateFunction = Callable[[], Mapping[str, Any]]
+"""Returns the driver's state for a checkpoint, JSON-able."""
 
 
 class LateMetrics(Protocol):
     """Metrics of a step that are still being measured while the next steps run."""
 
     def done(self) -> bool:
-        """Whether `result` would not wait."""
+        """Returns True when `result` does not block."""
         ...
 
     def result(self) -> Metrics:
-        """Wait for them; called once, by the thread that trains."""
+        """Blocks until the metrics are measured, and returns them; the thread that trains calls it once."""
         ...
 
 
-@dataclass(slots=True)
-class _Line:
-    """A step's line of metrics, which waits for what is late and for the lines before it."""
-
-    step: int
-    metrics: Metrics
-    late: LateMetrics | None
-
-    def complete(self) -> None:
-        if self.late is not None:
-            self.metrics, self.late = {**self.metrics, **self.late.result()}, None
-
-
-@dataclass(slots=True)
-class SkippedSteps:
-    """Counts training steps in a row that change nothing: their loss or gradient was not finite, and they were skipped.
-
-    One such step is chance; several on end come from a setting or a model with which no step will ever be taken.
-    limit: training steps; None: there is none.
-    """
-
-    limit: int | None
-    _in_a_row: dict[str, int] = field(init=False, default_factory=dict)
-
-    def add(self, metrics: Mapping[str, float | str]) -> bool:
-        """Counts a training step; returns whether a model has had as many in a row as the limit."""
-        for model in TRAINED_MODELS:
-            skipped = float(metrics.get(f"{model}/skipped_steps", 0.0))
-            taken = float(metrics.get(f"{model}/optimizer_steps", 1.0 - skipped))
-            self._in_a_row[model] = self._in_a_row.get(model, 0) + 1 if skipped and taken <= 0 else 0
-        return self.limit is not None and max(self._in_a_row.values()) >= self.limit
-
-    def error(self, step: int, folder: object) -> NonFiniteError:
-        """Returns what to raise when `add` was True and the step is saved."""
-        model = max(self._in_a_row, key=self._in_a_row.__getitem__)
-        return NonFiniteError(
-            f"{self._in_a_row[model]} training steps in a row were skipped, because loss or gradient was not finite "
-            f"({model}/skipped_steps), so the model does not change any more. Step {step} is saved as it is in {folder}. Look "
-            "for a coefficient, a learning rate or rewards out of all bounds; trainer.max_skipped_steps is the limit"
-        )
-
-
 class Run:
-    """Use as a context manager: `with Run(...) as run`.  calls: the CallObserver that times and shows worker calls, and
-    counts what they carry.
-    spans: what ran when.
+    """The context manager around a job's training steps: `with Run(...) as run`.
 
-    record: goes into the state of every checkpoint.  check: told of the checkpoint to resume from, and raises where the run
-    cannot go on from it.
+    resolved: the whole configuration as plain values.  record: goes into the state of every checkpoint.  check: is called with
+    the checkpoint to resume from, and raises where the run cannot resume from it.
+    Attributes: `calls` is the CallObserver that times worker calls and counts what they carry; `spans` records when each phase
+    and call ran.
     """
 
     def __init__(
@@ -142,7 +96,7 @@ class Run:
         self._plan_faults()
         self.signals.__enter__()
         try:
-            self._tell_of_abandoned()
+            self._close_abandoned_report()
             self.checkpoint = self._find_checkpoint()
             if self.checkpoint is not None and self._check is not None:
                 self._check(self.checkpoint)
@@ -153,8 +107,8 @@ class Run:
             raise
         return self
 
-    def _tell_of_abandoned(self) -> None:
-        """Corrects the report of a process that was killed, which still says "running", whatever becomes of this start."""
+    def _close_abandoned_report(self) -> None:
+        """Corrects the report of a process that was killed, which still says "running", even if this start fails too."""
         if self.folder.abandoned_by is not None and self.folder.report.is_file():
             ended = (
                 f"the process that wrote this ({self.folder.abandoned_by}) ended without a word, as after kill -9 or a power loss"
@@ -162,18 +116,19 @@ class Run:
             write_report(self.folder, self._info(), "failed", ended)
 
     def _plan_faults(self) -> None:
-        """Installs the run's fault plan, with a warning, so that nobody leaves one in by accident."""
+        """Installs the run's fault plan, and warns, so that nobody leaves one in by accident."""
         if planned := planned_faults(self.config):
             logger.warning("trainer.faults: this run is made to fail: %s", "; ".join(map(str, planned)))
             faults.install(FaultPlan(faults=planned, record=str(self.folder.logs)))
 
     def _forget_faults(self) -> None:
-        """Removes the fault plan from this process, and names the faults whose place was never passed."""
+        """Removes the fault plan from this process, and logs the faults whose place was never passed."""
         if (plan := faults.installed()) is not None and (left := list(plan.unstruck())):
             logger.warning("trainer.faults: not struck, because no such place was passed: %s", "; ".join(map(str, left)))
         faults.install(None)
 
     def _find_checkpoint(self) -> Checkpoint | None:
+        """Returns the checkpoint to resume from, or None.  Raises CheckpointError where the folder has damaged ones only."""
         mode = self.config.resume_mode
         if mode == "disable":
             if aside := self.folder.set_aside():
@@ -191,7 +146,7 @@ class Run:
         return newest
 
     def _warn_of_changes(self) -> None:
-        """A folder may hold another experiment's run: going on with it under other settings is said before anything starts."""
+        """Warns where the folder's run has other settings: it may be another experiment's, which this start would continue."""
         if self.checkpoint is None or not (changes := self.folder.changes(self.resolved)):
             return
         more = f" and {len(changes) - SHOWN_CHANGES} more" if len(changes) > SHOWN_CHANGES else ""
@@ -213,7 +168,7 @@ class Run:
 
     @property
     def already_finished(self) -> str | None:
-        """What to tell the user when there is nothing left to do, else None."""
+        """The message for the user when no step is left to train, else None."""
         if self.checkpoint is None or self.checkpoint.step < self.total_steps:
             return None
         return (
@@ -223,7 +178,7 @@ class Run:
         )
 
     def start(self) -> None:
-        """Open metrics and trackers; call once the workers are up."""
+        """Opens metrics and trackers; it is called once the workers are up."""
         repeated = self._start_recorder(self.config.logger)
         if self.folder.report.is_file():  # it still says how the earlier start ended
             write_report(self.folder, self._info(), "running")
@@ -234,7 +189,7 @@ class Run:
             )
 
     def _start_recorder(self, trackers: Sequence[str]) -> list[int]:
-        """Returns the steps that were logged before and will be repeated."""
+        """Opens the recorder, and returns the steps that were logged before and will be repeated."""
         self.recorder = Recorder(self.folder, self._info(), trackers, self.spans)
         return self.recorder.start(self.checkpoint.state["metrics"] if self.checkpoint else None)
 
@@ -250,15 +205,18 @@ class Run:
 
     @property
     def stop_requested(self) -> bool:
+        """True when a signal has asked the run to stop after the present step."""
         return self.signals.requested
 
     def due(self, frequency: int, step: int, *, last: bool) -> bool:
-        """Every `frequency` steps and at the last one; never when frequency is not positive."""
+        """Returns True every `frequency` steps and at the last one; always False when frequency is not positive."""
         return frequency > 0 and (step % frequency == 0 or last)
 
     def begin_step(self, step: int) -> None:
-        """Start the step's clock.  From the first update on a stop signal waits for the step's end, to save it.  RunFolderError
-        when the run folder has gone."""
+        """Starts the step's clock.  Raises RunFolderError when the run folder was removed.
+
+        From the first update on, a stop signal waits for the end of the step, so that the step is saved.
+        """
         self.folder.check()
         if step > 0:
             self.signals.defer()
@@ -278,13 +236,13 @@ class Run:
         last: bool,
         late: LateMetrics | None = None,
     ) -> None:
-        """Save if due (the last step is: a run leaves its model), then log.  Raises NonFiniteError after that where the limit on
-        skipped steps is reached.
+        """Saves the step if that is due, then logs it.  The last step is always saved, so that a run leaves its model.
 
-        late: the line, and those of the next steps, wait for it; so does the save, since a checkpoint holds the step's metrics.
+        Raises NonFiniteError after both where the limit on skipped steps is reached.
+        late: metrics for which the step's line, the next lines and the save wait, since a checkpoint holds the step's metrics.
         """
-        self.folder.check()  # nothing may be made at its path if it has gone
-        self._note_step(step)
+        self.folder.check()  # nothing may be created at the path of a folder that was removed
+        self._record_span(step)
         line = _Line(step, {**metrics, **self._timings(metrics)}, late)
         stuck = self._skipped.add(metrics)
         if last or stuck or self.due(self.config.save_freq, step, last=last):
@@ -300,19 +258,21 @@ class Run:
             raise self._skipped.error(step, self.store.folder(step))
 
     def _write_lines(self, *, wait: bool) -> None:
-        """Log in order what is complete; with `wait` all of it."""
+        """Logs the complete lines in order.  wait: blocks until all lines are complete."""
         assert self.recorder is not None
         while self._lines and (wait or self._lines[0].late is None or self._lines[0].late.done()):
             self._lines[0].complete()
             line = self._lines.popleft()
             self.recorder.log(line.step, line.metrics)
 
-    def _note_step(self, step: int) -> None:
+    def _record_span(self, step: int) -> None:
         self.spans.record(STEPS, f"step {step}", self._step_started, time.perf_counter())
 
     def _timings(self, metrics: Metrics) -> dict[str, float]:
-        """Returns timing_s/... of the phases and of the whole step, the traffic through the driver, and tokens per second and
-        device: ranks of all pools."""
+        """Returns timing_s/... of the phases and of the whole step, the traffic through the driver, and perf/throughput.
+
+        Throughput is in tokens per second and device; the devices are the ranks of all pools.
+        """
         seconds = time.perf_counter() - self._step_started
         timings = {**self.timers.drain(), "timing_s/step": seconds, "perf/time_per_step": seconds, **self.calls.traffic()}
         if "perf/total_num_tokens" in metrics:
@@ -321,20 +281,21 @@ class Run:
         return timings
 
     def _save(self, step: int, logged: Metrics, save: SaveFunction, state: StateFunction) -> None:
+        """Commits the step's checkpoint and deletes those that retention does not keep."""
         numbers = {name: float(value) for name, value in logged.items() if not isinstance(value, str)}
-        entries = save(self.store.begin(step))  # which raises where what it would save is not finite
+        entries = save(self.store.begin(step))  # raises where a weight is not finite
         faults.at("driver.commit")
         self.store.commit(step, entries, {**state(), **self._record, "metrics": dict(logged)}, metrics=numbers, finite=True)
         self.store.retain(self.config.max_actor_ckpt_to_keep, self.config.keep_best)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """A step without an update (step 0): its metrics and timings."""
+        """Logs the metrics and timings of a step without an update (step 0)."""
         assert self.recorder is not None
-        self._note_step(step)
+        self._record_span(step)
         self.recorder.log(step, {**metrics, **self._timings(metrics)})
 
     def log_generations(self, step: int, rows: Sequence[GenerationRow], split: str = "val") -> None:
-        """Sample completions for people to read."""
+        """Logs sample completions for people to read."""
         assert self.recorder is not None
         if rows:
             self.recorder.log_generations(step, split, rows)
@@ -344,9 +305,9 @@ class Run:
             self.recorder.phase(name)
 
     def finish(self, status: Status, message: str = "") -> None:
-        """Final report; trackers closed."""
+        """Writes the final report and closes the trackers."""
         if self.recorder is not None:
-            self._lines.clear()  # of a run that failed: they come again after the checkpoint it resumes from
+            self._lines.clear()  # left by a run that failed; they are logged again after it resumes from its checkpoint
             self.recorder.finish(status, message, report=self._folder_problem() is None)
             self.recorder = None
 
@@ -372,14 +333,14 @@ class Run:
             self._forget_faults()
             self.folder.close()
         if failed is None or isinstance(failed, OSError):
-            if problem := gone or _no_room(self.folder.path, failed):
+            if problem := gone or _disk_full(self.folder.path, failed):
                 raise problem from failed
             if failed is not None and failed is not error:
                 raise failed
 
 
-def _no_room(folder: Path, error: OSError | None) -> RunFolderError | None:
-    """Returns what to tell the user where the error says that the disk is full, else None."""
+def _disk_full(folder: Path, error: OSError | None) -> RunFolderError | None:
+    """Returns the error for the user where the given one says that the disk is full, else None."""
     if error is None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     return RunFolderError(
@@ -387,13 +348,55 @@ def _no_room(folder: Path, error: OSError | None) -> RunFolderError | None:
     )
 
 
-class StopSignals:
-    """Context manager that turns the first SIGINT or SIGTERM after `defer` into `requested`, so that the loop can save and
-    leave.
+@dataclass(slots=True)
+class _Line:
+    """A step's line of metrics, which waits for the step's late metrics and for the lines before it."""
 
-    Before `defer`, while models are built and there is nothing to save, SIGINT raises KeyboardInterrupt and SIGTERM
-    SystemExit; so does a second SIGINT.  Former handlers are restored on exit.  Outside the main thread, where Python allows
-    no handlers, it does nothing.
+    step: int
+    metrics: Metrics
+    late: LateMetrics | None
+
+    def complete(self) -> None:
+        """Adds the late metrics, and blocks until they are measured."""
+        if self.late is not None:
+            self.metrics, self.late = {**self.metrics, **self.late.result()}, None
+
+
+@dataclass(slots=True)
+class SkippedSteps:
+    """Counts training steps in a row that were skipped because their loss or gradient was not finite.
+
+    One such step is chance; several in a row come from a setting or a model with which no step will ever be taken.
+    limit: training steps; None: there is no limit.
+    """
+
+    limit: int | None
+    _in_a_row: dict[str, int] = field(init=False, default_factory=dict)
+
+    def add(self, metrics: Mapping[str, float | str]) -> bool:
+        """Counts a training step, and returns True when a model has had as many skipped steps in a row as the limit."""
+        for model in TRAINED_MODELS:
+            skipped = float(metrics.get(f"{model}/skipped_steps", 0.0))
+            taken = float(metrics.get(f"{model}/optimizer_steps", 1.0 - skipped))
+            self._in_a_row[model] = self._in_a_row.get(model, 0) + 1 if skipped and taken <= 0 else 0
+        return self.limit is not None and max(self._in_a_row.values()) >= self.limit
+
+    def error(self, step: int, folder: object) -> NonFiniteError:
+        """Returns the error to raise when `add` returned True and the step is saved."""
+        model = max(self._in_a_row, key=self._in_a_row.__getitem__)
+        return NonFiniteError(
+            f"{self._in_a_row[model]} training steps in a row were skipped, because loss or gradient was not finite "
+            f"({model}/skipped_steps), so the model does not change any more. Step {step} is saved as it is in {folder}. Look "
+            "for a coefficient, a learning rate or rewards out of all bounds; trainer.max_skipped_steps is the limit"
+        )
+
+
+class StopSignals:
+    """Context manager that turns the first SIGINT or SIGTERM after `defer` into `requested`, so that the loop can save and stop.
+
+    Before `defer`, while models are built and there is nothing to save, SIGINT raises KeyboardInterrupt and SIGTERM raises
+    SystemExit.  A SIGINT after the first signal always raises KeyboardInterrupt.  The former handlers are restored on exit.
+    Outside the main thread, where Python allows no handlers, it does nothing.
     """
 
     def __init__(self) -> None:
@@ -403,6 +406,7 @@ class StopSignals:
 
     @property
     def requested(self) -> bool:
+        """True when a signal has come."""
         return self._received is not None
 
     def defer(self) -> None:
@@ -411,12 +415,8 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """The status that the process should exit with: 128 + the signal's number, or 0 when none came."""
+        """The status with which the process should exit: 128 + the signal's number, or 0 when none came."""
         return 0 if self._received is None else 128 + self._received.value
-
-    @property
-    def reason(self) -> str:
-        return "" if self._received is None else self._received.name
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():

@@ -1,8 +1,7 @@
-"""The server process: an engine that holds a model, the endpoint over it, and new weights while it serves.
+"""The server process: a rollout engine with a model, and OpenAI's interface to it.
 
-§§ serve_engine: The engine behind a server's endpoint: it generates, takes new weights while it serves, and is rebuilt when it has failed.
-
-This is the engine's half of the server's administration, whichever process holds the weights.
+`ServedEngine` is the engine behind the endpoint.  It generates, takes new weights while it serves, and is rebuilt when it has
+failed.  Its administration is the same whether the weights are in this process or in workers of the engine.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from rlhub.agents.openai_server.admin import Administration
 from rlhub.agents.openai_server.errors import unavailable
 from rlhub.agents.openai_server.server import OpenAIServer, ServerOptions
-from rlhub.config.devices import count_gpus, torch_has_cuda
+from rlhub.config.rules.derive import resolve_device
 from rlhub.config.sections.serve import ServeConfig
 from rlhub.engines.rollout.base import (
     Completion,
@@ -50,15 +49,17 @@ from rlhub.utils.atomic import write_text
 
 logger = logging.getLogger(__name__)
 
-
 DEFAULT_MODEL_LEN = 8192
-"""Bound where neither the settings nor the model name one."""
+"""Tokens of the longest conversation, where neither the settings nor the model give a smaller bound."""
 KEY_BYTES = 32
 INITIAL_VERSION = 0
+HEALTH_CHECK_S = 1.0  # between two checks of an engine that gets no requests
+VERSION_TIMEOUT_S = 1.0  # to wait for a version that the trainer has announced
+HEAD = "lm_head.weight"
 
 
 def serve(config: ServeConfig) -> int:
-    """Until SIGINT or SIGTERM; the exit status is 0."""
+    """Serves the model until SIGINT or SIGTERM, and returns the exit status 0."""
     check_tokenizer(config.model)
     rollout = config.rollout
     limits = ServeLimits(
@@ -74,6 +75,7 @@ def serve(config: ServeConfig) -> int:
 
 
 async def _serve(config: ServeConfig, engine: ServedEngine) -> int:
+    """Runs the endpoint until a signal comes or the engine cannot be rebuilt, which raises EngineError."""
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -89,20 +91,20 @@ async def _serve(config: ServeConfig, engine: ServedEngine) -> int:
     logger.info("stopping")
     await server.aclose()
     if watching.done():
-        watching.result()  # raises why the engine cannot be mended
+        watching.result()  # raises the reason why the engine cannot be rebuilt
     watching.cancel()
     return 0
 
 
 def build_engine(config: ServeConfig) -> RolloutEngine:
-    """With the model's weights, as version 0."""
+    """Builds the rollout engine with the model's weights, as version 0."""
     config.rollout.max_model_len = max_model_len(config)
-    config.rollout.mode = "async"  # single requests, that come and go
+    config.rollout.mode = "async"  # the endpoint sends single requests
     engine = build_rollout_engine(
         RolloutSetup(
             config=config.rollout,
             model=config.model,
-            device=torch.device(device_of(config)),
+            device=torch.device(resolve_device(config.device)),
             seed=config.seed,
             max_prompt_length=0,
             max_response_length=0,
@@ -112,14 +114,14 @@ def build_engine(config: ServeConfig) -> RolloutEngine:
     engine.initialize()
     if isinstance(engine, ExternalWeights):
         with engine.overwriting(INITIAL_VERSION):
-            """They are those of the files already; its workers are told the version."""
+            """The workers have the files' weights already, and learn their version."""
     else:
         engine.version = INITIAL_VERSION
     return engine
 
 
 def max_model_len(config: ServeConfig) -> int:
-    """Longest conversation: as set, else what the model has positions for, within reason."""
+    """Returns the tokens of the longest conversation: as set, else the model's positions, at most DEFAULT_MODEL_LEN."""
     if config.rollout.max_model_len is not None:
         return config.rollout.max_model_len
     path = Path(config.model.path or "")
@@ -127,44 +129,40 @@ def max_model_len(config: ServeConfig) -> int:
     return min(positions or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN)
 
 
-def device_of(config: ServeConfig) -> str:
-    """Where the engine computes."""
-    if config.device != "auto":
-        return config.device
-    return "cuda" if count_gpus() > 0 and torch_has_cuda() else "cpu"
-
-
 def build_server(config: ServeConfig, engine: ServedEngine, key: str, admin_key: str) -> OpenAIServer:
-    """The endpoint, not yet listening."""
+    """Builds the endpoint, which does not listen yet."""
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    asked, length, vocabulary = config.server, max_model_len(config), read_vocabulary(config.model, tokenizer)
+    section, length, vocabulary = config.server, max_model_len(config), read_vocabulary(config.model, tokenizer)
     sampling = SamplingParams(
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
         max_new_tokens=length,
         stop_token_ids=vocabulary.stop_token_ids,
     )
     options = ServerOptions(
-        model=asked.model_name,
+        model=section.model_name,
         max_model_len=length,
-        host=asked.host,
-        port=asked.port,
+        host=section.host,
+        port=section.port,
         key=key,
         admin_key=admin_key,
-        max_concurrent=asked.max_concurrent,
-        max_samples=asked.max_samples,
-        connection_s=asked.connection_s,
-        request_s=asked.request_s,
+        max_concurrent=section.max_concurrent,
+        max_samples=section.max_samples,
+        connection_s=section.connection_s,
+        request_s=section.request_s,
         vocab_size=vocabulary.size,
-        find_calls=TOOL_FORMATS.get(asked.tool_format),
-        template_kwargs=asked.chat_template_kwargs,
+        find_calls=TOOL_FORMATS.get(section.tool_format),
+        template_kwargs=section.chat_template_kwargs,
     )
     return OpenAIServer(engine, tokenizer, sampling, options, admin=engine)
 
 
 def read_key(setting: str, file: str | None) -> str:
-    """The key in the file, which is made with a random one if it does not exist; without a file a random one, which is logged."""
+    """Returns the key in the file, which is written with a random key if it does not exist, readable by its owner alone.
+
+    Without a file the key is random and logged.  setting: name of the setting that names the file.
+    """
     if file is None:
         key = secrets.token_urlsafe(KEY_BYTES)
         logger.info("the %s of this run is %s (server.%s keeps one)", setting.removesuffix("_file"), key, setting)
@@ -185,77 +183,209 @@ def read_key(setting: str, file: str | None) -> str:
     return key
 
 
-HEAD = "lm_head.weight"
-VERSION_S = 1.0  # to wait for a version that the trainer says is there
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ServeLimits:
+    """Limits of a served engine.
+
+    recompute: whether requests compute their KV caches again after a weight update; bucket_bytes: bytes of weights that are
+    moved at a time; rebuilds: how often in a row the engine is rebuilt, without a completion in between.
+    """
+
+    recompute: bool
+    bucket_bytes: int
+    rebuilds: int
 
 
-class EngineAdministration:
-    """The `Administration` of one engine.  Calls that block run in a thread, one after the other."""
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Published:
+    """The weights that the engine was given last.  files: names, sizes and times, which show whether the folder has changed."""
 
-    def __init__(self, engine: RolloutEngine, *, recompute: bool, bucket_bytes: int) -> None:
-        self._engine, self._recompute, self._bucket_bytes = engine, recompute, bucket_bytes
-        self._turn = asyncio.Lock()
-        self._paused = False
-        self._unsound = False  # writing has failed half-way: the engine stays paused until it has whole weights
-        self._readers: dict[str, FolderReader] = {}
+    folder: Path
+    version: int
+    files: tuple[tuple[str, int, int], ...]
 
-    @property
-    def paused(self) -> bool:
-        """Whether it was asked to, by `pause`."""
-        return self._paused
+
+class ServedEngine(Administration):
+    """The engine behind the endpoint, as `EpisodeEngine` and `Administration`.
+
+    All methods but `shutdown` run on one event loop.  build: returns an initialized engine with the weights of the model's files.
+    """
+
+    def __init__(self, build: Callable[[], RolloutEngine], limits: ServeLimits) -> None:
+        self._build, self._limits = build, limits
+        self._engine, self._admin = self._built()
+        self._version = self._engine.version
+        self._published: _Published | None = None
+        self._lost = ""  # why there is no engine with the weights it should have
+        self._failed = ""  # why the engine failed, or building another one
+        self._rebuilt = 0
+        self._lock = asyncio.Lock()  # one administrator's call or rebuild at a time
+        self._check_now = asyncio.Event()
+
+    def _built(self) -> tuple[RolloutEngine, EngineAdministration]:
+        engine, limits = self._build(), self._limits
+        return engine, EngineAdministration(engine, recompute=limits.recompute, bucket_bytes=limits.bucket_bytes)
+
+    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
+        """Returns one completion.  Raises ApiError with status 503 while no engine can generate it."""
+        if broken := self._lost or self._engine.failure:
+            self._check_now.set()
+            raise unavailable(broken)
+        try:
+            completion = await self._engine.agenerate(request, params, follow)
+        except RequestError:
+            raise
+        except EngineError:
+            self._check_now.set()
+            raise
+        self._rebuilt = 0
+        return completion
 
     @property
     def failure(self) -> str:
-        """Why the engine stays paused until whole weights come; "" where it does not."""
-        return "its weights are half-written: publish whole ones at /admin/weights" if self._unsound else ""
+        """Why nothing can be generated now; "" while it can."""
+        return self._lost or self._engine.failure or self._admin.failure
+
+    async def watch(self) -> NoReturn:
+        """Checks the engine for ever, and rebuilds it when it has failed.  Raises EngineError where that failed too often."""
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._check_now.wait(), HEALTH_CHECK_S)
+            self._check_now.clear()
+            async with self._lock:
+                await self._rebuild_failed()
 
     async def pause(self) -> None:
-        async with self._turn:
-            await asyncio.to_thread(self.hold)
-
-    def hold(self) -> None:
-        """As `pause`, and blocking."""
-        self._engine.pause()
-        self._paused = True
+        async with self._lock:
+            await self._rebuild_failed()
+            await asyncio.to_thread(self._admin.pause)
 
     async def resume(self, *, recompute: bool) -> None:
-        async with self._turn:
-            self._paused = False
-            await asyncio.to_thread(self._engine.resume, recompute=recompute and self._recompute)
+        async with self._lock:
+            await self._rebuild_failed()
+            await asyncio.to_thread(self._admin.resume, recompute=recompute)
 
-    async def reload(self, folder: str, version: int) -> dict[str, Any]:
-        """RequestError, and nothing was changed, for a folder that cannot be used; EngineError where writing failed half-way."""
-        async with self._turn:
-            await asyncio.to_thread(self.take, Path(folder), version)
-        logger.info("version %d from %s", version, folder)
+    async def reload(self, folder: str, version: int, *, reset_version: bool) -> dict[str, Any]:
+        async with self._lock:
+            if version <= self._version and not reset_version:
+                raise VersionError(
+                    f"version {version} is not newer than version {self._version}, which the engine has: count on from there, or "
+                    "send reset_version=true where another run begins"
+                )
+            await self._rebuild_failed()
+            files = await asyncio.to_thread(_weight_files, folder)
+            await asyncio.to_thread(self._admin.update_weights, Path(folder), version)
+            logger.info("version %d from %s", version, folder)
+            self._version, self._lost = version, ""
+            self._published = _Published(folder=Path(folder), version=version, files=files)
         return await self.status()
 
     async def status(self) -> dict[str, Any]:
-        return {"version": self._engine.version, "load": self._engine.load, "paused": self._paused or self._unsound}
+        return {**self._admin.status(), "version": self._version, "failure": self.failure}
 
-    def take(self, folder: Path, version: int) -> None:
-        """As `reload`, and blocking.  From a Hugging Face folder, or from that of a trainer's WeightWriter."""
+    async def _rebuild_failed(self) -> None:
+        """Rebuilds the engine if it has failed; the caller holds the lock."""
+        self._failed = self._engine.failure or self._failed
+        while self._failed:
+            if self._rebuilt >= self._limits.rebuilds:
+                self._lost = (
+                    f"it failed, after it was built anew {self._rebuilt} times (rollout.replica_restarts): {self._failed}"
+                )
+                raise EngineError(f"the engine cannot be mended: {self._lost}")
+            self._rebuilt += 1
+            self._lost = f"it failed and is built anew: {self._failed}"
+            logger.error("the engine: %s", self._lost)
+            try:
+                self._lost = await asyncio.to_thread(self._replace)
+            except Exception as error:  # noqa: BLE001  whatever building an engine raises is tried again, then reported
+                self._failed = f"{type(error).__name__}: {error}"
+            else:
+                self._failed = self._engine.failure
+                logger.info("the engine was built anew")
+
+    def _replace(self) -> str:
+        """Puts a new engine in the failed one's place.  Returns the reason why it lacks the weights it should have, or ""."""
+        paused = self._admin.paused
+        self._engine.shutdown()
+        self._engine, self._admin = self._built()
+        if paused:
+            self._admin.pause()
+        last = self._published
+        if last is None:
+            return ""
         try:
-            write = self._prepared(folder, version)
+            if _weight_files(last.folder) != last.files:
+                raise RequestError("the files are others now")
+            self._admin.update_weights(last.folder, last.version)
+        except EngineError as error:
+            unread = f"version {last.version} cannot be read again from {last.folder}"
+            logger.error("%s: %s", unread, error)
+            return f"it was built anew, and {unread} ({error}): publish a newer version at /admin/weights"
+        return ""
+
+    def shutdown(self) -> None:
+        """Ends the engine.  Idempotent."""
+        self._engine.shutdown()
+
+
+def _weight_files(folder: str | Path) -> tuple[tuple[str, int, int], ...]:
+    """Returns name, size and time of a Hugging Face folder's weight files; () for a trainer's folder of numbered versions."""
+    try:
+        found = [(file.name, file.stat()) for file in sorted(Path(folder).glob("*.safetensors"))]
+    except (OSError, ValueError) as error:
+        raise RequestError(f"the folder cannot be read: {error}", param="folder") from error
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+class EngineAdministration:
+    """Pauses one engine and gives it new weights.  Its methods block; `ServedEngine` calls them in a thread, one at a time."""
+
+    def __init__(self, engine: RolloutEngine, *, recompute: bool, bucket_bytes: int) -> None:
+        self._engine, self._recompute, self._bucket_bytes = engine, recompute, bucket_bytes
+        self._readers: dict[str, FolderReader] = {}
+        self.paused = False  # by `pause`, so that new weights do not resume it
+        self.half_written = False  # an update failed half-way: the engine stays paused until it has whole weights
+
+    def pause(self) -> None:
+        """Pauses the engine; it stays paused when weights are updated, until `resume`."""
+        self._engine.pause()
+        self.paused = True
+
+    def resume(self, *, recompute: bool) -> None:
+        """Resumes the engine.  recompute: its requests compute their KV caches anew, where the settings allow it."""
+        self.paused = False
+        self._engine.resume(recompute=recompute and self._recompute)
+
+    def update_weights(self, folder: Path, version: int) -> None:
+        """Updates the engine's weights from a Hugging Face folder, or from the folder of a trainer's WeightWriter.
+
+        Raises RequestError, with the engine unchanged, for a folder that cannot be used, and EngineError where writing the
+        weights failed half-way.
+        """
+        try:
+            write = self._prepare(folder, version)
         except (RlhubError, OSError, ValueError) as error:  # ValueError: no path at all
             raise RequestError(f"{error}; nothing was changed", param="folder") from error
         self._engine.pause()
-        self._unsound = True
+        self.half_written = True
         write()
-        self._unsound = False
-        if not self._paused:
+        self.half_written = False
+        if not self.paused:
             self._engine.resume(recompute=self._recompute)
 
-    def _prepared(self, folder: Path, version: int) -> Callable[[], object]:
-        """All that can fail without harm is done; the rest is for the paused engine."""
+    def _prepare(self, folder: Path, version: int) -> Callable[[], object]:
+        """Does all that can fail while the engine still serves, and returns the rest, which needs the engine paused."""
         if any(folder.glob("*.safetensors")):
-            return self._from_model(folder, version)
+            return self._prepare_model(folder, version)
         if any(folder.glob("version-*")):
-            reader = self._reader(folder)
-            return partial(reader.place, reader.prepare(version))
+            if str(folder) not in self._readers:
+                reader = folder_reader(self._engine, folder, bucket_bytes=self._bucket_bytes, timeout_s=VERSION_TIMEOUT_S)
+                self._readers[str(folder)] = reader
+            return partial(self._readers[str(folder)].place, self._readers[str(folder)].prepare(version))
         raise EngineError(f"no weights in {folder}: neither *.safetensors files nor version-<n> folders")
 
-    def _from_model(self, folder: Path, version: int) -> Callable[[], object]:
+    def _prepare_model(self, folder: Path, version: int) -> Callable[[], object]:
+        """As `_prepare`, for a Hugging Face folder."""
         engine = self._engine
         if isinstance(engine, ExternalWeights):
             target = f"{__name__}:{WorkerFolder.__name__}"
@@ -268,15 +398,18 @@ class EngineAdministration:
             return write
         return partial(engine.update_weights, fitting_buckets(folder, engine), version)
 
-    def _reader(self, folder: Path) -> FolderReader:
-        if str(folder) not in self._readers:
-            made = folder_reader(self._engine, folder, bucket_bytes=self._bucket_bytes, timeout_s=VERSION_S)
-            self._readers[str(folder)] = made
-        return self._readers[str(folder)]
+    def status(self) -> dict[str, Any]:
+        """Returns the engine's version, its load and whether it is paused."""
+        return {"version": self._engine.version, "load": self._engine.load, "paused": self.paused or self.half_written}
+
+    @property
+    def failure(self) -> str:
+        """Why the engine stays paused until whole weights come; "" where it does not."""
+        return "its weights are half-written: publish whole ones at /admin/weights" if self.half_written else ""
 
 
 class Weights(Protocol):
-    """An engine's, or those of one worker of it; see RolloutEngine."""
+    """The weights of an engine, or of one of its workers; see RolloutEngine."""
 
     def live_weights(self) -> Iterator[Piece]: ...
 
@@ -290,17 +423,19 @@ class WorkerFolder:
         self._weights = weights
 
     def check(self, folder: str) -> None:
-        """EngineError where it cannot be read or is another model's."""
+        """Raises EngineError where the folder cannot be read or has another model's weights."""
         fitting_buckets(Path(folder), self._weights)
 
     def load(self, folder: str, version: int) -> None:
-        """While the engine is paused."""
+        """Loads the folder's weights as `version`, while the engine is paused."""
         self._weights.update_weights(fitting_buckets(Path(folder), self._weights), version)
 
 
 def fitting_buckets(folder: Path, weights: Weights) -> list[WeightBucket]:
-    """What `update_weights` takes.  EngineError where names or shapes are not those of the engine, or weights are not finite:
-    nothing is written then."""
+    """Returns the folder's weights as `update_weights` takes them.
+
+    Raises EngineError where their names or shapes are not those of the engine, or some are not finite; nothing is written then.
+    """
     shapes = {piece.name: tuple(piece.shape) for piece in weights.live_weights()}
 
     def compare(bucket: WeightBucket) -> None:
@@ -308,7 +443,9 @@ def fitting_buckets(folder: Path, weights: Weights) -> list[WeightBucket]:
             if tuple(tensor.shape) != shapes[name]:
                 raise EngineError(f"{name} has shape {tuple(tensor.shape)}, and {shapes[name]} in the engine")
 
-    buckets = without_tied_head(read_buckets(folder), weights)
+    buckets = read_buckets(folder)
+    if HEAD not in shapes:  # a folder may hold a tied head besides its embedding; an engine holds the two once
+        buckets = [[(name, tensor) for name, tensor in bucket if name != HEAD] for bucket in buckets]
     try:
         apply_buckets(buckets, shapes, compare)
     except EngineError as error:
@@ -319,7 +456,10 @@ def fitting_buckets(folder: Path, weights: Weights) -> list[WeightBucket]:
 
 
 def read_buckets(folder: Path) -> list[WeightBucket]:
-    """A file is a bucket.  Tensors are mapped: the files are read when these are copied.  EngineError if they cannot be."""
+    """Returns a bucket for each file.  Its tensors are memory-mapped, so that copying them reads the file.
+
+    Raises EngineError where a file cannot be read.
+    """
     try:
         return [_bucket(file) for file in sorted(folder.glob("*.safetensors"))]
     except (OSError, SafetensorError) as error:
@@ -329,172 +469,3 @@ def read_buckets(folder: Path) -> list[WeightBucket]:
 def _bucket(file: Path) -> WeightBucket:
     with safe_open(file, framework="pt") as opened:
         return [(name, opened.get_tensor(name)) for name in opened.keys()]
-
-
-def without_tied_head(buckets: list[WeightBucket], weights: Weights) -> list[WeightBucket]:
-    """A folder may name a tied head besides its embedding; an engine has the two once."""
-    if any(piece.name == HEAD for piece in weights.live_weights()):
-        return buckets
-    return [[(name, tensor) for name, tensor in bucket if name != HEAD] for bucket in buckets]
-
-
-LOOK_S = 1.0  # between two looks at an engine that nobody asks
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class ServeLimits:
-    """recompute, bucket_bytes: of weight updates.  rebuilds: how often the engine is built anew in a row, without an answer in
-    between."""
-
-    recompute: bool
-    bucket_bytes: int
-    rebuilds: int
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class _Taken:
-    """Weights that were published.  files: names, sizes and times, by which the folder is known again."""
-
-    folder: Path
-    version: int
-    files: tuple[tuple[str, int, int], ...]
-
-
-class ServedEngine(Administration):
-    """See the module docstring.  Implements `EpisodeEngine` and `Administration`; all but `shutdown` on one event loop.
-
-    build: an engine that is ready, with the weights of the model's files.
-    """
-
-    def __init__(self, build: Callable[[], RolloutEngine], limits: ServeLimits) -> None:
-        self._build, self._limits = build, limits
-        self._engine, self._admin = self._built()
-        self._version = self._engine.version
-        self._taken: _Taken | None = None
-        self._lost = ""  # why there is no engine with the weights it should have
-        self._failed = ""  # why the engine, or building another, has
-        self._rebuilt = 0
-        self._turn = asyncio.Lock()
-        self._doubt = asyncio.Event()
-
-    def _built(self) -> tuple[RolloutEngine, EngineAdministration]:
-        engine, limits = self._build(), self._limits
-        return engine, EngineAdministration(engine, recompute=limits.recompute, bucket_bytes=limits.bucket_bytes)
-
-    # --- generation ----------------------------------------------------------------------------------------------------
-
-    async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """One completion.  ApiError 503 while there is no engine that can."""
-        if broken := self._lost or self._engine.failure:
-            self._doubt.set()
-            raise unavailable(broken)
-        try:
-            completion = await self._engine.agenerate(request, params, follow)
-        except RequestError:
-            raise
-        except EngineError:
-            self._doubt.set()
-            raise
-        self._rebuilt = 0
-        return completion
-
-    @property
-    def failure(self) -> str:
-        """Why nothing can be generated now; "" while it can."""
-        return self._lost or self._engine.failure or self._admin.failure
-
-    async def watch(self) -> NoReturn:
-        """Look after the engine, and build it anew when it has failed.  EngineError where that has failed too often."""
-        while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._doubt.wait(), LOOK_S)
-            self._doubt.clear()
-            async with self._turn:
-                await self._mend()
-
-    # --- administration ------------------------------------------------------------------------------------------------
-
-    async def pause(self) -> None:
-        async with self._turn:
-            await self._mend()
-            await self._admin.pause()
-
-    async def resume(self, *, recompute: bool) -> None:
-        async with self._turn:
-            await self._mend()
-            await self._admin.resume(recompute=recompute)
-
-    async def reload(self, folder: str, version: int, *, reset_version: bool) -> dict[str, Any]:
-        async with self._turn:
-            if version <= self._version and not reset_version:
-                raise VersionError(
-                    f"version {version} is not newer than version {self._version}, which the engine has: count on from there, or "
-                    "send reset_version=true where another run begins"
-                )
-            await self._mend()
-            files = await asyncio.to_thread(_files, folder)
-            await self._admin.reload(folder, version)
-            self._version, self._lost = version, ""
-            self._taken = _Taken(folder=Path(folder), version=version, files=files)
-        return await self.status()
-
-    async def status(self) -> dict[str, Any]:
-        return {**await self._admin.status(), "version": self._version, "failure": self.failure}
-
-    # --- failing -------------------------------------------------------------------------------------------------------
-
-    async def _mend(self) -> None:
-        """Build the engine anew if it has failed; the caller has the turn."""
-        self._failed = self._engine.failure or self._failed
-        while self._failed:
-            if self._rebuilt >= self._limits.rebuilds:
-                self._lost = (
-                    f"it failed, after it was built anew {self._rebuilt} times (rollout.replica_restarts): {self._failed}"
-                )
-                raise EngineError(f"the engine cannot be mended: {self._lost}")
-            self._rebuilt += 1
-            self._lost = f"it failed and is built anew: {self._failed}"
-            logger.error("the engine: %s", self._lost)
-            try:
-                self._lost = await asyncio.to_thread(self._replace)
-            except Exception as error:  # noqa: BLE001  whatever building an engine raises: it is tried again, and then told
-                self._failed = f"{type(error).__name__}: {error}"
-            else:
-                self._failed = self._engine.failure
-                logger.info("the engine was built anew")
-
-    def _replace(self) -> str:
-        """Why the new engine has not the weights that it should have; "" if it has."""
-        paused = self._admin.paused
-        self._engine.shutdown()
-        self._engine, self._admin = self._built()
-        if paused:
-            self._admin.hold()
-        taken = self._taken
-        if taken is None:
-            return ""
-        try:
-            if _files(taken.folder) != taken.files:
-                raise RequestError("the files are others now")
-            self._admin.take(taken.folder, taken.version)
-        except EngineError as error:
-            logger.error("version %d cannot be read again from %s: %s", taken.version, taken.folder, error)
-            return (
-                f"it was built anew, and version {taken.version} cannot be read again from {taken.folder} ({error}): publish a "
-                "newer version at /admin/weights"
-            )
-        return ""
-
-    def shutdown(self) -> None:
-        """End the engine.  Idempotent."""
-        self._engine.shutdown()
-
-
-def _files(folder: str | Path) -> tuple[tuple[str, int, int], ...]:
-    """Returns name, size and time of a Hugging Face folder's weight files; nothing for a trainer's own folder, whose versions are
-    numbered."""
-    try:
-        found = [(file.name, file.stat()) for file in sorted(Path(folder).glob("*.safetensors"))]
-    except (OSError, ValueError) as error:
-        raise RequestError(f"the folder cannot be read: {error}", param="folder") from error
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)

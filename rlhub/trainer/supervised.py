@@ -1,6 +1,6 @@
-"""Training on data that are there, one optimizer step a batch, with the same run folder, checkpoints and resume as RL.
+"""Supervised training: one optimizer step a batch, with the same run folder, checkpoints and resume as RL.
 
-SupervisedTrainer is the same for demonstrations (SFT), preference pairs (DPO) and reward models: what is learned is the worker's.
+SupervisedTrainer is the same for demonstrations (SFT), preference pairs (DPO) and reward models; the worker has the loss.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ COLUMNS = ("input_ids", "attention_mask", "response_mask")
 
 @dataclass(slots=True, kw_only=True)
 class SupervisedTrainer:
-    """`fit` trains to `total_steps` and returns the last step taken.
+    """Trains one model on batches of a data set, and validates and saves it when that is due.
 
     model: a worker group with `train_step(batch)` (metrics of one optimizer step), `evaluate(batch)` (sums and their `count`),
-    `save_checkpoint` and `load_checkpoint`.  columns: what the workers read of a batch.
+    `save_checkpoint` and `load_checkpoint`.  columns: the columns of a batch that the workers read.
     """
 
     config: TrainerConfig
@@ -49,7 +49,10 @@ class SupervisedTrainer:
     total_steps: int
 
     def fit(self) -> int:
-        """Each step is one optimizer step over data.train_batch_size rows."""
+        """Trains to `total_steps`, or until a stop is requested, and returns the last step taken.
+
+        Each step is one optimizer step over data.train_batch_size rows.
+        """
         step = self.restore()
         if step == 0 and self.val_batches and self.config.val_before_train:
             self.run.begin_step(0)
@@ -63,12 +66,12 @@ class SupervisedTrainer:
             last = step == self.total_steps
             if self.val_batches and self.run.due(self.config.test_freq, step, last=last):
                 metrics |= self.validate()
-            stopping = self.run.stop_requested  # asked once a step, so that the step after which the run stops is saved
+            stopping = self.run.stop_requested  # read once a step, so that the step after which the run stops is saved
             self.run.end_step(step, metrics, save=self.save, state=self.state, last=last or stopping)
         return step
 
     def validate(self) -> dict[str, float]:
-        """Returns val/...: each sum of the workers over the sum of their `count`."""
+        """Returns the metrics val/...: each sum of the workers divided by the sum of their `count`."""
         totals: dict[str, float] = {}
         for batch in self.val_batches:
             for name, value in mean_metrics(self.model.evaluate(self._read(batch)).meta_info["metrics"]).items():
@@ -80,15 +83,15 @@ class SupervisedTrainer:
         return batch.select(batch_keys=self.columns)
 
     def save(self, folder: Path) -> list[FileEntry]:
-        """Every rank writes its part below `folder`/model."""
+        """Lets every rank write its part below `folder`/model, and returns the files."""
         return [entry for rank in self.model.save_checkpoint(str(folder / "model")) for entry in rank]
 
     def state(self) -> dict[str, Any]:
-        """Returns what the driver must remember besides the model."""
+        """Returns the driver's part of a checkpoint: the position in the data."""
         return {"loader": self.loader.state()}
 
     def restore(self) -> int:
-        """Loads the checkpoint the run resumes from; returns its step, 0 for a fresh start."""
+        """Loads the checkpoint from which the run resumes, and returns its step; 0 for a new run."""
         checkpoint = self.run.checkpoint
         if checkpoint is None:
             return 0
@@ -99,7 +102,7 @@ class SupervisedTrainer:
 
 @dataclass(slots=True, kw_only=True)
 class SupervisedData:
-    """The driver's data.  columns: what workers read of a batch."""
+    """The driver's data.  columns: the columns of a batch that the workers read."""
 
     loader: ResumableLoader
     val_batches: Sequence[DataProto]
@@ -108,7 +111,10 @@ class SupervisedData:
 
 
 def read_data(config: SupervisedConfig, read: Callable[..., IndexedData], columns: Sequence[str]) -> SupervisedData:
-    """Reads the files; DataError names file, row and column of what is unusable.  read: (files, tokenizer, *, vocab_size)."""
+    """Reads the files of a job.  Raises DataError, which names file, row and column, for a row that cannot be used.
+
+    read: called as (files, tokenizer, *, vocab_size), returns the data set.
+    """
     data = config.data
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     assert data.train_files is not None and config.model.path is not None, "checked when the configuration is loaded"
@@ -124,8 +130,10 @@ def read_data(config: SupervisedConfig, read: Callable[..., IndexedData], column
 
 
 def builder(worker: type[Worker]) -> Callable[[C, SupervisedData, Run, ExitStack], SupervisedTrainer]:
-    """Returns what builds a job's trainer around `worker`, which is made with (configuration, runtime), and starts its workers;
-    what must be ended is put on the stack."""
+    """Returns a function that starts the workers of a job and builds its trainer.
+
+    worker: constructed with (configuration, runtime).  The function puts what must be ended on its exit stack.
+    """
 
     def build(config: C, data: SupervisedData, run: Run, stack: ExitStack) -> SupervisedTrainer:
         config.optim.total_training_steps = data.total_steps

@@ -1,8 +1,8 @@
-"""A training job from data to exit status, the same for every trainer; and whether a run can go on from its checkpoint.
+"""A training job from its data to its exit status, the same for every trainer.
 
-That is judged before any worker starts.  Tensors that training engines load are those that were saved: other adapters, sizes or
-dtypes do not fit them.  What they depend on stands in the checkpoint's own state, so that it holds for a checkpoint of another
-folder too.
+Before any worker starts, `check_resume` compares the configuration with the checkpoint from which the run would resume.  Training
+engines load the tensors that were saved, and those fit no other adapters, sizes or dtypes.  The settings on which the tensors
+depend are in the checkpoint's own state, so that the comparison also works for a checkpoint of another run folder.
 """
 
 from __future__ import annotations
@@ -29,21 +29,39 @@ from rlhub.models.shape import ModelShape, read_model_shape
 from rlhub.trainer.ppo.requirements import requirements
 from rlhub.trainer.ppo.sync_source import PROMPTS_IN_WORK, STREAMED
 from rlhub.trainer.ppo.worker_groups import ACTOR_ROLE, CRITIC_ROLE
-from rlhub.trainer.preflight.model import check_models
+from rlhub.trainer.preflight.weights import check_model_weights
 from rlhub.trainer.run import Run
 from rlhub.workers.base import HF_FOLDER
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer(Protocol):
-    """Trains to the end, or to a stop signal; returns the last step taken."""
+TrainingConfig = PPOConfig | SFTConfig | DPOConfig | RMConfig
 
-    def fit(self) -> int: ...
+RESUME_RECORD = "made_with"
+"""Key of a checkpoint's state with the `resume_record` of the run that saved it.  A checkpoint without it is not compared."""
+EXTRAS = "data_extras"
+"""Key of a checkpoint's state with the loader's extras_fingerprint."""
+FILES = "files"
+"""Key of a `resume_record` with the hashes of the user's own files, by the setting that names each."""
+REMEDY = (
+    "To go on with that run set it back; for a new run set trainer.experiment_name or trainer.default_local_dir to another name, "
+    "or trainer.resume_mode=disable (the old run is moved aside)"
+)
+NOT_COMPARED = {"mlp_columns", "max_positions", "tied"}
+"""Fields of a model's shape that follow from others, change no tensor, or are in a copy's config.json only where unusual."""
+
+
+class Trainer(Protocol):
+    """A trainer with its workers started."""
+
+    def fit(self) -> int:
+        """Trains to the end, or to a stop signal, and returns the last step taken."""
+        ...
 
 
 class TrainingData(Protocol):
-    """The driver's data; total_steps follows from it and the configuration."""
+    """The driver's data.  total_steps: training steps of the whole run, which follow from the data and the configuration."""
 
     @property
     def loader(self) -> ResumableLoader: ...
@@ -57,10 +75,10 @@ D = TypeVar("D", bound=TrainingData)
 
 
 def train(config: C, data: D, build: Callable[[C, D, Run, ExitStack], Trainer]) -> int:
-    """Open the run, build the trainer, fit; returns the exit status (128 + signal when stopped by one).
+    """Opens the run, builds the trainer, trains, and returns the exit status (128 + signal when stopped by one).
 
-    A run that is finished already starts no process and says what to do; one that cannot go on from its checkpoint is an error
-    before any is started.
+    A run that is finished already starts no process and logs what the user can do.  Raises ConfigError, before any process
+    starts, for a run that cannot resume from its checkpoint.
     """
 
     def check(checkpoint: Checkpoint) -> None:
@@ -71,13 +89,13 @@ def train(config: C, data: D, build: Callable[[C, D, Run, ExitStack], Trainer]) 
             data.loader.load_state(checkpoint.state["loader"])  # raises where the position is one in other data
 
     resolved: dict[str, Any] = to_dict(config)
-    record = {MADE_WITH: made_with(config), EXTRAS: data.loader.extras_fingerprint}
+    record = {RESUME_RECORD: resume_record(config), EXTRAS: data.loader.extras_fingerprint}
     with ExitStack() as stack:
         run = stack.enter_context(Run(config.trainer, resolved, data.total_steps, record=record, check=check))
         if run.already_finished:
             logger.warning(run.already_finished)
             return 0
-        check_models(config)
+        check_model_weights(config)
         trainer = build(config, data, run, stack)
         run.start()
         try:
@@ -89,55 +107,26 @@ def train(config: C, data: D, build: Callable[[C, D, Run, ExitStack], Trainer]) 
         return run.signals.exit_code
 
 
-TrainingConfig = PPOConfig | SFTConfig | DPOConfig | RMConfig
-
-MADE_WITH = "made_with"
-"""Key of a checkpoint's state: what `made_with` gave when it was saved.  Checkpoints without it are taken as they are."""
-EXTRAS = "data_extras"
-"""Key of a checkpoint's state: the loader's extras_fingerprint."""
-FILES = "files"
-"""Key of what `made_with` gives: setting that names a file of the user's own -> hash of the file."""
-REMEDY = (
-    "To go on with that run set it back; for a new run set trainer.experiment_name or trainer.default_local_dir to another name, "
-    "or trainer.resume_mode=disable (the old run is moved aside)"
-)
-NOT_COMPARED = {"mlp_columns", "max_positions", "tied"}
-"""Fields of a model's shape that follow from others, change no tensor, or are in a copy's config.json only where unusual."""
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Made:
-    """What a model's tensors in a checkpoint depend on.  dtype: of the weights that are stepped; None: of an engine that does
-    not say."""
-
-    path: str | None
-    override_config: dict[str, Any]
-    lora_rank: int
-    lora_alpha: float
-    target_modules: list[str]
-    dtype: str | None
-
-
-def made_with(config: TrainingConfig) -> dict[str, Any]:
-    """JSON-able; for a checkpoint's state."""
+def resume_record(config: TrainingConfig) -> dict[str, Any]:
+    """Returns what a resumed run is compared with, for a checkpoint's state; JSON-able."""
     return {
         "trainer": _trainer(config),
-        "models": {name: _as_dict(_made(engine)) for name, engine in _trained(config).items()},
+        "models": {name: _as_dict(_model_record(engine)) for name, engine in _trained(config).items()},
         FILES: {key: _hash(path) for key, path in _own_files(config).items()},
     }
 
 
 def check_resume(config: TrainingConfig, checkpoint: Checkpoint) -> None:
-    """ConfigError that names what does not fit the checkpoint, with both values and the remedy."""
+    """Raises ConfigError where settings do not fit the checkpoint; it names both values and the remedy."""
     found = list(_problems(config, checkpoint))
     if found:
         raise ConfigError([f"cannot go on from {checkpoint.path}: {'; '.join(found)}. {REMEDY}"])
 
 
 def changed_inputs(config: TrainingConfig, checkpoint: Checkpoint, extras: str | None) -> list[str]:
-    """What the run goes on with that is not as it was, though its name is: files of the user's own, and of the data what only
-    rewards and workflows read.  extras: the loader's fingerprint of the latter."""
-    before, now = checkpoint.state.get(MADE_WITH, {}).get(FILES, {}), _own_files(config)
+    """Returns warnings about inputs that changed under the same name: the user's own files, and columns of the data that only
+    rewards and workflows read.  extras: the loader's fingerprint of those columns."""
+    before, now = checkpoint.state.get(RESUME_RECORD, {}).get(FILES, {}), _own_files(config)
     other = [
         f"{key}={path} is another file, or was edited" for key, path in now.items() if before.get(key, _hash(path)) != _hash(path)
     ]
@@ -147,7 +136,7 @@ def changed_inputs(config: TrainingConfig, checkpoint: Checkpoint, extras: str |
 
 
 def _own_files(config: TrainingConfig) -> dict[str, Path]:
-    """Setting -> file that it names and that decides what is learned, where there is one."""
+    """Returns the user's own files that decide what is learned, by the setting that names each."""
     if not isinstance(config, PPOConfig):
         return {}
     rollout, where = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
@@ -172,7 +161,8 @@ def _hash(path: Path) -> str:
 
 
 def _problems(config: TrainingConfig, checkpoint: Checkpoint) -> Iterator[str]:
-    before = checkpoint.state.get(MADE_WITH, {})
+    """Yields the reasons why the run cannot resume from the checkpoint."""
+    before = checkpoint.state.get(RESUME_RECORD, {})
     trainer, now = before.get("trainer"), _trainer(config)
     if trainer not in (None, now):
         yield f"it was saved by {trainer}, and this is {now}"
@@ -189,11 +179,12 @@ def _problems(config: TrainingConfig, checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _trainer(config: TrainingConfig) -> str:
+    """Returns the name of the job's command, for example "main_ppo"."""
     return f"main_{type(config).__name__.removesuffix('Config').lower()}"
 
 
 def _trained(config: TrainingConfig) -> dict[str, Engine]:
-    """Folder in a checkpoint -> engine whose state is in it."""
+    """Returns the engines that the job trains, by the folder of a checkpoint that has their state."""
     found = engines(config)
     if not isinstance(config, PPOConfig):
         return {ONLY_ROLE: found[0]}
@@ -202,10 +193,25 @@ def _trained(config: TrainingConfig) -> dict[str, Engine]:
     return {name: by_role[name] for name in names}
 
 
-def _made(engine: Engine) -> Made:
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ModelRecord:
+    """The settings on which a model's tensors in a checkpoint depend.
+
+    dtype: of the weights that the optimizer steps; None for an engine whose section does not name it.
+    """
+
+    path: str | None
+    override_config: dict[str, Any]
+    lora_rank: int
+    lora_alpha: float
+    target_modules: list[str]
+    dtype: str | None
+
+
+def _model_record(engine: Engine) -> ModelRecord:
     model = engine.role_model.model
     targets = [model.target_modules] if isinstance(model.target_modules, str) else sorted(model.target_modules)
-    return Made(
+    return ModelRecord(
         path=model.path,
         override_config=model.override_config,
         lora_rank=model.lora_rank,
@@ -216,25 +222,26 @@ def _made(engine: Engine) -> Made:
 
 
 def _stepped_dtype(section: Section) -> str | None:
-    """Megatron's optimizer steps float32 weights, whatever the model computes in."""
+    """Returns the dtype of the weights that the optimizer steps: float32 with Megatron, whatever the model computes in."""
     if isinstance(section, MegatronConfig):
         return "fp32"
     return section.model_dtype if isinstance(section, FSDPConfig) else None
 
 
-def _as_dict(made: Made) -> dict[str, Any]:
+def _as_dict(made: ModelRecord) -> dict[str, Any]:
     return {item.name: getattr(made, item.name) for item in fields(made)}
 
 
 def _absent(folder: str, config: TrainingConfig) -> str:
+    """Returns the message for a checkpoint without the folder of a model that the job trains."""
     if isinstance(config, PPOConfig) and folder == CRITIC_ROLE:
         return f"it holds no critic, which algorithm.adv_estimator={config.algorithm.adv_estimator} trains"
     return f"it holds no {folder}, which {_trainer(config)} trains"
 
 
 def _differences(before: Mapping[str, Any], engine: Engine) -> Iterator[str]:
-    """Adapters and dtypes; a setting of adapters means something only where there are some."""
-    now, key = _as_dict(_made(engine)), engine.role_model.model_key
+    """Yields the adapters' settings and dtypes that differ; the adapters' settings count only where lora_rank is not 0."""
+    now, key = _as_dict(_model_record(engine)), engine.role_model.model_key
     names = ["lora_rank"]
     if before.get("lora_rank") == now["lora_rank"] != 0:
         names += ["lora_alpha", "target_modules"]
@@ -253,14 +260,14 @@ def _shown(value: Any) -> str:
 
 
 def _other_shape(before: Mapping[str, Any], engine: Engine, saved: Path) -> Iterator[str]:
-    """Sizes of a model that another path or other entries of its configuration make another."""
+    """Yields the sizes that differ, where the model has another path or other entries of its configuration."""
     model = engine.role_model.model
     if (before.get("path"), before.get("override_config")) == (model.path, model.override_config):
         return
     try:
         old, new = read_model_shape(saved), read_model_shape(Path(model.path or "").expanduser(), model.override_config)
     except ConfigError:
-        return  # a hub name, or a checkpoint of weights alone: the workers will tell
+        return  # a hub name, or a checkpoint of weights alone: the workers will compare them
     sizes = [item.name for item in fields(ModelShape) if item.name not in NOT_COMPARED]
     other = [f"{name} {getattr(old, name)} -> {getattr(new, name)}" for name in sizes if getattr(old, name) != getattr(new, name)]
     if other:

@@ -1,1 +1,1 @@
-"""Leaf helpers, one topic per module; nothing here imports another part of rlhub but its errors."""
+"""Leaves that every layer may use: child processes, asyncio, seeds, faults, and small helpers named by their topic."""

@@ -1,9 +1,9 @@
-"""Split rows by length: which rows go to which rank, or into which forward pass, so that all have about the same work.
+"""Splits rows by length over ranks or forward passes, so that all of them have about the same work.
 
-First the greedy rule (longest processing time first: Graham 1969, SIAM J. Appl. Math. 17(2)), then exchanges of single rows
-between heavy and light parts, many parts at once.  Nearly always the heaviest part ends within a token of the mean, or is as
-short as its longest row lets it be, at a hundredth of the cost of differencing (Karmarkar and Karp 1982) one row at a time.
-A pure function of its arguments.
+The greedy rule comes first (longest processing time first: Graham 1969, SIAM J. Appl.  Math. 17(2)), then exchanges of single
+rows between heavy and light parts, many parts at once.  In nearly all cases the heaviest part ends within a token of the mean, or
+is as short as its longest row permits, at a hundredth of the cost of differencing (Karmarkar and Karp 1982) one row at a time.
+The result is a pure function of the arguments.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import numpy as np
 from rlhub.errors import ConfigError
 
 _EMPTY, _NONE = -1, -2
-"""In a table of parts and their places: a place that a row may move to, and a place that does not exist."""
+"""Entries in a table of parts and their places: a place that a row may move to, and a place that does not exist."""
 
 _SPARE_PLACES = 2
-"""Rows that a part may gain over the most that the greedy rule gave any, where sizes are free."""
+"""Number of rows that a part may gain beyond the largest part of the greedy rule, where sizes are free."""
 
 _MOST_ROUNDS = 64
 _FEWEST_LIGHT = 64
-"""Rounds of exchanges, and light parts in one: more than is needed to settle 10,000 rows in 512 parts."""
+"""Maximum number of rounds of exchanges, and minimum number of light parts in a round: more than 10,000 rows in 512 parts
+need."""
 
 
 def partition(
@@ -33,11 +34,11 @@ def partition(
     capacities: Sequence[int] | None = None,
     loads: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Row numbers of each part, sorted, with sums of `lengths` as equal as the method gets them.
+    """Returns the sorted row numbers of each part, such that the sums of `lengths` are as equal as the method achieves.
 
-    capacities: most rows of each part; their sum is at least the number of rows (equal to it: the sizes are exact).  None:
-    sizes are free, but no part is empty when there are at least `num_parts` rows.  loads: tokens that the parts have already
-    and that count too; None: none.  Raises ConfigError for bad numbers.
+    capacities: the maximum number of rows of each part; their sum is at least the number of rows (if it is equal, the sizes are
+    exact).  None: sizes are free, but no part is empty if there are at least `num_parts` rows. loads: tokens that the parts
+    already have, which count too; None: none.  Raises ConfigError for invalid numbers.
     """
     values = np.asarray(lengths, dtype=np.float64)
     if num_parts < 1:
@@ -56,7 +57,7 @@ def partition(
 
 
 def _longest_first(values: np.ndarray, loads: np.ndarray, capacities: Sequence[int] | None) -> list[list[int]]:
-    """Each row, longest first, to the lightest part with room."""
+    """Assigns each row, longest first, to the lightest part with free capacity."""
     parts: list[list[int]] = [[] for _ in loads]
     heap = [(load, 0, part) for part, load in enumerate(loads.tolist()) if capacities is None or capacities[part]]
     heapq.heapify(heap)
@@ -72,8 +73,8 @@ def _longest_first(values: np.ndarray, loads: np.ndarray, capacities: Sequence[i
 
 
 class _Table:
-    """Parts as lines of equally many places.  rows: (parts, places) row numbers, _EMPTY or _NONE.  amounts: their lengths,
-    0 at empty places and NaN at places that do not exist.  loads: (parts,)."""
+    """The parts as lines with equally many places. rows: (parts, places) row numbers, _EMPTY or _NONE. amounts: their lengths, 0
+    at empty places and NaN at places that do not exist. loads: (parts,)."""
 
     def __init__(self, values: np.ndarray, parts: list[list[int]], loads: np.ndarray, capacities: Sequence[int] | None) -> None:
         width = max(map(len, parts)) + _SPARE_PLACES
@@ -86,10 +87,11 @@ class _Table:
         self.loads = loads + np.nansum(self.amounts, axis=1)
 
     def parts(self) -> list[list[int]]:
+        """Returns the sorted row numbers of each part."""
         return [sorted(row for row in line if row >= 0) for line in self.rows.tolist()]
 
     def even_out(self) -> None:
-        """Exchange rows until no part is above the rounded-up mean, or nothing helps."""
+        """Exchanges rows until no part is above the rounded-up mean, or no exchange helps."""
         bound = np.ceil(self.loads.mean())
         every = False  # all light parts take part, because the lightest alone had nothing that helps
         for _ in range(_MOST_ROUNDS):
@@ -107,15 +109,16 @@ class _Table:
                 every = True
 
     def _exchange(self, heavy: np.ndarray, light: np.ndarray) -> bool:
-        """Let each heavy part exchange the one row that evens it out best with some light part; False: nothing to gain.
+        """Lets each heavy part exchange the one row that evens it out best with some light part; returns False if no exchange
+        helps.
 
-        Rows a and b of parts p and q with a - load_p / 2 == b - load_q / 2 leave both parts equally loaded when exchanged, so
-        the best partner of a row among all rows of all light parts is its neighbour in that order.
+        Rows a and b of parts p and q with a - load_p / 2 == b - load_q / 2 leave both parts equally loaded when exchanged, so the
+        best partner of a row among all rows of all light parts is its neighbour in that order.
         """
         keys = (self.amounts[light] - self.loads[light, None] / 2).ravel()
         places = np.argsort(keys, kind="stable")[: np.count_nonzero(~np.isnan(keys))]  # NaN comes last
         keys = keys[places]
-        if not len(keys):  # the light parts have neither rows nor room
+        if not len(keys):  # the light parts have neither rows nor free places
             return False
         wanted = self.amounts[heavy] - self.loads[heavy, None] / 2
         above = np.searchsorted(keys, wanted)

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept away from where it only costs time."""
+"""Keeps Python's garbage collector away from code where it only costs time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Turns the collector off while code makes millions of objects and not one cycle: it would walk them over and over."""
+    """Turns the collector off while code creates millions of objects and no cycle; it would scan them again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -21,10 +21,10 @@ def without_collector() -> Iterator[None]:
 
 @contextmanager
 def heap_set_aside() -> Iterator[None]:
-    """Keeps all objects that live now, with everything that was imported, out of collections until the end of the block.
+    """Excludes all objects that live now, including everything that was imported, from collections until the end of the block.
 
-    torch and transformers alone are a million objects: a full collection stops every thread of the process for some 0.2 s, the
-    event loop of the episodes among them.
+    torch and transformers alone create a million objects: a full collection stops every thread of the process for about 0.2 s,
+    including the event loop of the episodes.
     """
     gc.collect()  # or garbage would be kept too
     gc.freeze()

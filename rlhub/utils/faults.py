@@ -1,8 +1,8 @@
-"""Faults on purpose: a plan names what fails, where and in which step, to prove that a run survives it.
+"""Injects faults: a plan names what fails, where and in which step, to prove that a run survives it.
 
 The code passes places (`faults.at("checkpoint.write")`), which `PLACES` lists; without a plan that is one comparison.  A plan is
-installed in the driver and in every process that the driver starts for the run, and each of its faults strikes once in a run
-folder, also over resumes and in processes that replace others: who strikes first leaves a file that says so.
+installed in the driver and in every process that the driver starts for the run.  Each of its faults strikes once per run folder,
+also over resumes and in processes that replace others: the process in which it strikes leaves a file that says so.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _ERRORS = {"refused": errno.ECONNREFUSED, "reset": errno.ECONNRESET, "full": err
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Place:
-    """A point that the code passes.  kinds: what can happen there.  own: the place carries out its kinds itself, `at` only says
-    which."""
+    """A point that the code passes. doc: what happens there. kinds: the faults that are possible there. own: the place carries
+    out its fault itself, and `at` only returns the kind."""
 
     doc: str
     kinds: tuple[FaultKind, ...]
@@ -57,10 +57,10 @@ _CALLS = {
     "judge": "init_model generate_judgements",
     "model": "init_model train_step evaluate save_checkpoint load_checkpoint",
 }
-"""Role -> methods of its ranks; `model` is that of the supervised trainers."""
+"""Role -> methods of its ranks; `model` is the role of the supervised trainers."""
 _COLOCATED = "actor_rollout_ref"
 _OWNERS = {"generate_sequences": "rollout", "compute_ref_log_prob": "reference"}
-"""Methods that the actor's processes may do for another role."""
+"""Methods that the actor's processes may execute for another role."""
 
 PLACES: dict[str, Place] = {
     "driver.step": Place(doc="the driver begins a step", kinds=_PROCESS),
@@ -91,12 +91,13 @@ PLACES: dict[str, Place] = {
     for role, methods in _CALLS.items()
     for method in methods.split()
 }
-"""By name.  A rank counts within its group; in a replica, what serves the weights of version v belongs to step v + 1."""
+"""The places by name.  A rank counts within its group; in a replica, serving the weights of version v belongs to step v + 1."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Fault:
-    """seconds: of a delay, and until a stopped process goes on.  rank: whose process, where a place is passed by several."""
+    """A fault of a plan. seconds: the duration of a delay, or of the stop of a process. rank: the rank of the process that fails,
+    where several processes pass the place."""
 
     kind: FaultKind
     place: str
@@ -110,13 +111,14 @@ class Fault:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class FaultPlan:
-    """record: the folder in which each fault that strikes leaves its file; all processes of the run reach it."""
+    """The faults of a run. record: the folder in which each fault that strikes leaves its file; all processes of the run reach
+    it."""
 
     faults: tuple[Fault, ...]
     record: str
 
     def record_of(self, fault: Fault) -> Path:
-        """Returns the file that says that the fault has struck."""
+        """Returns the file that records that the fault has struck."""
         return Path(self.record) / f"fault-{fault.kind}-{fault.place}-rank{fault.rank}-step{fault.step}.json"
 
     def unstruck(self) -> Iterator[Fault]:
@@ -126,7 +128,8 @@ class FaultPlan:
 
 @dataclass(slots=True, kw_only=True)
 class _Installed:
-    """A plan in this process.  rank, step: where a place says nothing else; struck: for a record that cannot be written."""
+    """A plan in this process. rank, step: the defaults for places that give none. struck: used if the record cannot be
+    written."""
 
     plan: FaultPlan
     rank: int
@@ -134,7 +137,7 @@ class _Installed:
     struck: set[Fault] = field(default_factory=set)
 
     def due(self, place: str, rank: int, step: int) -> Fault | None:
-        """Returns the fault that strikes now, if this process is the first to be there."""
+        """Returns the fault that strikes now, if this process is the first to claim it."""
         for fault in self.plan.faults:
             if (fault.place, fault.rank, fault.step) == (place, rank, step) and fault not in self.struck:
                 self.struck.add(fault)
@@ -158,13 +161,13 @@ _installed: _Installed | None = None
 
 
 def install(plan: FaultPlan | None, *, rank: int = 0) -> None:
-    """Makes this process follow the plan (None: no plan).  rank: its own, in its group."""
+    """Makes this process follow the plan (None: no plan). rank: the rank of this process in its group."""
     global _installed
     _installed = _Installed(plan=plan, rank=rank) if plan is not None and plan.faults else None
 
 
 def installed() -> FaultPlan | None:
-    """Returns the plan of this process, to be given to one that it starts."""
+    """Returns the plan of this process, for a process that it starts."""
     return None if _installed is None else _installed.plan
 
 
@@ -174,7 +177,7 @@ def may_strike(place: str) -> bool:
 
 
 def begin_step(step: int) -> None:
-    """Sets the training step of what this process does from now on; before the first it is 0."""
+    """Sets the current training step of this process; before the first it is 0."""
     if _installed is not None:
         _installed.step = step
 
@@ -185,7 +188,7 @@ def current_step() -> int:
 
 
 def at_call(role: str, method: str, step: int, rank: int) -> None:
-    """Passes the place where a rank begins a method of a role, in that step of the driver's."""
+    """Passes the place where a rank begins a method of a role, in that step of the driver."""
     if _installed is not None:
         begin_step(step)
         at(f"{_OWNERS.get(method, role.replace(_COLOCATED, 'actor'))}.{method}", rank=rank)
@@ -199,10 +202,10 @@ def at(
     path: Path | None = None,
     pid: Callable[[], int] = os.getpid,
 ) -> FaultKind | None:
-    """This process passes a place: what the plan has for it happens here.  Returns the kind if the place carries it out itself.
+    """Passes a place: a fault that the plan has for it happens here.  Returns the kind if the place carries it out itself.
 
-    rank, step: where they are not the process's own.  path: the file that is damaged, or a folder with it.  pid: number of
-    the process that is killed or stopped, where it is another one.
+    rank, step: given where they are not the process's own. path: the file to damage, or a folder that contains it. pid: returns
+    the number of the process to kill or stop, where it is another one.
     """
     if _installed is None:
         return None
@@ -233,7 +236,8 @@ def _strike(fault: Fault, path: Path | None, pid: int) -> None:
 
 
 def _send(pid: int, number: signal.Signals, seconds: float) -> None:
-    """Sends the signal; a stopped process is woken after so long, by a process of another session: its own may be stopped too."""
+    """Sends the signal.  A stopped process is continued after `seconds` by a process of another session, because its own session
+    may be stopped too."""
     if number == signal.SIGSTOP:
         command = ["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {pid}"]
         subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -261,8 +265,8 @@ _load = functools.cache(load)
 
 
 def call_with_fault(target: str, fault: str | None, arguments: dict[str, Any]) -> Any:
-    """Returns what `target` returns for the arguments, or fails as a fault plan says: runs in a child of a pool where faults are
-    planned for its function."""
+    """Returns the result of `target` for the arguments, or fails as a fault plan says.  A child of a pool runs it where faults
+    are planned for the pool's function."""
     function = _load(target)
     match fault:
         case "raise":

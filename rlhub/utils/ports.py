@@ -1,4 +1,4 @@
-"""A TCP port to listen on that others learn of before it is used."""
+"""Chooses a TCP port to listen on that other processes learn of before it is used."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 RANGE_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FIRST = 20_000
-"""Ray's workers listen below."""
+"""Lowest port to choose; Ray's workers listen below it."""
 TRIES = 100
 
 
 def free_port(host: str = "") -> int:
-    """Returns a port of `host` ("": all addresses) on which nobody listens.
+    """Returns a port of `host` ("": all addresses) on which no process listens.
 
-    It lies below the range from which the system gives any connection its port, where it can: of that range another process
-    may have taken it by the time it is used, as its own end of some connection.
+    If possible it lies below the range from which the system gives outgoing connections their port: another process may take a
+    port of that range before this one is used.
     """
     drawn = random.SystemRandom()  # not the run's numbers
     candidates = range(FIRST, _first_of_connections())
@@ -35,7 +35,7 @@ def _first_of_connections() -> int:
 
 
 def _bound(host: str, port: int) -> int:
-    """Returns the port, any for 0; 0 where it is taken."""
+    """Returns the port, a free one for 0, or 0 if it is in use."""
     with socket.socket() as probe:
         try:
             probe.bind((host, port))

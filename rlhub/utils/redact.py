@@ -1,4 +1,4 @@
-"""Hide secrets in what is written to disk, shown or sent to a tracker."""
+"""Hides secrets in what is written to disk, shown or sent to a tracker."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ ORDINARY_KEY = re.compile(
     r"(^|_)(prompt|response|chosen|rejected|margin|image|images|video|videos|message|messages|tool|tools|thinking|fn|data|dict)_keys?$"
     r"|key_value|(^|_)(bos|eos|pad|unk|sep|cls|mask|image|video|stop|special|per|num|max|min)_token|token_(len|level|id|type)|^keys$|_file$"
 )
-"""Names with a word of a secret's that are this field's daily words."""
+"""Names that contain a word of a secret but are common in this field."""
 SECRET_IN_URL = re.compile(r"(?<=://)([^/\s:@]+):([^/\s@]+)(?=@)")
 
 
 def looks_secret(name: str) -> bool:
-    """Whether an environment variable of this name is likely to hold a secret: a word of it says so, as in OPENAI_KEY, MY_PAT or
-    AWS_SECRET_ACCESS_KEY (not in TOKENIZERS_PARALLELISM, nor in PWD)."""
+    """Returns whether an environment variable of this name is likely to hold a secret, as OPENAI_KEY, MY_PAT or
+    AWS_SECRET_ACCESS_KEY are (but not TOKENIZERS_PARALLELISM or PWD)."""
     name = name.replace("-", "_").upper()
     return not SECRET_WORDS.isdisjoint(name.split("_")) or name.endswith(SECRET_ENDS) or SECRET_KEY.search(name) is not None
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A copy of nested mappings and sequences in which the values of secret-looking keys, all values of environments, and
-    passwords inside URLs are replaced by `<redacted>`.  Unset values (None, "") stay, so one can see that nothing was given."""
+    """Returns a copy of nested mappings and sequences in which `<redacted>` replaces the values of secret-looking keys, all
+    values of environments, and passwords inside URLs.  Unset values (None, "") stay, so that one can see that nothing was
+    given."""
     if isinstance(value, Mapping):
         if key == ENVIRONMENT:
             return {name: inner if inner in (None, "") else HIDDEN for name, inner in value.items()}
@@ -53,7 +54,7 @@ def redact(value: Any, key: str = "") -> Any:
 
 
 def redact_override(text: str) -> str:
-    """`key=value` as it may stand in a message; `key` may have dots."""
+    """Returns `key=value` in a form that may be shown in a message; `key` may contain dots."""
     key, sign, value = text.partition("=")
     names = key.split(".")
     hidden = ENVIRONMENT in names or any(SECRET_KEY.search(name.replace("-", "_")) or _is_secret(name) for name in names)

@@ -1,7 +1,7 @@
 """Memory that several processes of one machine map.
 
-A segment is a file under /dev/shm.  Its name is needed only until everyone has opened it: its creator removes it then, and
-whatever way the processes end, nothing stays behind.
+A segment is a file under /dev/shm.  Its name is needed only until all processes have opened it.  Its creator removes the name
+then, so that nothing stays behind however the processes end.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def new_segment_path() -> Path:
 
 
 def open_segment(path: Path, *, create_bytes: int = 0) -> Tensor | None:
-    """Returns the segment as bytes that all who open it share.
+    """Returns the segment as bytes that all processes share which open it.
 
-    create_bytes: the size of a segment to create, with all its memory; 0 opens one that is there.  None where the machine
-    refuses: no such file, or too little memory (containers often give 64 MiB).
+    create_bytes: the size of a segment to create, with all its memory allocated; 0 opens an existing one.  Returns None if the
+    machine refuses: there is no such file, or too little memory (containers often have 64 MiB).
     """
     try:
         descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create_bytes else 0), 0o600)

@@ -1,7 +1,7 @@
-"""Wall-clock timing of named phases, added up until they are drained.
+"""Wall-clock timing of named phases, summed until they are drained.
 
-Phases are disjoint: what is counted inside a measured block (a worker call, an inner block) belongs to its own name and is
-taken off the block's, so the phases of a step add up to at most the step.
+Phases are disjoint: time that is counted inside a measured block (a worker call, an inner block) belongs to its own name and is
+subtracted from the block's, so the phases of a step sum up to at most the step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ class _Open(threading.local):
 
 
 class PhaseTimer:
-    """Adds up the seconds spent under each name.  May be used from several threads at once.
+    """Sums the seconds spent under each name.  It may be used from several threads at once.
 
-    timer = PhaseTimer()
-    with timer.measure("save"):                # the driver's own part
-        timer.add("save_checkpoint", 1.7)      # a worker call inside it
-    metrics.update(timer.drain())              # {"timing_s/save_checkpoint": 1.7, "timing_s/save": 0.02}
+        timer = PhaseTimer()
+        with timer.measure("save"):                # the driver's own part
+            timer.add("save_checkpoint", 1.7)      # a worker call inside it
+        metrics.update(timer.drain())              # {"timing_s/save_checkpoint": 1.7, "timing_s/save": 0.02}
 
-    on_block: receives the name, start and end (time.perf_counter()) of every measured block, what is counted inside included.
+    on_block: receives the name, start and end (time.perf_counter()) of every measured block, including the time counted inside
+    it.
     """
 
     def __init__(self, on_block: Callable[[str, float, float], None] | None = None) -> None:
@@ -40,7 +41,7 @@ class PhaseTimer:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Counts the block's duration, less what is counted inside it, under `name`; also when the block raises."""
+        """Counts the block's duration under `name`, without the time counted inside it; also if the block raises."""
         start = time.perf_counter()
         self._open.inside.append(0.0)
         try:
@@ -66,12 +67,12 @@ class PhaseTimer:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def so_far(self) -> dict[str, float]:
-        """Returns the sums as metrics `timing_s/<name>`, in the order in which the names first came; counting goes on."""
+        """Returns the sums as metrics `timing_s/<name>`, in the order in which the names first came.  Counting continues."""
         with self._lock:
             return {PREFIX + name: value for name, value in self._seconds.items()}
 
     def drain(self) -> dict[str, float]:
-        """Returns what `so_far` does; counting starts from zero."""
+        """Returns the same as `so_far`, and starts counting from zero."""
         with self._lock:
             seconds, self._seconds = self._seconds, {}
         return {PREFIX + name: value for name, value in seconds.items()}

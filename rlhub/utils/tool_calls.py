@@ -1,7 +1,7 @@
-"""What a model asks of a tool and what comes back: tools, environments and workflows speak of calls in these terms.
+"""Calls of tools and their results, the terms that tools, environments and workflows share.
 
-A tool is described to models by a schema in the form that chat templates and OpenAI-compatible servers take:
-`{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}`.
+A schema describes a tool to models, in the form that chat templates and OpenAI-compatible servers take: `{"type": "function",
+"function": {"name": ..., "description": ..., "parameters": JSON schema}}`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ToolSchema = dict[str, Any]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ToolCall:
-    """One call as the model wrote it; nobody has checked name or arguments yet."""
+    """One call as the model wrote it; name and arguments are not checked yet."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -25,10 +25,11 @@ class ToolCall:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ToolResult:
-    """text: what the model reads.  failed: the call brought an error, which `text` says.
+    """The result of a call.
 
-    reward: credited to the turn that made the call; where the run's reward function scores the episode, on top of that.
-    done: an environment's: the episode ends with it.  metrics: the call's own numbers.
+    text: what the model reads. failed: the call failed, and `text` says why. reward: credited to the turn with the call; if the
+    run's reward function scores the episode, it is added to that. done: the episode ends with this call of an environment's tool.
+    metrics: the call's own numbers.
     """
 
     text: str
@@ -39,8 +40,11 @@ class ToolResult:
 
 
 def as_result(value: Any) -> ToolResult:
-    """What a tool's code returns: a ToolResult and text as they are, a tuple (text, reward, metrics) as its parts (None: none; of
-    the metrics those that are numbers), anything else as JSON where it has a JSON form."""
+    """Returns the ToolResult of a value that a tool's code returned.
+
+    A ToolResult stays as it is and text becomes its text.  A tuple (text, reward, metrics) gives its parts (None: no reward or
+    metrics; metrics that are no numbers are left out).  Any other value becomes JSON, or text if JSON cannot represent it.
+    """
     if isinstance(value, ToolResult):
         return value
     if isinstance(value, str):
@@ -69,5 +73,5 @@ def _number(what: str, value: float) -> float:
 
 
 def schema_name(schema: ToolSchema) -> str:
-    """The tool's name in its schema."""
+    """Returns the tool's name in its schema."""
     return str(schema["function"]["name"])

@@ -1,4 +1,4 @@
-"""The user's own code, named in settings by its place: `package.module:name`, or `path/to/file.py:name`."""
+"""Loads the user's own code, which settings name as `package.module:name` or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rlhub.errors import LoadError
 
 
 def load_target(target: str) -> Any:
-    """Returns the object; LoadError with the cause's traceback if there is none."""
+    """Returns the named object.  Raises LoadError with the traceback of the cause if it cannot be loaded."""
     module, name = _parts(target)
     try:
         return _attribute(module, name)
     except FileNotFoundError as error:
         raise LoadError(str(error)) from error
-    except Exception as error:  # boundary to code of the user's: whatever its import raises
+    except Exception as error:  # boundary to the user's code: whatever its import raises
         raise LoadError(f"cannot load {target}:\n{traceback.format_exc()}") from error
 
 
 def resolve(target: str) -> Any:
-    """Returns the object; raises whatever the user's code raises at its import."""
+    """Returns the named object; raises whatever the user's code raises at its import."""
     return _attribute(*_parts(target))
 
 
@@ -44,7 +44,7 @@ def _attribute(module: str, name: str) -> Any:
 
 
 def module_from_file(path: str) -> ModuleType:
-    """Returns a file's module, loaded once a process.  It can import modules of its own folder."""
+    """Returns a file's module, which is loaded once per process.  It can import modules of its own folder."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise FileNotFoundError(f"no such file: {file}")

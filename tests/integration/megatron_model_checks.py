@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlhub.config.sections.training import MegatronConfig, ModelConfig
 from rlhub.models.megatron import compat
-from rlhub.models.megatron.build import MegatronPlan, build_megatron, parts
+from rlhub.models.megatron.build import MegatronPlan, build_megatron, param_parts
 from rlhub.models.megatron.model import BuiltMegatron
 from rlhub.models.packed_attention import plan_attention
 from rlhub.protocol.weights.pieces import take
@@ -132,7 +132,7 @@ def boxes(built: BuiltMegatron, *, grads: bool = False) -> list[tuple]:
     """(name, full shape, region, data) of everything this rank holds."""
     return [
         (part.name, part.shape, part.region, take(entry.param.grad if grads else entry.param.detach(), part.local).clone())
-        for entry in parts(built)
+        for entry in param_parts(built)
         for part in entry.parts
     ]
 
@@ -159,12 +159,12 @@ def damaged(path: str, megatron: dict, damage: str) -> torch.Tensor | None:
     """Outputs after one weight of one rank, or the rows of two query groups, are not what they should be."""
     with layout(megatron) as config:
         built = build(path, config)
-        entries = {part.name: (entry.param, part.local) for entry in parts(built) for part in entry.parts}
+        entries = {part.name: (entry.param, part.local) for entry in param_parts(built) for part in entry.parts}
         if damage == "one_weight" and dist.get_rank() == 0:
             param, local = entries["model.layers.0.mlp.up_proj.weight"]
             take(param, local)[1, 2] += 0.5
         if damage == "swapped_groups":
-            for entry in parts(built):
+            for entry in param_parts(built):
                 keys = [part.local[0] for part in entry.parts if part.name.endswith("layers.0.self_attn.k_proj.weight")]
                 if keys:
                     first, second = (slice(*rows) for rows in keys)

@@ -69,7 +69,7 @@ def test_company_joins_and_leaves_without_changing_a_completion(
 ) -> None:
     if small:
         monkeypatch.setattr(module, "FIRST_CAPACITY", 2)
-        monkeypatch.setattr(module, "MASK_COLUMNS", 3)
+        monkeypatch.setattr(module, "SPARE_MASK_COLUMNS", 3)
         monkeypatch.setattr(module, "PADDING_INTERVAL", 1)
         monkeypatch.setattr(module, "NOISE_BLOCK", 5)
     kinds = [STOPPING if i % 3 else replace(STOPPING, temperature=0.7, max_new_tokens=15) for i in range(40)]

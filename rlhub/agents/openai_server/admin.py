@@ -1,4 +1,7 @@
-"""What a trainer of another job asks of a server: pause, new weights, resume.  With a key of its own, not that of clients."""
+"""The administration routes, by which a trainer of another job pauses a server, loads new weights and resumes it.
+
+They have a key of their own, which clients do not know.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +16,33 @@ from rlhub.errors import RequestError, RlhubError, VersionError
 
 
 class Administration(Protocol):
-    """What an administrator may ask of the engine behind the server: pause, resume, new weights, status."""
+    """Controls the engine behind the server."""
 
     @property
     def failure(self) -> str:
-        """Why nothing can be generated now, until that is mended or whole weights come; "" while it can."""
+        """Returns why the engine cannot generate now, or "" if it can.  A failure lasts until it is repaired or whole weights are
+        loaded."""
         ...
 
     async def pause(self) -> None:
-        """Sample nothing until `resume`; requests wait with their tokens."""
+        """Stops sampling until `resume`; requests keep their tokens and wait."""
         ...
 
-    async def resume(self, *, recompute: bool) -> None: ...
+    async def resume(self, *, recompute: bool) -> None:
+        """Continues sampling. recompute: the KV cache of waiting requests is computed again under the current weights."""
+        ...
 
     async def reload(self, folder: str, version: int, *, reset_version: bool) -> dict[str, Any]:
-        """Take the weights in `folder` as policy `version`, paused or not; what happened, for the log of who asked.
+        """Loads the weights in `folder` as policy `version`, whether or not the server is paused; returns a report for the
+        caller's log.
 
-        RequestError for a folder that cannot be used, VersionError for a version that is not newer than the present one;
-        reset_version: then too, for another run begins.  After both errors all is as it was.
+        Raises RequestError for a folder that cannot be used, and VersionError for a version that is not newer than the current
+        one; with reset_version any version is allowed, for a new run.  After both errors the engine is unchanged.
         """
         ...
 
     async def status(self) -> dict[str, Any]:
-        """JSON-able: version, load and the like."""
+        """Returns the version, the load and similar values, as JSON-able values."""
         ...
 
 
@@ -43,7 +50,7 @@ ReadBody = Callable[[web.Request], Awaitable[dict[str, Any]]]
 
 
 def admin_routes(admin: Administration, admit: Callable[[web.Request], object], read_json: ReadBody) -> list[web.RouteDef]:
-    """admit: ApiError for a wrong key."""
+    """Returns the routes below /admin. admit: raises ApiError for a request with a wrong key."""
 
     async def pause(request: web.Request) -> web.Response:
         admit(request)

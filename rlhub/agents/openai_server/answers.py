@@ -1,6 +1,6 @@
-"""Answers of the endpoint: completions as OpenAI's JSON, whole or as the chunks of a stream, each as soon as it can be told.
+"""Writes answers of the endpoint as OpenAI's JSON: whole, or as the chunks of a stream as soon as their content is final.
 
-`token_ids`, `prompt_token_ids` and `token_versions` are extensions that only a request with `return_token_ids` gets.
+`token_ids`, `prompt_token_ids` and `token_versions` are extensions, which only a request with `return_token_ids` gets.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ ID_BYTES = 12
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """One choice.  written: its whole text.  content: without the calls.  calls: OpenAI's tool_calls objects.
+    """One choice of a response.
 
-    call_id: of the so many-th call.
+    written: the whole text. content: the text without tool calls. call_id: returns the id of the call with a given index. calls:
+    OpenAI's tool_calls objects.
     """
 
     prompt_ids: list[int]
@@ -34,7 +35,7 @@ class Answer:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, part: str | CallPart) -> None:
-        """What comes next of text and calls."""
+        """Appends the next part of the text or of a tool call."""
         if isinstance(part, str):
             self.content += part
             return
@@ -44,17 +45,18 @@ class Answer:
 
     @property
     def finish_reason(self) -> str:
+        """OpenAI's finish_reason: "tool_calls" for a complete answer with calls."""
         return "tool_calls" if self.calls and self.completion.finish_reason == "stop" else self.completion.finish_reason
 
     @property
     def message(self) -> dict[str, Any]:
-        """As it is answered; clients send it back in their history."""
+        """The message of the response; clients send it back in their history."""
         made: dict[str, Any] = {"role": "assistant", "content": self.content or ("" if not self.calls else None), "refusal": None}
         return {**made, "tool_calls": self.calls} if self.calls else made
 
     @property
     def recorded(self) -> Message:
-        """The same as a message of a request's history."""
+        """The message in the form in which a later request's history contains it."""
         made: Message = {"role": "assistant", "content": self.content}
         if self.calls:
             made["tool_calls"] = [
@@ -65,12 +67,17 @@ class Answer:
 
 
 def call_object(call_id: str, name: str, arguments: str = "") -> dict[str, Any]:
+    """Returns OpenAI's object of a tool call."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 @dataclass(slots=True, kw_only=True)
 class Writer:
-    """Writes the answers of one request.  chat: of which interface.  token: a token id as text.  n: answers a prompt."""
+    """Writes the responses to one request.
+
+    chat: True for /chat/completions, False for /completions. token: returns a token id as text. n: the number of answers per
+    prompt.
+    """
 
     model: str
     chat: bool
@@ -83,19 +90,19 @@ class Writer:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Returns the body of a response that is not streamed."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         body = {**self._head(chunk=False), "choices": choices, "usage": usage(answers, self.n)}
         return {**body, "prompt_token_ids": answers[0].prompt_ids} if self.chat and self.token_ids else body
 
-    def told(self, under_way: RunningAnswer) -> Iterator[dict[str, Any]]:
-        """What can be told of the answers under way and was not yet."""
-        for index, choice in enumerate(under_way.choices):
+    def new_chunks(self, running: RunningAnswer) -> Iterator[dict[str, Any]]:
+        """Yields the chunks of the running answers whose content is final and was not sent yet."""
+        for index, choice in enumerate(running.choices):
             yield from map(self._chunk, self._piece(index, choice, choice.take()))
 
-    def ends(self, answers: Sequence[Answer], under_way: RunningAnswer) -> Iterator[dict[str, Any]]:
-        """The rest of each answer, when all of them are there."""
-        for index, (answer, choice) in enumerate(zip(answers, under_way.choices, strict=True)):
+    def last_chunks(self, answers: Sequence[Answer], running: RunningAnswer) -> Iterator[dict[str, Any]]:
+        """Yields the remaining chunks of all answers, once all of them are complete."""
+        for index, (answer, choice) in enumerate(zip(answers, running.choices, strict=True)):
             yield from map(self._chunk, self._piece(index, choice, choice.rest(answer.written, answer.completion)))
             yield from map(self._chunk, self._end(index, answer, choice))
         if self.usage_chunk:
@@ -181,7 +188,7 @@ class Writer:
 
 
 def usage(answers: Sequence[Answer], n: int) -> dict[str, int]:
-    """Tokens of the request: a prompt counts once for its `n` answers."""
+    """Returns the token counts of the request; a prompt counts once for its `n` answers."""
     prompt = sum(len(answer.prompt_ids) for answer in answers[::n])
     written = sum(len(answer.completion.token_ids) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}

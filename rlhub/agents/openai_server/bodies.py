@@ -1,7 +1,7 @@
-"""Request bodies of the endpoint, from JSON to dataclasses; whatever is wrong is an ApiError that names the field.
+"""Request bodies of the endpoint, from JSON to dataclasses.  Every problem is an ApiError that names the field.
 
-A field that changes nothing about the answer is passed over.  One that would, and that nothing here can follow, is refused
-rather than passed over, and so is one that nobody knows, as OpenAI's own service does: it may be a misspelled other.
+A field that does not change the answer is ignored.  A field that would change it and that no engine here supports is refused, and
+so is an unknown field, as by OpenAI's own service: it may be misspelled.
 """
 
 from __future__ import annotations
@@ -21,17 +21,54 @@ MAX_CHOICES = 128  # OpenAI's own bound on n
 MAX_STOPS = 16
 MAX_INTEGER = (1 << 63) - 1
 Message = dict[str, Any]
+SHARED = (
+    *("model", "user", "max_tokens", "n", "seed", "stop", "stream", "stream_options", "logprobs"),
+    *("temperature", "top_p", "top_k", "ignore_eos", "stop_token_ids", "return_token_ids"),
+)
+CHAT = frozenset((*SHARED, "messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"))
+COMPLETION = frozenset((*SHARED, "prompt", "start"))
+"""The fields that the server reads from a request to each of the two interfaces."""
+IGNORED = (
+    *("metadata", "store", "service_tier", "safety_identifier", "prediction"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+)
+"""Fields that do not change the answer: where and how fast it is computed, and what OpenAI stores of it."""
 _KEPT = "log-probs are kept of the sampled tokens alone, which need not be the likeliest"
+_SAMPLING = "the engines here sample by temperature, top_p and top_k alone"
+_FREE = "answers are sampled freely and not held to a grammar: ask for the form in a message, and check it"
+_TEXT = "the model reads and writes text only"
+_THINKING = "how much a model thinks is up to its chat template: see chat_template_kwargs in the server's settings"
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "presence_penalty": ((0,), _SAMPLING),
+    "frequency_penalty": ((0,), _SAMPLING),
+    "repetition_penalty": ((1,), _SAMPLING),
+    "min_p": ((0,), _SAMPLING),
+    "logit_bias": (({},), _SAMPLING),
+    "response_format": (({"type": "text"},), _FREE),
+    "functions": (([],), "use tools, which have replaced it"),
+    "function_call": (("auto", "none"), "use tool_choice, which has replaced it"),
+    "audio": ((), _TEXT),
+    "modalities": ((["text"],), _TEXT),
+    "reasoning_effort": ((), _THINKING),
+    "chat_template_kwargs": (({},), _THINKING),
+    "verbosity": (("medium",), "there is no such setting here: ask for it in a message"),
+    "web_search_options": ((), "the model cannot search by itself: give it a tool"),
+    "moderation": ((), "nothing is moderated here"),
+    "suffix": (("",), "there is no model here that fills in"),
+    "echo": ((False,), "an answer does not begin with its prompt: put the two together yourself"),
+    "best_of": ((1,), "use n, and choose yourself"),
+}
+"""Field that no engine here supports -> the values with which it requests nothing, and what to do instead."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
-    """What both interfaces share.
+class RequestBody:
+    """The fields that both interfaces share.
 
-    sampling: the server's defaults with the request's settings.  max_tokens: None where the request names no number.
-    seed: None: the session's or a random one.  stop: texts that end the answer and are not part of it.
-    token_ids: answer with token ids and versions too (`return_token_ids`, as vLLM has it).
-    differing: sampling settings that the client wanted otherwise than the server's.
+    sampling: the server's defaults with the request's settings. max_tokens: None if the request does not limit them. seed: None
+    for the session's or a random one. stop: texts that end the answer and are not part of it. token_ids: the response contains
+    token ids and versions too (`return_token_ids`, as in vLLM). differing: sampling settings in which the request differs from
+    the server.
     """
 
     sampling: SamplingParams
@@ -47,23 +84,24 @@ class Asked:
 
 
 @dataclass(slots=True, kw_only=True)
-class ChatBody(Asked):
-    """messages: checked, contents as text."""
+class ChatBody(RequestBody):
+    """A request to /v1/chat/completions. messages: checked, with their contents as text."""
 
     messages: list[Message] = field(default_factory=list)
     tool_use: ToolUse = field(default_factory=ToolUse)
 
 
 @dataclass(slots=True, kw_only=True)
-class CompletionBody(Asked):
-    """prompts: each text or token ids.  start: as in GenerationRequest, an extension for engines of other jobs."""
+class CompletionBody(RequestBody):
+    """A request to /v1/completions. prompts: each one text or token ids. start: as in GenerationRequest, an extension for engines
+    of other jobs."""
 
     prompts: list[str | list[int]] = field(default_factory=list)
     start: int = 0
 
 
 def read_chat(body: Any, defaults: SamplingParams) -> ChatBody:
-    """Reads a request to /v1/chat/completions."""
+    """Parses a request to /v1/chat/completions."""
     body = _checked(body, CHAT)
     if body.get("top_logprobs"):
         raise unsupported("top_logprobs", f"{_KEPT}: send logprobs=true without top_logprobs")
@@ -76,7 +114,7 @@ def read_chat(body: Any, defaults: SamplingParams) -> ChatBody:
 
 
 def read_completion(body: Any, defaults: SamplingParams) -> CompletionBody:
-    """Reads a request to /v1/completions."""
+    """Parses a request to /v1/completions."""
     body = _checked(body, COMPLETION)
     log_probs = body.get("logprobs")
     if log_probs is not None and (isinstance(log_probs, bool) or log_probs != 0):
@@ -87,6 +125,21 @@ def read_completion(body: Any, defaults: SamplingParams) -> CompletionBody:
         prompts=_prompts(body.get("prompt")),
         start=_integer(body, "start", 0, low=0, high=MAX_INTEGER),
     )
+
+
+def refuse(body: Mapping[str, Any], followed: frozenset[str]) -> None:
+    """Raises ApiError for the first field that is not supported; null requests nothing. followed: CHAT or COMPLETION."""
+    for name, value in body.items():
+        if value is None or name in followed or name in IGNORED:
+            continue
+        neutral, instead = REFUSED.get(name, ((), ""))
+        if name not in REFUSED:
+            near = difflib.get_close_matches(name, followed, n=1)
+            meant = f"did you mean {near[0]}?" if near else "leave it out"
+            raise ApiError(f"{name}: no such field here; {meant}", param=name, code="unknown_parameter")
+        if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral):
+            send = "".join(f" or send {json.dumps(item)}" for item in neutral)
+            raise unsupported(name, f"got {json.dumps(value):.100}, but {instead}. Leave {name} out{send}")
 
 
 def _checked(body: Any, followed: frozenset[str]) -> dict[str, Any]:
@@ -160,7 +213,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def read_flag(body: dict[str, Any], name: str, *, default: bool = False, within: str = "") -> bool:
-    """ApiError for what is neither true nor false."""
+    """Returns a boolean field.  Raises ApiError for a value that is neither true nor false."""
     value = body.get(name)
     if value is None:
         return default
@@ -238,65 +291,10 @@ def _calls(place: str, value: Any) -> list[dict[str, Any]]:
 
 
 def read_arguments(value: Any) -> Any:
-    """As an object, which chat templates write as JSON; text that is none stays as it is."""
+    """Returns a call's arguments as an object, which chat templates write as JSON; text that is no JSON stays text."""
     if not isinstance(value, str):
         return value if value is not None else {}
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
-
-
-SHARED = (
-    *("model", "user", "max_tokens", "n", "seed", "stop", "stream", "stream_options", "logprobs"),
-    *("temperature", "top_p", "top_k", "ignore_eos", "stop_token_ids", "return_token_ids"),
-)
-CHAT = frozenset((*SHARED, "messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"))
-COMPLETION = frozenset((*SHARED, "prompt", "start"))
-"""Fields that are read."""
-IGNORED = (
-    *("metadata", "store", "service_tier", "safety_identifier", "prediction"),
-    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-)
-"""Where and how fast an answer is made, and what OpenAI keeps of it."""
-
-_SAMPLING = "the engines here sample by temperature, top_p and top_k alone"
-_FREE = "answers are sampled freely and not held to a grammar: ask for the form in a message, and check it"
-_TEXT = "the model reads and writes text only"
-_THINKING = "how much a model thinks is up to its chat template: see chat_template_kwargs in the server's settings"
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "presence_penalty": ((0,), _SAMPLING),
-    "frequency_penalty": ((0,), _SAMPLING),
-    "repetition_penalty": ((1,), _SAMPLING),
-    "min_p": ((0,), _SAMPLING),
-    "logit_bias": (({},), _SAMPLING),
-    "response_format": (({"type": "text"},), _FREE),
-    "functions": (([],), "use tools, which have replaced it"),
-    "function_call": (("auto", "none"), "use tool_choice, which has replaced it"),
-    "audio": ((), _TEXT),
-    "modalities": ((["text"],), _TEXT),
-    "reasoning_effort": ((), _THINKING),
-    "chat_template_kwargs": (({},), _THINKING),
-    "verbosity": (("medium",), "there is no such setting here: ask for it in a message"),
-    "web_search_options": ((), "the model cannot search by itself: give it a tool"),
-    "moderation": ((), "nothing is moderated here"),
-    "suffix": (("",), "there is no model here that fills in"),
-    "echo": ((False,), "an answer does not begin with its prompt: put the two together yourself"),
-    "best_of": ((1,), "use n, and choose yourself"),
-}
-"""Fields that nothing here follows -> the values with which they ask for nothing, and what to do instead."""
-
-
-def refuse(body: Mapping[str, Any], followed: frozenset[str]) -> None:
-    """ApiError for the first field that cannot be followed; null asks for nothing.  followed: CHAT or COMPLETION."""
-    for name, value in body.items():
-        if value is None or name in followed or name in IGNORED:
-            continue
-        neutral, instead = REFUSED.get(name, ((), ""))
-        if name not in REFUSED:
-            near = difflib.get_close_matches(name, followed, n=1)
-            meant = f"did you mean {near[0]}?" if near else "leave it out"
-            raise ApiError(f"{name}: no such field here; {meant}", param=name, code="unknown_parameter")
-        if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral):
-            send = "".join(f" or send {json.dumps(item)}" for item in neutral)
-            raise unsupported(name, f"got {json.dumps(value):.100}, but {instead}. Leave {name} out{send}")

@@ -1,8 +1,8 @@
-"""What the endpoint answers when it cannot do what was asked: OpenAI's error object, with the field that is at fault; and the
-reading of a request's body, the first place where one can be.
+"""OpenAI's error object, with the field at fault, and the reading of JSON bodies, which is the first place where an error can
+occur.
 
-JSON is read in bounded time, and nothing in it can surprise who works with it: nesting is bounded because templates, messages and
-comparisons recurse; texts are whole Unicode because tokenizers and answers write them as UTF-8.
+JSON is read in bounded time, and its content is checked once for all later code: nesting is bounded, because templates, messages
+and comparisons recurse, and all text is valid Unicode, because tokenizers and answers write it as UTF-8.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from aiohttp import web
 from rlhub.errors import DeadlineError, RequestError, RlhubError
 
 logger = logging.getLogger(__name__)
-
-
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
-RETRY_S = 2.0  # until an engine that is being built anew may be there
+RETRY_S = 2.0  # until an engine that is being rebuilt may be available
+MAX_DEPTH = 64
+"""Maximum nesting of objects and lists; schemas of tools have about 10 levels."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ApiError(RlhubError, ValueError):
-    """Fields: `status` (HTTP), `kind` and `code` (OpenAI's `type` and `code`), `param` (the field), `retry_after_s`."""
+    """An error response.  Fields: `status` (HTTP), `kind` and `code` (OpenAI's `type` and `code`), `param` (the field at fault)
+    and `retry_after_s`."""
 
     status: int
     kind: str
@@ -48,22 +50,22 @@ class ApiError(RlhubError, ValueError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The answer's JSON."""
+        """The JSON of the response."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def bad_field(param: str, got: Any, expected: str) -> ApiError:
-    """400: the value of a field is not what it must be."""
+    """Returns the error 400 for a field with an invalid value."""
     return ApiError(f"{param}: got {got!r:.200}, expected {expected}", param=param)
 
 
 def unsupported(param: str, why: str) -> ApiError:
-    """400: a field that would change the answer and that no engine here can follow."""
+    """Returns the error 400 for a field that would change the answer and that no engine here supports."""
     return ApiError(f"{param}: {why}", param=param, code="unsupported_parameter")
 
 
 def unavailable(why: str) -> ApiError:
-    """503: the engine has failed, or has no whole weights; later it may be there again."""
+    """Returns the error 503 for an engine that has failed or has no whole weights; it may be available again later."""
     return ApiError(
         f"the engine cannot generate now: {why}",
         status=503,
@@ -73,12 +75,9 @@ def unavailable(why: str) -> ApiError:
     )
 
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error in OpenAI's format."""
+    """Answers every error in OpenAI's format."""
     try:
         return await handler(request)
     except Exception as error:  # noqa: BLE001  the request's boundary
@@ -88,7 +87,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def as_api_error(request: web.Request, error: Exception) -> ApiError:
-    """What the client is told of an error; what nobody has foreseen is logged, and 500."""
+    """Returns the error to send to the client.  An unexpected error is logged, and becomes status 500."""
     match error:
         case ApiError():
             return error
@@ -104,14 +103,10 @@ def as_api_error(request: web.Request, error: Exception) -> ApiError:
             return ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error")
 
 
-MAX_DEPTH = 64
-"""Objects and lists within each other; schemas of tools have about 10."""
-
-
 async def read_json(request: web.Request, *, seconds: float, setting: str) -> dict[str, Any]:
-    """The body, which must be a JSON object.  ApiError 400 where it is none, 408 where it has not come after so many seconds.
+    """Returns the body as a JSON object.  Raises ApiError 400 if it is none, and 408 if it has not arrived after `seconds`.
 
-    setting: what names that time, for the message.
+    setting: the name of that time limit, for the message.
     """
     try:
         async with asyncio.timeout(seconds):
@@ -131,7 +126,7 @@ async def read_json(request: web.Request, *, seconds: float, setting: str) -> di
 
 
 def _check(body: dict[str, Any]) -> None:
-    """Level by level, for a recursion would meet what it looks for."""
+    """Raises ApiError for too deep nesting or invalid text.  Walks level by level, because a recursion would overflow itself."""
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []

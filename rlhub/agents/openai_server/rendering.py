@@ -1,7 +1,6 @@
-"""From chat messages to the choices of an answer.
+"""Renders chat messages to prompt tokens, samples all choices of an answer at once, and reads stop texts and tool calls in them.
 
-Messages become token ids, whole for a first turn, and what is added between two answers for a later one.  All choices are
-sampled at once, ended at stop texts, and searched for tool calls.
+A first turn renders the whole conversation; a later turn renders only the messages between two answers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rlhub.errors import ConfigError, DeadlineError
 
 
 class Renderer:
-    """tokenizer: the policy's.  Without a chat template the contents are put together."""
+    """Renders messages with the policy's tokenizer.  Without a chat template the contents of the messages are concatenated."""
 
     def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
@@ -30,7 +29,8 @@ class Renderer:
         self._turns = TurnTemplate(tokenizer, roles=(), kwargs=template_kwargs) if tokenizer.chat_template else None
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        """The whole conversation, up to where the answer begins.  ApiError where the template refuses it."""
+        """Returns the tokens of the whole conversation up to the beginning of the answer.  Raises ApiError if the template
+        refuses it."""
         if self._turns is None:
             return self.text_ids("".join(message["content"] for message in messages), special=True)
         try:
@@ -39,9 +39,9 @@ class Renderer:
             raise ApiError(f"messages: {error}", param="messages") from error
 
     def added(self, new: Sequence[Message], *, turn_ended: bool) -> list[int] | None:
-        """What comes between an answer and the next one; None: the template cannot be continued from an answer.
+        """Returns the tokens between an answer and the next one, or None if the template cannot continue after an answer.
 
-        turn_ended: the policy wrote the end-of-turn token itself.
+        turn_ended: the policy sampled the end-of-turn token itself.
         """
         if self._turns is None:
             return self.text_ids("".join(message["content"] for message in new), special=False)
@@ -51,7 +51,8 @@ class Renderer:
             return None
 
     def _plain(self, messages: Sequence[Message]) -> list[Message]:
-        """As templates know them: no developer's role, and a tool's output cannot end its own turn."""
+        """Returns the messages with roles that templates know; special tokens in a tool's output are broken up, so it cannot end
+        its own turn."""
         assert self._turns is not None
         made = []
         for message in messages:
@@ -65,15 +66,15 @@ class Renderer:
         return made
 
     def text_ids(self, text: str, *, special: bool) -> list[int]:
-        """special: with the tokens that the tokenizer puts around a text by itself."""
+        """Returns the tokens of a text. special: include the tokens that the tokenizer adds around a text."""
         return list(self._tokenizer([text], add_special_tokens=special)["input_ids"][0])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text for people and parsers: without special tokens."""
+        """Returns the text of tokens, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def token(self, token_id: int) -> str:
-        """One token as text."""
+        """Returns the text of one token."""
         return str(self._tokenizer.decode([token_id]))
 
 
@@ -83,8 +84,11 @@ T = TypeVar("T")
 async def sample(
     engine: EpisodeEngine, requests: Sequence[GenerationRequest], params: SamplingParams, choices: Sequence[Choice | None]
 ) -> list[Completion]:
-    """One completion a request.  choices: are told of the tokens, and may end their request.  ApiError 503 where the engine
-    ended one early."""
+    """Returns one completion per request.  Raises ApiError 503 if the engine ended a request early.
+
+    choices: receive the tokens of their request while it runs, and may end it early; None for a request without a stream or stop
+    text.
+    """
     asked = zip(requests, choices, strict=True)
     completions = await gathered(_complete(engine, request, params, choice) for request, choice in asked)
     if any(completion.finish_reason == "abort" for completion in completions):
@@ -93,7 +97,8 @@ async def sample(
 
 
 async def gathered(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What they return, in their order; all begin at once, in their order.  An error, or the client's leaving, ends all."""
+    """Runs coroutines concurrently, started in their order, and returns their results in that order.  An error, or the
+    disconnection of the client, cancels all of them."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
@@ -104,7 +109,7 @@ async def gathered(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def in_time(answering: Awaitable[T], seconds: float) -> T:
-    """DeadlineError where it is not there after so many seconds."""
+    """Returns the result of `answering`.  Raises DeadlineError after `seconds`."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await answering
@@ -130,7 +135,8 @@ async def _complete(
 
 
 def as_answer(prompt_ids: list[int], completion: Completion, renderer: Renderer, rules: Rules, choice: Choice | None) -> Answer:
-    """The completion as the client reads it.  choice: whose stream told of its calls."""
+    """Returns the completion as an answer, cut at stop texts and with its tool calls parsed. choice: has the ids of the calls
+    that were streamed already; None where nothing was streamed."""
     text = _text(completion, renderer, rules.stop_token_ids)
     if rules.may_end and rules.complete(text):
         completion = _cut(completion, renderer, rules)
@@ -145,7 +151,7 @@ def as_answer(prompt_ids: list[int], completion: Completion, renderer: Renderer,
 
 
 def ending_token(completion: Completion, stop_token_ids: Sequence[int]) -> int | None:
-    """The stop token that ended the answer; None where something else did."""
+    """Returns the stop token that ended the answer, or None if something else did."""
     last = completion.token_ids[-1] if completion.token_ids else None
     return last if last in stop_token_ids else None
 
@@ -156,7 +162,7 @@ def _text(completion: Completion, renderer: Renderer, stop_token_ids: Sequence[i
 
 
 def _cut(completion: Completion, renderer: Renderer, rules: Rules) -> Completion:
-    """Up to the token with which the answer is complete: those after it were sampled for nothing."""
+    """Returns the completion up to the token that completes the answer; the tokens after it are dropped."""
     low, high = 1, len(completion.token_ids)
     while low < high:
         middle = (low + high) // 2

@@ -1,9 +1,9 @@
-"""The endpoint itself: HTTP on the event loop of the episodes, over whatever generates for them.
+"""OpenAIServer: the HTTP endpoint, on the event loop of the episodes, over any episode engine.
 
-    http://host:port/s/<session>/v1   what an agent's client is given as base_url, with the session's token as its api_key
-    http://host:port/v1               without a record, with the server's own key
+    http://host:port/s/<session>/v1   the base_url of an agent's client, with the session's token as its api_key
+    http://host:port/v1               requests outside of sessions, without a record, with the server's own key
 
-An agent written with OpenAI's client needs nothing else.  A session's key opens that session only.  The server listens on
+An agent written with OpenAI's client needs nothing else.  A session's key opens only that session.  The server listens on
 loopback unless it is given another host.
 """
 
@@ -23,7 +23,7 @@ from aiohttp import web
 
 from rlhub.agents.openai_server.admin import Administration, admin_routes
 from rlhub.agents.openai_server.answers import Answer, Writer
-from rlhub.agents.openai_server.bodies import Asked, ChatBody, CompletionBody, read_chat, read_completion
+from rlhub.agents.openai_server.bodies import ChatBody, CompletionBody, RequestBody, read_chat, read_completion
 from rlhub.agents.openai_server.errors import ApiError, as_api_error, bad_field, errors, read_json, unavailable, unsupported
 from rlhub.agents.openai_server.rendering import Renderer, as_answer, ending_token, gathered, in_time, sample
 from rlhub.agents.openai_server.sessions import Session, SessionLimits, SessionTurn, carries, has_answers, history_of, tools_key
@@ -47,16 +47,22 @@ SHUTDOWN_S = 1.0  # for answers that are being written when the server closes
 
 @dataclass(slots=True, kw_only=True)
 class ServerOptions:
-    """model: the name that clients see.  max_model_len: bound of prompt plus answer outside of sessions.
+    """The settings of an OpenAIServer.
 
-    port: 0 is any free one; else the first free one of `num_ports` from there on.
+    model: the name that clients see. max_model_len: maximum number of tokens of prompt plus answer outside of sessions.
 
-    key: of requests outside of sessions; None: there are none.  admin_key: of administration; None: nobody's.  fixed_sampling:
-    temperature, top_p and top_k are the server's, whatever a client asks for: a trainer computes log-probs of that distribution.
-    max_concurrent: requests served at once; more are answered 429.  max_samples: of one request, its prompts times n.
-    vocab_size: of the model; None: the engine knows it alone.  find_calls: finds tool calls in answers; None: answers are text.
-    connection_s: for a client to send a request's head, its body, to take each part of a stream, and to ask again.  request_s:
-    for an answer, waiting included; then it is 504.
+    port: 0 for any free port; otherwise the first free one of `num_ports` ports from there on.
+
+    key: the key of requests outside of sessions; None forbids them. admin_key: the key of administration; None forbids it.
+    fixed_sampling: temperature, top_p and top_k are always the server's, because a trainer computes log-probs of that
+    distribution.
+
+    max_concurrent: maximum number of requests served at once; further ones get status 429. max_samples: maximum number of answers
+    to one request, its prompts times n. vocab_size: of the model; None if only the engine knows it. find_calls: finds tool calls
+    in answers; None if answers are only text.
+
+    connection_s: time limit in seconds for a client to send a request's head, to send its body, to read each part of a stream,
+    and to send the next request. request_s: time limit of an answer including its waiting time; then the status is 504.
     """
 
     model: str
@@ -77,17 +83,17 @@ class ServerOptions:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Request:
-    """What is asked, by whom, and what is being sampled for it.  number: of the session's requests."""
+class _Exchange:
+    """A request and its running answers. session: None outside of sessions. number: the number of the request in its session."""
 
-    body: Asked
+    body: RequestBody
     session: Session | None
     number: int = 0
-    under_way: RunningAnswer = field(default_factory=RunningAnswer)
+    running: RunningAnswer = field(default_factory=RunningAnswer)
 
 
 class OpenAIServer:
-    """Lives on one event loop; `start` and `aclose` are called there."""
+    """Serves OpenAI's interface.  It lives on one event loop, on which all methods are called."""
 
     def __init__(
         self,
@@ -109,7 +115,7 @@ class OpenAIServer:
     # --- life ----------------------------------------------------------------------------------------------------------
 
     def app(self) -> web.Application:
-        """Routes, without a socket."""
+        """Returns the application with its routes, without a socket."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[errors])
         app.router.add_get("/health", self._health)
         if self._admin is not None:
@@ -122,7 +128,7 @@ class OpenAIServer:
         return app
 
     async def start(self) -> str:
-        """Listen; returns the server's address, http://host:port."""
+        """Starts to listen; returns the server's address, http://host:port."""
         # Cancelling the handler when its client goes away cancels the generation, which aborts the request in the engine.
         # The time to keep a connection alive holds for one that has sent no whole head yet, too.
         self._runner = web.AppRunner(
@@ -151,7 +157,7 @@ class OpenAIServer:
         raise ConfigError(f"no free port on {host}: tried {tried}; set another port, or 0 for any free one")
 
     async def aclose(self) -> None:
-        """Stop listening and end what is being answered.  Idempotent."""
+        """Stops listening and cancels running requests.  Idempotent."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -159,7 +165,7 @@ class OpenAIServer:
     # --- sessions ------------------------------------------------------------------------------------------------------
 
     def open_session(self, name: str, *, seed: int, limits: SessionLimits, engine: EpisodeEngine | None = None) -> Session:
-        """A new session.  engine: what generates for it; None: the server's.  ValueError if one of this name is open."""
+        """Opens a session. engine: generates for it; None for the server's engine.  Raises ValueError if the name is in use."""
         if name in self._sessions:
             raise ValueError(f"the session {name!r} is open already")
         session = Session(name=name, seed=seed, limits=limits, engine=engine or self._engine)
@@ -167,11 +173,11 @@ class OpenAIServer:
         return session
 
     def base_url(self, session: Session) -> str:
-        """What the session's client is given."""
+        """Returns the base_url for the session's client."""
         return f"{self._origin}/s/{session.name}/v1"
 
     def close_session(self, session: Session) -> None:
-        """No more requests; the record stays with the caller."""
+        """Refuses further requests of the session; the caller keeps the record."""
         self._sessions.pop(session.name, None)
 
     # --- requests ------------------------------------------------------------------------------------------------------
@@ -187,8 +193,8 @@ class OpenAIServer:
 
     async def _model(self, request: web.Request) -> web.Response:
         self._admit(request)
-        if (asked := request.match_info["model"]) != self._options.model:
-            message = f"model: no model {asked!r}; this server has {self._options.model!r}"
+        if (wanted := request.match_info["model"]) != self._options.model:
+            message = f"model: no model {wanted!r}; this server has {self._options.model!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
         return web.json_response(self._described)
 
@@ -201,16 +207,16 @@ class OpenAIServer:
         body = read_chat(await self._json(request), self._sampling)
         self._bound("n", 1, body.n)
         with self._place(session) as number:
-            asked = _Request(body=body, session=session, number=number)
-            return await self._respond(request, asked, self._answer_chat(asked, body), chat=True)
+            exchange = _Exchange(body=body, session=session, number=number)
+            return await self._respond(request, exchange, self._answer_chat(exchange, body), chat=True)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
         body = read_completion(await self._json(request), self._sampling)
         self._bound("prompt", len(body.prompts), body.n)
         with self._place(session) as number:
-            asked = _Request(body=body, session=session, number=number)
-            return await self._respond(request, asked, self._answer_prompts(asked, body), chat=False)
+            exchange = _Exchange(body=body, session=session, number=number)
+            return await self._respond(request, exchange, self._answer_prompts(exchange, body), chat=False)
 
     async def _json(self, request: web.Request) -> dict[str, Any]:
         return await read_json(request, seconds=self._options.connection_s, setting="server.connection_s")
@@ -221,7 +227,7 @@ class OpenAIServer:
             raise ApiError(f"{told}: send several", param=param)
 
     def _admit_admin(self, request: web.Request) -> None:
-        """ApiError 401 for a key that is not administration's."""
+        """Raises ApiError 401 for a key that is not the administration's."""
         if not carries(request.headers.get("Authorization", ""), self._options.admin_key):
             told = (
                 "administration has a key of its own (server.admin_key_file; a trainer names it in rollout.remote.admin_key_file)"
@@ -229,7 +235,8 @@ class OpenAIServer:
             raise ApiError(f"wrong key: {told}", status=401, code="invalid_api_key", kind="authentication_error")
 
     def _admit(self, request: web.Request) -> Session | None:
-        """Whose request it is.  ApiError 401 for a wrong key; an unknown session answers the same."""
+        """Returns the session of a request, or None outside of sessions.  Raises ApiError 401 for a wrong key or an unknown
+        session."""
         name = request.match_info.get("session")
         session = self._sessions.get(name) if name is not None else None
         right = session.token if session is not None else self._options.key if name is None else None
@@ -239,7 +246,7 @@ class OpenAIServer:
 
     @contextmanager
     def _place(self, session: Session | None) -> Iterator[int]:
-        """One of the places for requests, and the request's number.  ApiError 429 where there is none."""
+        """Occupies one of the places for requests, and yields the request's number.  Raises ApiError 429 if no place is free."""
         if self._active >= self._options.max_concurrent:
             raise ApiError(
                 f"{self._active} requests are being answered, as many as this server takes; try again",
@@ -254,8 +261,8 @@ class OpenAIServer:
         finally:
             self._active -= 1
 
-    async def _answer_chat(self, asked: _Request, body: ChatBody) -> list[Answer]:
-        session = asked.session
+    async def _answer_chat(self, exchange: _Exchange, body: ChatBody) -> list[Answer]:
+        session = exchange.session
         use = body.tool_use
         history, tools = history_of(body.messages), tools_key(use.tools)
         parent = session.find(body.messages, use.tools) if session is not None else None
@@ -270,7 +277,7 @@ class OpenAIServer:
         begun = self._opening(use)
         if begun:
             added = [*added, *self._renderer.text_ids(begun, special=False)]
-        answers = await self._sample(asked, parent, added, self._params(body, session, parent, added), use, begun)
+        answers = await self._sample(exchange, parent, added, self._params(body, session, parent, added), use, begun)
         if session is not None:
             for answer in answers:
                 told = (*history, *history_of([answer.recorded]))
@@ -279,14 +286,14 @@ class OpenAIServer:
                 )
         return answers
 
-    async def _answer_prompts(self, asked: _Request, body: CompletionBody) -> list[Answer]:
-        session, prompts = asked.session, [self._prompt_ids(prompt) for prompt in body.prompts]
+    async def _answer_prompts(self, exchange: _Exchange, body: CompletionBody) -> list[Answer]:
+        session, prompts = exchange.session, [self._prompt_ids(prompt) for prompt in body.prompts]
         parents = [session.find_ids(ids) if session is not None else None for ids in prompts]
         new = [ids[len(parent.ids) :] if parent is not None else ids for ids, parent in zip(prompts, parents, strict=True)]
         # Before any of them is sampled: what is wrong with one is an answer with its status, not an event of a stream.
         params = [self._params(body, session, parent, added) for parent, added in zip(parents, new, strict=True)]
         found = await gathered(
-            self._sample(asked, parent, added, sampling, before=index * body.n)
+            self._sample(exchange, parent, added, sampling, before=index * body.n)
             for index, (parent, added, sampling) in enumerate(zip(parents, new, params, strict=True))
         )
         if session is not None:
@@ -301,7 +308,7 @@ class OpenAIServer:
         return ids
 
     def _opening(self, use: ToolUse) -> str:
-        """With what the answer is begun, so that it is a call where it must be one."""
+        """Returns the text with which the answer is begun, so that it is a call if it must be one."""
         begun = opening(self._options.find_calls, use.name)
         if begun is None and (use.must or (use.one and use.look)):
             field, other = ("tool_choice", "'auto'") if use.must else ("parallel_tool_calls", "true")
@@ -310,7 +317,7 @@ class OpenAIServer:
 
     async def _sample(
         self,
-        asked: _Request,
+        exchange: _Exchange,
         parent: SessionTurn | None,
         added: list[int],
         params: SamplingParams,
@@ -319,8 +326,9 @@ class OpenAIServer:
         *,
         before: int = 0,
     ) -> list[Answer]:
-        """use: None: it is no chat, and has no tools.  before: answers to the request's earlier prompts."""
-        body = asked.body
+        """Samples the answers to one prompt. use: None outside of chats. before: the number of answers to the request's earlier
+        prompts."""
+        body = exchange.body
         prompt_ids = [*parent.ids, *added] if parent is not None else added
         rules = Rules(
             decode=self._renderer.decode,
@@ -330,32 +338,32 @@ class OpenAIServer:
             opening=begun,
             one_call=use is not None and use.look and use.one,
         )
-        completions, choices = await self._generate(asked, prompt_ids, params, rules, before)
+        completions, choices = await self._generate(exchange, prompt_ids, params, rules, before)
         return [
             as_answer(prompt_ids, completion, self._renderer, rules, choice)
             for completion, choice in zip(completions, choices, strict=True)
         ]
 
     async def _generate(
-        self, asked: _Request, prompt_ids: list[int], params: SamplingParams, rules: Rules, before: int
+        self, exchange: _Exchange, prompt_ids: list[int], params: SamplingParams, rules: Rules, before: int
     ) -> tuple[list[Completion], Sequence[Choice | None]]:
-        session = asked.session
+        session = exchange.session
         engine, name = (self._engine, "") if session is None else (session.engine, session.name)
-        start = _start(asked.body, session)
+        start = _start(exchange.body, session)
         requests = [
-            GenerationRequest(prompt_ids=prompt_ids, seed=seed, session=name, start=start) for seed in _seeds(asked, before)
+            GenerationRequest(prompt_ids=prompt_ids, seed=seed, session=name, start=start) for seed in _seeds(exchange, before)
         ]
-        followed = asked.body.stream or rules.may_end
+        followed = exchange.body.stream or rules.may_end
         choices: Sequence[Choice | None] = [None] * len(requests)
         if followed:
-            choices = asked.under_way.begin(prompt_ids, rules, len(requests))
+            choices = exchange.running.begin(prompt_ids, rules, len(requests))
         try:
             return await sample(engine, requests, params, choices), choices
         except (EngineError, WorkerError) as error:
-            raise self._failed(error, asked.body) from error
+            raise self._failed(error, exchange.body) from error
 
-    def _failed(self, error: EngineError | WorkerError, body: Asked) -> ApiError:
-        """400 where the request is at fault, in whichever process that was found."""
+    def _failed(self, error: EngineError | WorkerError, body: RequestBody) -> ApiError:
+        """Returns the error to send: 400 if the request is at fault, in whichever process that was found."""
         told = error.__cause__ if isinstance(error, WorkerError) else error
         if isinstance(told, RequestError):
             param = "messages" if told.param == "prompt" and isinstance(body, ChatBody) else told.param
@@ -364,16 +372,17 @@ class OpenAIServer:
             return unavailable(self._admin.failure)
         return ApiError(f"the engine: {error}", status=500, kind="server_error")
 
-    def _params(self, body: Asked, session: Session | None, parent: SessionTurn | None, added: list[int]) -> SamplingParams:
-        """Sampling of this request, with no more tokens than there is room for.  ApiError, RequestError where it cannot be."""
+    def _params(self, body: RequestBody, session: Session | None, parent: SessionTurn | None, added: list[int]) -> SamplingParams:
+        """Returns the sampling parameters of this request, limited to the tokens that still fit.  Raises ApiError or RequestError
+        if they or the prompt are not valid."""
         params, param = body.sampling, "messages" if isinstance(body, ChatBody) else "prompt"
         check_ids(added, param, "the prompt", self._options.vocab_size)
         check_ids(params.stop_token_ids, "stop_token_ids", "a stop token", self._options.vocab_size)
         if session is not None and self._options.fixed_sampling:
             session.num_overruled += bool(body.differing)
             params = replace(self._sampling, stop_token_ids=params.stop_token_ids)
-        room = self._room(session, parent, added)
-        if room < 1:
+        remaining = self._remaining(session, parent, added)
+        if remaining < 1:
             if session is not None:
                 session.full = True
             raise ApiError(
@@ -381,10 +390,10 @@ class OpenAIServer:
                 param=param,
                 code="context_length_exceeded",
             )
-        most = room + _start(body, session)
+        most = remaining + _start(body, session)
         return replace(params, max_new_tokens=min(body.max_tokens or most, most))
 
-    def _room(self, session: Session | None, parent: SessionTurn | None, added: list[int]) -> int:
+    def _remaining(self, session: Session | None, parent: SessionTurn | None, added: list[int]) -> int:
         if session is None:
             return self._options.max_model_len - len(added)
         if parent is None:
@@ -395,9 +404,9 @@ class OpenAIServer:
     # --- responses -----------------------------------------------------------------------------------------------------
 
     async def _respond(
-        self, request: web.Request, asked: _Request, answering: Awaitable[list[Answer]], *, chat: bool
+        self, request: web.Request, exchange: _Exchange, answering: Awaitable[list[Answer]], *, chat: bool
     ) -> web.StreamResponse:
-        body = asked.body
+        body = exchange.body
         writer = Writer(
             model=self._options.model,
             chat=chat,
@@ -409,26 +418,26 @@ class OpenAIServer:
         )
         answering = in_time(answering, self._options.request_s)
         if body.stream:
-            return await _stream(request, writer, answering, asked.under_way, self._options.connection_s)
+            return await _stream(request, writer, answering, exchange.running, self._options.connection_s)
         return await _whole(request, writer.whole(await answering), self._options.connection_s)
 
 
-def _start(body: Asked, session: Session | None) -> int:
-    """Tokens of the completion that the prompt has already; a session knows by itself what was sampled before."""
+def _start(body: RequestBody, session: Session | None) -> int:
+    """Returns the number of tokens of the completion that the prompt already contains; a session knows them by itself."""
     return body.start if isinstance(body, CompletionBody) and session is None else 0
 
 
-def _seeds(asked: _Request, before: int) -> list[int]:
-    """Returns the seeds of a prompt's answers.  before: number of answers to the request's earlier prompts."""
-    body, session = asked.body, asked.session
+def _seeds(exchange: _Exchange, before: int) -> list[int]:
+    """Returns the seeds of a prompt's answers. before: the number of answers to the request's earlier prompts."""
+    body, session = exchange.body, exchange.session
     named = [None if body.seed is None else body.seed + choice for choice in range(body.n)]
     if session is not None:
-        return [session.answer_seed(asked.number, before + choice, seed) for choice, seed in enumerate(named)]
+        return [session.answer_seed(exchange.number, before + choice, seed) for choice, seed in enumerate(named)]
     return [secrets.randbits(SEED_BITS) if seed is None else seed % (1 << SEED_BITS) for seed in named]
 
 
 async def _whole(request: web.Request, answer: dict[str, Any], write_s: float) -> web.StreamResponse:
-    """The answer in one piece."""
+    """Writes the response in one piece."""
     body, response = json.dumps(answer).encode(), web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
     response.content_length = len(body)
     await response.prepare(request)
@@ -437,7 +446,8 @@ async def _whole(request: web.Request, answer: dict[str, Any], write_s: float) -
 
 
 async def _write(request: web.Request, response: web.StreamResponse, told: bytes, seconds: float) -> None:
-    """ConnectionResetError, and there is no connection any more, where the client does not take it within so many seconds."""
+    """Writes to the client.  If it does not read the data within `seconds`, aborts the connection and raises
+    ConnectionResetError."""
     try:
         async with asyncio.timeout(seconds):
             await response.write(told)
@@ -449,29 +459,29 @@ async def _write(request: web.Request, response: web.StreamResponse, told: bytes
 
 
 async def _stream(
-    request: web.Request, writer: Writer, answering: Awaitable[list[Answer]], under_way: RunningAnswer, write_s: float
+    request: web.Request, writer: Writer, answering: Awaitable[list[Answer]], running: RunningAnswer, write_s: float
 ) -> web.StreamResponse:
-    """Server-sent events, each as soon as it can be told; comments where there is nothing to tell keep the connection open and
-    notice a client that left.  write_s: see `_write`."""
+    """Writes server-sent events as soon as their content is final.  When there are none, comments keep the connection open and
+    detect a client that has disconnected. write_s: see `_write`."""
     task = asyncio.ensure_future(answering)
-    task.add_done_callback(lambda _: under_way.notify())
+    task.add_done_callback(lambda _: running.notify())
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     clock = task.get_loop().time
     written_at = clock()
     try:
-        await under_way.news(HEARTBEAT_S)
+        await running.news(HEARTBEAT_S)
         if task.done():
             task.result()  # an error of its first moments is an answer with its own status
         await response.prepare(request)
         while not task.done():
-            told = _events(writer.told(under_way))
+            told = _events(writer.new_chunks(running))
             if not told and clock() - written_at >= HEARTBEAT_S:
                 told = b": working\n\n"
             if told:
                 await _write(request, response, told, write_s)
                 written_at = clock()
-            await under_way.news(HEARTBEAT_S)
-        await _write(request, response, _last_events(request, task, writer, under_way), write_s)
+            await running.news(HEARTBEAT_S)
+        await _write(request, response, _last_events(request, task, writer, running), write_s)
         await response.write_eof()
     except ConnectionResetError:
         if not response.prepared:
@@ -482,12 +492,12 @@ async def _stream(
     return response
 
 
-def _last_events(request: web.Request, task: asyncio.Future[list[Answer]], writer: Writer, under_way: RunningAnswer) -> bytes:
+def _last_events(request: web.Request, task: asyncio.Future[list[Answer]], writer: Writer, running: RunningAnswer) -> bytes:
     try:
         answers = task.result()
     except Exception as error:  # noqa: BLE001  the request's boundary: its status is sent, so an event tells of the error
         return _events([as_api_error(request, error).body])
-    return _events(writer.ends(answers, under_way)) + b"data: [DONE]\n\n"
+    return _events(writer.last_chunks(answers, running)) + b"data: [DONE]\n\n"
 
 
 def _events(told: Iterable[dict[str, Any]]) -> bytes:

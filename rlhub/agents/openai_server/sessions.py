@@ -1,8 +1,9 @@
 """Sessions: what one agent sampled through the endpoint, as tokens with log-probs and versions.
 
-An agent sends its whole history with every request.  A request whose history begins with that of a recorded turn, the turn's
-answer included, continues that turn: the recorded tokens are its prompt's beginning, and only what is new is tokenized.  Any
-other starts a segment of its own.  So the record is a forest; each path from a root to a leaf is what a policy saw and wrote.
+An agent sends its whole history with every request.  A request whose history begins with that of a recorded turn, including the
+turn's answer, continues that turn: its prompt begins with the recorded tokens, and only the new messages are tokenized.  Any
+other request starts a new segment.  The record is therefore a forest, and each path from a root to a leaf is what a policy read
+and wrote.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from rlhub.utils.seeding import sample_seed
 Which = Literal["last", "longest", "random"]
 TOKEN_BYTES = 32
 NAMED, FURTHER = 1, 2
-"""Set the seeds that clients name, and those of a request's further answers, apart from those of `turn_seed`."""
+"""Purposes that keep the seeds that clients name, and those of a request's further answers, apart from the seeds of
+`turn_seed`."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SessionLimits:
-    """Most tokens in a segment: before its first answer, and from there on, the answers and all that stands between them."""
+    """The token limits of a segment: `prompt` for the tokens before its first answer, `response` for all tokens from there on."""
 
     prompt: int
     response: int
@@ -38,9 +40,9 @@ class SessionLimits:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SessionTurn:
-    """One answer.  added: the tokens before it that its parent does not have.
+    """One answer. added: the tokens before it that its parent does not have.
 
-    history: the conversation with this answer at its end, in a form that compares equal; empty for plain completions.
+    history: the conversation up to and including this answer, in a form that can be compared; empty for plain completions.
     """
 
     parent: SessionTurn | None
@@ -51,7 +53,7 @@ class SessionTurn:
 
     @property
     def path(self) -> list[SessionTurn]:
-        """From the segment's first turn to this one."""
+        """The turns from the segment's first one to this one."""
         turns = [self]
         while (parent := turns[-1].parent) is not None:
             turns.append(parent)
@@ -59,17 +61,19 @@ class SessionTurn:
 
     @property
     def ids(self) -> list[int]:
-        """Prompt, answers and what stands between them."""
+        """The tokens of the segment up to this turn: prompt, answers and the tokens between them."""
         return [token for turn in self.path for token in (*turn.added, *turn.completion.token_ids)]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Session:
-    """Record of one agent's run.  engine: generates for it.  token: the key its requests carry.  seed: of its first answer.
+    """The record of one agent's run.
 
-    num_mismatches: requests whose history has answers that were not recorded as they are told, so that a segment was broken
-    off.  num_overruled: requests that wanted to sample otherwise than the run does.  full: a request was refused because its
-    segment has no room left.
+    engine: generates for it. token: the API key of its requests. seed: the seed of its first answer.
+
+    num_mismatches: the number of requests whose history contains answers that differ from the recorded ones, so that a new
+    segment began. num_overruled: the number of requests whose sampling settings differed from the run's. full: a request was
+    refused because its segment had reached its token limit.
     """
 
     name: str
@@ -84,15 +88,15 @@ class Session:
     full: bool = False
 
     def begin_request(self) -> int:
-        """The number of the request that comes now, from 0."""
+        """Returns the number of a new request, from 0."""
         self.num_requests += 1
         return self.num_requests - 1
 
     def answer_seed(self, request: int, answer: int, wanted: int | None) -> int:
-        """Returns the seed of an answer by the order of requests, so that an agent's run can be repeated.
+        """Returns the seed of an answer.  It depends on the order of requests, so that an agent's run can be repeated.
 
-        wanted: the seed that the client names.  Equal ones give equal answers in this session only: samples of one prompt whose
-        agent always names the same would be copies of each other.
+        wanted: the seed that the client names.  Equal seeds give equal answers only within this session; otherwise the samples of
+        a prompt whose agent always names the same seed would be copies of each other.
         """
         if wanted is not None:
             return sample_seed(self.seed, wanted, NAMED)
@@ -100,23 +104,24 @@ class Session:
         return first if answer == 0 else sample_seed(first, answer, FURTHER)
 
     def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> SessionTurn | None:
-        """The turn that these messages continue; of several the one with the longest history, then the newest."""
+        """Returns the turn that these messages continue: of several the one with the longest history, then the newest; None if
+        there is none."""
         wanted, told = history_of(messages), tools_key(tools)
         fitting = [turn for turn in self.turns if turn.history and turn.tools == told and _begins(wanted, turn.history)]
         return max(fitting, key=lambda turn: (len(turn.history), self.turns.index(turn)), default=None)
 
     def find_ids(self, prompt: Sequence[int]) -> SessionTurn | None:
-        """The turn whose tokens are the beginning of this prompt."""
+        """Returns the turn whose tokens are the longest beginning of this prompt, or None."""
         fitting = [turn for turn in self.turns if len(ids := turn.ids) < len(prompt) and list(prompt[: len(ids)]) == ids]
         return max(fitting, key=lambda turn: len(turn.ids), default=None)
 
     def leaves(self) -> Iterator[SessionTurn]:
-        """Ends of segments, in the order of their last answers."""
+        """Returns the last turns of all segments, in the order of their answers."""
         parents = {id(turn.parent) for turn in self.turns}
         return (turn for turn in self.turns if id(turn) not in parents)
 
     def metrics(self, chosen: SessionTurn | None = None) -> dict[str, float]:
-        """Numbers of the whole session; `chosen`: the segment that is trained."""
+        """Returns the numbers of the whole session. chosen: the segment that trains."""
         written = sum(len(turn.completion.token_ids) for turn in self.turns)
         kept = sum(len(turn.completion.token_ids) for turn in chosen.path) if chosen is not None else 0
         return {
@@ -129,8 +134,8 @@ class Session:
         }
 
     def trajectory(self, which: Which = "last") -> Trajectory | None:
-        """The segment with the last answer, the one with the most tokens of the policy, or any of them, drawn by the session's
-        seed; None where nothing was sampled."""
+        """Returns one segment as a trajectory, or None if nothing was sampled: the segment with the last answer, the one with the
+        most tokens of the policy, or one drawn with the session's seed."""
         leaves = [leaf for leaf in self.leaves() if any(turn.completion.token_ids for turn in leaf.path)]
         if not leaves:
             return None
@@ -147,7 +152,7 @@ class Session:
 
 
 def as_trajectory(leaf: SessionTurn) -> Trajectory:
-    """The segment that ends here."""
+    """Returns the segment that ends with this turn."""
     path = leaf.path
     made = Trajectory(
         prompt_ids=list(path[0].added),
@@ -168,7 +173,8 @@ def as_trajectory(leaf: SessionTurn) -> Trajectory:
 
 
 def history_of(messages: Sequence[Message]) -> tuple[str, ...]:
-    """One text a message.  Ids of calls do not count in answers: a model never wrote them."""
+    """Returns each message as a text that can be compared.  Ids of calls in answers do not count, because the model did not write
+    them."""
     return tuple(
         json.dumps(
             [
@@ -185,10 +191,12 @@ def history_of(messages: Sequence[Message]) -> tuple[str, ...]:
 
 
 def tools_key(tools: Sequence[dict[str, Any]]) -> str:
+    """Returns the tools of a request as a text that can be compared."""
     return json.dumps(list(tools), sort_keys=True) if tools else ""
 
 
 def has_answers(messages: Sequence[Message]) -> bool:
+    """Returns whether the messages contain an answer of the assistant."""
     return any(message["role"] == "assistant" for message in messages)
 
 
@@ -201,7 +209,7 @@ def _num_written(path: Sequence[SessionTurn]) -> int:
 
 
 def carries(header: str, key: str | None) -> bool:
-    """Whether an Authorization header bears this key, found in the same time whatever it bears; no key is borne by none."""
+    """Returns whether an Authorization header contains this key; never for the key None.  The comparison takes constant time."""
     scheme, _, given = header.partition(" ")
     same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), (key or secrets.token_hex()).encode())
     return key is not None and same and scheme.lower() == "bearer"

@@ -1,8 +1,8 @@
-"""Answers under way: what of their text and tokens may be told before their end is known.
+"""Running answers: which of their text and tokens may be sent before the rest is known.
 
-What a client has read cannot be taken back, so text waits while more tokens could still change it: for the token after it (a
-character may be spread over several, and tokenizers join neighbours), while it may be the beginning of a stop text, and where
-it may be the beginning of a tool call.  What is told is a beginning of what the whole answer says.
+A client cannot take back what it has read.  Text therefore waits while further tokens could still change it: the next token may
+complete a character or join its neighbour, and the text may be the beginning of a stop text or of a tool call.  The streamed
+parts always form a beginning of the whole answer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from rlhub.tools.call_streams import CallStream, ReplyPart, beginning, call_stre
 from rlhub.tools.formats import ParsedReply
 
 INCOMPLETE = "\ufffd"
-"""What bytes that are no whole character decode to."""
+"""The character to which bytes decode that form no whole character."""
 WINDOW_TOKENS = 32
-"""Tokens decoded anew with each token are at least so many, and at most twice as many: no tokenizer joins tokens so far apart."""
+"""Each token is decoded together with at least so many tokens before it and at most twice as many; no tokenizer joins tokens over
+a longer distance."""
 ID_BYTES = 12
 
 FindCalls = Callable[[str], ParsedReply]
@@ -30,10 +31,10 @@ FindCalls = Callable[[str], ParsedReply]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Rules:
-    """How a request's answers are read; see `as_answer`.
+    """The rules by which the answers to a request are read; see `as_answer`.
 
-    find_calls: None: no calls are looked for.  opening: with which text the prompt has begun the answer.  one_call: the answer
-    ends with its first call.
+    find_calls: None if the answer is not searched for calls. opening: the text with which the prompt has begun the answer.
+    one_call: the answer ends with its first call.
     """
 
     decode: Callable[[Sequence[int]], str]
@@ -44,24 +45,24 @@ class Rules:
     one_call: bool = False
 
     def stream(self) -> CallStream:
-        """Returns the parser of one answer's text, which goes on after the opening."""
+        """Returns a parser of one answer's text, which continues after the opening."""
         made = call_stream(self.find_calls)
         told = made.add(self.opening)
         assert not told, "an opening alone says nothing for sure"
         return made
 
     def complete(self, text: str) -> bool:
-        """Whether the answer ends with this text or has ended in it."""
+        """Returns whether the answer has ended within this text or ends with it."""
         return any(item in text for item in self.stop) or (self.one_call and self.stream().closes_with(text))
 
     @property
     def may_end(self) -> bool:
-        """Whether an answer can be `complete` before its last token."""
+        """Returns whether an answer can be complete before the engine ends it."""
         return bool(self.stop) or self.one_call
 
 
 class StableText:
-    """Tokens as text.  stable: what further tokens cannot change; unsure: what follows it for now."""
+    """Decodes a growing list of tokens. stable: the text that further tokens cannot change. unsure: the current text after it."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self.stable = self.unsure = ""
@@ -71,7 +72,7 @@ class StableText:
         self._taken = 0  # characters of the window's text that are in `stable`
 
     def add(self, token: int) -> None:
-        """One token more."""
+        """Appends one token."""
         self._window.append(token)
         before, self._text = self._text, self._decode(self._window)
         sure = commonprefix([before, self._text]).rstrip(INCOMPLETE)
@@ -82,7 +83,7 @@ class StableText:
             self._shorten()
 
     def _shorten(self) -> None:
-        """Forget the older tokens, where the younger ones alone read the same."""
+        """Drops the older tokens of the window, where the younger ones alone decode to the same end."""
         young = self._window[WINDOW_TOKENS:]
         text = self._decode(young)
         if text.endswith(self.unsure):
@@ -91,7 +92,7 @@ class StableText:
 
 @dataclass(slots=True, kw_only=True)
 class StreamPart:
-    """A piece of an answer: text and tool calls in their order.  start: number of its first token."""
+    """A part of an answer: text and tool calls in their order. start: the index of its first token."""
 
     written: list[ReplyPart]
     start: int
@@ -102,7 +103,11 @@ class StreamPart:
 
 @dataclass(eq=False)
 class Choice:
-    """One answer under way.  Of who writes it down: begun, whether its client was told of it; offset, the tokens' characters."""
+    """One running answer.
+
+    changed: called after new tokens.  The Writer keeps two values here: begun, whether the first chunk was sent; offset, the
+    number of characters of the tokens sent.
+    """
 
     prompt_ids: list[int]
     rules: Rules
@@ -116,11 +121,11 @@ class Choice:
         self._text = StableText(self.rules.decode)
         self._stream = self.rules.stream()
         self._first_call = self.rules.stream()  # all that is stable, where the first call ends the answer
-        self._told_tokens = self._told_text = 0
+        self._sent_tokens = self._sent_text = 0
         self._call_ids: list[str] = []
 
     def follow(self, progress: Progress) -> None:
-        """More tokens.  Those after the one that completes a stop text are not the answer's: then `stopped` is set, and
+        """Appends tokens.  After the token that completes the answer all further ones are ignored: `stopped` is set, and
         `written` is the whole answer."""
         for token, log_prob, version in zip(progress.token_ids, progress.log_probs, progress.versions, strict=True):
             if self.stopped.is_set():
@@ -147,11 +152,11 @@ class Choice:
             self.stopped.set()
 
     def take(self) -> StreamPart:
-        """What may be told and was not yet."""
+        """Returns the part that may be sent now and was not sent yet."""
         return self._part(self._text.stable[: self._sayable()], self.written)
 
     def rest(self, text: str, completion: Completion) -> StreamPart:
-        """The answer is complete: all that was not told yet.  text: all of it, calls included."""
+        """Returns all that was not sent yet, when the answer is complete. text: the whole answer, calls included."""
         part = self._part(text, completion)
         part.written += self._stream.end()
         return part
@@ -163,12 +168,12 @@ class Choice:
         return self._call_ids[index]
 
     def _sayable(self) -> int:
-        text, first = self._text.stable, self._told_text
+        text, first = self._text.stable, self._sent_text
         return first + min((beginning(text[first:], item) for item in self.rules.stop), default=len(text) - first)
 
     def _part(self, text: str, completion: Completion) -> StreamPart:
-        start, offset = self._told_tokens, self._told_text
-        self._told_tokens, self._told_text = len(completion.token_ids), max(offset, len(text))
+        start, offset = self._sent_tokens, self._sent_text
+        self._sent_tokens, self._sent_text = len(completion.token_ids), max(offset, len(text))
         return StreamPart(
             written=self._stream.add(text[offset:]),
             start=start,
@@ -179,23 +184,24 @@ class Choice:
 
 
 class RunningAnswer:
-    """The answers of one request, in the order of their choices, and news of them."""
+    """The choices of one request in their order, and a notification when they change."""
 
     def __init__(self) -> None:
         self.choices: list[Choice] = []
         self._news = asyncio.Event()
 
     def begin(self, prompt_ids: list[int], rules: Rules, count: int) -> list[Choice]:
-        """So many answers to one prompt."""
+        """Adds `count` answers to one prompt, and returns them."""
         made = [Choice(prompt_ids, rules, self.notify) for _ in range(count)]
         self.choices += made
         return made
 
     def notify(self) -> None:
+        """Wakes the coroutine that waits in `news`."""
         self._news.set()
 
     async def news(self, timeout_s: float) -> None:
-        """Waits until something may be to tell, at most `timeout_s`."""
+        """Waits until an answer has changed, at most `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()

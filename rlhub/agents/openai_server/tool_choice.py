@@ -1,4 +1,4 @@
-"""Which tools an answer may call, must call, and how many: `tools`, `tool_choice` and `parallel_tool_calls`."""
+"""The tools that an answer may call, must call, and how many: `tools`, `tool_choice` and `parallel_tool_calls`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rlhub.utils.tool_calls import schema_name
 
 @dataclass(slots=True, kw_only=True)
 class ToolUse:
-    """tools: function schemas as given; their `strict` is a wish that nobody here can grant.
+    """The tools of a request.
 
-    look: whether calls are looked for.  must: the answer is begun as a call; of the tool `name` where one is named.
-    one: the answer ends with its first call.
+    tools: the function schemas as given; their `strict` is not supported. look: whether the answer is searched for calls. must:
+    the answer must begin with a call, of the tool `name` if one is named. one: the answer ends with its first call.
     """
 
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -25,7 +25,7 @@ class ToolUse:
 
 
 def read_tools(body: dict[str, Any]) -> ToolUse:
-    """Reads the tools of a chat request."""
+    """Parses the tools of a chat request."""
     tools, choice, parallel = _tools(body.get("tools")), body.get("tool_choice"), body.get("parallel_tool_calls")
     if parallel is not None and not isinstance(parallel, bool):
         raise bad_field("parallel_tool_calls", parallel, "true or false")

@@ -1,6 +1,6 @@
-"""ActorPool: the actors that run one kind of code of the user's (episodes, environments), kept alive from start to end.
+"""ActorPool: the actors that run one kind of user code (episodes, environments), with their start, restarts and end.
 
-A pool lives on one event loop, the episodes'.
+A pool lives on the event loop of the episodes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 StartActor = Callable[[str], Awaitable["AsyncActor"]]
-"""Starts the actor of this name."""
+"""Starts the actor with this name."""
 
 UNLIMITED = 1 << 20
-"""Calls at a time in an actor: some wait there for long, and those that they wait for must never wait behind them."""
+"""Maximum number of concurrent calls in an actor.  Some calls wait there for long, and the calls that end their wait must never
+queue behind them."""
 
 
 @dataclass(slots=True, eq=False)
 class PooledActor:
-    """An actor of a pool.  episodes: how many it serves.  places: how many of these have a place of a limited kind, by kind."""
+    """An actor of a pool. episodes: the number of episodes that it serves. places: how many of them occupy a place of each
+    limited kind."""
 
     name: str
     actor: AsyncActor
@@ -37,10 +39,10 @@ class PooledActor:
 
 
 class ActorPool:
-    """See the module docstring.  An actor that dies is replaced at once, `restarts` times each.
+    """Keeps `num_actors` actors running: one that dies is replaced at once, up to `restarts` times each.
 
-    kind: the noun in messages.  metric: how the names of the metrics begin.  prefix: how those of the actors and logs begin.
-    counts: deaths, restarts, and what subclasses count.
+    kind: the noun in messages. metric: the prefix of the metrics' names. prefix: the prefix of the names of actors and logs.
+    counts: deaths, restarts, and the counts of subclasses.
     """
 
     kind = "actor"
@@ -61,7 +63,7 @@ class ActorPool:
         self._closed = False
 
     async def start(self) -> None:
-        """Starts all actors.  If one cannot start the others are ended too."""
+        """Starts all actors.  If one cannot start, the others are ended and its error is raised."""
         joining = (self._join(f"{self.prefix}-{number}") for number in range(self._num_actors))
         failures = [found for found in await asyncio.gather(*joining, return_exceptions=True) if found is not None]
         if failures:
@@ -69,7 +71,8 @@ class ActorPool:
             raise failures[0]
 
     async def choose(self) -> PooledActor:
-        """Returns the one with the fewest episodes.  Waits while all are being replaced; WorkflowError when none will be."""
+        """Returns the actor with the fewest episodes.  Waits while all are being replaced; raises WorkflowError when none will
+        be."""
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -80,7 +83,7 @@ class ActorPool:
                 await self._changed.wait()
 
     def lost(self, member: PooledActor, why: BaseException | str) -> None:
-        """Ends an actor that died or hangs, and starts another in its place.  May be called several times for one."""
+        """Ends an actor that died or hangs, and starts another in its place.  Repeated calls for the same actor do nothing."""
         if member not in self.members or self._closed:
             return
         self.members.remove(member)
@@ -91,13 +94,13 @@ class ActorPool:
         self._replace(member.name, why)
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs work until its end, or the pool's."""
+        """Runs a coroutine as a task, which is cancelled when the pool closes."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Ends all actors and what they run.  Idempotent."""
+        """Ends all actors with everything they run.  Idempotent."""
         self._closed = True
         if self._failure is None:
             self._failure = WorkflowError(f"the {self.kind}s were closed")
@@ -109,11 +112,11 @@ class ActorPool:
         await asyncio.gather(*(self._end(member) for member in members), self._end_unwanted())
 
     def metrics(self) -> dict[str, float]:
-        """Returns the counts since the start."""
+        """Returns the numbers of deaths and restarts since the start."""
         return {f"{self.metric}_{name}": float(self.counts[name]) for name in ("deaths", "restarts")}
 
     def _drop_ended(self) -> None:
-        """Replaces those that have ended and were not reported yet."""
+        """Replaces actors whose process has ended and was not reported yet."""
         for member in [member for member in self.members if member.actor.ended]:
             self.lost(member, "its process has ended")
 
@@ -170,7 +173,7 @@ class ActorPool:
         member.actor.kill()
 
     async def _end_unwanted(self) -> None:
-        """Ends those that were still being started when all were ended."""
+        """Ends the actors whose start was still in progress when the pool closed."""
         if self._starting:
             done, _ = await asyncio.wait(self._starting, timeout=self._shutdown_s)
             for started in done:
@@ -183,7 +186,8 @@ class ActorPool:
 
 
 def own_error(error: WorkerError) -> Exception:
-    """Returns what the code in an actor raised, as it would be on the driver, where that can be known; else the WorkerError."""
+    """Returns the error that the code in an actor raised, as the driver would have raised it, where its type is known; otherwise
+    the WorkerError itself."""
     if isinstance(error.__cause__, RlhubError) and not isinstance(error, WorkerDiedError):
         own, error.__cause__ = error.__cause__, None
         return own

@@ -1,7 +1,8 @@
 """EpisodeActor, the object of an AsyncActor: runs the episodes' own code (tools, tokenizing, environments) in its process.
 
-Generation, scoring and environment actors stay with the driver: what an episode asks of them waits here until the driver, which
-fetches the questions with `next`, sends the answer.  An episode may have several questions open at once.
+Generation, scoring and environment actors stay with the driver.  The driver fetches the requests of an episode with
+`next_message` and sends each response with `respond`; until then the episode waits for it.  An episode may have several open
+requests.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rlhub.agents.remote.environment_asks import AskedEnvironments, EnvironmentAsk
+from rlhub.agents.remote.environment_requests import DriverEnvironmentSource, EnvironmentRequest
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, RolloutWorkflow, WorkflowParts, build_workflow
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
@@ -23,7 +24,8 @@ from rlhub.utils.aio.results import Reject
 
 
 class WorkflowKey(NamedTuple):
-    """The workflow of an episode.  purpose: which of the actor's samplings; name: as `build_workflow` takes it."""
+    """Identifies the workflow of an episode. purpose: selects one of the actor's sampling parameters. name: as `build_workflow`
+    takes it."""
 
     purpose: str
     name: str
@@ -31,11 +33,11 @@ class WorkflowKey(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EpisodeActorSettings:
-    """The parts of which an episode actor builds its workflows; they travel to it.
+    """The parts from which an episode actor builds its workflows; they are sent to the actor.
 
-    tokenizer: makes it.  samplings: by purpose.  kwargs: the workflows' own settings.  folder: the driver's working directory,
-    from which relative paths in the settings and names count; "" stays where the process is.  lends_environments: the driver
-    has environments for the episodes; else each workflow runs its own here.
+    tokenizer: a function that builds it. samplings: the sampling parameters by purpose. kwargs: the workflows' own settings.
+    folder: the driver's working directory, to which relative paths in settings and names refer; "" stays in the process's own.
+    lends_environments: the driver leases environments to the episodes; if False, each workflow runs its own in the actor.
     """
 
     tokenizer: Callable[[], Any]
@@ -48,8 +50,8 @@ class EpisodeActorSettings:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Ask:
-    """The episode wants a completion; the answer is a Completion.  followed: and it wants the tokens as they come."""
+class CompletionRequest:
+    """A request for a completion; the response is a Completion. followed: the episode wants the tokens while they are sampled."""
 
     number: int
     request: GenerationRequest
@@ -58,8 +60,8 @@ class Ask:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ScoreAsk:
-    """The episode wants a score; the answer is that of `agents.workflows.base.Score`."""
+class ScoreRequest:
+    """A request for a score; the response is that of `agents.workflows.base.Score`."""
 
     number: int
     row: Mapping[str, Any]
@@ -67,28 +69,28 @@ class ScoreAsk:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Withdrawn:
-    """The episode waits no longer for the answer to this question."""
+class RequestCancelled:
+    """The episode no longer waits for the response to this request."""
 
     number: int
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Ended:
-    """The episode's last message.  rejected: why it raised Reject."""
+class EpisodeEnded:
+    """The last message of an episode. rejected: the reason if it raised Reject."""
 
     trajectory: Trajectory | None = None
     rejected: str | None = None
 
 
-Message = Ask | ScoreAsk | EnvironmentAsk | Withdrawn | Ended
+Message = CompletionRequest | ScoreRequest | EnvironmentRequest | RequestCancelled | EpisodeEnded
 
 _CURRENT: ContextVar[_Episode] = ContextVar("rlhub_episode")
-"""The episode that a piece of code belongs to: all episodes of a workflow share its parts, and so their `score`."""
+"""The episode that the running code belongs to.  All episodes of a workflow share its parts, and so the same `score` function."""
 
 
 class EpisodeActor:
-    """See the module docstring.  All methods run on one event loop; a session is one run of one episode."""
+    """Runs many episodes on one event loop.  A session is one run of one episode."""
 
     def __init__(self, settings: EpisodeActorSettings) -> None:
         if settings.folder and os.getcwd() != settings.folder:
@@ -106,35 +108,37 @@ class EpisodeActor:
         episode = self._episodes[session] = _Episode()
         episode.task = asyncio.create_task(self._run(episode, workflow, data))
 
-    async def next(self, session: str) -> Message:
-        """Returns what the episode asks next, in order; waits for it.  Raises the episode's error, and drops it at its end."""
+    async def next_message(self, session: str) -> Message:
+        """Waits for the next message of the episode and returns it, in order.  Raises the episode's error; the session ends with
+        it."""
         episode = self._episodes.get(session)
         if episode is None:
             raise WorkflowError(f"no session {session} runs here: it has ended or was cancelled")
         message = await episode.messages.get()
-        if isinstance(message, Ended | Exception):
+        if isinstance(message, EpisodeEnded | Exception):
             self._episodes.pop(session, None)
         if isinstance(message, Exception):
             raise message
         return message
 
-    async def answer(self, session: str, number: int, value: Any) -> None:
-        """Takes the answer to question `number`.  One that nobody waits for any more is ignored."""
+    async def respond(self, session: str, number: int, value: Any) -> None:
+        """Passes the response to request `number` to the episode.  A response that nothing waits for is ignored."""
         if session in self._episodes:
             self._episodes[session].settle(number, value, None)
 
     async def report_progress(self, session: str, number: int, progress: Progress) -> None:
-        """Takes more tokens of the completion that question `number` asks for.  In order: one call after the other."""
+        """Passes more tokens of the completion of request `number` to the episode.  Calls must come one after the other, in
+        order."""
         if session in self._episodes:
             self._episodes[session].report_progress(number, progress)
 
-    async def refuse(self, session: str, number: int, error: RlhubError) -> None:
-        """Raises this error in the episode: there is no answer to question `number`."""
+    async def fail_request(self, session: str, number: int, error: RlhubError) -> None:
+        """Raises this error in the episode, as the outcome of request `number`."""
         if session in self._episodes:
             self._episodes[session].settle(number, None, error)
 
     async def cancel(self, session: str) -> None:
-        """Ends an episode; its code cleans up after this has returned.  An unknown session is ignored."""
+        """Cancels an episode; its code cleans up after this call has returned.  An unknown session is ignored."""
         episode = self._episodes.pop(session, None)
         if episode is not None and episode.task is not None:
             episode.unwanted = True
@@ -143,7 +147,7 @@ class EpisodeActor:
             episode.task.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
-        """Ends all episodes and releases what their workflows hold."""
+        """Cancels all episodes and closes their workflows."""
         for session in list(self._episodes):
             await self.cancel(session)
         await asyncio.gather(*self._leaving, return_exceptions=True)
@@ -152,11 +156,11 @@ class EpisodeActor:
 
     async def _run(self, episode: _Episode, key: WorkflowKey, data: EpisodeData) -> None:
         _CURRENT.set(episode)
-        end: Ended | Exception
+        end: EpisodeEnded | Exception
         try:
-            end = Ended(trajectory=await self._workflow(key).arun_episode(episode, data))
+            end = EpisodeEnded(trajectory=await self._workflow(key).arun_episode(episode, data))
         except Reject as reason:
-            end = Ended(rejected=str(reason))
+            end = EpisodeEnded(rejected=str(reason))
         except asyncio.CancelledError:
             if episode.unwanted:
                 raise
@@ -175,7 +179,7 @@ class EpisodeActor:
                 max_response_length=settings.max_response_length,
                 score=_score,
                 kwargs=settings.kwargs,
-                environments=AskedEnvironments(_current) if settings.lends_environments else None,
+                environments=DriverEnvironmentSource(_current) if settings.lends_environments else None,
             )
             self._workflows[key] = build_workflow(key.name, parts)
         return self._workflows[key]
@@ -194,17 +198,17 @@ class _Episode:
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
         """Generates with the driver's engine."""
-        ask = Ask(number=next(self._numbers), request=request, params=params, followed=follow is not None)
+        asked = CompletionRequest(number=next(self._numbers), request=request, params=params, followed=follow is not None)
         if follow is not None:
-            self._following[ask.number] = follow
+            self._following[asked.number] = follow
         try:
-            completion: Completion = await self._asked(ask)
+            completion: Completion = await self._send(asked)
         finally:
-            self._following.pop(ask.number, None)
+            self._following.pop(asked.number, None)
         return completion
 
     def report_progress(self, number: int, progress: Progress) -> None:
-        """Passes tokens to the follower of this question's completion, if that has not come yet."""
+        """Passes tokens to the follower of this request, unless its completion has already arrived."""
         waiting = self._open.get(number)
         if waiting is None or waiting.done():
             return
@@ -212,24 +216,24 @@ class _Episode:
             self._following[number](progress)
         except Exception as error:  # noqa: BLE001  the follower's own code: its error is that of its request
             waiting.set_exception(error)
-            self.messages.put_nowait(Withdrawn(number=number))
+            self.messages.put_nowait(RequestCancelled(number=number))
 
     async def score(self, row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
         """Scores with the driver's reward function."""
         number = next(self._numbers)
-        found: tuple[float, dict[str, float]] = await self._asked(ScoreAsk(number=number, row=row, text=text))
+        found: tuple[float, dict[str, float]] = await self._send(ScoreRequest(number=number, row=row, text=text))
         return found
 
-    async def ask_environment(self, lease: int, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Calls one of the driver's environments."""
-        return await self._asked(EnvironmentAsk(number=next(self._numbers), lease=lease, method=method, arguments=arguments))
+    async def call_environment(self, lease: int, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Calls a method of one of the driver's environments."""
+        return await self._send(EnvironmentRequest(number=next(self._numbers), lease=lease, method=method, arguments=arguments))
 
     def notify_environment(self, lease: int, method: str) -> None:
-        """Sends a message without an answer: the driver may have left already."""
-        self.messages.put_nowait(EnvironmentAsk(number=next(self._numbers), lease=lease, method=method))
+        """Sends a message without a response, because the driver may no longer serve the episode."""
+        self.messages.put_nowait(EnvironmentRequest(number=next(self._numbers), lease=lease, method=method))
 
     def settle(self, number: int, value: Any, error: RlhubError | None) -> None:
-        """Gives an answer, or an error, to the code that waits for it."""
+        """Completes an open request with a response or an error."""
         waiting = self._open.get(number)
         if waiting is None or waiting.done():
             return
@@ -238,25 +242,25 @@ class _Episode:
         else:
             waiting.set_exception(error)
 
-    async def _asked(self, question: Ask | ScoreAsk | EnvironmentAsk) -> Any:
-        answer = self._open[question.number] = asyncio.get_running_loop().create_future()
-        self.messages.put_nowait(question)
+    async def _send(self, request: CompletionRequest | ScoreRequest | EnvironmentRequest) -> Any:
+        answer = self._open[request.number] = asyncio.get_running_loop().create_future()
+        self.messages.put_nowait(request)
         try:
             return await answer
         except asyncio.CancelledError:
-            self.messages.put_nowait(Withdrawn(number=question.number))
+            self.messages.put_nowait(RequestCancelled(number=request.number))
             raise
         finally:
-            del self._open[question.number]
+            del self._open[request.number]
 
 
 async def _score(row: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-    """Scores for the episode that the running code belongs to: `WorkflowParts.score` in the actor."""
+    """Scores for the episode that the running code belongs to; it is `WorkflowParts.score` in the actor."""
     return await _current().score(row, text)
 
 
 def _current() -> _Episode:
-    """Returns the episode that the running code belongs to."""
+    """Returns the episode that the running code belongs to.  Raises WorkflowError outside of an episode."""
     episode = _CURRENT.get(None)
     if episode is None:
         raise WorkflowError(

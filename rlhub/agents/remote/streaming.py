@@ -11,8 +11,8 @@ from rlhub.agents.partials import join
 from rlhub.engines.rollout.base import Completion, FinishReason, Follow, GenerationRequest, Progress, SamplingParams
 
 
-class Trail:
-    """A request's tokens so far, at the replica, for a caller in another process.  It lives on one event loop."""
+class TokenStream:
+    """Collects the tokens of one running request at the replica, for a caller in another process.  Lives on one event loop."""
 
     def __init__(self) -> None:
         self._so_far = Progress(token_ids=[], log_probs=[], versions=[])
@@ -20,17 +20,17 @@ class Trail:
         self._ended = False
 
     def follow(self, progress: Progress) -> None:
-        """Takes the tokens that the engine has added."""
+        """Appends the tokens that the engine has just sampled."""
         extend(self._so_far, progress)
         self._changed.set()
 
     def end(self) -> None:
-        """Ends the stream: the request has its answer, or will get none."""
+        """Ends the stream: the request has completed or failed."""
         self._ended = True
         self._changed.set()
 
     async def after(self, have: int) -> Progress | None:
-        """Returns the tokens after the first `have`, as soon as there are any; None where no more will come."""
+        """Returns the tokens after the first `have` as soon as there are any, or None when no more will come."""
         while len(self._so_far.token_ids) <= have:
             if self._ended:
                 return None
@@ -45,40 +45,43 @@ class Trail:
         )
 
 
-class Trails:
-    """The trails of a replica, by the names under which requests are followed."""
+class TokenStreams:
+    """The token streams of a replica, by the names under which requests are followed."""
 
     def __init__(self) -> None:
-        self._begun: dict[str, Trail] = {}
-        self._awaited: dict[str, Trail] = {}
+        self._begun: dict[str, TokenStream] = {}
+        self._awaited: dict[str, TokenStream] = {}
 
     @contextmanager
-    def of(self, name: str) -> Iterator[Trail]:
-        """Gives the trail of a request while it runs."""
-        trail = self._begun[name] = self._awaited.get(name) or Trail()
+    def of(self, name: str) -> Iterator[TokenStream]:
+        """Yields the stream of a request while the request runs."""
+        stream = self._begun[name] = self._awaited.get(name) or TokenStream()
         try:
-            yield trail
+            yield stream
         finally:
             del self._begun[name]
-            trail.end()
+            stream.end()
 
     async def after(self, name: str, have: int) -> Progress | None:
-        """See Trail.after.  A request whose first tokens are asked for may not have arrived: a call with a long prompt is
-        overtaken.  For one that has ended already this waits until the caller, who has the answer, cancels the call."""
-        trail = self._begun.get(name)
-        if trail is None and have:
+        """Returns the tokens of a named stream as TokenStream.after does.
+
+        The call may arrive before its request, because a call with a long prompt travels longer.  For a request that has already
+        ended it waits until the caller, who has the completion by then, cancels it.
+        """
+        stream = self._begun.get(name)
+        if stream is None and have:
             return None
         try:
-            return await (trail or self._awaited.setdefault(name, Trail())).after(have)
+            return await (stream or self._awaited.setdefault(name, TokenStream())).after(have)
         finally:
             self._awaited.pop(name, None)
 
 
-class Following:
-    """A followed request at the router, through all the replicas that have it one after the other.
+class StreamedRequest:
+    """A request at the router whose tokens are streamed, over all replicas that serve it one after the other.
 
-    Tokens that were sent on stay valid.  Where a replica dies the next one continues from them, under its weights, and does not
-    start again: that could give others.
+    Tokens that were streamed stay valid.  When a replica dies, the next one continues after them under its own weights; a new
+    start could sample other tokens.
     """
 
     def __init__(self, request: GenerationRequest, params: SamplingParams, follow: Follow) -> None:
@@ -87,16 +90,17 @@ class Following:
         self._before: Completion | None = None  # the tokens of earlier attempts
 
     def send_on(self, progress: Progress) -> None:
-        """Sends more tokens of this attempt to the follower."""
+        """Passes more tokens of the current attempt to the follower."""
         extend(self._sent, progress)
         self._follow(progress)
 
     def whole(self, completion: Completion) -> Completion:
-        """Returns the completion of this attempt, joined to the tokens of earlier ones."""
+        """Returns the completion of the current attempt, joined to the tokens of earlier attempts."""
         return join(self._before, completion)
 
     def finished(self) -> Completion | None:
-        """Returns the completion, if the tokens that were sent on end it: then only the answer itself was lost."""
+        """Returns the completion if the streamed tokens are already all of it, so that only the reply of the replica was lost;
+        otherwise None."""
         sent, params = self._sent, self._params
         reason = sent.finish_reason
         if reason is None and len(sent.token_ids) >= params.max_new_tokens - self._first.start:
@@ -106,7 +110,7 @@ class Following:
         return None if reason is None else self._as_completion(reason)
 
     def again(self) -> GenerationRequest:
-        """Returns the request of the next attempt."""
+        """Returns the request for the next attempt, which continues after the streamed tokens."""
         if not self._sent.token_ids:
             return self._first
         self._before = self._as_completion("abort")
@@ -121,7 +125,7 @@ class Following:
 
 
 def extend(so_far: Progress, more: Progress) -> None:
-    """Appends the second to the first."""
+    """Appends the tokens of `more` to `so_far`, and takes over its finish reason."""
     so_far.token_ids += more.token_ids
     so_far.log_probs += more.log_probs
     so_far.versions += more.versions

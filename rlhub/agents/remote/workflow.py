@@ -1,9 +1,8 @@
-"""RemoteWorkflow: an episode whose own code runs in an episode actor, while it generates and scores on the driver's loop.
+"""RemoteWorkflow: an episode whose own code runs in an episode actor, while it generates and scores on the driver's event loop.
 
-To the executor it is a workflow like any other: the engine that it gets answers what the remote episode asks, so routing,
-sessions, checkpoints of partial generations and cancellation are those of an episode on the driver.
-
-§§ episode_actors: EpisodeActors: the processes that run the episodes' own code, from start to end.  It lives on one event loop, the episodes'.
+To the executor it is a workflow like any other.  The driver generates, scores and leases environments for the remote episode with
+the engine it is given, so that routing, sessions, checkpoints of partial generations and cancellation work as for an episode on
+the driver.  EpisodeActors is the pool of the actors; it lives on the same event loop.
 """
 
 from __future__ import annotations
@@ -16,8 +15,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlhub.agents.remote.actor_pool import UNLIMITED, ActorPool, PooledActor, StartActor, own_error
-from rlhub.agents.remote.environment_asks import RELEASE, EnvironmentAnswers, EnvironmentAsk
-from rlhub.agents.remote.episode_actor import Ask, Ended, EpisodeActor, EpisodeActorSettings, ScoreAsk, Withdrawn, WorkflowKey
+from rlhub.agents.remote.environment_requests import RELEASE, EnvironmentRequest, EnvironmentRequestHandler
+from rlhub.agents.remote.episode_actor import (
+    CompletionRequest,
+    EpisodeActor,
+    EpisodeActorSettings,
+    EpisodeEnded,
+    RequestCancelled,
+    ScoreRequest,
+    WorkflowKey,
+)
 from rlhub.agents.remote.streaming import extend
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, WorkflowParts
@@ -31,22 +38,168 @@ from rlhub.utils.aio.results import Reject
 if TYPE_CHECKING:
     from rlhub.single_controller.async_actor import AsyncActor
 
+RETRIES = 3
+"""Maximum number of repetitions of an episode whose actor died, so that an episode which kills its actor does not use up all
+actors."""
+CANCEL_S = 60.0
+"""Maximum wait for an actor to acknowledge a cancellation, which it does at once; an actor that does not hangs."""
+_runs = itertools.count()
+
+
+class RemoteWorkflow(RolloutWorkflow):
+    """Runs each episode in an actor of the pool.
+
+    parts: those of the driver, of which only `score` and `environments` are used. key: the workflow that the actors build.
+    """
+
+    def __init__(self, parts: WorkflowParts, key: WorkflowKey, pool: EpisodeActors) -> None:
+        super().__init__(parts)
+        self._key, self._pool = key, pool
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+        """Runs the episode in the actor with the fewest episodes.  If that dies, the episode starts again in another one."""
+        for attempt in itertools.count():
+            member = await self._pool.choose()
+            try:
+                return await self._run_in(member, engine, data)
+            except WorkerDiedError as error:
+                if not member.actor.ended:  # the episode's own code raised it
+                    raise
+                self._pool.lost(member, error)
+                if attempt >= RETRIES:
+                    raise
+                self._pool.counts["episodes_again"] += 1
+        raise AssertionError("unreachable")
+
+    async def _run_in(self, member: PooledActor, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+        member.episodes += 1
+        run = EpisodeRun(member, f"{data.session}/{next(_runs)}", engine, self.parts)
+        try:
+            return await run.play(self._key, data)
+        except WorkerError as error:
+            own = own_error(error)
+            if own is error:
+                raise
+            raise own from error
+        finally:
+            member.episodes -= 1
+            await run.stop_requests()
+            if not run.over and not member.actor.ended:
+                self._pool.background(self._cancel(member, run.session))
+
+    async def _cancel(self, member: PooledActor, session: str) -> None:
+        try:
+            await member.actor.call("cancel", session, deadline_s=CANCEL_S)
+        except (WorkerDiedError, DeadlineError) as error:
+            self._pool.lost(member, error)
+
+
+class EpisodeRun:
+    """One run of an episode in an actor. over: True once nothing of it is left there."""
+
+    def __init__(self, member: PooledActor, session: str, engine: EpisodeEngine, parts: WorkflowParts) -> None:
+        self.session = session
+        self.over = False
+        self._actor, self._engine, self._parts = member.actor, engine, parts
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._environments = EnvironmentRequestHandler(parts.environments)
+
+    async def play(self, key: WorkflowKey, data: EpisodeData) -> Trajectory | None:
+        """Starts the episode and serves its requests until it ends; returns its trajectory."""
+        await self._actor.call("begin", self.session, key, data)
+        while True:
+            match await self._next():
+                case EpisodeEnded(rejected=None, trajectory=trajectory):
+                    return trajectory
+                case EpisodeEnded(rejected=reason):
+                    raise Reject(reason)
+                case RequestCancelled(number=number):
+                    if number in self._running:
+                        self._running[number].cancel()
+                case request:
+                    task = asyncio.create_task(self._serve(request))
+                    self._running[request.number] = task
+                    task.add_done_callback(partial(self._forget, request.number))
+
+    def _forget(self, number: int, task: asyncio.Task[None]) -> None:
+        self._running.pop(number, None)
+
+    async def stop_requests(self) -> None:
+        """Cancels the requests of the episode that still run, and releases its environments."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._environments.release_all()
+
+    async def _next(self) -> Any:
+        try:
+            message = await self._actor.call("next_message", self.session)
+        except WorkerError:
+            self.over = True
+            raise
+        self.over = isinstance(message, EpisodeEnded)
+        return message
+
+    async def _serve(self, request: CompletionRequest | ScoreRequest | EnvironmentRequest) -> None:
+        try:
+            value: Any
+            if isinstance(request, EnvironmentRequest):
+                value = await self._environments.handle(request)
+                if request.method == RELEASE:
+                    return
+            elif isinstance(request, CompletionRequest):
+                value = await self._generate(request)
+            else:
+                value = await self._parts.score(request.row, request.text)
+            await self._actor.call("respond", self.session, request.number, value)
+        except Exception as error:  # noqa: BLE001  the task's boundary: raised where the episode waits for the answer
+            with suppress(WorkerDiedError):  # of the actor: `next` raises it too
+                await self._actor.call("fail_request", self.session, request.number, _portable(error))
+
+    async def _generate(self, asked: CompletionRequest) -> Completion:
+        if not asked.followed:
+            return await self._engine.agenerate(asked.request, asked.params)
+        progress: asyncio.Queue[Progress] = asyncio.Queue()
+        sending = asyncio.create_task(self._send_progress(asked.number, progress))
+        try:
+            return await self._engine.agenerate(asked.request, asked.params, progress.put_nowait)
+        finally:
+            sending.cancel()
+
+    async def _send_progress(self, number: int, queue: asyncio.Queue[Progress]) -> None:
+        """Sends new tokens to the actor; each call carries all tokens that arrived during the one before."""
+        with suppress(WorkerError):  # the answer's own call meets the same
+            while True:
+                progress = await queue.get()
+                while not queue.empty():
+                    extend(progress, queue.get_nowait())
+                await self._actor.call("report_progress", self.session, number, progress)
+
+
+def _portable(error: Exception) -> RlhubError:
+    """Returns the error to raise in the actor.  A WorkerError is converted, because the driver would take it for a death of the
+    actor."""
+    if isinstance(error, RlhubError) and not isinstance(error, WorkerError):
+        return error
+    return EngineError(f"{type(error).__name__}: {error}")
+
 
 class EpisodeActors(ActorPool):
-    """See the module docstring and ActorPool.  counts: also episodes_again, the episodes that were repeated in another actor."""
+    """The pool of episode actors. counts: also episodes_again, the number of episodes that were repeated in another actor."""
 
     kind = "episode actor"
     metric = "rollout/episode_host"
     prefix = "episodes"
 
     def metrics(self) -> dict[str, float]:
-        """Returns the counts since the start."""
+        """Returns the numbers of deaths, restarts and repeated episodes since the start."""
         return super().metrics() | {f"{self.metric}_episodes_again": float(self.counts["episodes_again"])}
 
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeActorOptions:
-    """How the episode actors of a run are started; see AsyncActorOptions."""
+    """The settings with which a run's episode actors start; see AsyncActorOptions."""
 
     backend: Backend = "ray"
     start_s: float = 1800.0
@@ -55,8 +208,8 @@ class EpisodeActorOptions:
 
 
 def episode_actor_starter(settings: EpisodeActorSettings, options: EpisodeActorOptions) -> StartActor:
-    """Returns how to start actors on the driver's machine, which has the files that the settings name.  They use no GPU and
-    reserve no CPU."""
+    """Returns a function that starts actors on the driver's machine, which has the files that the settings name.  The actors use
+    no GPU and reserve no CPU."""
 
     async def start(name: str) -> AsyncActor:
         own = AsyncActorOptions(
@@ -74,150 +227,7 @@ def episode_actor_starter(settings: EpisodeActorSettings, options: EpisodeActorO
 
 
 def _own_node() -> str:
-    """Returns Ray's name of this machine; "" where there is no other."""
+    """Returns Ray's node id of this machine, or "" if the cluster has no other machine."""
     from rlhub.single_controller.ray.nodes import own_address
 
     return "" if is_one_machine() else node_at(own_address())
-
-
-RETRIES = 3
-"""Further attempts of an episode whose actor died: one that kills every actor must not use them all up."""
-CANCEL_S = 60.0
-"""Longest wait for an actor to take note that an episode is cancelled, which takes it no time; one that cannot hangs."""
-
-_runs = itertools.count()
-
-
-class RemoteWorkflow(RolloutWorkflow):
-    """parts: the driver's; only `score` and `environments` are used here.  key: the workflow that the actors build."""
-
-    def __init__(self, parts: WorkflowParts, key: WorkflowKey, pool: EpisodeActors) -> None:
-        super().__init__(parts)
-        self._key, self._pool = key, pool
-
-    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
-        """Runs the episode in the actor with the fewest; from its beginning in another one when that dies."""
-        for attempt in itertools.count():
-            member = await self._pool.choose()
-            try:
-                return await self._in(member, engine, data)
-            except WorkerDiedError as error:
-                if not member.actor.ended:  # the episode's own code raised it
-                    raise
-                self._pool.lost(member, error)
-                if attempt >= RETRIES:
-                    raise
-                self._pool.counts["episodes_again"] += 1
-        raise AssertionError("unreachable")
-
-    async def _in(self, member: PooledActor, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
-        member.episodes += 1
-        run = EpisodeRun(member, f"{data.session}/{next(_runs)}", engine, self.parts)
-        try:
-            return await run.play(self._key, data)
-        except WorkerError as error:
-            own = own_error(error)
-            if own is error:
-                raise
-            raise own from error
-        finally:
-            member.episodes -= 1
-            await run.stop_answering()
-            if not run.over and not member.actor.ended:
-                self._pool.background(self._cancel(member, run.session))
-
-    async def _cancel(self, member: PooledActor, session: str) -> None:
-        try:
-            await member.actor.call("cancel", session, deadline_s=CANCEL_S)
-        except (WorkerDiedError, DeadlineError) as error:
-            self._pool.lost(member, error)
-
-
-class EpisodeRun:
-    """One run of an episode in an actor.  over: nothing of it is left there."""
-
-    def __init__(self, member: PooledActor, session: str, engine: EpisodeEngine, parts: WorkflowParts) -> None:
-        self.session = session
-        self.over = False
-        self._actor, self._engine, self._parts = member.actor, engine, parts
-        self._answering: dict[int, asyncio.Task[None]] = {}
-        self._environments = EnvironmentAnswers(parts.environments)
-
-    async def play(self, key: WorkflowKey, data: EpisodeData) -> Trajectory | None:
-        """Answers the episode's questions until its end."""
-        await self._actor.call("begin", self.session, key, data)
-        while True:
-            match await self._next():
-                case Ended(rejected=None, trajectory=trajectory):
-                    return trajectory
-                case Ended(rejected=reason):
-                    raise Reject(reason)
-                case Withdrawn(number=number):
-                    if number in self._answering:
-                        self._answering[number].cancel()
-                case question:
-                    task = asyncio.create_task(self._answer(question))
-                    self._answering[question.number] = task
-                    task.add_done_callback(partial(self._answered, question.number))
-
-    def _answered(self, number: int, task: asyncio.Task[None]) -> None:
-        self._answering.pop(number, None)
-
-    async def stop_answering(self) -> None:
-        """Cancels what is still generated or scored for the episode, and gives its environments back."""
-        tasks = list(self._answering.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._environments.give_back()
-
-    async def _next(self) -> Any:
-        try:
-            message = await self._actor.call("next", self.session)
-        except WorkerError:
-            self.over = True
-            raise
-        self.over = isinstance(message, Ended)
-        return message
-
-    async def _answer(self, question: Ask | ScoreAsk | EnvironmentAsk) -> None:
-        try:
-            value: Any
-            if isinstance(question, EnvironmentAsk):
-                value = await self._environments.answer(question)
-                if question.method == RELEASE:
-                    return
-            elif isinstance(question, Ask):
-                value = await self._generate(question)
-            else:
-                value = await self._parts.score(question.row, question.text)
-            await self._actor.call("answer", self.session, question.number, value)
-        except Exception as error:  # noqa: BLE001  the task's boundary: raised where the episode waits for the answer
-            with suppress(WorkerDiedError):  # of the actor: `next` raises it too
-                await self._actor.call("refuse", self.session, question.number, _portable(error))
-
-    async def _generate(self, ask: Ask) -> Completion:
-        if not ask.followed:
-            return await self._engine.agenerate(ask.request, ask.params)
-        progress: asyncio.Queue[Progress] = asyncio.Queue()
-        sending = asyncio.create_task(self._send_progress(ask.number, progress))
-        try:
-            return await self._engine.agenerate(ask.request, ask.params, progress.put_nowait)
-        finally:
-            sending.cancel()
-
-    async def _send_progress(self, number: int, queue: asyncio.Queue[Progress]) -> None:
-        """Sends the tokens on; each call takes along what came during the one before."""
-        with suppress(WorkerError):  # the answer's own call meets the same
-            while True:
-                progress = await queue.get()
-                while not queue.empty():
-                    extend(progress, queue.get_nowait())
-                await self._actor.call("report_progress", self.session, number, progress)
-
-
-def _portable(error: Exception) -> RlhubError:
-    """Returns the error to raise in the actor, where a WorkerError would be taken for one of the actor's own."""
-    if isinstance(error, RlhubError) and not isinstance(error, WorkerError):
-        return error
-    return EngineError(f"{type(error).__name__}: {error}")

@@ -1,12 +1,13 @@
 """RolloutWorkflow: one episode as an asyncio coroutine, written against nothing but an engine that generates.
 
-class Echo(RolloutWorkflow):
-    async def arun_episode(self, engine, data):
-        completion = await engine.agenerate(self.request(data), self.parts.sampling)
-        ...
-        return Trajectory(...)          # or None: this episode must not train
+    class Echo(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            completion = await engine.agenerate(self.request(data), self.parts.sampling)
+            ...
+            return Trajectory(...)          # or None: this episode must not train
 
-§§ own_workflows: A workflow looked at before any episode: whether it can be made, and the settings it reads.
+The checks before a run inspect a workflow without running an episode: `class_problems` says whether it can be built, `knobs_of`
+and `settings_read` which settings it reads.
 """
 
 from __future__ import annotations
@@ -28,21 +29,25 @@ from rlhub.errors import ConfigError
 
 
 class EpisodeEngine(Protocol):
-    """What generates for an episode: a rollout engine in this process, or the router over a service's replicas."""
+    """The interface through which an episode generates: a rollout engine in this process, or the router over a service's
+    replicas."""
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """One completion.  Requests of one `session` go to the same replica, where their common prefix is cached.  `follow` is
-        told of its tokens as they come, on this event loop."""
+        """Generates one completion.  Requests of one `session` go to the same replica, which caches their common prefix.
+
+        `follow` is called with each new piece of tokens, on this event loop.
+        """
         ...
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EpisodeData:
-    """One episode to run: sample number `sample` of the prompt with this `ordinal` (running number in the run).
+    """One episode to run: sample number `sample` of the prompt with number `ordinal` in the run.
 
-    prompt_ids: the prompt as tokens.  row: the prompt's other columns (raw_prompt, raw_chat, data_source, ground_truth,
-    extra_info).  seed: of the episode's first generation; `turn_seed` gives the later ones'.
-    partial: what the first generation had written when the run was stopped; finish_reason "abort": it was not at its end.
+    prompt_ids: the tokens of the prompt. row: the other columns of the prompt (raw_prompt, raw_chat, data_source, ground_truth,
+    extra_info). seed: the seed of the first generation; `turn_seed` derives those of later ones.
+
+    partial: what the first generation had sampled when the run stopped; with finish_reason "abort" it was not complete.
     """
 
     prompt_ids: tuple[int, ...]
@@ -54,20 +59,21 @@ class EpisodeData:
 
     @property
     def session(self) -> str:
-        """Name of the episode for sticky routing and records."""
+        """The name of the episode for sticky routing and records."""
         return f"{self.ordinal}-{self.sample}"
 
 
 Score = Callable[[Mapping[str, Any], str], Awaitable[tuple[float, dict[str, float]]]]
-"""`await score(row, response_text)` -> (reward, the scorer's other numbers), by the run's configured reward function."""
+"""`await score(row, response_text)` returns (reward, the scorer's other numbers) of the run's configured reward function."""
 
 
 @dataclass(slots=True, kw_only=True)
 class WorkflowParts:
-    """What a workflow is built from.  kwargs: its own settings, from the configuration.
+    """The parts from which a workflow is built.
 
-    sampling: temperature, stop tokens and so on; max_new_tokens is the budget of the whole response.
-    environments: who lends environments to its episodes; None: each workflow runs its own in this process.
+    sampling: temperature, stop tokens and so on; its max_new_tokens is the budget of the whole response. score: the configured
+    reward function. kwargs: the workflow's own settings from the configuration. environments: leases environments to the
+    episodes; None: each workflow runs its own in this process.
     """
 
     tokenizer: Any
@@ -80,25 +86,26 @@ class WorkflowParts:
 
 
 class RolloutWorkflow(ABC):
-    """One instance runs many episodes at the same time: it keeps no state of an episode in itself."""
+    """Runs episodes.  One instance runs many of them at the same time, so it keeps no state of an episode in itself."""
 
     def __init__(self, parts: WorkflowParts) -> None:
         self.parts = parts
 
     @abstractmethod
     async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
-        """Run one episode.  None, or raising Reject, leaves its prompt's group out; any other error is counted as a failure."""
+        """Runs one episode.  Returning None or raising Reject leaves the prompt's group out; any other error counts as a
+        failure."""
 
     async def aclose(self) -> None:  # noqa: B027  most workflows hold nothing
-        """Release what the workflow holds (environments, clients); called once, when no episode runs any more."""
+        """Releases the resources of the workflow (environments, clients).  It is called once, after the last episode."""
 
     def request(self, data: EpisodeData) -> GenerationRequest:
-        """The episode's first generation."""
+        """Returns the request of the episode's first generation."""
         return GenerationRequest(prompt_ids=data.prompt_ids, seed=data.seed, session=data.session)
 
 
 def build_workflow(name: str, parts: WorkflowParts) -> RolloutWorkflow:
-    """The workflow of this name.  ConfigError for a name or setting that does not fit."""
+    """Builds the workflow of this name.  Raises ConfigError for an unknown name or an unfit setting."""
     workflow = workflow_class(name)(parts)
     if not isinstance(workflow, RolloutWorkflow):
         raise ConfigError(f"workflow {name}: made a {type(workflow).__name__}, which is no RolloutWorkflow")
@@ -106,7 +113,7 @@ def build_workflow(name: str, parts: WorkflowParts) -> RolloutWorkflow:
 
 
 def class_problems(found: Callable[..., Any]) -> list[str]:
-    """What keeps it from being made from its parts; of a function that makes one only its parameters can be told."""
+    """Returns the reasons why `found` cannot be built from WorkflowParts.  For a function only its parameters can be checked."""
     if isinstance(found, type):
         if not issubclass(found, RolloutWorkflow):
             return ["no subclass of RolloutWorkflow (rlhub.agents.workflows.base)"]
@@ -122,8 +129,10 @@ def class_problems(found: Callable[..., Any]) -> list[str]:
 
 
 def knobs_of(found: Callable[..., Any]) -> type | None:
-    """The dataclass that its settings fill, where it says so as the workflows of rlhub do: `fill_knobs(Knobs, parts.kwargs)` when
-    it is made.  None: it may read them in a way of its own."""
+    """Returns the dataclass that the workflow fills with its settings when it is built, by `fill_knobs(Knobs, parts.kwargs)`.
+
+    None: its source does not show one such call, so it may read its settings in another way.
+    """
     maker = inspect.unwrap(found.__init__ if isinstance(found, type) else found)  # type: ignore[misc]
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(maker)))
@@ -144,8 +153,10 @@ def knobs_of(found: Callable[..., Any]) -> type | None:
 
 
 def settings_read(found: Callable[..., Any]) -> frozenset[str] | None:
-    """The names that a class without knobs reads from its parts' `kwargs`, in its own code and its bases'.  None where that
-    cannot be told: it hands them or its parts on, or is no class."""
+    """Returns the names that a class without knobs reads from its parts' `kwargs`, in its own code and that of its bases.
+
+    None where the source does not show them: the class passes its kwargs or parts on, or `found` is no class.
+    """
     if not isinstance(found, type):
         return None
     read: set[str] = set()
@@ -164,7 +175,8 @@ def settings_read(found: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def _names_read(tree: ast.AST) -> set[str] | None:
-    """The constants in `parts.kwargs["name"]` and `parts.kwargs.get("name")`; None if these, or the parts, have any other use."""
+    """Returns the constants in `parts.kwargs["name"]` and `parts.kwargs.get("name")`; None if kwargs or parts have any other
+    use."""
     parent = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     given = {node.args.args[1].arg for node in ast.walk(tree) if _is_init(node) and len(node.args.args) > 1}
     names: set[str] = set()
@@ -187,7 +199,7 @@ def _is_init(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
 
 
 def _key(user: ast.AST, beyond: ast.AST) -> str | None:
-    """The name that `kwargs` is asked for by the two nodes around it."""
+    """Returns the name that the two nodes around `kwargs` look up, or None."""
     match user, beyond:
         case (ast.Subscript(slice=ast.Constant(value=str() as key)), _):
             return key

@@ -1,8 +1,8 @@
-"""environment: episodes in an environment, of either kind.
+r"""environment: episodes in a step environment or in a tool environment.
 
-A step environment's observations are the user's turns, and each turn of the policy is an action: its rewards are credited to
-the turns that earned them.  A tool environment's tools are called as in tool_agent.  The environment begins from a seed of
-the prompt, so that all samples of a prompt meet the same one.
+The observations of a step environment become user turns, and each turn of the policy is an action; the rewards are credited to
+the turns that earned them.  The tools of a tool environment are called as in tool_agent.  The environment starts from a seed that
+depends on the prompt, so that all samples of a prompt start in the same state.
 
     python -m rlhub.trainer.main_ppo ... actor_rollout_ref.rollout.mode=async \
         actor_rollout_ref.rollout.agent.default_agent_loop=environment \
@@ -10,9 +10,10 @@ the prompt, so that all samples of a prompt meet the same one.
         actor_rollout_ref.rollout.agent.kwargs.num_env_workers=8        # killable processes, which episodes lease
         actor_rollout_ref.rollout.agent.num_env_hosts=2                 # 2 actors on the cluster's machines, with 8 each
 
-An episode leases its environment (`WorkflowParts.environments`) from this process, or from actors elsewhere; it is the same
-episode.  An environment whose process or actor dies fails the one episode that held it; so does a call that hangs, for its
-process is killed.  Without processes (num_env_workers=0) such a call is given up, but what it runs in a thread runs on.
+An episode leases its environment through `WorkflowParts.environments`, from this process or from actors on other machines; the
+episode is the same.  An environment whose process or actor dies fails only the episode that leased it.  So does a call that
+hangs: its process is killed.  Without processes (num_env_workers=0) such a call is abandoned, but code that it runs in a thread
+continues.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from rlhub.utils.tool_calls import ToolCall, ToolResult, ToolSchema, as_result, 
 
 
 class EnvironmentEpisodes(RolloutWorkflow):
-    """`environment` and `environment_kwargs` among the workflow's settings name it."""
+    """Runs episodes in the environment that the settings `environment` and `environment_kwargs` describe."""
 
     def __init__(self, parts: WorkflowParts) -> None:
         super().__init__(parts)
@@ -76,7 +77,7 @@ class EnvironmentEpisodes(RolloutWorkflow):
         ended = ""
         while not ended:
             completion = await transcript.generate(engine, data, self.parts.sampling, most=self._knobs.max_turn_tokens)
-            if completion.finish_reason != "stop" and not transcript.room:
+            if completion.finish_reason != "stop" and not transcript.remaining:
                 break
             action = self._template.text(completion.token_ids)
             observation, reward, terminated, truncated, _ = await environment.step(action)
@@ -100,7 +101,7 @@ class EnvironmentEpisodes(RolloutWorkflow):
 
 
 class EnvironmentCalls:
-    """A tool environment as what answers an episode's calls."""
+    """Executes an episode's tool calls in a tool environment, as a ToolExecutor."""
 
     def __init__(self, environment: Environment, schemas: list[ToolSchema], timeout_s: float) -> None:
         self._environment, self.schemas, self._timeout_s = environment, schemas, timeout_s
@@ -122,13 +123,13 @@ class EnvironmentCalls:
             raise  # nothing is left that could answer another call
         except TimeoutError:
             return ToolResult(text=f"Error: {call.name} was not done after {self._timeout_s:g} s", failed=True)
-        except Exception as error:  # noqa: BLE001  # boundary to code of the user's: its fault is the policy's to read
+        except Exception as error:  # noqa: BLE001  # boundary to the user's code: the policy reads its error
             return ToolResult(text=f"Error: {type(error).__name__}: {error}", failed=True)
         return result
 
 
 def environment_spec(knobs: EnvironmentKnobs, factory: Any) -> EnvironmentSpec:
-    """What episodes lease."""
+    """Returns the specification by which episodes lease the environment of these settings."""
     tools = offers_tools(factory)
     limits = EnvironmentLimits(
         reset_timeout_s=knobs.reset_timeout_s,
@@ -146,18 +147,18 @@ def environment_spec(knobs: EnvironmentKnobs, factory: Any) -> EnvironmentSpec:
 
 
 def environment_seed(data: EpisodeData) -> int:
-    """`extra_info.env_seed` of the row, else the prompt's ordinal: the same for all samples of a prompt."""
+    """Returns `extra_info.env_seed` of the row, or else the prompt's ordinal, which all samples of a prompt share."""
     return int((data.row.get("extra_info") or {}).get("env_seed", data.ordinal))
 
 
 def environment_options(data: EpisodeData) -> dict[str, Any] | None:
-    """`extra_info.env_options` of the row."""
+    """Returns `extra_info.env_options` of the row, without entries that are None."""
     options = (data.row.get("extra_info") or {}).get("env_options")
     return None if options is None else {key: value for key, value in options.items() if value is not None}
 
 
 def words(observation: Observation) -> str:
-    """The text of an observation; EnvError for an image alone."""
+    """Returns the text of an observation.  Raises EnvError for an image without text."""
     if isinstance(observation, str):
         return observation
     if not observation.text:
@@ -166,7 +167,7 @@ def words(observation: Observation) -> str:
 
 
 def opening(data: EpisodeData, observation: str) -> list[Mapping[str, Any]]:
-    """The row's conversation with the first observation at its end, in the user's last turn if there is one."""
+    """Returns the row's conversation with the first observation at its end, appended to the user's last turn if there is one."""
     chat = data.row.get("raw_chat")
     if isinstance(chat, str):
         chat = [{"role": "user", "content": chat}]

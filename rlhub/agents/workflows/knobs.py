@@ -1,6 +1,7 @@
-"""The own settings of the workflows that come with rlhub (actor_rollout_ref.rollout.agent.kwargs); loads nothing heavy.
+"""The settings of the workflows that come with rlhub (actor_rollout_ref.rollout.agent.kwargs).  Importing this module loads
+nothing heavy.
 
-A knob with the name of a setting of actor_rollout_ref.rollout.multi_turn takes its value from there where kwargs has none.
+A knob with the name of a setting of actor_rollout_ref.rollout.multi_turn takes its value from there, unless kwargs set it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from rlhub.config.sections.rollout import MultiTurnConfig
 
 
 def at_least(least: float, **values: float | None) -> None:
-    """ValueError for a value below `least`; None is no value."""
+    """Raises ValueError for a value below `least` or one that is no number; None is allowed."""
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < least):
             raise ValueError(f"{name}={value!r}: must be a number, at least {least:g}")
@@ -20,14 +21,14 @@ def at_least(least: float, **values: float | None) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class TurnKnobs:
-    """What every workflow of several turns has."""
+    """The settings of every workflow with several turns."""
 
     max_assistant_turns: int | None = None
-    """Most generations in an episode; None: until the response is full."""
+    """Maximum number of generations in an episode; None: until the response is full."""
     max_user_turns: int | None = None
-    """Most answers of tools, users or environments in an episode; None: no limit of their own."""
+    """Maximum number of messages from tools, users or environments in an episode; None: no separate limit."""
     max_turn_tokens: int | None = None
-    """Most tokens of one generation; None: what is left of the response."""
+    """Maximum number of tokens of one generation; None: the remaining response budget."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as enable_thinking."""
 
@@ -36,27 +37,27 @@ class TurnKnobs:
         at_least(0, max_user_turns=self.max_user_turns)
 
     def may_go_on(self, num_turns: int) -> bool:
-        """Whether another answer to the policy, and another turn of it, may follow after `num_turns` of its turns."""
+        """Returns whether another message to the policy, and then another turn of it, may follow its first `num_turns` turns."""
         turns, answers = self.max_assistant_turns, self.max_user_turns
         return (turns is None or num_turns < turns) and (answers is None or num_turns <= answers)
 
 
 @dataclass(slots=True, kw_only=True)
 class ToolKnobs(TurnKnobs):
-    """How tools are called."""
+    """The settings of tool calls."""
 
     tool_config_path: str | None = None
     """YAML file that lists the tools."""
     tools: list[Any] = field(default_factory=list)
-    """Further tools, as entries of that file."""
+    """Additional tools, in the form of that file's entries."""
     format: str = field(default_factory=lambda: MultiTurnConfig().format)
-    """How calls stand in the text; a registered format."""
+    """The format of tool calls in the policy's text; a registered tool format."""
     tool_timeout_s: float = 30.0
-    """Seconds for one call; after that the model reads that it was not done."""
+    """Time limit of one call in seconds; when it passes, the model reads an error message."""
     max_tool_response_length: int = 2000
-    """Most characters of one result; the middle of longer ones is left out."""
+    """Maximum number of characters of one result; the middle of a longer one is left out."""
     max_parallel_calls: int = 4
-    """Most calls done of one turn; the model is told of the others."""
+    """Maximum number of calls that are executed in one turn; the model reads an error message for the others."""
 
     def __post_init__(self) -> None:
         super(ToolKnobs, self).__post_init__()
@@ -66,16 +67,16 @@ class ToolKnobs(TurnKnobs):
 
 @dataclass(slots=True, kw_only=True)
 class MultiTurnKnobs(TurnKnobs):
-    """How often and how the policy is asked again."""
+    """The settings of multi_turn: the number of tries, the feedback, and the discount of late answers."""
 
     max_assistant_turns: int | None = 3
-    """Most answers to a problem."""
+    """Maximum number of answers to a problem."""
     feedback: str = "That is not right. Look for the mistake and answer again."
-    """What the policy reads after an answer that was not good enough."""
+    """The message that the policy reads after an answer that was not good enough."""
     good_enough: float = 1.0
-    """An answer with this reward ends the episode."""
+    """The reward from which on an answer ends the episode."""
     turn_discount: float = 0.9
-    """The reward is multiplied by this for each answer before the last; 1: retries cost nothing."""
+    """The factor on the reward for each answer before the last one; with 1 retries cost nothing."""
 
     def __post_init__(self) -> None:
         super(MultiTurnKnobs, self).__post_init__()
@@ -86,25 +87,25 @@ class MultiTurnKnobs(TurnKnobs):
 
 @dataclass(slots=True, kw_only=True)
 class EnvironmentKnobs(ToolKnobs):
-    """Where episodes are played."""
+    """The environment of the episodes, and the processes that run it."""
 
     environment: str = ""
     """A registered name, module:ClassName or path/to/file.py:ClassName."""
     environment_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Its settings, given as keywords."""
+    """The environment's own settings, passed as keyword arguments."""
     num_env_workers: int = 0
-    """Processes that run environments, one episode each, in every place that runs them (rollout.agent.num_env_hosts, or the
-    episodes' own process); 0: each episode has its own environment there, without a process that could be killed: set it for
-    what may hang."""
+    """Number of killable processes that run environments, one episode each, per actor of rollout.agent.num_env_hosts or, without
+    such actors, in the process of the episodes. 0: each episode has its own environment without a process that could be killed;
+    set it for environments that may hang."""
     reset_timeout_s: float = 60.0
-    """Seconds to begin an episode."""
+    """Time limit for the start of an episode, in seconds."""
     step_timeout_s: float = 30.0
-    """Seconds for a step; for a call of an environment's tool it is tool_timeout_s."""
+    """Time limit of a step in seconds; calls of an environment's tools have tool_timeout_s instead."""
     env_memory_gb: float = 8.0
-    """Address space of one environment process, in GiB."""
+    """Limit on the address space of one environment process, in GiB."""
     env: list[str] = field(default_factory=list)
-    """Environment variables that environment processes may read though their names look like secrets (API_KEY, TOKEN, ...); they
-    are started with all others."""
+    """Environment variables that environment processes receive although their names look like secrets (API_KEY, TOKEN, ...).  All
+    other variables are passed on anyway."""
 
     def __post_init__(self) -> None:
         super(EnvironmentKnobs, self).__post_init__()
@@ -115,33 +116,34 @@ class EnvironmentKnobs(ToolKnobs):
 
 @dataclass(slots=True, kw_only=True)
 class AgentKnobs:
-    """Which agent runs, and how it reaches the policy."""
+    """The agent program or function, and its access to the policy."""
 
     agent: str = ""
-    """The agent: path/to/agent.py:run or package.module:run, a function; or path/to/script.py, a program. Required."""
+    """The agent, required: a function as path/to/agent.py:run or package.module:run, or a program as path/to/script.py."""
     args: list[str] = field(default_factory=list)
     """Command-line arguments of a program."""
     reward: Literal["score", "agent"] = "score"
-    """score: the run's reward function scores the last segment's text; agent: what the function returns, or the last line that
-    the program prints, is the reward."""
+    """score: the run's reward function scores the text of the last segment. agent: the reward is the number that the function
+    returns, or the last line that the program prints."""
     segment: Literal["last", "longest", "random"] = "last"
-    """What trains of an agent that had several conversations, or that changed its history: the one of its last request, that
-    with the most tokens, or any of them, each as likely, so that over many episodes all of them train. random is for an agent
-    that shortens its history or has helpers, and whose own reward is that of the whole episode (reward=agent)."""
+    """The segment that trains if the agent had several conversations or changed its history: the one of its last request, the one
+    with the most tokens, or one drawn uniformly, so that over many episodes all segments train.  Choose random for an agent that
+    shortens its history or has helpers, and whose own reward is that of the whole episode (reward=agent)."""
     format: str = field(default_factory=lambda: MultiTurnConfig().format)
-    """How tool calls stand in the policy's text; a registered format."""
+    """The format of tool calls in the policy's text; a registered tool format."""
     model: str = "policy"
-    """Name under which the policy is served; agents may ask for any."""
+    """The name under which the endpoint serves the policy; requests may name any model."""
     host: str = "127.0.0.1"
-    """Address the endpoint listens on. Another than loopback lets other machines in, with their session's key."""
+    """The address on which the endpoint listens.  Any address other than loopback lets other machines in, with their session's
+    key."""
     port: int = 0
-    """Its port; 0: a free one. Every process of rollout.agent.num_workers and validation have endpoints of their own: of those
-with a port that is set, each takes the first free one of the 64 from there on."""
+    """The port of the endpoint; 0: any free port.  Each process of rollout.agent.num_workers and validation has its own endpoint;
+    with a port set, each takes the first free one of the 64 ports from there on."""
     max_concurrent: int = 4096
-    """Most requests answered at once; more are told to come back (429)."""
+    """Maximum number of requests that are answered at the same time; further ones get status 429."""
     max_agents: int = 64
-    """Agents that run at once in a process; more wait for their turn. OpenAI's client gives up a connection after 5 seconds, and
-    the agents' own code shares one event loop with the endpoint."""
+    """Maximum number of agents that run at the same time in a process; further ones wait.  OpenAI's client gives up a connection
+    after 5 seconds, and the agents' code shares one event loop with the endpoint."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as enable_thinking."""
 

@@ -1,15 +1,15 @@
 """openai_agent: an existing agent, written with OpenAI's client, as an episode.
 
-Each episode gets a session of its own at an endpoint on the event loop of the episodes, and runs the agent with the session's
-address and key.  What the policy wrote for it is recorded there as tokens; a history that the agent changes starts a new
-segment.  One segment is the episode's trajectory.
+Each episode opens a session at an endpoint on the event loop of the episodes, and runs the agent with the session's address and
+key.  The endpoint records what the policy writes for the agent as tokens; a history that the agent changes starts a new segment.
+One segment becomes the episode's trajectory.
 
-The agent is a coroutine, a plain function, which runs in a thread, or a program; none of them knows of rlhub.
+The agent is a coroutine, a plain function, which runs in a thread, or a program; none of them depends on rlhub.
 
     async def run(base_url: str, api_key: str, row: dict) -> float | None: ...
 
-A program finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, which OpenAI's client reads by itself, and the row as
-JSON on its standard input.
+A program finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, where OpenAI's client reads them, and the row as JSON on
+its standard input.
 """
 
 from __future__ import annotations
@@ -40,101 +40,15 @@ from rlhub.utils.aio.results import Reject
 from rlhub.utils.user_code import load_target
 
 SHOWN = 2000  # characters of a failed program's error output in the message
-
-
-class Agent(Protocol):
-    """What an episode runs."""
-
-    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
-        """Do the task; the reward, where the agent gives one."""
-        ...
-
-
-@dataclass(slots=True, kw_only=True)
-class FunctionAgent:
-    """function: called with base_url, api_key and row by name; a plain one runs in a thread of `threads`."""
-
-    function: Callable[..., Any]
-    threads: ThreadPoolExecutor
-
-    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
-        arguments = {"base_url": base_url, "api_key": api_key, "row": dict(row)}
-        if inspect.iscoroutinefunction(self.function):
-            found = await self.function(**arguments)
-        else:
-            loop = asyncio.get_running_loop()
-            found = await loop.run_in_executor(self.threads, lambda: self.function(**arguments))
-        return as_reward(found)
-
-
-@dataclass(slots=True, kw_only=True)
-class ProgramAgent:
-    """command: without the row.  The program and all that it starts are ended with the episode."""
-
-    command: Sequence[str]
-    reads_reward: bool
-
-    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
-        process = await asyncio.create_subprocess_exec(
-            *self.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
-            start_new_session=True,
-        )
-        try:
-            out, err = await process.communicate(json.dumps(dict(row), default=_plain).encode())
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode != 0:
-            told = err.decode(errors="replace")[-SHOWN:]
-            raise WorkflowError(f"the agent {self.command[1]} ended with status {process.returncode}: {told}")
-        lines = out.decode(errors="replace").strip().splitlines()
-        return as_reward(lines[-1] if lines else None) if self.reads_reward else None
-
-
-def load_agent(target: str, args: Sequence[str], threads: ThreadPoolExecutor, *, reads_reward: bool) -> Agent:
-    """`path/to/script.py`, or a function by `path/to/file.py:name` or `module:name`.  ConfigError if there is none."""
-    if target.endswith(".py"):
-        script = Path(target).expanduser().resolve()
-        if not script.is_file():
-            raise ConfigError(f"agent: no such file: {script}")
-        return ProgramAgent(command=[sys.executable, str(script), *args], reads_reward=reads_reward)
-    try:
-        function = load_target(target)
-    except LoadError as error:
-        raise ConfigError(f"agent: {error}") from error
-    if not callable(function):
-        raise ConfigError(f"agent: {target} is a {type(function).__name__}; expected a function run(base_url, api_key, row)")
-    return FunctionAgent(function=function, threads=threads)
-
-
-def as_reward(value: Any) -> float | None:
-    """A number, text that is one, or {"reward": number}; None for None.  WorkflowError for anything else."""
-    given = value.get("reward") if isinstance(value, Mapping) else value
-    if given is None:
-        return None
-    try:
-        return float(given)
-    except (TypeError, ValueError):
-        raise WorkflowError(f"the agent returned {value!r:.200}; expected a number, or nothing") from None
-
-
-def _plain(value: Any) -> Any:
-    """What JSON has no form for: numpy's values, then anything as text."""
-    return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)
-
-
 MAX_ENDPOINTS = 64
-"""Ports tried from a given one on: each process of rollout.agent.num_workers has an endpoint, and validation has its own."""
+"""Number of ports that are tried from a given one on: each process of rollout.agent.num_workers and validation has its own
+endpoint."""
 CLIENT_LOGGERS = ("httpx", "httpx2")
-"""OpenAI's client logs a line for every request, at the level at which a run reports its steps."""
+"""Loggers of OpenAI's client, which log a line for every request at the level at which a run reports its steps."""
 
 
 class OpenAIAgent(RolloutWorkflow):
-    """See AgentKnobs."""
+    """Runs an agent written with OpenAI's client as an episode; see AgentKnobs for its settings."""
 
     def __init__(self, parts: WorkflowParts) -> None:
         super().__init__(parts)
@@ -175,10 +89,13 @@ class OpenAIAgent(RolloutWorkflow):
         return made
 
     async def _run(self, server: OpenAIServer, session: Session, data: EpisodeData) -> float | None:
-        """The agent's own reward, if it gives one.  An agent that fails because its conversation is full has ended."""
+        """Runs the agent and returns its own reward, if it gives one.
+
+        An error that the agent raises because its conversation is full ends the episode normally.
+        """
         try:
             return await self._agent(server.base_url(session), session.token, data.row)
-        except Exception:  # boundary to code of the user's
+        except Exception:  # boundary to the user's code
             if not (session.full and session.turns):
                 raise
             return 0.0
@@ -205,3 +122,92 @@ class OpenAIAgent(RolloutWorkflow):
         if self._server is not None:
             await self._server.aclose()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Agent(Protocol):
+    """The interface of what an episode runs."""
+
+    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
+        """Does the task of the row; returns the reward if the agent determines one."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class FunctionAgent:
+    """Calls `function` with the keywords base_url, api_key and row; a plain function runs in a thread of `threads`."""
+
+    function: Callable[..., Any]
+    threads: ThreadPoolExecutor
+
+    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
+        arguments = {"base_url": base_url, "api_key": api_key, "row": dict(row)}
+        if inspect.iscoroutinefunction(self.function):
+            found = await self.function(**arguments)
+        else:
+            loop = asyncio.get_running_loop()
+            found = await loop.run_in_executor(self.threads, lambda: self.function(**arguments))
+        return as_reward(found)
+
+
+@dataclass(slots=True, kw_only=True)
+class ProgramAgent:
+    """Runs `command` as a process, with the row on its standard input.  The process and all its children end with the episode."""
+
+    command: Sequence[str]
+    reads_reward: bool
+
+    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
+        process = await asyncio.create_subprocess_exec(
+            *self.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
+            start_new_session=True,
+        )
+        try:
+            out, err = await process.communicate(json.dumps(dict(row), default=_plain).encode())
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode != 0:
+            told = err.decode(errors="replace")[-SHOWN:]
+            raise WorkflowError(f"the agent {self.command[1]} ended with status {process.returncode}: {told}")
+        lines = out.decode(errors="replace").strip().splitlines()
+        return as_reward(lines[-1] if lines else None) if self.reads_reward else None
+
+
+def load_agent(target: str, args: Sequence[str], threads: ThreadPoolExecutor, *, reads_reward: bool) -> Agent:
+    """Returns the agent of `path/to/script.py`, or of a function `path/to/file.py:name` or `module:name`.  Raises ConfigError if
+    there is none."""
+    if target.endswith(".py"):
+        script = Path(target).expanduser().resolve()
+        if not script.is_file():
+            raise ConfigError(f"agent: no such file: {script}")
+        return ProgramAgent(command=[sys.executable, str(script), *args], reads_reward=reads_reward)
+    try:
+        function = load_target(target)
+    except LoadError as error:
+        raise ConfigError(f"agent: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"agent: {target} is a {type(function).__name__}; expected a function run(base_url, api_key, row)")
+    return FunctionAgent(function=function, threads=threads)
+
+
+def as_reward(value: Any) -> float | None:
+    """Returns the reward of a number, of text that is a number, or of {"reward": number}, and None for None.
+
+    Raises WorkflowError for anything else.
+    """
+    given = value.get("reward") if isinstance(value, Mapping) else value
+    if given is None:
+        return None
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        raise WorkflowError(f"the agent returned {value!r:.200}; expected a number, or nothing") from None
+
+
+def _plain(value: Any) -> Any:
+    """Returns numpy values as lists and numbers, and anything else that JSON cannot represent as text."""
+    return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)

@@ -1,4 +1,4 @@
-"""Which workflows exist, which of them runs rows that name none, and the way from a name, registered or by path, to the workflow.
+"""The registry of workflows, the default for rows that name none, and the lookup by registered name or path.
 
 Importing this module loads no workflow.
 """
@@ -15,10 +15,10 @@ from rlhub.registry import Registry, knobs_for
 from rlhub.utils.user_code import load_target
 
 WorkflowFactory = Callable[..., Any]
-"""Makes a RolloutWorkflow from WorkflowParts; its types are not named here, for they load an engine's interface."""
+"""Builds a RolloutWorkflow from WorkflowParts.  The types are not named here because they would load an engine's interface."""
 
 WORKFLOWS: Registry[WorkflowFactory] = Registry("workflow")
-"""`knobs`: the dataclass of the workflow's own settings (actor_rollout_ref.rollout.agent.kwargs)."""
+"""A row's `knobs` is the dataclass of the workflow's own settings (actor_rollout_ref.rollout.agent.kwargs)."""
 WORKFLOWS.add_lazy("single_turn", "rlhub.agents.workflows.turns:SingleTurn")
 WORKFLOWS.add_lazy("single_turn_agent", "rlhub.agents.workflows.turns:SingleTurn")  # its name in others' data and commands
 WORKFLOWS.add_lazy("tool_agent", "rlhub.agents.workflows.tool_agent:ToolAgent", knobs="rlhub.agents.workflows.knobs:ToolKnobs")
@@ -31,7 +31,7 @@ WORKFLOWS.add_lazy(
 )
 
 DEFAULT, DEFAULT_MULTI_TURN = "single_turn", "tool_agent"
-"""Where neither the row nor the configuration names one: without and with rollout.multi_turn.enable."""
+"""The workflows of rows that name none if the configuration names none either: without and with rollout.multi_turn.enable."""
 
 K = TypeVar("K")
 WHERE = "actor_rollout_ref.rollout.agent.kwargs"
@@ -43,16 +43,16 @@ def default_workflow(rollout: RolloutConfig) -> str:
 
 
 def workflow_kwargs(rollout: RolloutConfig) -> dict[str, Any]:
-    """A workflow's own settings: agent.kwargs, which win, and what the user set in multi_turn."""
+    """Returns the settings of a workflow: those of agent.kwargs, and for all others those that the user set in multi_turn."""
     shared = {item.name: getattr(rollout.multi_turn, item.name) for item in dataclasses.fields(rollout.multi_turn)}
     shared.pop("enable")
     return {name: value for name, value in shared.items() if value is not None} | rollout.agent.kwargs
 
 
 def fill_knobs(cls: type[K], kwargs: Mapping[str, Any]) -> K:
-    """A workflow's own settings from the parts' kwargs.  ConfigError names what does not fit.
+    """Returns the knobs of a workflow, filled from the parts' kwargs.  Raises ConfigError that names what does not fit.
 
-    Settings of rollout.multi_turn may be among the kwargs, whether or not this workflow has a use for them.
+    The kwargs may contain settings of rollout.multi_turn that this workflow does not have.
     """
     foreign = {name for name in MultiTurnConfig.__dataclass_fields__ if name not in cls.__dataclass_fields__}  # type: ignore[attr-defined]
     own = {name: value for name, value in kwargs.items() if name not in foreign}
@@ -62,7 +62,10 @@ def fill_knobs(cls: type[K], kwargs: Mapping[str, Any]) -> K:
 
 
 def workflow_class(name: str) -> WorkflowFactory:
-    """`name`: registered, `module:ClassName` or `path/to/file.py:ClassName`.  RegistryError or ConfigError if there is none."""
+    """Returns the class or function of a registered name, `module:ClassName` or `path/to/file.py:ClassName`.
+
+    Raises RegistryError or ConfigError if there is none.
+    """
     if ":" not in name:
         return WORKFLOWS.get(name)
     try:

@@ -1,7 +1,8 @@
-"""tool_agent: the policy calls tools, reads what they answer, and goes on until it answers without a call.
+"""tool_agent: the policy calls tools, reads their results, and continues until it answers without a call.
 
-Calls stand in its text in a registered format.  What tools answer enters as tokens with response_mask 0.  A call that cannot
-be read, or that a tool refuses, is answered by an error message, so that the policy can learn to do better; both are counted.
+Calls stand in the policy's text in a registered format.  Results of tools enter as tokens with response_mask 0.  A call that
+cannot be parsed, or that a tool refuses, is answered with an error message, so that the policy can learn from it; both are
+counted.
 """
 
 from __future__ import annotations
@@ -27,20 +28,22 @@ ELLIPSIS = "\n... (left out) ...\n"
 
 
 class ToolExecutor(Protocol):
-    """What answers one episode's calls: a session of the toolbox, or an environment."""
+    """The interface that executes the calls of one episode: a session of the toolbox, or an environment."""
 
     @property
-    def schemas(self) -> list[ToolSchema]: ...
+    def schemas(self) -> list[ToolSchema]:
+        """The schemas of all tools that the policy may call."""
+        ...
 
     async def execute(self, call: ToolCall) -> ToolResult:
-        """The result; what goes wrong with a call is text too."""
+        """Executes a call and returns its result; an error of the call is a result with text too."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class CallCounts:
-    """What happened to one episode's calls.  malformed: could not be read; failed: the tool answered with an error;
-    own: the numbers that tools return with their answers."""
+    """Counts the calls of one episode. malformed: could not be parsed. failed: the tool returned an error. own: the metrics that
+    tools return with their results."""
 
     calls: int = 0
     failed: int = 0
@@ -50,8 +53,8 @@ class CallCounts:
     own: dict[str, list[float]] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """tool_called: 1 if a call was answered without error, so that its mean is a share of the episodes.  tool/<name>: the
-        mean of a tool's own number over the calls that gave it."""
+        """Returns the counts as metrics. tool_called is 1 if a call succeeded, so that its mean is a share of the episodes.
+        tool/<name> is the mean of a tool's own metric over the calls that reported it."""
         return {
             "tool_calls": float(self.calls),
             "tool_called": float(self.calls > self.failed),
@@ -65,10 +68,10 @@ class CallCounts:
 
 @dataclass(slots=True, kw_only=True)
 class ToolLoop:
-    """How episodes with tools run, whoever answers the calls.
+    """Runs episodes with tools, for any ToolExecutor.
 
-    scored: what answers the calls gives the rewards; else the run's reward function scores the response, and what tools give is
-    added to that.
+    scored: the executor gives the rewards.  If False, the run's reward function scores the response, and the rewards of tools are
+    added.
     """
 
     parts: WorkflowParts
@@ -82,7 +85,7 @@ class ToolLoop:
         self.template = TurnTemplate(self.parts.tokenizer, roles=["tool"], kwargs=self.knobs.chat_template_kwargs)
 
     async def run(self, engine: EpisodeEngine, data: EpisodeData, executor: ToolExecutor) -> Trajectory:
-        """One episode on the row's prompt with the tools described."""
+        """Runs one episode on the row's prompt, with the tools described in it."""
         ids = self.template.prompt_ids(data, executor.schemas, self.parts.max_prompt_length)
         transcript = Transcript(prompt_ids=ids, budget=self.parts.max_response_length, scored=self.scored)
         counts = CallCounts()
@@ -93,9 +96,9 @@ class ToolLoop:
     async def _turn(
         self, engine: EpisodeEngine, data: EpisodeData, executor: ToolExecutor, transcript: Transcript, counts: CallCounts
     ) -> bool:
-        """One generation and the answers to its calls; whether the policy goes on."""
+        """Generates one turn and executes its calls; returns whether the policy continues."""
         completion = await transcript.generate(engine, data, self.parts.sampling, most=self.knobs.max_turn_tokens)
-        if completion.finish_reason != "stop" and not transcript.room:
+        if completion.finish_reason != "stop" and not transcript.remaining:
             return False
         reply = self.parse(self.template.text(completion.token_ids))
         if not reply.calls and not reply.problems:
@@ -112,7 +115,8 @@ class ToolLoop:
         return transcript.add_context(self.template.between(messages, turn_ended=ended))
 
     async def _answers(self, executor: ToolExecutor, reply: ParsedReply, counts: CallCounts) -> list[ToolResult]:
-        """Returns the results of the calls, which run concurrently, and then those of what could not be read as a call."""
+        """Returns the results of the calls, which run concurrently, followed by an error for each part that could not be parsed
+        as a call."""
         calls, most = reply.calls, self.knobs.max_parallel_calls
         started = time.monotonic()
         results = list(await asyncio.gather(*(executor.execute(call) for call in calls[:most])))
@@ -136,13 +140,13 @@ class ToolLoop:
 
 
 def shortened(text: str, limit: int) -> str:
-    """The beginning and the end of a text, together at most `limit` characters, with a note between them."""
+    """Returns the beginning and the end of a text, together at most `limit` characters, with a note between them."""
     kept = max(0, limit - len(ELLIPSIS))
     return text[: kept - kept // 2] + ELLIPSIS[:limit] + (text[-(kept // 2) :] if kept >= 2 else "")
 
 
 class ToolAgent(RolloutWorkflow):
-    """Tools from rollout.multi_turn.tool_config_path, or `tools` among the workflow's settings."""
+    """Runs episodes with the tools of rollout.multi_turn.tool_config_path and of the workflow's setting `tools`."""
 
     def __init__(self, parts: WorkflowParts) -> None:
         super().__init__(parts)
@@ -160,7 +164,7 @@ class ToolAgent(RolloutWorkflow):
 
 
 def entries_of(knobs: ToolKnobs) -> Sequence[object]:
-    """The tools that the settings name; ConfigError for none."""
+    """Returns the entries of all tools that the settings name.  Raises ConfigError if there are none."""
     entries = [*(read_tool_file(knobs.tool_config_path) if knobs.tool_config_path else []), *knobs.tools]
     if not entries:
         raise ConfigError(

@@ -1,20 +1,18 @@
-"""Conversations as tokens: a transcript that grows turn by turn, and what the chat template puts between turns.
+"""Episodes in turns, on tokens: the single-turn and multi-turn workflows, and the transcript and chat template of all
+conversations.
 
-Token in, token out: the tokens that the policy wrote stay as they were sampled.  Between two of its turns stands what the
-template adds: the rest of the turn's end, the answers of tools or users, and the header of the next turn.  That text is
-found by rendering a short conversation with a marked answer in it, and only it is tokenized.
+Token in, token out: the tokens that the policy wrote stay as they were sampled.  Between two of its turns stand the tokens that
+the template adds: the rest of the turn's end, the messages of tools or users, and the header of the next turn.  TurnTemplate
+finds that text by rendering a short conversation with a marked answer in it, and tokenizes nothing else.
 
-§§ single_turn: single_turn: one generation is the whole response, scored by the run's configured reward.
-
-§§ multi_turn: multi_turn: the policy answers, is told when its answer is not right, and tries again.
-
-Each answer is scored by the run's reward function; the episode's reward is that of the last answer, less for each try before
-it, so that being right at once stays best.
+    SingleTurn    single_turn: one generation is the whole response; the run's reward function scores it.
+    MultiTurn     multi_turn: the policy answers, reads feedback when the answer is wrong, and tries again.
+    Transcript    the tokens of a conversation so far, with their mask, log-probs, versions and rewards.
+    TurnTemplate  the tokens that the chat template adds around and between turns.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,17 +36,70 @@ KEPT_PROMPTS = 256  # rendered with their tools: the samples of a prompt begin a
 PROBE = {"role": "user", "content": "question"}
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """Seed of generation number `turn` of an episode; the first one's is the episode's own."""
-    return seed if turn == 0 else sample_seed(seed, turn, 0)
+class SingleTurn(RolloutWorkflow):
+    """Generates one response to the prompt and returns it as the trajectory."""
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+        completion = await self._complete(engine, data)
+        if completion.finish_reason == "abort":
+            raise Reject("its generation was aborted")
+        return Trajectory(
+            prompt_ids=list(data.prompt_ids),
+            response_ids=completion.token_ids,
+            response_mask=[1] * len(completion.token_ids),
+            rollout_log_probs=completion.log_probs,
+            versions=completion.versions,
+            finish_reason=completion.finish_reason,
+        )
+
+    async def _complete(self, engine: EpisodeEngine, data: EpisodeData) -> Completion:
+        """Generates the response.  In a resumed run it continues from the tokens that were saved."""
+        request, before = self.request(data), data.partial
+        if before is None:
+            return await engine.agenerate(request, self.parts.sampling)
+        if before.finish_reason != "abort":
+            return before
+        request = replace(request, prompt_ids=[*data.prompt_ids, *before.token_ids], start=len(before.token_ids))
+        return join(before, await engine.agenerate(request, self.parts.sampling))
+
+
+class MultiTurn(RolloutWorkflow):
+    """Lets the policy try again after feedback, until its answer is good enough or the turns are used up.
+
+    The run's reward function scores each answer.  The episode's reward is that of the last answer, multiplied by turn_discount
+    for each earlier one, so that an immediately right answer earns most.
+    """
+
+    def __init__(self, parts: WorkflowParts) -> None:
+        super().__init__(parts)
+        self._knobs = fill_knobs(MultiTurnKnobs, parts.kwargs)
+        self._template = TurnTemplate(parts.tokenizer, roles=["user"], kwargs=self._knobs.chat_template_kwargs)
+        self._again = [{"role": "user", "content": self._knobs.feedback}]
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
+        transcript = Transcript(prompt_ids=list(data.prompt_ids), budget=self.parts.max_response_length, scored=True)
+        knobs = self._knobs
+        while True:
+            completion = await transcript.generate(engine, data, self.parts.sampling, most=knobs.max_turn_tokens)
+            reward, _ = await self.parts.score(data.row, self._template.text(completion.token_ids))
+            if reward >= knobs.good_enough or not knobs.may_go_on(transcript.num_turns):
+                break
+            between = self._template.between(self._again, turn_ended=self._template.ended(completion.token_ids))
+            if not transcript.add_context(between):
+                break
+        tries = transcript.num_turns
+        transcript.add_reward(reward * knobs.turn_discount ** (tries - 1))
+        right = float(reward >= knobs.good_enough)
+        return transcript.trajectory({"right_at_once": right * (tries == 1), "right_at_last": right})
 
 
 @dataclass(slots=True, kw_only=True)
 class Transcript:
-    """An episode's tokens so far.
+    """The tokens of an episode so far.
 
-    budget: most response tokens, whoever wrote them.  scored: the workflow gives the rewards, which then replace the
-    configured ones; all episodes of a run must agree in this.  Otherwise rewards are added to the configured ones.
+    budget: the maximum number of response tokens, including those that the policy did not write. scored: the workflow gives the
+    rewards, which replace the configured ones; all episodes of a run must agree in this.  If False, the rewards are added to the
+    configured ones.
     """
 
     prompt_ids: list[int]
@@ -63,16 +114,16 @@ class Transcript:
     finish_reason: FinishReason = "length"
 
     @property
-    def room(self) -> int:
-        """Response tokens that still fit."""
+    def remaining(self) -> int:
+        """The number of response tokens that still fit."""
         return self.budget - len(self.response_ids)
 
     async def generate(
         self, engine: EpisodeEngine, data: EpisodeData, params: SamplingParams, *, most: int | None = None
     ) -> Completion:
-        """The policy's next turn, which joins the transcript; as long as the budget allows, and `most` tokens.
+        """Generates the policy's next turn and appends it; `most` limits the turn below the remaining budget.
 
-        Reject if it was aborted.
+        Raises Reject if the generation was aborted.
         """
         before = data.partial if self.num_turns == 0 else None
         written = before.token_ids if before is not None else []
@@ -84,8 +135,8 @@ class Transcript:
                 session=data.session,
                 start=len(written),
             )
-            limit = min(self.room, most or self.room)
-            after = await engine.agenerate(request, dataclasses.replace(params, max_new_tokens=limit))
+            limit = min(self.remaining, most or self.remaining)
+            after = await engine.agenerate(request, replace(params, max_new_tokens=limit))
             completion = after if before is None else join(before, after)
         assert completion is not None
         if completion.finish_reason == "abort":
@@ -94,16 +145,17 @@ class Transcript:
         return completion
 
     def add_completion(self, completion: Completion) -> None:
-        """A turn of the policy."""
+        """Appends a turn of the policy."""
         count = len(completion.token_ids)
-        log_probs = completion.log_probs or [0.0] * count  # engines leave them out where nobody trains (validation)
+        log_probs = completion.log_probs or [0.0] * count  # engines omit them where nothing trains (validation)
         self._add(completion.token_ids, [1] * count, log_probs, completion.versions)
         self.finish_reason = completion.finish_reason
         self.num_turns += 1
 
     def add_context(self, tokens: Sequence[int]) -> bool:
-        """What others wrote.  False, and nothing added, if no token of the policy would fit after it: the episode ends."""
-        if len(tokens) >= self.room:
+        """Appends tokens that the policy did not write.  Returns False and appends nothing if no token of the policy would fit
+        after them; then the episode ends."""
+        if len(tokens) >= self.remaining:
             self.finish_reason = "length"
             return False
         self._add(tokens, [0] * len(tokens), [0.0] * len(tokens), [NOT_SAMPLED] * len(tokens))
@@ -117,14 +169,14 @@ class Transcript:
         self.rewards += [0.0] * len(tokens)
 
     def add_reward(self, reward: float) -> None:
-        """Credit the last token that the policy wrote.  Reject if it wrote none."""
+        """Adds a reward to the last token that the policy wrote.  Raises Reject if it wrote none."""
         last = last_written(self.response_mask)
         if last is None:
             raise Reject("the policy wrote no token that a reward could credit")
         self.rewards[last] += reward
 
     def trajectory(self, metrics: Mapping[str, float]) -> Trajectory:
-        """The episode for training.  `num_turns` joins the metrics."""
+        """Returns the episode for training.  `num_turns` is added to the metrics."""
         return Trajectory(
             prompt_ids=self.prompt_ids,
             response_ids=self.response_ids,
@@ -138,13 +190,18 @@ class Transcript:
         )
 
 
+def turn_seed(seed: int, turn: int) -> int:
+    """Returns the seed of generation number `turn` of an episode; the first generation uses the episode's own seed."""
+    return seed if turn == 0 else sample_seed(seed, turn, 0)
+
+
 class TurnTemplate:
-    """A chat template, used for what it adds to a conversation that is already there as tokens."""
+    """Renders what a chat template adds to a conversation that exists as tokens."""
 
     def __init__(self, tokenizer: Any, *, roles: Sequence[str], kwargs: Mapping[str, Any] | None = None) -> None:
-        """roles: who answers the policy in this workflow.  kwargs: of the chat template.
+        """roles: the roles that answer the policy in this workflow. kwargs: variables of the chat template.
 
-        ConfigError if the template cannot go on after an answer of one of them, or rewrites turns that are there.
+        Raises ConfigError if the template cannot continue after a message of one of these roles, or if it rewrites earlier turns.
         """
         self._tokenizer, self._kwargs = tokenizer, dict(kwargs or {})
         self._prompts: dict[str, list[int]] = {}
@@ -159,9 +216,9 @@ class TurnTemplate:
             self._check(role)
 
     def between(self, messages: Sequence[Message], *, turn_ended: bool = True) -> list[int]:
-        """The tokens between a turn of the policy and its next one, with `messages` in between.
+        """Returns the tokens between a turn of the policy and its next one, with `messages` in between.
 
-        turn_ended: the policy wrote the end-of-turn token itself; else it is among these tokens.
+        turn_ended: the policy sampled the end-of-turn token itself; otherwise these tokens contain it.
         """
         text = self._after_answer(messages)
         if turn_ended and self._end:
@@ -169,13 +226,13 @@ class TurnTemplate:
         return self._tokens(text)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> str:
-        """The text of a conversation up to where the policy's turn begins."""
+        """Returns the text of a conversation up to the position where the policy's turn begins."""
         return self._render([dict(message) for message in messages], generation=True, tools=tools)
 
     def prompt_ids(self, data: EpisodeData, tools: Sequence[ToolSchema], limit: int) -> list[int]:
-        """The prompt with the tools described by the template; the row's own tokens where that changes nothing.
+        """Returns the prompt with the tools described by the template, or the row's own tokens where that changes nothing.
 
-        Only chat prompts can be rendered anew: a prompt given as text says itself which tools there are.
+        Only chat prompts can be rendered again: a prompt given as text describes its tools itself.
         """
         chat = data.row.get("raw_chat")
         if not tools or not isinstance(chat, list | tuple):
@@ -195,7 +252,7 @@ class TurnTemplate:
         return self.limited_ids(text, limit)
 
     def limited_ids(self, text: str, limit: int) -> list[int]:
-        """A rendered prompt's tokens; DataError over the limit."""
+        """Returns the tokens of a rendered prompt.  Raises DataError if there are more than `limit`."""
         tokens = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         if len(tokens) > limit:
             raise DataError(
@@ -205,16 +262,16 @@ class TurnTemplate:
         return tokens
 
     def ended(self, token_ids: Sequence[int]) -> bool:
-        """Whether these tokens of the policy close its turn."""
+        """Returns whether these tokens of the policy end with its end-of-turn token."""
         return bool(token_ids) and token_ids[-1] == self._tokenizer.eos_token_id
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What the policy wrote, without the end of its turn."""
+        """Returns the text of the policy's tokens, without the end of its turn."""
         kept = token_ids[:-1] if self.ended(token_ids) else token_ids
         return str(self._tokenizer.decode(list(kept), skip_special_tokens=False))
 
     def neutral(self, text: str) -> str:
-        """Text from outside in which no special token can be read: a tool's output must not end its own turn."""
+        """Returns text from outside with all special tokens broken up, so that a tool's output cannot end its own turn."""
         for token in self._special:
             if token in text:
                 text = text.replace(token, f"{token[0]} {token[1:]}")
@@ -228,7 +285,7 @@ class TurnTemplate:
         return after.lstrip(" ") if self._end and after.lstrip(" ").startswith(self._end) else after
 
     def _tokens(self, text: str) -> list[int]:
-        """As they follow an end-of-turn token: many tokenizers treat the beginning of a text in their own way."""
+        """Tokenizes text as it follows an end-of-turn token: many tokenizers treat the beginning of a text differently."""
         end_id = self._tokenizer.eos_token_id
         if self._end:
             anchored = list(self._tokenizer(self._end + text, add_special_tokens=False)["input_ids"])
@@ -237,7 +294,7 @@ class TurnTemplate:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _check(self, role: str) -> None:
-        """The template, given more turns, must leave those that are there as they were."""
+        """Raises ConfigError unless the template leaves earlier turns unchanged when it is given more turns."""
         said = {"role": role, "content": "reply"}
         shorter = self._render([PROBE, _answer(), said], generation=False)
         longer = self._render([PROBE, _answer(), said, {"role": "assistant", "content": "more"}, said], generation=False)
@@ -267,56 +324,3 @@ def _answer() -> dict[str, Any]:
 
 def _roles(messages: Sequence[Message]) -> str:
     return ", ".join(str(message["role"]) for message in messages) + " messages"
-
-
-class SingleTurn(RolloutWorkflow):
-    """Token in, token out."""
-
-    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
-        completion = await self._complete(engine, data)
-        if completion.finish_reason == "abort":
-            raise Reject("its generation was aborted")
-        return Trajectory(
-            prompt_ids=list(data.prompt_ids),
-            response_ids=completion.token_ids,
-            response_mask=[1] * len(completion.token_ids),
-            rollout_log_probs=completion.log_probs,
-            versions=completion.versions,
-            finish_reason=completion.finish_reason,
-        )
-
-    async def _complete(self, engine: EpisodeEngine, data: EpisodeData) -> Completion:
-        """The generation, which goes on from what an earlier life of the run has written of it."""
-        request, before = self.request(data), data.partial
-        if before is None:
-            return await engine.agenerate(request, self.parts.sampling)
-        if before.finish_reason != "abort":
-            return before
-        request = replace(request, prompt_ids=[*data.prompt_ids, *before.token_ids], start=len(before.token_ids))
-        return join(before, await engine.agenerate(request, self.parts.sampling))
-
-
-class MultiTurn(RolloutWorkflow):
-    """Retry with feedback."""
-
-    def __init__(self, parts: WorkflowParts) -> None:
-        super().__init__(parts)
-        self._knobs = fill_knobs(MultiTurnKnobs, parts.kwargs)
-        self._template = TurnTemplate(parts.tokenizer, roles=["user"], kwargs=self._knobs.chat_template_kwargs)
-        self._again = [{"role": "user", "content": self._knobs.feedback}]
-
-    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
-        transcript = Transcript(prompt_ids=list(data.prompt_ids), budget=self.parts.max_response_length, scored=True)
-        knobs = self._knobs
-        while True:
-            completion = await transcript.generate(engine, data, self.parts.sampling, most=knobs.max_turn_tokens)
-            reward, _ = await self.parts.score(data.row, self._template.text(completion.token_ids))
-            if reward >= knobs.good_enough or not knobs.may_go_on(transcript.num_turns):
-                break
-            between = self._template.between(self._again, turn_ended=self._template.ended(completion.token_ids))
-            if not transcript.add_context(between):
-                break
-        tries = transcript.num_turns
-        transcript.add_reward(reward * knobs.turn_discount ** (tries - 1))
-        right = float(reward >= knobs.good_enough)
-        return transcript.trajectory({"right_at_once": right * (tries == 1), "right_at_last": right})

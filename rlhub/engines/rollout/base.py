@@ -1,10 +1,10 @@
 """RolloutEngine: generation with the policy's current weights, behind one interface.
 
-Token in, token out: prompts and completions are token ids; no engine tokenizes.  Log-probs are those of the distribution
-sampled from, after temperature.  Engines that run tensor-parallel over several ranks are SPMD: every rank of a
-tensor-parallel group makes the same calls with the same arguments and gets the same results.
+Prompts and completions are token ids, and no engine tokenizes.  Log-probs are those of the distribution sampled from, after
+temperature.  Engines that run tensor-parallel over several ranks are SPMD: every rank of a tensor-parallel group makes the
+same calls with the same arguments and gets the same results.
 
-Two ways to generate.  `generate` takes a batch and blocks.  `agenerate` takes one request; requests join and leave a
+There are two ways to generate.  `generate` takes a batch and blocks.  `agenerate` takes one request; requests join and leave a
 continuous batch between two steps, and the weights may change under them: pause, write the weights, resume.  An engine does
 one of the two at a time.
 """
@@ -25,34 +25,34 @@ from rlhub.protocol.weights.pieces import Piece
 
 FinishReason = Literal["stop", "length", "abort"]
 FINISH_CODES: dict[FinishReason, int] = {"stop": 0, "length": 1, "abort": 2}
-"""The numbers of the finish reasons in the column `finish_reason` of a batch."""
+"""Maps each finish reason to its number in the column `finish_reason` of a batch."""
 WeightBucket = list[tuple[str, Tensor]]
 EngineDtype = Literal["auto", "bfloat16", "float16", "float32"]
-SHOWN_NAMES = 5  # how many names an error lists before it only counts
+SHOWN_NAMES = 5  # an error lists this many names, and counts the others
 
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """The settings of sampling.  temperature 0 is greedy.  top_k -1 and top_p 1.0 are off."""
+    """The settings of sampling.  Temperature 0 is greedy; top_k -1 and top_p 1.0 are off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     max_new_tokens: int = 512
-    stop_token_ids: tuple[int, ...] = ()  # the end-of-sequence ids; the stopping token is part of the completion
+    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids; the stopping token is part of the completion
     ignore_eos: bool = False
-    log_probs: bool = True  # False: completions carry none (validation does not read them)
+    log_probs: bool = True  # False leaves them out, as validation does, which does not read them
 
 
 @dataclass(slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt and the seed of its noise; equal (prompt, params, seed, weights) give equal completions on one engine.
 
-    request_id: what `abort` knows it by; need not be unique.
-    session: requests of one conversation, which a service sends to the same replica; "" for none.
-    start: how many tokens at the end of `prompt_ids` are the completion's own, from an earlier attempt.  The completion goes
-    on where that ended: its noise is that of token `start` on (vllm: other noise, but never that of tokens 0 to start - 1),
-    and it may have `max_new_tokens - start` more.  Only those more are returned.
+    request_id: the id by which `abort` finds the request; it need not be unique.
+    session: a name shared by the requests of one conversation, which a service sends to the same replica; "" for none.
+    start: the number of tokens at the end of `prompt_ids` that belong to the completion, from an earlier attempt.  The completion
+        continues there: it uses the noise of token `start` on (vllm: other noise, but never that of tokens 0 to start - 1), may
+        have `max_new_tokens - start` more tokens, and returns only those.
     """
 
     prompt_ids: Sequence[int]
@@ -64,8 +64,13 @@ class GenerationRequest:
 
 @dataclass(slots=True, kw_only=True)
 class Completion:
-    """token_ids includes the stopping token; log_probs and versions have one entry a token (log_probs empty if not asked
-    for); version v is the policy that sampled the token.  finish_reason "abort": ended by `abort`, with the tokens so far."""
+    """The result of a request.
+
+    token_ids: the tokens, including the stopping token.
+    log_probs: one per token; empty if SamplingParams.log_probs is False.
+    finish_reason: "abort" means that `abort` ended the request, with the tokens so far.
+    versions: for each token, the version of the policy that sampled it.
+    """
 
     token_ids: list[int]
     log_probs: list[float]
@@ -75,9 +80,9 @@ class Completion:
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """The next tokens of a completion that is being sampled; fields as in Completion.
+    """The next tokens of a completion that is being sampled, with the fields of Completion.
 
-    finish_reason: the completion's, with its last tokens; None while more may come.
+    finish_reason: the completion's reason, with its last tokens; None while more may come.
     """
 
     token_ids: list[int]
@@ -87,107 +92,118 @@ class Progress:
 
 
 Follow = Callable[[Progress], None]
-"""Takes the tokens of one request as they come: on the event loop of the caller, each token once and in order, and nothing after
-the completion.  What it gets is always a beginning of the completion, but need not be all of it: an engine that cannot stream
-gives nothing, and an abort comes without its last tokens.  It must return at once; what it raises ends the request."""
+"""A callback that receives the tokens of one request while they are sampled.  It runs on the event loop of the caller, gets
+each token once and in order, and is not called after the completion is returned.  The tokens it gets are a prefix of the
+completion, but need not be all of it: an engine that cannot stream passes none, and an aborted request lacks its last ones.
+The callback must return at once; an error that it raises ends the request."""
 
 
 class RolloutEngine(ABC):
-    """See the module docstring.  Blocking, except `agenerate`.  The engine owns its weights' memory."""
+    """A rollout engine; see the module docstring.  All methods but `agenerate` block.  The engine owns its weights' memory."""
 
-    version: int  # policy version of the live weights; -1 before the first update
+    version: int  # the policy version of the live weights; -1 before the first update
 
     @abstractmethod
     def initialize(self) -> None:
-        """Builds the engine.  On return the process's torch RNG state, default dtype, thread count and distributed
-        environment variables are as they were."""
+        """Builds the engine.  On return the process's torch RNG state, default dtype, thread count and distributed environment
+        variables are unchanged."""
 
     @abstractmethod
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
-        """Returns completions in the order of the requests.  An empty list of requests gives an empty list.
+        """Returns completions in the order of the requests; an empty list of requests gives an empty list.
 
-        Raises RequestError for what it cannot serve (see `check_requests`), and EngineError while requests of `agenerate` wait or
-        run.
+        Raises RequestError for requests that the engine cannot serve (see `check_requests`), and EngineError while requests of
+        `agenerate` wait or run.
         """
 
     @abstractmethod
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """Generates one completion in the continuous batch, from any event loop; cancelling the task ends the request.  See
-        Follow.
+        """Generates one completion in the continuous batch, from any event loop; cancelling the task ends the request.
 
-        Raises RequestError as `generate` does: what is wrong with one request ends that one.  While the engine is paused requests
-        wait.  If a step fails, every waiting request gets the error, and so do later ones.
+        follow: receives the tokens while they are sampled; see Follow.
+
+        Raises RequestError as `generate` does; a fault of one request ends that request alone.  Requests wait while the engine
+        is paused.  If a step fails, every waiting request gets the error, and so do all later ones.
         """
 
     @property
     def vocab_size(self) -> int | None:
-        """The number of rows of the model's embedding: the engine reads the token ids 0 to one less, and refuses others with
-        RequestError.  None: the model is not here, and whoever has it checks them."""
+        """Returns the number of rows of the model's embedding, or None if the model lives in another job, which checks the ids
+        itself.
+
+        The engine reads token ids from 0 to one less than this number, and refuses others with RequestError.
+        """
         return None
 
     @property
     def failure(self) -> str:
-        """Why the engine can never generate again and must be built again, as far as that is known while nobody asks it to; ""
-        while it can.  Answers at once, from any thread."""
+        """Returns the reason why the engine can never generate again and must be rebuilt, as far as it is known without a
+        request; "" while the engine works.  Returns at once, from any thread."""
         return ""
 
     @property
     @abstractmethod
     def load(self) -> int:
-        """The number of requests of `agenerate` that wait or run."""
+        """Returns the number of requests of `agenerate` that wait or run."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Stops between two steps; returns when none is computing.  The requests wait with their tokens.  Idempotent."""
+        """Stops between two steps; returns when no step is computing.  Requests wait with their tokens.  Idempotent."""
 
     @abstractmethod
     def resume(self, *, recompute: bool = True) -> None:
-        """Goes on after `pause`.  Idempotent.  Raises EngineError, and stays paused, without a whole set of weights.
+        """Continues after `pause`.  Idempotent.  Raises EngineError, and stays paused, without a whole set of weights.
 
-        recompute: where the weights changed meanwhile, the keys and values of the running requests' tokens are computed again
-        with the live ones, as if the whole sequence had been read by them.  False goes on with the old ones.
+        recompute: if the weights have changed, True computes the keys and values of the running requests' tokens again with
+        the live weights, as if these had read the whole sequence; False continues with the old keys and values.
         """
 
     @abstractmethod
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Ends the requests of `agenerate` with these ids (None: all of them); their completions say "abort".  Returns at once;
-        unknown ids are passed over.  Works while paused."""
+        """Ends the requests of `agenerate` with these ids, or all for None; their completions have the reason "abort".
+
+        Returns at once and ignores unknown ids.  Works while the engine is paused.
+        """
 
     @abstractmethod
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        """Replaces all weights from a stream of full tensors with Hugging Face names (cast to the engine's dtype), lets no later
-        request find cached prefixes of the old ones, then takes `version`.  If the stream breaks the engine refuses to generate
-        until a whole update.
+        """Replaces all weights from a stream of full tensors with Hugging Face names, cast to the engine's dtype, and then
+        takes `version`.
 
-        While requests of `agenerate` wait or run the engine must be paused: EngineError otherwise.
+        No later request finds cached prefixes of the old weights.  If the stream breaks, the engine refuses to generate until
+        a whole update.  Raises EngineError if requests of `agenerate` wait or run and the engine is not paused.
         """
 
     @abstractmethod
     def overwriting(self, version: int) -> AbstractContextManager[None]:
-        """Inside, the caller writes the whole of the live weights in place and the engine refuses to generate.
+        """Returns a context in which the caller overwrites all live weights in place, while the engine refuses to generate.
 
-        After a clean end no request finds prefixes of the old weights, and `version` is taken; after an exception the engine
-        refuses to generate until a whole update.  The weights' memory must be awake, and the engine paused if it has requests of
-        `agenerate`.
+        After a clean exit no request finds prefixes of the old weights, and the engine takes `version`; after an exception it
+        refuses to generate until a whole update.  The weights' memory must be awake, and the engine paused if it has requests
+        of `agenerate`.
         """
 
     @abstractmethod
     def live_weights(self) -> Iterator[Piece]:
         """Yields the engine's live parameters as VIEWS under Hugging Face names: fused parameters are taken apart, a
-        tensor-parallel rank yields its own slices, a tied weight comes once."""
+        tensor-parallel rank yields its own slices, and a tied weight is yielded once."""
 
     @abstractmethod
     def weight_dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype in which the engine holds the weight of this Hugging Face name."""
+        """Returns the dtype in which the engine stores the weight of this Hugging Face name."""
 
     @abstractmethod
     def sleep(self) -> None:
-        """Frees the KV cache (and weights) where the platform can.  On every platform, weights must be updated before the
-        next generate.  Idempotent.  Raises EngineError while requests of `agenerate` wait or run."""
+        """Frees the KV cache, and the weights, where the platform can.  Idempotent.
+
+        On every platform, the weights must be updated before the next generate.  Raises EngineError while requests of
+        `agenerate` wait or run.
+        """
 
     @abstractmethod
     def wake_up(self, *, weights_only: bool = False) -> None:
-        """Takes back the memory given up by `sleep`: the weights' only (enough for update_weights), or all.  Idempotent."""
+        """Allocates the memory again that `sleep` has freed: the weights' only, which is enough for update_weights, or all.
+        Idempotent."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -197,25 +213,26 @@ class RolloutEngine(ABC):
 class ExternalWeights(ABC):
     """The side of a rollout engine whose weights live in worker processes of its own.
 
-    Nobody in this process can write or read the weights; a class of the caller's does, in every worker.
+    Code in this process can neither write nor read the weights; an object of a class of the caller's does, in every worker.
     """
 
     @abstractmethod
     def call_workers(self, target: str, method: str, *arguments: Any) -> Sequence[Any]:
-        """Calls, in every worker, a method of its one object of the class `target` ("module:Class", built from what WeightReader
-        takes for an engine); returns the answers, by rank.
+        """Calls a method of each worker's one object of the class `target` ("module:Class"); returns the results in the order
+        of the ranks.
 
-        It runs between two steps, which wait, so it must return soon.  Arguments and answers are pickled; an RlhubError of a
-        worker is raised here.
+        The object is built in the worker from the part of an engine that WeightReader takes.  The call runs between two steps,
+        which wait for it, so it must return soon.  Arguments and results are pickled; an RlhubError of a worker is raised
+        here.
         """
 
     @abstractmethod
     def overwriting(self, version: int) -> AbstractContextManager[None]:
-        """As RolloutEngine's; the workers write the weights."""
+        """Returns a context as RolloutEngine.overwriting does, in which the workers write the weights."""
 
 
 def resolve_dtype(name: EngineDtype, device: torch.device) -> torch.dtype:
-    """Returns the dtype that an engine holds the weights in.
+    """Returns the dtype of an engine's weights.
 
     `auto` is bfloat16 on accelerators and float32 on CPU, where bfloat16 arithmetic is emulated on most machines.
     """
@@ -227,7 +244,8 @@ def resolve_dtype(name: EngineDtype, device: torch.device) -> torch.dtype:
 def apply_buckets(buckets: Iterable[WeightBucket], expected: Collection[str], load: Callable[[WeightBucket], None]) -> None:
     """Calls `load` on every bucket of `update_weights`, so that a wrong or broken stream cannot pass for a whole update.
 
-    Every expected name must come exactly once and no other.  Raises EngineError naming the surplus, repeated or missing weights.
+    Every expected name must occur exactly once, and no other.  Raises EngineError naming the surplus, repeated or missing
+    weights.
     """
     applied: set[str] = set()
     for bucket in buckets:
@@ -246,6 +264,6 @@ def apply_buckets(buckets: Iterable[WeightBucket], expected: Collection[str], lo
 
 
 def abbreviate(names: list[str]) -> str:
-    """Returns the first few names, and how many more there are."""
+    """Returns the first few names, and the number of the others."""
     more = len(names) - SHOWN_NAMES
     return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,8 +1,8 @@
 """Continuous batching: a thread that steps an engine, and requests that join and leave between two steps.
 
-Engines differ only in their Stepper.  What is the same for all is here: callers on any event loop, cancellation, pausing
-for new weights, the version of each token, and what happens to the waiting requests when a step fails.  `SteppedEngine` is the
-half of a RolloutEngine that follows from it.
+Engines differ only in their Stepper.  EngineLoop does what all have in common: callers on any event loop, cancellation, pauses
+for new weights, the version of each token, and the answers to waiting requests when a step fails.  `SteppedEngine` is the half
+of a RolloutEngine that follows from it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from rlhub.utils import faults
 
 
 class TokenEvent(NamedTuple):
-    """One sampled token of the request `key`; finish: None if more follow.  Log-probs that were not asked for may be 0."""
+    """One sampled token of the request `key`.  finish: None if more tokens follow.  A log-prob that was not asked for may be
+    0."""
 
     key: int
     token: int
@@ -41,25 +42,25 @@ class TokenEvent(NamedTuple):
 
 
 class Stepper(Protocol):
-    """An engine's state of a continuous batch.  Calls come from one thread at a time, never two at once."""
+    """An engine's state of a continuous batch.  Calls may come from any thread, but never two at once."""
 
     def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
-        """Takes a checked request; it joins at the next step."""
+        """Adds a checked request, which joins at the next step."""
 
     def step(self) -> Sequence[TokenEvent]:
-        """Computes one step of all requests, of which there is at least one; a step may yield no token (a long prompt being read
-        in parts)."""
+        """Computes one step of all requests, of which there is at least one.  A step may yield no token, for example while a
+        long prompt is read in parts."""
 
     def remove(self, keys: Collection[int]) -> None:
-        """Forgets these requests; those it does not know have ended already."""
+        """Removes these requests; unknown keys belong to requests that have ended."""
 
     def recompute(self) -> None:
-        """Computes the running requests' keys and values again before the next step: the weights have changed."""
+        """Computes the running requests' keys and values again before the next step, because the weights have changed."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Live:
-    """A request whose caller waits."""
+    """A request whose caller waits for the completion."""
 
     key: int
     request: GenerationRequest
@@ -81,13 +82,15 @@ class _Live:
 
 
 Answer = tuple[_Live, Completion | Progress | BaseException]
-"""What a request's caller gets: its completion, an error, or, if it follows the request, a token on the way there."""
+"""One message to a request's caller: its completion, an error or, if the caller follows the request, its next token."""
 
 
 class EngineLoop:
-    """The loop of one engine.  Its thread starts with the first request; `version` gives the live weights' policy version.
+    """Steps one engine in a thread, which starts with the first request.
 
-    All fields are read and written under `_changed`; the stepper only by the thread, or by who holds `exclusive`.
+    version: returns the policy version of the live weights.
+
+    All fields are read and written under `_changed`.  The stepper is used only by the thread, or by the holder of `exclusive`.
     """
 
     def __init__(self, make_stepper: Callable[[], Stepper], version: Callable[[], int], *, name: str = "rollout") -> None:
@@ -100,28 +103,28 @@ class EngineLoop:
         self._arrived: list[_Live] = []
         self._removed: set[int] = set()
         self._paused = self._stepping = self._stale = self._recompute = self._closed = False
-        self._user: str | None = None  # who has the engine alone
+        self._user: str | None = None  # the purpose of the present holder of `exclusive`
         self._failure: BaseException | None = None
         self._stepper: Stepper | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def load(self) -> int:
-        """The number of requests that wait or run."""
+        """Returns the number of requests that wait or run."""
         return len(self._live)
 
     @property
     def failure(self) -> str:
-        """The error of a step, after which there will be none; "" without one."""
+        """Returns the error of the step after which the engine computes none, or "" if no step has failed."""
         return "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
 
     @property
     def paused(self) -> bool:
-        """Whether the loop pauses."""
+        """Returns whether the loop is paused."""
         return self._paused
 
     async def generate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """Queues one checked request and waits for its completion; cancelling ends it."""
+        """Queues one checked request and waits for its completion; cancelling the task ends the request."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         live = _Live(key=next(self._keys), request=request, params=params, loop=loop, future=future, follow=follow)
@@ -154,7 +157,7 @@ class EngineLoop:
             self._thread.start()
 
     def _forget(self, live: _Live) -> None:
-        """Lets a cancelled request leave; one that has ended has left already."""
+        """Removes a request whose caller has cancelled; one that has ended is gone already."""
         with self._changed:
             if self._live.pop(live.key, None) is not None:
                 self._removed.add(live.key)
@@ -167,7 +170,7 @@ class EngineLoop:
             self._changed.wait_for(lambda: not self._stepping)
 
     def resume(self, *, recompute: bool = True) -> None:
-        """Steps again.  recompute: where `weights_changed` was called, the stepper recomputes."""
+        """Continues stepping.  recompute: the stepper computes keys and values again if `weights_changed` was called."""
         with self._changed:
             if self._user is not None:
                 raise EngineError(f"the rollout engine cannot go on before the end of {self._user}")
@@ -177,12 +180,12 @@ class EngineLoop:
             self._changed.notify_all()
 
     def weights_changed(self) -> None:
-        """Notes that the keys and values of the current requests belong to other weights."""
+        """Notes that the keys and values of the current requests belong to the old weights."""
         with self._changed:
             self._stale = bool(self._live)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Answers these requests (None: all) with the tokens they have."""
+        """Answers these requests, or all for None, with the tokens that they have."""
         with self._changed:
             chosen = [live for live in self._live.values() if request_ids is None or live.request.request_id in request_ids]
             for live in chosen:
@@ -193,8 +196,10 @@ class EngineLoop:
 
     @contextmanager
     def exclusive(self, purpose: str, *, among_requests: bool = False) -> Iterator[None]:
-        """Gives the engine to the caller alone.  Raises EngineError while requests wait or run: always, or, with
-        `among_requests`, unless the engine is paused."""
+        """Reserves the engine for the caller inside the context.
+
+        Raises EngineError while requests wait or run; with `among_requests` only if the engine is not paused then.
+        """
         with self._changed:
             self._refuse_exclusive(purpose, among_requests)
             self._user = purpose
@@ -228,7 +233,7 @@ class EngineLoop:
             thread.join()
 
     def _run(self) -> None:
-        """Runs in the thread: steps while there are requests, and sleeps otherwise."""
+        """Runs in the thread: steps while there are requests, and waits otherwise."""
         while self._prepare():
             answers: list[Answer] = []
             try:
@@ -243,7 +248,7 @@ class EngineLoop:
             _deliver(answers)
 
     def _prepare(self) -> bool:
-        """Waits until there is something to do and takes it; False ends the thread."""
+        """Waits until there is work to do; returns False when the thread must end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._has_work())
             self._stepping = not self._closed
@@ -254,7 +259,7 @@ class EngineLoop:
         return not idle and bool(self._live or self._removed)
 
     def _advance(self) -> list[Answer]:
-        """Lets requests join and leave, then computes one step; returns what callers get from it."""
+        """Lets requests join and leave, then computes one step; returns the messages to their callers."""
         assert self._stepper is not None
         with self._changed:
             recompute, self._recompute = self._recompute, False
@@ -273,22 +278,22 @@ class EngineLoop:
             return self._record(events, version)
 
     def _refused(self, arrived: Sequence[_Live]) -> int:
-        """Hands requests to the stepper; returns how many it has not taken.  What is wrong with one ends that one alone."""
+        """Adds requests to the stepper; returns the number that it refuses.  A refusal ends only the request that it concerns."""
         assert self._stepper is not None
         refused: list[Answer] = []
         for live in arrived:
             try:
                 self._stepper.add(live.key, live.request, live.params)
             except EngineError:
-                raise  # it can take none
-            except Exception as error:  # noqa: BLE001  whatever the engine says of this request belongs to its caller
+                raise  # the engine can serve no request at all
+            except Exception as error:  # noqa: BLE001  any error on this request belongs to its caller
                 refusal = RequestError(f"the engine refuses the request: {type(error).__name__}: {error}")
                 refusal.__cause__ = error
                 refused.append((live, refusal))
         with self._changed:
             for live, _ in refused:
                 self._live.pop(live.key, None)
-        _deliver(refused)  # whatever becomes of the step
+        _deliver(refused)  # at once, because the step may fail
         return len(refused)
 
     def _apply_removals(self) -> None:
@@ -314,14 +319,14 @@ class EngineLoop:
         return answers
 
     def _take_all(self, error: BaseException) -> list[Answer]:
-        """Takes out every request, to be answered with `error`."""
+        """Removes every request; returns the messages that answer each with `error`."""
         answers: list[Answer] = [(live, error) for live in self._live.values()]
         self._live, self._arrived = {}, []
         return answers
 
 
 def _deliver(answers: Sequence[Answer]) -> None:
-    """Hands answers to their event loops, one call a loop."""
+    """Passes messages to the callers' event loops, with one call per loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Answer]] = {}
     for answer in answers:
         by_loop.setdefault(answer[0].loop, []).append(answer)
@@ -359,7 +364,8 @@ def _as_engine_error(error: BaseException) -> EngineError:
 
 
 class SteppedEngine(RolloutEngine):
-    """A RolloutEngine that is stepped.  Subclasses set `_ready`: whether there is a whole set of weights, awake."""
+    """A RolloutEngine that is driven step by step.  Subclasses set `_ready`, which is True while the engine has a whole set of
+    weights and is awake."""
 
     def __init__(self, setup: RolloutSetup) -> None:
         self.version = -1
@@ -369,10 +375,10 @@ class SteppedEngine(RolloutEngine):
 
     @abstractmethod
     def _make_stepper(self) -> Stepper:
-        """Returns the engine's stepper; called once, with the first single request."""
+        """Returns the engine's stepper.  Called once, with the first single request."""
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        if not self._loop.paused:  # else it waits, with those that are there, for the weights
+        if not self._loop.paused:  # during a pause the request waits for new weights
             self._refuse_unready("generate")
         self._check([request], params)
         return await self._loop.generate(request, params, follow)
@@ -406,9 +412,9 @@ class SteppedEngine(RolloutEngine):
         check_requests(requests, params, max_model_len=self._setup.max_model_len, vocab_size=self.vocab_size)
 
     def _generating(self) -> AbstractContextManager[None]:
-        """Holds off single requests around a whole batch."""
+        """Returns a context that excludes single requests from a whole batch."""
         return self._loop.exclusive("generate")
 
     def _updating(self) -> AbstractContextManager[None]:
-        """Holds off steps around a weight update."""
+        """Returns a context that excludes steps from a weight update."""
         return self._loop.exclusive("the weight update", among_requests=True)

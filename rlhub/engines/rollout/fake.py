@@ -1,6 +1,6 @@
-"""A rollout engine without a model: completions follow from prompt and seed alone.  For tests of what uses an engine.
+"""A rollout engine without a model, for tests of the code that uses an engine: completions follow from prompt and seed alone.
 
-It has a real continuous batch all the same: one token a step for every request, each step as slow as it is set to be.
+Its continuous batch is real: each step gives every request one token, and takes as long as it is set to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIRST_TOKEN = 3  # 0 to 2 are commonly padding, beginning and end of sequence
 
 
 def hashed_script(request: GenerationRequest, params: SamplingParams) -> list[int]:
-    """Returns tokens from a checksum of (prompt, seed); as long as allowed, or shorter and ended by the first stop token."""
+    """Returns tokens from a checksum of (prompt, seed), as many as allowed, or fewer and ended by the first stop token."""
     key = zlib.crc32(repr((list(request.prompt_ids), request.seed)).encode())
     stops = bool(params.stop_token_ids) and not params.ignore_eos
     length = 1 + key % params.max_new_tokens if stops else params.max_new_tokens
@@ -38,13 +38,17 @@ def hashed_script(request: GenerationRequest, params: SamplingParams) -> list[in
 
 
 class FakeEngine(SteppedEngine):
-    """Keeps whatever weights it is given: the first update says which names belong to the model."""
+    """A RolloutEngine that accepts any weights; the first update defines which names the model has."""
 
     def __init__(
         self, setup: RolloutSetup, *, script: Script = hashed_script, step_s: float = 0.0, vocab_size: int | None = None
     ) -> None:
-        """script: what a request's completion is; step_s: seconds a step of the continuous batch takes; vocab_size: of the model
-        that it stands for, None: it reads any token ids."""
+        """Builds the engine.
+
+        script: returns the tokens of a request's completion.
+        step_s: the duration of a step of the continuous batch in seconds.
+        vocab_size: the vocabulary of the model that the engine stands for; None accepts any token ids.
+        """
         super().__init__(setup)
         self._script = script
         self._weights: dict[str, Tensor] = {}
@@ -78,11 +82,12 @@ class FakeEngine(SteppedEngine):
         )
 
     def _whole(self, request: GenerationRequest, params: SamplingParams) -> list[int]:
-        """Returns what the request is to get; one that goes on after `start` tokens gets the rest of what it would have had."""
+        """Returns the tokens of a request.  One that continues after `start` tokens gets the rest of the completion that it
+        began."""
         prompt = list(request.prompt_ids)
         beginning = replace(request, prompt_ids=prompt[: len(prompt) - request.start], start=0)
-        room = self._setup.max_model_len - len(prompt)
-        return self._script(beginning, params)[request.start : params.max_new_tokens][:room]
+        num_free = self._setup.max_model_len - len(prompt)
+        return self._script(beginning, params)[request.start : params.max_new_tokens][:num_free]
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         with self.overwriting(version):
@@ -124,13 +129,13 @@ class FakeEngine(SteppedEngine):
 
 
 class FakeStepper:
-    """A step gives every request the next token of its script."""
+    """A Stepper that gives every request the next token of its script in each step."""
 
     def __init__(self, whole: Script, step_s: float) -> None:
         self._whole = whole
         self._step_s = step_s
         self._arrived: dict[int, tuple[GenerationRequest, SamplingParams]] = {}
-        self._rest: dict[int, tuple[list[int], SamplingParams]] = {}  # tokens to come, the next one last
+        self._rest: dict[int, tuple[list[int], SamplingParams]] = {}  # the tokens that follow, the next one last
 
     def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
         self._arrived[key] = (request, params)
@@ -154,7 +159,7 @@ class FakeStepper:
             self._rest.pop(key, None)
 
     def recompute(self) -> None:
-        """Does nothing: it has no keys and values."""
+        """Does nothing, because there are no keys and values."""
 
 
 def _reason(tokens: Sequence[int], params: SamplingParams) -> FinishReason:

@@ -1,6 +1,6 @@
-"""Which rollout engines exist, building one from the configuration, and what of a configuration an engine cannot do.
+"""The table of rollout engines, the engine that a configuration selects, and the settings that an engine cannot serve.
 
-Importing this module loads neither torch nor an engine, so names and settings can be checked before anything starts.
+Importing this module loads neither torch nor an engine, so names can be checked before any process starts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class RolloutSetup:
-    """Everything an engine is built from.
+    """Everything that an engine is built from.
 
-    seed: base seed of the run; engines add `dp_rank` where they need a generator of their own.
-    dp_rank, tp_rank: this rank's replica of the engine, and its place inside the replica.
-    load_checkpoint: read the model's weights from disk; False leaves them undefined until the first update.
+    seed: the base seed of the run; engines add `dp_rank` where they need a generator of their own.
+    max_prompt_length, max_response_length: limits in tokens.
+    dp_rank, tp_rank: the number of this rank's replica of the engine, and the rank's place inside the replica.
+    load_checkpoint: True reads the model's weights from disk; False leaves them undefined until the first update.
     """
 
     config: RolloutConfig
@@ -45,20 +46,24 @@ class RolloutSetup:
 
     @property
     def max_model_len(self) -> int:
-        """The longest prompt plus completion, in tokens."""
+        """Returns the longest prompt plus completion, in tokens."""
         return self.config.max_model_len or self.max_prompt_length + self.max_response_length
 
 
 EngineFactory = Callable[[RolloutSetup], "RolloutEngine"]
 
 ROLLOUT_ENGINES: Registry[EngineFactory] = Registry("rollout engine")
-"""`requires` names the Python packages an engine needs.  A companion `problems`, which loads no torch, says what is wrong with
-its part of the section: (rollout section, *, trains: whether the job updates the weights) -> sentences.  A companion
-PARALLEL_SERVICE is the engine to use in its place where single requests are served tensor-parallel.  MOST_REPLICAS says how many
-replicas a service can have: (rollout section) -> number; without it, as many as there are places.  MEMORY_SHARE says what share
-of a GPU's memory an engine takes: (rollout or judge section) -> share, 0 for an engine that takes what it needs; without it, the
-engine has no model on the run's GPUs.  MODEL_PROBLEMS, which loads no torch, says what keeps the engine from running a model:
-(content of its config.json, *, where: the key of the engine's name) -> sentences."""
+"""`requires` names the Python packages that an engine needs.  A row may have these companions:
+
+problems: (rollout section, *, trains: whether the job updates the weights) -> sentences on what is wrong with the settings that
+    the engine reads.
+PARALLEL_SERVICE: the engine that takes this one's place where single requests are served with tensor parallelism.
+MOST_REPLICAS: (rollout section) -> the largest number of replicas of a service; without it every place may have one.
+MEMORY_SHARE: (rollout or judge section) -> the share of a GPU's memory that the engine reserves, 0 for an engine that allocates
+    only what it needs; without it the engine has no model on the run's GPUs.
+MODEL_PROBLEMS: (content of config.json, *, where: the key of the engine's name) -> sentences on what keeps the engine from
+    running a model; it loads no torch.
+"""
 
 PARALLEL_SERVICE, MOST_REPLICAS, MEMORY_SHARE = "parallel_service", "most_replicas", "memory_share"
 MODEL_PROBLEMS = "model_problems"
@@ -81,21 +86,22 @@ ROLLOUT_ENGINES.add_lazy(
     "rlhub.engines.rollout.remote.engine:RemoteEngine",
     companions={
         "problems": "rlhub.engines.rollout.remote.server:remote_problems",
-        MOST_REPLICAS: "rlhub.engines.rollout.remote.server:most_replicas",
+        MOST_REPLICAS: "rlhub.engines.rollout.remote.server:one_replica_per_server",
     },
 )
 ROLLOUT_ENGINES.add_lazy("fake", "rlhub.engines.rollout.fake:FakeEngine")
 
 
 def resolve_engine_name(name: str) -> str:
-    """Returns the engine's name; `auto` becomes vllm where it is installed, else hf; any other name is returned as it is."""
+    """Returns the engine's name.  `auto` becomes vllm where it is installed and hf elsewhere; any other name is returned
+    unchanged."""
     if name != "auto":
         return name
     return "vllm" if find_spec("vllm") is not None else "hf"
 
 
 def engine_factory(config: RolloutConfig) -> EngineFactory:
-    """Returns the engine of this configuration.  Raises RegistryError for an unknown `config.name`."""
+    """Returns the factory of the configured engine.  Raises RegistryError for an unknown `config.name`."""
     name = resolve_engine_name(config.name)
     if config.mode == "async" and config.tensor_model_parallel_size > 1:
         in_its_place: EngineFactory | None = ROLLOUT_ENGINES.companion(name, PARALLEL_SERVICE)
@@ -104,14 +110,14 @@ def engine_factory(config: RolloutConfig) -> EngineFactory:
 
 
 def most_replicas(config: RolloutConfig) -> int | None:
-    """Returns how many replicas a service of single requests can have; None: the engine knows no limit."""
+    """Returns the largest number of replicas that a service of single requests can have, or None if the engine has no limit."""
     limit: Callable[[RolloutConfig], int] | None = ROLLOUT_ENGINES.companion(resolve_engine_name(config.name), MOST_REPLICAS)
     return None if limit is None else limit(config)
 
 
 def memory_share(name: str, config: RolloutConfig | JudgeConfig) -> float | None:
-    """Returns the share of a GPU's memory that the engine of that name takes for itself, weights included; 0 for one that takes
-    what it needs, None for one that has no model on the run's GPUs."""
+    """Returns the share of a GPU's memory that the engine `name` reserves, weights included: 0 for an engine that allocates
+    only what it needs, None for one that has no model on the run's GPUs."""
     name = resolve_engine_name(name)
     if name not in ROLLOUT_ENGINES:
         return None
@@ -120,8 +126,11 @@ def memory_share(name: str, config: RolloutConfig | JudgeConfig) -> float | None
 
 
 def model_problems(name: str, model: ModelConfig, *, where: str) -> list[str]:
-    """Returns what keeps the engine of that name from running a local model, read from its config.json; [] for a hub name, and
-    where the folder itself is what is wrong.  where: the key of the engine's name."""
+    """Returns sentences on what keeps the engine `name` from running a local model, judged by its config.json.
+
+    Returns [] for a hub name, and for a folder that cannot be read, which other checks report.  where: the key of the engine's
+    name.
+    """
     name, path = resolve_engine_name(name), Path(model.path or "").expanduser()
     judge = ROLLOUT_ENGINES.companion(name, MODEL_PROBLEMS) if name in ROLLOUT_ENGINES else None
     if judge is None or not model.path or not path.is_dir():
@@ -135,17 +144,17 @@ def model_problems(name: str, model: ModelConfig, *, where: str) -> list[str]:
 
 
 def build_rollout_engine(setup: RolloutSetup) -> RolloutEngine:
-    """Returns the configured engine, not yet initialized.  Raises RegistryError for an unknown `config.name`."""
+    """Builds the configured engine, not yet initialized.  Raises RegistryError for an unknown `config.name`."""
     return engine_factory(setup.config)(setup)
 
 
-# --- what the rows of the table name ----------------------------------------------------------------------------------------
+# --- the companions of the rows above ----------------------------------------------------------------------------------------
 
 KEY = "actor_rollout_ref.rollout"
 
 
 def one_device_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
-    """Returns what is wrong with the section for an engine without tensor parallelism."""
+    """Returns a sentence if the settings ask an engine without tensor parallelism for several devices."""
     size = config.tensor_model_parallel_size
     if size == 1:
         return []
@@ -156,15 +165,18 @@ def one_device_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
 
 
 def service_problems(config: RolloutConfig, *, trains: bool) -> list[str]:
-    """Returns what is wrong with the section for an engine that serves single requests alone."""
+    """Returns a sentence if the settings use an engine that only serves single requests for whole batches."""
     if config.mode == "async":
         return []
     return [f"{KEY}.name={config.name} with {KEY}.mode={config.mode}: this engine is for mode=async; set that, or name=vllm"]
 
 
 def expert_problems(values: Mapping[str, Any], *, where: str) -> list[str]:
-    """Refuses a mixture of experts where vLLM generates: it fuses the experts of a layer into tensors of its own layout, which
-    the check of the weights after each sync cannot read back (on CPU it repacks them, so they could not even be written)."""
+    """Returns a sentence if vLLM would generate with a mixture of experts.
+
+    vLLM fuses the experts of a layer into tensors of its own layout, which the check of the weights after each sync cannot
+    read back; on CPU it repacks them, so they could not even be written.
+    """
     count = next((int(values[name]) for name in NUM_EXPERTS if values.get(name)), 1)
     if count == 1:
         return []
@@ -175,10 +187,10 @@ def expert_problems(values: Mapping[str, Any], *, where: str) -> list[str]:
 
 
 def no_share(config: RolloutConfig | JudgeConfig) -> float:
-    """Returns 0: the engine takes the memory that its weights and its requests need."""
+    """Returns 0: the engine allocates only the memory that its weights and requests need."""
     return 0.0
 
 
 def gpu_memory_utilization(config: RolloutConfig | JudgeConfig) -> float:
-    """Returns what vLLM takes of a GPU's whole memory, weights and key-value cache together."""
+    """Returns the share of a GPU's memory that vLLM reserves for weights and key-value cache together."""
     return config.gpu_memory_utilization

@@ -1,4 +1,4 @@
-"""Checks every engine makes on requests before it generates: what passes them cannot end the engine."""
+"""The checks that every engine makes on requests before it generates.  A request that passes them cannot end the engine."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from rlhub.engines.rollout.base import GenerationRequest, SamplingParams
 from rlhub.errors import RequestError
 
 MIN_TEMPERATURE = 1e-6
-"""The least above 0: logits of up to 1e32 over it are still finite in float32."""
+"""The smallest temperature above 0: logits of up to 1e32 divided by it are still finite in float32."""
 SEEDS = 1 << 63
-"""Engines keep seeds as signed integers of 64 bits."""
+"""The bound of seeds, which engines store as signed integers of 64 bits."""
 
 
 def check_requests(
     requests: Sequence[GenerationRequest], params: SamplingParams, *, max_model_len: int, vocab_size: int | None = None
 ) -> None:
-    """Raises RequestError for token ids outside the vocabulary, an empty prompt, one without room for a token, a seed that is no
-    integer of 64 bits, or impossible sampling parameters.
+    """Raises RequestError for an empty prompt, one that leaves no space for a token, ids outside the vocabulary, a seed that
+    is no integer of 64 bits, or impossible sampling parameters.
 
-    vocab_size: rows of the model's embedding; None: the ids are checked by a server of another job.
+    vocab_size: the number of rows of the model's embedding; None if a server of another job checks the ids.
     """
     _check_sampling(params)
     check_ids(params.stop_token_ids, "stop_token_ids", "a stop token", vocab_size)
@@ -67,7 +67,8 @@ def _check_length(index: int, request: GenerationRequest, params: SamplingParams
 
 
 def check_ids(ids: Sequence[int], param: str, where: str, vocab_size: int | None) -> None:
-    """Raises RequestError for an id that the model does not have.  param, where: of the ids, for the error."""
+    """Raises RequestError for an id that the model does not have.  param, where: the parameter and the words that name the ids
+    in the error."""
     if vocab_size is None or not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return
     place, token = next((place, token) for place, token in enumerate(ids) if not 0 <= token < vocab_size)

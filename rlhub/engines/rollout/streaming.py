@@ -1,4 +1,4 @@
-"""Streaming the tokens of a request whose engine runs on an event loop of its own to the event loop that asked."""
+"""Streaming the tokens of a request from the event loop of its engine to the event loop of the caller."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from rlhub.engines.rollout.base import Completion, Follow, Progress
 
 
 class ProgressRelay:
-    """Built on the event loop that asks.  What `follow` raises ends the request and is raised by `until`."""
+    """Passes tokens to `follow` on the event loop where it is built.  An error of `follow` ends the request, and `until`
+    raises it."""
 
     def __init__(self, follow: Follow) -> None:
         self._follow = follow
@@ -18,7 +19,7 @@ class ProgressRelay:
         self._error: Exception | None = None
 
     def send(self, progress: Progress) -> None:
-        """Takes new tokens on the engine's event loop."""
+        """Sends new tokens; called on the engine's event loop."""
         with suppress(RuntimeError):  # the caller's loop is closed
             self._loop.call_soon_threadsafe(self._receive, progress)
 
@@ -32,7 +33,7 @@ class ProgressRelay:
             self._answer.cancel()
 
     async def until(self, answer: asyncio.Future[Completion]) -> Completion:
-        """Waits for the completion; before and after, nothing is passed on."""
+        """Waits for the completion.  Tokens are passed on only during this wait."""
         self._answer = answer
         try:
             return await answer

@@ -1,14 +1,11 @@
 """Training engines: one model sharded over ranks, its passes and its optimizer.
 
 base         TrainEngine, the interface of every backend
-registry     names of the backends, and building each role's engine from the configuration
-updates      an update of the policy or the value model: mini-batches, losses, metrics
-preference   the same on preference pairs
-correction   the rollout correction that is computed in the update
+registry     the table of backends, and the construction of each role's engine from the configuration
+updates      the updates of a batch: losses on an engine's outputs, optimizer steps, metrics
 micro_batch  cutting rows into forward passes
 packing      one pass without padding
-optimizer    the rules that all engines' optimizers share
-host_memory  tensors in host memory while others need the device's
+optimizer    the rules of a step that all optimizers share, and state in host memory
 collectives  the process group, and the check that all weights are finite
 fsdp/        FSDP2
 megatron/    Megatron-core

@@ -1,8 +1,9 @@
-"""Collective operations of an engine's ranks besides its passes: joining the process group, and checking that weights are finite.
+"""Collective operations of an engine's ranks outside its passes: joining the process group, and checking that weights are
+finite.
 
-A step whose gradient is not finite is skipped; a finite one can still make weights that are not, by a learning rate out of all
-bounds.  Nothing later would detect it: a fingerprint of NaN equals that of the same NaN.  So weights are checked after each
-update, before each save and before each sync.
+A step whose gradient is not finite is skipped, but a finite gradient can still produce weights that are not, with a learning
+rate out of all bounds.  Nothing later would detect it, because a fingerprint of NaN equals that of the same NaN.  So weights
+are checked after each update, before each save and before each sync.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from rlhub.errors import NonFiniteError
 from rlhub.protocol.weights.fingerprint import nonfinite_names
 
 WEIGHTS = "model."
-"""The beginning of the names of weights in `state_shards`, which yields them first."""
+"""The prefix of the names of weights in `state_shards`, which yields them first."""
 MAX_LISTED = 4
-"""Most names that an error lists."""
+"""The most names that an error lists."""
 
 
 def ensure_process_group(device: torch.device, *, timeout_s: float = 1800.0) -> None:
-    """Joins the default process group unless this process has one already.
+    """Joins the default process group unless this process has joined one already.
 
-    One rank (WORLD_SIZE absent or 1) meets itself in memory, without a port.  More ranks read RANK, WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT from the environment; every rank must call, and it blocks until all have.
-    timeout_s bounds every later collective too.
+    One rank (WORLD_SIZE absent or 1) forms a group in memory, without a port.  More ranks read RANK, WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT from the environment; every rank must call, and the call blocks until all have.
+
+    timeout_s: the limit of this and of every later collective, in seconds.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -45,9 +47,10 @@ def ensure_process_group(device: torch.device, *, timeout_s: float = 1800.0) -> 
 
 
 def check_finite(engine: TrainEngine, occasion: str, *, optimizer: bool = False) -> None:
-    """Raises NonFiniteError, on every rank, if any rank has a weight that is not finite; every rank calls it.
+    """Raises NonFiniteError on every rank if any rank has a weight that is not finite; every rank calls it.
 
-    occasion: of the check, for the message.  optimizer: its state too.
+    occasion: words for the message that say when the check was made.
+    optimizer: True checks the optimizer's state too.
     """
     pieces = engine.state_shards()
     if not optimizer:
@@ -66,9 +69,9 @@ def check_finite(engine: TrainEngine, occasion: str, *, optimizer: bool = False)
 
 
 def _of_every_rank(found: list[str]) -> list[str]:
-    """Returns each name once, in the order of the ranks."""
-    everywhere = [found]
+    """Returns each name of any rank once, in the order of the ranks."""
+    by_rank = [found]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        everywhere *= dist.get_world_size()
-        dist.all_gather_object(everywhere, found)
-    return list(dict.fromkeys(name for names in everywhere for name in names))
+        by_rank *= dist.get_world_size()
+        dist.all_gather_object(by_rank, found)
+    return list(dict.fromkeys(name for names in by_rank for name in names))

@@ -1,7 +1,8 @@
-"""Cutting a rank's rows into forward passes: by number of rows or by a token budget, equally many on every rank.
+"""Cutting a rank's rows into forward passes: by number of rows or by a token budget, with the same number of passes on every
+rank.
 
 Sharded models communicate in every pass, so all ranks must make the same number of them; a rank that runs out of rows makes
-passes over a row of padding.  By tokens, passes become equally full once their number is known.
+passes over a row of padding.  With a token budget the passes become equally full once their number is known.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ from rlhub.utils.balance import partition
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class MicroBatchConfig:
-    """rows: most rows in a pass; max_tokens: most tokens in a pass (a longer row makes a pass of its own).  With neither,
-    all rows go through at once."""
+    """The limits of one pass; without either, all rows are one pass.
+
+    rows: the most rows in a pass.
+    max_tokens: the most tokens in a pass; a longer row is a pass of its own.
+    """
 
     rows: int | None = None
     max_tokens: int | None = None
 
 
 def cut_rows(rows: Rows, config: MicroBatchConfig, rows_per_unit: int, agree: Callable[[int], int]) -> list[list[int]]:
-    """Returns the row indices of each pass: at least one pass, and as many as `agree` returns; by tokens, equally full ones.
+    """Returns the row indices of each pass: at least one pass, and as many as `agree` returns.  With a token budget the passes
+    are equally full.
 
-    agree: from the fewest passes that this rank needs to the number that every rank makes; it communicates.
+    agree: maps the fewest passes that this rank needs to the number that every rank makes; it communicates.
     """
     lengths = rows["attention_mask"].sum(1).tolist()
     if len(lengths) % rows_per_unit:
@@ -41,7 +46,7 @@ def cut_rows(rows: Rows, config: MicroBatchConfig, rows_per_unit: int, agree: Ca
 
 
 def cut(lengths: Sequence[int], config: MicroBatchConfig) -> list[list[int]]:
-    """Returns the row indices of each pass, by the rows' token counts; no rows: no passes."""
+    """Returns the row indices of each pass, by the rows' token counts.  No rows make no passes."""
     if config.max_tokens is not None:
         return _cut_by_tokens(lengths, config.max_tokens, config.rows)
     step = config.rows or max(len(lengths), 1)
@@ -49,7 +54,7 @@ def cut(lengths: Sequence[int], config: MicroBatchConfig) -> list[list[int]]:
 
 
 def cut_units(lengths: Sequence[int], config: MicroBatchConfig, rows_per_unit: int) -> list[list[int]]:
-    """Cuts as `cut` does, each `rows_per_unit` neighbouring rows as one; returns indices of units."""
+    """Cuts as `cut` does, with every `rows_per_unit` neighbouring rows as one unit; returns indices of units."""
     return cut(*_in_units(lengths, config, rows_per_unit))
 
 
@@ -62,7 +67,7 @@ def _in_units(lengths: Sequence[int], config: MicroBatchConfig, rows_per_unit: i
 
 
 def rows_of(units: Sequence[int], rows_per_unit: int) -> list[int]:
-    """Returns the rows of these units, in order."""
+    """Returns the indices of these units' rows, in order."""
     return [unit * rows_per_unit + row for unit in units for row in range(rows_per_unit)]
 
 
@@ -83,7 +88,7 @@ def _cut_by_tokens(lengths: Sequence[int], max_tokens: int, max_rows: int | None
 
 
 def extend_cut(bins: list[list[int]], count: int) -> list[list[int]]:
-    """Returns `count` passes out of at most as many: the fullest are halved first, and further ones have no rows."""
+    """Returns `count` passes made from at most as many: the fullest are halved first, and further ones have no rows."""
     bins = [list(rows) for rows in bins]
     while len(bins) < count:
         largest = max(range(len(bins)), key=lambda i: len(bins[i]), default=None)
@@ -96,11 +101,11 @@ def extend_cut(bins: list[list[int]], count: int) -> list[list[int]]:
 
 
 def even_cut(bins: list[list[int]], lengths: Sequence[int], config: MicroBatchConfig, rows_per_unit: int = 1) -> list[list[int]]:
-    """Returns as many passes as `bins` over the same units, with about as many tokens in each; `bins` without a token budget, or
-    where that would exceed it.
+    """Returns as many passes as `bins` over the same units, with about as many tokens in each.  Returns `bins` without a token
+    budget, or if an even cut would exceed it.
 
-    Filling passes one after the other leaves the last nearly empty, and ranks that wait for each other in every pass would
-    wait for another rank's fullest.
+    Passes that are filled one after the other leave the last one nearly empty.  Ranks wait for each other in every pass, so
+    they would wait for another rank's fullest pass.
     """
     totals, limits = _in_units(lengths, config, rows_per_unit)
     if limits.max_tokens is None or not totals:
@@ -113,7 +118,7 @@ def even_cut(bins: list[list[int]], lengths: Sequence[int], config: MicroBatchCo
 
 
 def take_rows(rows: Rows, indices: list[int], fillers: int = 1) -> dict[str, Tensor]:
-    """Returns the rows of one pass, on their device; for no indices `fillers` rows of zeros (masked everywhere)."""
+    """Returns the rows of one pass, on their device; without indices, `fillers` rows of zeros, which are masked everywhere."""
     if not indices:
         return {name: column.new_zeros((fillers, *column.shape[1:])) for name, column in rows.items()}
     count = next(iter(rows.values())).shape[0]
@@ -124,5 +129,5 @@ def take_rows(rows: Rows, indices: list[int], fillers: int = 1) -> dict[str, Ten
 
 
 def on_device(rows: Rows, device: torch.device) -> dict[str, Tensor]:
-    """Returns the same rows on the device; the host does not wait for the copies."""
+    """Returns the same rows on the device, without waiting for the copies."""
     return {name: column.to(device, non_blocking=True) for name, column in rows.items()}

@@ -1,8 +1,8 @@
 """One micro-batch without padding: the tokens that go through the model, and the places of its outputs.
 
-Only numbers that the loss reads are computed.  For numbers per token, tokens from a row's last target on are left out, and
-so is a row whose response is masked as a whole; hidden states are read only where the next token is a target.  For a
-number per row all its tokens go in, and the hidden state is read at the last.
+Only numbers that the loss reads are computed.  For numbers per token, the tokens from a row's last target on are left out, and
+so is a row whose response is masked as a whole; hidden states are read only where the next token is a target.  For one number
+per row all its tokens go in, and the hidden state is read at the last.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ OUTPUTS: dict[ModelKind, frozenset[str]] = {
 
 @dataclass(slots=True, kw_only=True)
 class ModelInputs:
-    """The inputs of a forward pass, for S numbers in `shape`: (rows, response), or (rows,) for one number a row.
+    """The inputs of a forward pass that computes S numbers of `shape`: (rows, response), or (rows,) for one number per row.
 
-    input_ids, position_ids: (1, tokens) packed, or (rows, longest) right padded with attention_mask of the same shape.
-    sources: (S,) indices into the flattened token axis: the token before each target, or the last of each row.
-    targets: (S,) ids of the tokens after the sources; empty with one number a row.
+    input_ids, position_ids: (1, tokens) packed, or (rows, longest) right-padded with an attention_mask of the same shape.
+    sources: (S,) indices into the flattened token axis: the token before each target, or the last token of each row.
+    targets: (S,) ids of the tokens after the sources; empty with one number per row.
     slots: (S,) indices of the numbers into the flattened `shape`.
-    plan: how attention finds the rows in a packed batch; None when padded.
+    plan: the places of the rows in a packed batch, for attention; None when padded.
     """
 
     input_ids: Tensor
@@ -49,15 +49,16 @@ class ModelInputs:
     plan: AttentionPlan | None
 
     def spread(self, values: Tensor) -> Tensor:
-        """Returns (S,) values in `shape`, zero where there are none."""
+        """Returns the (S,) values in `shape`, with zeros elsewhere."""
         return values.new_zeros(math.prod(self.shape)).index_put((self.slots,), values).view(self.shape)
 
 
 def model_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs:
-    """Plans one micro-batch for numbers per token.  Indices are computed on the rows' device (the CPU: a GPU would be waited
-    for at every step) and then moved to `device`.
+    """Plans one micro-batch for numbers per token.
 
-    Raises EngineError where response_mask marks a token that attention_mask hides, or the first token of a row.
+    Indices are computed on the rows' device and then moved to `device`.  The rows are on the CPU, because computing indices on
+    a GPU would wait for it at every step.  Raises EngineError if response_mask marks a token that attention_mask hides, or the
+    first token of a row.
     """
     input_ids, response_mask = rows["input_ids"], rows["response_mask"].bool()
     real = rows["attention_mask"].bool()
@@ -87,7 +88,7 @@ def model_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs
 
 
 def row_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs:
-    """Plans one micro-batch for one number a row, of its last attended token; a row without any gets 0."""
+    """Plans one micro-batch for one number per row, at its last attended token; a row without any gets 0."""
     needed = rows["attention_mask"].bool()
     lengths = needed.sum(1)
     inputs = _packed(
@@ -102,13 +103,13 @@ def row_inputs(rows: Rows, *, pack: bool, device: torch.device) -> ModelInputs:
 
 
 def _num_before(needed: Tensor) -> Tensor:
-    """Returns how many needed tokens come before each position of the flattened rows."""
+    """Returns the number of needed tokens before each position of the flattened rows."""
     flat = needed.flatten()
     return flat.cumsum(0) - flat.long()
 
 
 def _packed(input_ids: Tensor, needed: Tensor, **outputs: Any) -> ModelInputs:
-    """Packs the needed tokens of all rows in one line; a token's position counts those before it in its row."""
+    """Packs the needed tokens of all rows into one line; a token's position counts the tokens before it in its row."""
     flat = needed.flatten()
     positions = needed.cumsum(1) - 1
     return ModelInputs(
@@ -121,9 +122,9 @@ def _packed(input_ids: Tensor, needed: Tensor, **outputs: Any) -> ModelInputs:
 
 
 def _finished(inputs: ModelInputs, lengths: Tensor, *, pack: bool, device: torch.device) -> ModelInputs:
-    """Returns the inputs packed or padded as asked, on `device`.  lengths: needed tokens of each row."""
+    """Returns the inputs packed or padded as configured, on `device`.  lengths: the needed tokens of each row."""
     lengths = lengths[lengths > 0]
-    if lengths.numel() == 0:  # the model must still run, its peers wait for it: one token that nothing depends on
+    if lengths.numel() == 0:  # other ranks wait for the model, so it must run: over one token that nothing depends on
         lengths = lengths.new_ones(1)
         inputs.input_ids = inputs.position_ids = lengths.new_zeros(1, 1)
     if pack:
@@ -134,10 +135,12 @@ def _finished(inputs: ModelInputs, lengths: Tensor, *, pack: bool, device: torch
 
 
 def _pad(inputs: ModelInputs, lengths: Tensor) -> None:
-    """Turns packed into right padded rows, in place."""
+    """Turns packed rows into right-padded ones, in place."""
     longest, starts, device = int(lengths.max()), lengths.cumsum(0) - lengths, lengths.device
     row = torch.repeat_interleave(torch.arange(lengths.numel(), device=device), lengths)
-    place = row * longest + torch.arange(row.numel(), device=device) - starts[row]  # of each packed token in the padded batch
+    place = (
+        row * longest + torch.arange(row.numel(), device=device) - starts[row]
+    )  # the index of each packed token in the padded batch
     mask = lengths.new_zeros(lengths.numel() * longest)
     mask[place] = 1
     for name in ("input_ids", "position_ids"):
@@ -157,7 +160,8 @@ def _to(inputs: ModelInputs, device: torch.device) -> ModelInputs:
 
 
 def check_outputs(kind: ModelKind, outputs: Iterable[str]) -> frozenset[str]:
-    """Returns the outputs asked for; raises EngineError for none, or for one that the kind does not compute."""
+    """Returns the set of requested outputs.  Raises EngineError for an empty set, or for an output that the kind does not
+    compute."""
     wanted = frozenset(outputs)
     if not wanted or not wanted <= OUTPUTS[kind]:
         raise EngineError(f"a {kind} engine computes {sorted(OUTPUTS[kind])}, not {sorted(wanted)}")

@@ -1,6 +1,6 @@
-"""Names of the training engines, and building each role's from the configuration.
+"""The table of training engines, and the construction of each role's engine from the configuration.
 
-Importing this module loads neither torch nor an engine, so names can be checked before anything starts.
+Importing this module loads neither torch nor an engine, so names can be checked before any process starts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from rlhub.engines.training.micro_batch import MicroBatchConfig
 
 EngineFactory = Callable[..., "TrainEngine"]
-"""Called as FSDPEngine is: (model, section, optim, *, kind, device, temperature, micro_batch, infer_micro_batch, grad_clip,
-seed); section: the engine's own of the configuration, by the table in rlhub/config/sections/training.py."""
+"""A factory with the signature of FSDPEngine: (model, section, optim, *, kind, device, temperature, micro_batch,
+infer_micro_batch, grad_clip, seed).  section: the engine's own section of the configuration, by the table in
+rlhub/config/sections/training.py."""
 
 TRAIN_ENGINES: Registry[EngineFactory] = Registry("training engine")
-"""`requires` names the Python packages an engine needs.  A companion `problems`, which loads no torch, returns why a model
-cannot be trained: (content of its config.json, section, number of ranks, *, where: the section's key) -> sentences."""
+"""`requires` names the Python packages that an engine needs.  A companion `problems`, which loads no torch, returns sentences
+on why a model cannot be trained: (content of its config.json, section, number of ranks, *, where: the section's key) ->
+sentences."""
 TRAIN_ENGINES.add_lazy("fsdp2", "rlhub.engines.training.fsdp.engine:FSDPEngine")
 TRAIN_ENGINES.add_lazy("fsdp", "rlhub.engines.training.fsdp.engine:FSDPEngine")
 TRAIN_ENGINES.add_lazy(
@@ -38,8 +40,8 @@ TRAIN_ENGINES.add_lazy(
 
 
 def _micro_batch(rows: int | None, dynamic: bool | None, max_tokens: int | None) -> MicroBatchConfig:
-    """Cuts by tokens if dynamic, else by rows."""
-    from rlhub.engines.training.micro_batch import MicroBatchConfig  # torch, which the checks before start do without
+    """Returns the limits of a micro-batch: tokens if `dynamic`, else rows."""
+    from rlhub.engines.training.micro_batch import MicroBatchConfig  # imported here, because it loads torch
 
     return MicroBatchConfig(max_tokens=max_tokens) if dynamic else MicroBatchConfig(rows=rows)
 
@@ -49,7 +51,7 @@ def _or(value: int | None, default: int | None) -> int | None:
 
 
 def build_policy_engine(config: ActorRolloutRefConfig, *, device: torch.device, seed: int, train: bool = True) -> TrainEngine:
-    """Builds the actor's engine, not yet initialized.  train=False: without optimizer."""
+    """Builds the actor's engine, not yet initialized.  train: False builds it without an optimizer."""
     actor, rollout = config.actor, config.rollout
     dynamic = actor.use_dynamic_bsz if rollout.log_prob_use_dynamic_bsz is None else rollout.log_prob_use_dynamic_bsz
     return TRAIN_ENGINES.get(actor.strategy)(
@@ -91,7 +93,7 @@ def build_reference_engine(config: ActorRolloutRefConfig, *, device: torch.devic
 
 
 def build_value_engine(config: CriticConfig, *, device: torch.device, seed: int) -> TrainEngine:
-    """Builds the critic's engine, not yet initialized; the configuration's derived fields must be filled."""
+    """Builds the critic's engine, not yet initialized.  The configuration's derived fields must be set."""
     assert config.strategy is not None and config.model is not None
     return TRAIN_ENGINES.get(config.strategy)(
         config.model,
@@ -106,7 +108,7 @@ def build_value_engine(config: CriticConfig, *, device: torch.device, seed: int)
 
 
 def build_reward_engine(config: RewardModelConfig, *, device: torch.device, seed: int) -> TrainEngine:
-    """Builds a frozen reward model's engine, not yet initialized; the configuration's derived fields must be filled."""
+    """Builds the engine of a frozen reward model, not yet initialized.  The configuration's derived fields must be set."""
     assert config.strategy is not None
     return TRAIN_ENGINES.get(config.strategy)(
         config.model.as_model(),
@@ -125,12 +127,12 @@ def build_sft_engine(config: SFTConfig, *, device: torch.device, seed: int) -> T
 
 
 def build_dpo_engine(config: DPOConfig, *, device: torch.device, seed: int) -> TrainEngine:
-    """Builds the policy of direct preference optimization, not yet initialized."""
+    """Builds the policy's engine of direct preference optimization, not yet initialized."""
     return _supervised_engine(config, "policy", device=device, seed=seed, sequences=2)
 
 
 def build_dpo_reference_engine(config: DPOConfig, *, device: torch.device, seed: int) -> TrainEngine:
-    """Builds a frozen engine with the starting weights, not yet initialized."""
+    """Builds the frozen engine of direct preference optimization with the starting weights, not yet initialized."""
     return TRAIN_ENGINES.get(config.strategy)(
         config.model,
         config.ref_section,
@@ -143,14 +145,14 @@ def build_dpo_reference_engine(config: DPOConfig, *, device: torch.device, seed:
 
 
 def build_rm_engine(config: RMConfig, *, device: torch.device, seed: int) -> TrainEngine:
-    """Builds the reward model that is trained, not yet initialized."""
+    """Builds the engine of a reward model that is trained, not yet initialized."""
     return _supervised_engine(config, "reward", device=device, seed=seed, sequences=2)
 
 
 def _supervised_engine(
     config: SFTConfig | DPOConfig | RMConfig, kind: str, *, device: torch.device, seed: int, sequences: int = 1
 ) -> TrainEngine:
-    """Builds an engine that trains.  sequences: token sequences in a row of the data."""
+    """Builds an engine that trains on a data set.  sequences: the token sequences in one row of the data."""
     return TRAIN_ENGINES.get(config.strategy)(
         config.model,
         config.section,

@@ -1,26 +1,27 @@
-"""One update of the policy or the value model from a rollout batch: mini-batches, losses and their metrics.
+"""The updates of a batch: the losses on an engine's outputs, the optimizer steps, and their metrics.
 
-The mini-batch is the optimizer step.  Its rows are fixed by the driver (column `mini_batch`), so the same rows make the same
-step whatever the number of ranks; denominators are counted over all ranks before the first forward pass.
+    PolicyUpdater, ValueUpdater     PPO's updates from a rollout batch, with one optimizer step per mini-batch
+    UpdateCorrection                the rollout correction that is computed inside the policy's update
+    sft_loss                        the loss of supervised fine-tuning
+    take_pair_step, evaluate_pairs  one step on preference pairs, and their evaluation, with DPOLoss or RewardLoss
 
-§§ correction: The rollout correction where the old log-probs have no forward pass of their own: computed in the update, row by row.
+Steps do not depend on the number of ranks or on micro-batches.  The driver assigns rows to mini-batches (column `mini_batch`),
+and all denominators are counted over all ranks before the first forward pass.
 
-Two such modes.  Bypass: pi_old := mu, so l = log pi_old - log mu would be 0 and every correction would vanish without a word;
-instead l = sg(log pi) - log mu with the current policy pi.  A-3PO: pi_old is interpolated between mu and pi, and l is taken
-from it.
+Rollout correction.  Where the old log-probs have no forward pass of their own, the correction is computed here.  It reads the
+log-ratio l in one of two modes, with the rollout engine's policy mu and the current policy pi:
 
-In bypass mode a loss that contains the ratio pi / pi_old has pi / mu in it already: a weight on top would count it twice, so
-only rejection is applied.  A loss without a ratio of its own (its registry row requires "weights") gets the weight.
+    bypass   pi_old := mu; l = sg(log pi) - log mu, because log pi_old - log mu is 0 and every correction would silently vanish
+    A-3PO    pi_old is interpolated between mu and pi; l = log pi_old - log mu
 
-A rejected token has weight 0 here and stays in the loss's denominators, because these are counted over all ranks before the
-first forward pass (on the driver, rejected tokens leave the mask and with it the denominators).
+In bypass mode a loss that contains the ratio pi / pi_old has pi / mu in it already.  A weight on top would count it twice, so
+only rejection is applied.  A loss without a ratio of its own (its registry row requires "weights") gets the weight.  A
+rejected token has weight 0 and stays in the loss's denominators, unlike on the driver, where rejected tokens leave the mask
+and with it the denominators.
 
-§§ preference: One optimizer step on preference pairs, and the losses on an engine's outputs.
-
-A pair is two neighbouring rows: 2i the chosen answer, 2i + 1 the rejected one.  Engines cut micro-batches in whole pairs, and
-a loss is divided by the number of pairs over all ranks, so the step does not depend on ranks or cuts.
+Preference pairs.  A pair is two neighbouring rows: 2i is the chosen answer, 2i + 1 the rejected one.  Engines cut
+micro-batches in whole pairs, and a loss is divided by the number of pairs over all ranks.
 """
-
 from __future__ import annotations
 
 import dataclasses
@@ -57,65 +58,13 @@ from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepRe
 from rlhub.registry import knobs_for
 
 
-@dataclass(slots=True, kw_only=True)
-class StepSums:
-    """The results of one optimizer step: its global sums, its token count and the optimizer's report."""
-
-    sums: dict[str, float]
-    denominators: Denominators
-    report: StepReport
-
-
-def select_rows(rows: Rows, keep: Tensor) -> dict[str, Tensor]:
-    """Returns copies of the rows at the given indices."""
-    return {name: column[keep] for name, column in rows.items()}
-
-
-def mini_batches(rows: Rows, num_mini_batches: int, epochs: int) -> Iterator[dict[str, Tensor]]:
-    """Yields this rank's rows of every optimizer step, in order; a step may have no rows here."""
-    for _ in range(epochs):
-        for index in range(num_mini_batches):
-            if num_mini_batches == 1:
-                yield dict(rows.items())
-            else:
-                yield select_rows(rows, (rows["mini_batch"] == index).nonzero().squeeze(1))
-
-
-def count_denominators(engine: TrainEngine, response_mask: Tensor, scale: float) -> Denominators:
-    """Counts model tokens and non-empty rows of the step over all ranks."""
-    local = torch.stack([response_mask.sum(), response_mask.any(dim=1).sum()]).double()
-    tokens, sequences = engine.reduce(local).tolist()
-    return Denominators(tokens=tokens, sequences=sequences, scale=scale)
-
-
-StepLoss = Callable[[ForwardOutputs, Rows, Denominators], LossOutput]
-
-
-def take_steps(
-    engine: TrainEngine, rows: Rows, loss: StepLoss, *, num_mini_batches: int, epochs: int, scale: float, outputs: tuple[str, ...]
-) -> list[StepSums]:
-    """Takes one optimizer step for each mini-batch of each epoch.  A mini-batch without a token to learn from takes none: the
-    optimizer's momentum and decay would move the weights."""
-    steps = []
-    for mini in mini_batches(rows, num_mini_batches, epochs):
-        denominators = count_denominators(engine, mini["response_mask"], scale)
-        if denominators.tokens == 0:
-            continue
-        sums = engine.forward_backward(mini, partial(_with_denominators, loss, denominators), outputs=outputs)
-        steps.append(StepSums(sums=sums, denominators=denominators, report=engine.optimizer_step()))
-    return steps
-
-
-def _with_denominators(loss: StepLoss, denominators: Denominators, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
-    return loss(outputs, micro, denominators)
-
-
 class PolicyUpdater:
     """Policy loss, optional entropy bonus and KL loss, stepped over the mini-batches of a batch.
 
-    Every rank calls `update` together.  Columns read: input_ids, attention_mask, response_mask, advantages, and when present
-    old_log_probs (absent: the policy at the start of the update is the one being stepped, see `Requirements`),
-    ref_log_prob, rollout_log_probs, importance_weights, selected, staleness, mini_batch.
+    Every rank calls `update` together.  Columns read: input_ids, attention_mask, loss_mask (response_mask where there is none,
+    and every token of the model trains), advantages, and when present old_log_probs (absent: the policy at the start of the
+    update is the one being stepped, see `Requirements`), ref_log_prob, rollout_log_probs, importance_weights, selected,
+    staleness, mini_batch.
     """
 
     def __init__(
@@ -135,7 +84,7 @@ class PolicyUpdater:
 
     def update(self, rows: Rows, num_mini_batches: int) -> dict[str, float]:
         """Takes all optimizer steps of this batch; returns metrics, the same on every rank."""
-        extremes = Extremes()
+        extremes, rows = Extremes(), counting(rows, "loss_mask")
         steps = take_steps(
             self.engine,
             rows,
@@ -183,103 +132,6 @@ class PolicyUpdater:
                 sums |= staleness_sums(outputs.log_probs, behaviour, mask, micro["staleness"])
             extremes.add(denominators, weight_extremes(outputs.log_probs, behaviour, mask))
         return LossOutput(loss=loss, sums=sums)
-
-
-class Extremes:
-    """Smallest and largest weight pi / mu of the batch's first optimizer step.  They do not add up over micro-batches as a
-    LossOutput's sums do, so they are collected here and cost one small all-reduce when the batch is done."""
-
-    def __init__(self) -> None:
-        self._step: Denominators | None = None
-        self._pair: Tensor | None = None
-
-    def add(self, step: Denominators, pair: Tensor) -> None:
-        """Adds the pair of one micro-batch.  step: of the optimizer; only the first is on the sampled policy."""
-        if self._step is None:
-            self._step, self._pair = step, pair
-        elif self._step is step and self._pair is not None:
-            self._pair = torch.maximum(self._pair, pair)
-
-    def metrics(self, engine: TrainEngine) -> dict[str, float]:
-        """Returns metrics over all ranks, since only those that end a pipeline have outputs; every rank calls it."""
-        pair = torch.full((2,), -math.inf, dtype=torch.float64, device=engine.device) if self._pair is None else self._pair
-        return extreme_metrics(engine.reduce(pair, op="max", every_rank=True))
-
-
-def policy_metrics(steps: list[StepSums]) -> dict[str, float]:
-    """Means over the optimizer steps of one batch (skipped steps are counted, and left out of the means)."""
-    done = [step for step in steps if not step.report.skipped]
-    metrics = {"actor/skipped_steps": float(len(steps) - len(done)), "actor/optimizer_steps": float(len(done))}
-    if steps:
-        metrics["actor/lr"] = steps[-1].report.lr
-    for step in done:
-        tokens = max(step.denominators.tokens, 1.0)
-        values = {name: step.sums[name] / tokens for name in step.sums if not name.startswith("mismatch_")}
-        values |= {"loss": step.sums["loss"], "pg_loss": step.sums["pg_loss"], "grad_norm": step.report.grad_norm}
-        for name, value in values.items():
-            key = name if "/" in name else f"actor/{name}"
-            metrics[key] = metrics.get(key, 0.0) + value / len(done)
-    if steps and "mismatch_tokens" in steps[0].sums:
-        metrics |= mismatch_metrics(steps[0].sums)
-    if steps and "mismatch_tokens_0" in steps[0].sums:
-        metrics |= staleness_metrics(steps[0].sums)
-    return metrics
-
-
-class ValueUpdater:
-    """Clipped value loss stepped over the mini-batches of a batch.  Columns read: input_ids, attention_mask, response_mask,
-    values, returns, mini_batch."""
-
-    def __init__(self, engine: TrainEngine, config: CriticConfig, *, loss_agg_mode: str, scale: float) -> None:
-        self.engine, self.config, self.mode, self.scale = engine, config, loss_agg_mode, scale
-
-    def update(self, rows: Rows, num_mini_batches: int) -> dict[str, float]:
-        """Takes all optimizer steps of this batch; returns metrics, the same on every rank."""
-        assert self.config.ppo_epochs is not None, "derived when the configuration is loaded"
-        steps = take_steps(
-            self.engine,
-            rows,
-            self._loss,
-            num_mini_batches=num_mini_batches,
-            epochs=self.config.ppo_epochs,
-            scale=self.scale,
-            outputs=("values",),
-        )
-        return value_metrics(steps)
-
-    def _loss(self, outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
-        assert outputs.values is not None
-        mask = micro["response_mask"]
-        value = value_loss(outputs.values, micro["values"], micro["returns"], mask, self.config.cliprange_value)
-        return LossOutput(loss=aggregate(value.loss, mask, self.mode, denominators), sums=value.sums)
-
-
-def value_metrics(steps: list[StepSums]) -> dict[str, float]:
-    """Returns means over the steps.  vf_explained_var: 1 - mean squared error / variance of the returns (1 is perfect, 0 no
-    better than their mean)."""
-    done = [step for step in steps if not step.report.skipped]
-    metrics = {"critic/skipped_steps": float(len(steps) - len(done)), "critic/optimizer_steps": float(len(done))}
-    if steps:
-        metrics["critic/lr"] = steps[-1].report.lr
-    for step in done:
-        tokens = max(step.denominators.tokens, 1.0)
-        variance = step.sums["returns_squared"] / tokens - (step.sums["returns"] / tokens) ** 2
-        values = {
-            "vf_loss": step.sums["loss"],
-            "vf_clipfrac": step.sums["vf_clipfrac"] / tokens,
-            "vpred_mean": step.sums["vpred"] / tokens,
-            "grad_norm": step.report.grad_norm,
-            "vf_explained_var": 1 - step.sums["squared_error"] / tokens / variance if variance > 1e-12 else 0.0,
-        }
-        for name, value in values.items():
-            metrics[f"critic/{name}"] = metrics.get(f"critic/{name}", 0.0) + value / len(done)
-    return metrics
-
-
-def sft_loss(outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
-    """Returns the negative log-likelihood of the response tokens, averaged over all of the step's tokens."""
-    assert outputs.log_probs is not None
-    return LossOutput(loss=aggregate(-outputs.log_probs, micro["response_mask"], "token-mean", denominators))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -331,7 +183,162 @@ class UpdateCorrection:
         return rows["rollout_log_probs"] if "rollout_log_probs" in rows and not measured_before else None
 
 
-PAIR = 2
+class Extremes:
+    """Smallest and largest weight pi / mu of the batch's first optimizer step.  They do not add up over micro-batches as a
+    LossOutput's sums do, so they are collected here and cost one small all-reduce when the batch is done."""
+
+    def __init__(self) -> None:
+        self._step: Denominators | None = None
+        self._pair: Tensor | None = None
+
+    def add(self, step: Denominators, pair: Tensor) -> None:
+        """Adds the pair of one micro-batch.  step: of the optimizer; only the first is on the sampled policy."""
+        if self._step is None:
+            self._step, self._pair = step, pair
+        elif self._step is step and self._pair is not None:
+            self._pair = torch.maximum(self._pair, pair)
+
+    def metrics(self, engine: TrainEngine) -> dict[str, float]:
+        """Returns metrics over all ranks, since only those that end a pipeline have outputs; every rank calls it."""
+        pair = torch.full((2,), -math.inf, dtype=torch.float64, device=engine.device) if self._pair is None else self._pair
+        return extreme_metrics(engine.reduce(pair, op="max", every_rank=True))
+
+
+def policy_metrics(steps: list[StepSums]) -> dict[str, float]:
+    """Means over the optimizer steps of one batch (skipped steps are counted, and left out of the means)."""
+    done = [step for step in steps if not step.report.skipped]
+    metrics = {"actor/skipped_steps": float(len(steps) - len(done)), "actor/optimizer_steps": float(len(done))}
+    if steps:
+        metrics["actor/lr"] = steps[-1].report.lr
+    for step in done:
+        tokens = max(step.denominators.tokens, 1.0)
+        values = {name: step.sums[name] / tokens for name in step.sums if not name.startswith("mismatch_")}
+        values |= {"loss": step.sums["loss"], "pg_loss": step.sums["pg_loss"], "grad_norm": step.report.grad_norm}
+        for name, value in values.items():
+            key = name if "/" in name else f"actor/{name}"
+            metrics[key] = metrics.get(key, 0.0) + value / len(done)
+    if steps and "mismatch_tokens" in steps[0].sums:
+        metrics |= mismatch_metrics(steps[0].sums)
+    if steps and "mismatch_tokens_0" in steps[0].sums:
+        metrics |= staleness_metrics(steps[0].sums)
+    return metrics
+
+
+class ValueUpdater:
+    """Clipped value loss stepped over the mini-batches of a batch.  Columns read: input_ids, attention_mask, learn_mask
+    (response_mask where there is none), values, returns, mini_batch."""
+
+    def __init__(self, engine: TrainEngine, config: CriticConfig, *, loss_agg_mode: str, scale: float) -> None:
+        self.engine, self.config, self.mode, self.scale = engine, config, loss_agg_mode, scale
+
+    def update(self, rows: Rows, num_mini_batches: int) -> dict[str, float]:
+        """Takes all optimizer steps of this batch; returns metrics, the same on every rank."""
+        assert self.config.ppo_epochs is not None, "derived when the configuration is loaded"
+        steps = take_steps(
+            self.engine,
+            counting(rows, "learn_mask"),
+            self._loss,
+            num_mini_batches=num_mini_batches,
+            epochs=self.config.ppo_epochs,
+            scale=self.scale,
+            outputs=("values",),
+        )
+        return value_metrics(steps)
+
+    def _loss(self, outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
+        assert outputs.values is not None
+        mask = micro["response_mask"]
+        value = value_loss(outputs.values, micro["values"], micro["returns"], mask, self.config.cliprange_value)
+        return LossOutput(loss=aggregate(value.loss, mask, self.mode, denominators), sums=value.sums)
+
+
+def value_metrics(steps: list[StepSums]) -> dict[str, float]:
+    """Returns means over the steps.  vf_explained_var: 1 - mean squared error / variance of the returns (1 is perfect, 0 no
+    better than their mean)."""
+    done = [step for step in steps if not step.report.skipped]
+    metrics = {"critic/skipped_steps": float(len(steps) - len(done)), "critic/optimizer_steps": float(len(done))}
+    if steps:
+        metrics["critic/lr"] = steps[-1].report.lr
+    for step in done:
+        tokens = max(step.denominators.tokens, 1.0)
+        variance = step.sums["returns_squared"] / tokens - (step.sums["returns"] / tokens) ** 2
+        values = {
+            "vf_loss": step.sums["loss"],
+            "vf_clipfrac": step.sums["vf_clipfrac"] / tokens,
+            "vpred_mean": step.sums["vpred"] / tokens,
+            "grad_norm": step.report.grad_norm,
+            "vf_explained_var": 1 - step.sums["squared_error"] / tokens / variance if variance > 1e-12 else 0.0,
+        }
+        for name, value in values.items():
+            metrics[f"critic/{name}"] = metrics.get(f"critic/{name}", 0.0) + value / len(done)
+    return metrics
+
+
+def counting(rows: Rows, mask: str) -> Rows:
+    """Returns the rows with their column `mask`, where they have it, as response_mask: an engine computes the tokens of
+    response_mask alone, and a loss counts no others."""
+    if mask not in rows:
+        return rows
+    return {name: column for name, column in rows.items() if name != mask} | {"response_mask": rows[mask]}
+
+
+def sft_loss(outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
+    """Returns the negative log-likelihood of the response tokens, averaged over all of the step's tokens."""
+    assert outputs.log_probs is not None
+    return LossOutput(loss=aggregate(-outputs.log_probs, micro["response_mask"], "token-mean", denominators))
+
+
+StepLoss = Callable[[ForwardOutputs, Rows, Denominators], LossOutput]
+
+
+@dataclass(slots=True, kw_only=True)
+class StepSums:
+    """The results of one optimizer step: its global sums, its token count and the optimizer's report."""
+
+    sums: dict[str, float]
+    denominators: Denominators
+    report: StepReport
+
+
+def take_steps(
+    engine: TrainEngine, rows: Rows, loss: StepLoss, *, num_mini_batches: int, epochs: int, scale: float, outputs: tuple[str, ...]
+) -> list[StepSums]:
+    """Takes one optimizer step for each mini-batch of each epoch.  A mini-batch without a token to learn from takes none: the
+    optimizer's momentum and decay would move the weights."""
+    steps = []
+    for mini in mini_batches(rows, num_mini_batches, epochs):
+        denominators = count_denominators(engine, mini["response_mask"], scale)
+        if denominators.tokens == 0:
+            continue
+        sums = engine.forward_backward(mini, partial(_with_denominators, loss, denominators), outputs=outputs)
+        steps.append(StepSums(sums=sums, denominators=denominators, report=engine.optimizer_step()))
+    return steps
+
+
+def _with_denominators(loss: StepLoss, denominators: Denominators, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
+    return loss(outputs, micro, denominators)
+
+
+def mini_batches(rows: Rows, num_mini_batches: int, epochs: int) -> Iterator[dict[str, Tensor]]:
+    """Yields this rank's rows of every optimizer step, in order; a step may have no rows here."""
+    for _ in range(epochs):
+        for index in range(num_mini_batches):
+            if num_mini_batches == 1:
+                yield dict(rows.items())
+            else:
+                yield select_rows(rows, (rows["mini_batch"] == index).nonzero().squeeze(1))
+
+
+def select_rows(rows: Rows, keep: Tensor) -> dict[str, Tensor]:
+    """Returns copies of the rows at the given indices."""
+    return {name: column[keep] for name, column in rows.items()}
+
+
+def count_denominators(engine: TrainEngine, response_mask: Tensor, scale: float) -> Denominators:
+    """Counts model tokens and non-empty rows of the step over all ranks."""
+    local = torch.stack([response_mask.sum(), response_mask.any(dim=1).sum()]).double()
+    tokens, sequences = engine.reduce(local).tolist()
+    return Denominators(tokens=tokens, sequences=sequences, scale=scale)
 
 
 class PairLoss(Protocol):
@@ -343,28 +350,6 @@ class PairLoss(Protocol):
     def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput: ...
 
 
-def interleave(pairs: Rows) -> dict[str, Tensor]:
-    """Returns (pairs, 2, ...) columns as rows 2i (chosen) and 2i + 1 (rejected), and (pairs,) columns with each entry twice."""
-    return {name: column.flatten(0, 1) if column.dim() > 1 else column.repeat_interleave(PAIR) for name, column in pairs.items()}
-
-
-def split(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits (rows,) into chosen and rejected, (pairs,) each."""
-    chosen, rejected = rows.view(-1, PAIR).unbind(1)
-    return chosen, rejected
-
-
-def real_pairs(micro: Rows) -> Tensor:
-    """Returns (pairs,): False for the filler rows of a rank that has none left."""
-    chosen, rejected = split(micro["attention_mask"].any(dim=1))
-    return chosen & rejected
-
-
-def sequence_log_probs(log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """Returns sum_t m_t log pi(y_t), (rows,) float64: the losses read small differences of large sums."""
-    return masked_sum(log_probs.double(), response_mask, dim=1)
-
-
 @dataclass(slots=True, kw_only=True)
 class PairStep:
     """The results of one optimizer step: global sums over pairs, the number of pairs, and the optimizer's report."""
@@ -374,9 +359,7 @@ class PairStep:
     report: StepReport
 
 
-def count_pairs(engine: TrainEngine, rows: Rows) -> float:
-    """Counts the pairs over all ranks."""
-    return float(engine.reduce(real_pairs(rows).sum().double()))
+PAIR = 2
 
 
 def take_pair_step(engine: TrainEngine, rows: Rows, loss: PairLoss) -> PairStep:
@@ -451,3 +434,30 @@ def _rewards(chosen: Tensor, rejected: Tensor, real: Tensor) -> dict[str, Tensor
     right = (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)
     values = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected, "accuracies": right}
     return {f"rewards/{name}": masked(value, real).sum() for name, value in values.items()}
+
+
+def interleave(pairs: Rows) -> dict[str, Tensor]:
+    """Returns (pairs, 2, ...) columns as rows 2i (chosen) and 2i + 1 (rejected), and (pairs,) columns with each entry twice."""
+    return {name: column.flatten(0, 1) if column.dim() > 1 else column.repeat_interleave(PAIR) for name, column in pairs.items()}
+
+
+def split(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits (rows,) into chosen and rejected, (pairs,) each."""
+    chosen, rejected = rows.view(-1, PAIR).unbind(1)
+    return chosen, rejected
+
+
+def real_pairs(micro: Rows) -> Tensor:
+    """Returns (pairs,): False for the filler rows of a rank that has none left."""
+    chosen, rejected = split(micro["attention_mask"].any(dim=1))
+    return chosen & rejected
+
+
+def count_pairs(engine: TrainEngine, rows: Rows) -> float:
+    """Counts the pairs over all ranks."""
+    return float(engine.reduce(real_pairs(rows).sum().double()))
+
+
+def sequence_log_probs(log_probs: Tensor, response_mask: Tensor) -> Tensor:
+    """Returns sum_t m_t log pi(y_t), (rows,) float64: the losses read small differences of large sums."""
+    return masked_sum(log_probs.double(), response_mask, dim=1)

@@ -1,15 +1,13 @@
-"""From finished groups to a training batch: the columns that batch generation makes, and those that only episodes have.
+"""Turns finished groups into training batches: which groups may train, when failures stop the run, and the columns of a batch.
 
-Rows are in the order of the groups, samples of a prompt side by side.  Prompts are padded on the left and responses on the
-right to the longest of the batch, so equal samples give an equal batch whatever path they came by.
+Delivery guarantees the staleness bound.  It checks a group when the group finishes and whenever training advances by a step; a
+group with tokens beyond the bound is dropped (another prompt takes its place), has these tokens masked, or stays as it is for the
+correction.  FailureLimit stops the run when something broken (a workflow, a reward, an engine that never gets new weights) breaks
+every group: without it the run would generate forever and train nothing.
 
-§§ delivery: From finished groups to training: who waits, what is fresh enough, what was taken, and when too much came to nothing.
-
-The guarantee of the bound is here.  A group is looked at when it is finished and whenever training goes on by a step; one with
-tokens beyond the bound is dropped (its place is given back), has these masked, or stays as it is for the correction.
-
-What is broken (a workflow, a reward, an engine that never gets the new weights) breaks every group: without a limit on failures
-the run would generate for ever and train nothing.
+`to_batch` builds the columns that batch generation gives too, and those that only episodes have.  Rows are in the order of the
+groups, with the samples of a prompt next to each other.  Prompts are padded on the left and responses on the right to the longest
+of the batch, so that equal samples give an equal batch however they were generated.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,230 +31,19 @@ from rlhub.engines.rollout.base import FINISH_CODES
 from rlhub.errors import WorkflowError
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
-from rlhub.rollout_service.executor.episode_groups import Group, mask_older
+from rlhub.rollout_service.executor.episode_groups import Group, StalePolicy, mask_older
 from rlhub.rollout_service.executor.ledger import PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.executor.statistics import RolloutStatistics
 
 logger = logging.getLogger(__name__)
-
-
 ADDED = "added_rewards"
 COMPONENT = "reward/"
-"""Prefix of the columns that hold the scorer's own numbers."""
-
-
-def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = None) -> DataProto:
-    """Columns of the samples of all groups, T the longest response:
-
-    input_ids, attention_mask (rows, prompt + T); responses, response_mask, policy_version (rows, T) int64;
-    rollout_log_probs (rows, T) float32; response_length, finish_reason, ordinal, uid (rows,) int64; the prompts' other columns.
-    Where tools gave rewards also added_rewards (rows, T) float32, which belong to the configured reward (see `add_rewards`).
-    Where the samples are scored also token_level_scores (rows, T) float32, scores (rows,) float32, valid (rows,) bool and
-    reward/<name> (rows,) float64, the scorer's other numbers.
-
-    policy_version is NOT_SAMPLED on what the policy did not write.  vocab_size: WorkflowError for tokens outside of it.
-    """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    counts = [len(group.trajectories) for group in groups]
-    columns = token_columns(trajectories, pad_id)
-    columns["ordinal"] = torch.from_numpy(np.repeat(np.array([group.ordinal for group in groups], dtype=np.int64), counts))
-    columns["uid"] = torch.from_numpy(np.repeat(np.arange(len(groups)), counts))
-    check(columns, vocab_size)
-    columns |= added_columns(trajectories, columns["responses"].shape[1])
-    columns |= score_columns(groups, columns["responses"].shape[1])
-    add_rewards(columns)
-    return DataProto.from_dict(columns, prompt_columns(groups))
-
-
-def check(columns: Mapping[str, Tensor], vocab_size: int | None) -> None:
-    """WorkflowError for what would corrupt training silently: tokens outside the vocabulary, log-probs that are not finite."""
-    tokens, log_probs = columns["responses"].numpy(), columns["rollout_log_probs"].numpy()
-    finite = np.isfinite(log_probs).all(1)
-    if not finite.all():
-        ordinal = int(columns["ordinal"][int(finite.argmin())])
-        raise WorkflowError(f"a sample of prompt {ordinal} has a log-prob that is not finite; check dtype and sampling settings")
-    if vocab_size is not None:
-        written = columns["attention_mask"].numpy()[:, -tokens.shape[1] :] == 1
-        outside = written & ((tokens < 0) | (tokens >= vocab_size))
-        if outside.any():
-            row, position = np.argwhere(outside)[0]
-            raise WorkflowError(
-                f"a sample of prompt {int(columns['ordinal'][row])} has token id {tokens[row, position]}, outside the vocabulary "
-                f"of {vocab_size}"
-            )
-
-
-def token_columns(trajectories: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
-    """What follows from the tokens alone."""
-    prompts, prompt_mask = left_padded([trajectory.prompt_ids for trajectory in trajectories], pad_id)
-    lengths = np.array([len(trajectory.response_ids) for trajectory in trajectories], dtype=np.int64)
-    filled = np.arange(lengths.max())[None, :] < lengths[:, None]
-
-    def padded(column: Iterable[Sequence[Any]], fill: float, dtype: Any) -> Tensor:
-        return torch.from_numpy(placed(column, filled, fill, dtype))
-
-    responses = placed((t.response_ids for t in trajectories), filled, pad_id, np.int64)
-    return {
-        "input_ids": torch.from_numpy(np.concatenate([prompts, responses], 1)),
-        "attention_mask": torch.from_numpy(np.concatenate([prompt_mask, filled], 1).astype(np.int64)),
-        "responses": torch.from_numpy(responses),
-        "response_mask": padded((t.response_mask for t in trajectories), 0, np.int64),
-        "response_length": torch.from_numpy(lengths),
-        "finish_reason": torch.from_numpy(np.array([FINISH_CODES[t.finish_reason] for t in trajectories], dtype=np.int64)),
-        "rollout_log_probs": padded((t.rollout_log_probs for t in trajectories), 0.0, np.float32),
-        "policy_version": padded((t.versions for t in trajectories), NOT_SAMPLED, np.int64),
-    }
-
-
-def placed(column: Iterable[Sequence[Any]], filled: np.ndarray, fill: float, dtype: Any) -> np.ndarray:
-    """The rows' values one after the other where `filled` (rows, width) is true, `fill` elsewhere.  ValueError if their number
-    is another."""
-    values = np.full(filled.shape, fill, dtype=dtype)
-    values[filled] = np.fromiter(chain.from_iterable(column), dtype)
-    return values
-
-
-def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int64 and where they are bool, both (rows, longest)."""
-    lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    width = int(lengths.max())
-    filled = np.arange(width)[None, :] >= width - lengths[:, None]
-    return placed(rows, filled, pad_id, np.int64), filled
-
-
-def added_columns(trajectories: Sequence[Trajectory], width: int) -> dict[str, Tensor]:
-    """Nothing where no tool gave a reward."""
-    if all(trajectory.added_rewards is None for trajectory in trajectories):
-        return {}
-    added = torch.zeros(len(trajectories), width)
-    for row, trajectory in enumerate(trajectories):
-        if trajectory.added_rewards is not None:
-            added[row, : len(trajectory.added_rewards)] = torch.tensor(trajectory.added_rewards)
-    return {ADDED: added}
-
-
-def add_rewards(columns: MutableMapping[str, Tensor] | TensorDict) -> None:
-    """Add the rewards that tools gave to those of the scored samples, once; a sample without a valid score has no reward."""
-    if ADDED not in columns.keys() or "token_level_scores" not in columns.keys():
-        return
-    added = columns.pop(ADDED) * columns["valid"][:, None]
-    columns["token_level_scores"] = columns["token_level_scores"] + added
-    columns["scores"] = columns["scores"] + added.sum(1)
-
-
-def score_columns(groups: Sequence[Group], width: int) -> dict[str, Tensor]:
-    """Nothing where no sample has rewards yet.  WorkflowError where only some have: half a batch cannot be scored later."""
-    scored = [[t.rewards is not None for t in group.trajectories] for group in groups]
-    if not any(map(any, scored)):
-        return {}
-    rewards = torch.zeros(sum(map(len, scored)), width)
-    for row, (ordinal, trajectory) in enumerate((group.ordinal, t) for group in groups for t in group.trajectories):
-        if trajectory.rewards is None:
-            raise WorkflowError(f"prompt {ordinal} has samples without rewards in a batch in which others have them")
-        if not trajectory.finite_rewards:
-            raise WorkflowError(f"a sample of prompt {ordinal} has rewards that are, or add up to, no finite float32")
-        rewards[row, : len(trajectory.rewards)] = torch.tensor(trajectory.rewards)
-    names = dict.fromkeys(name for group in groups for numbers in group.numbers for name in numbers)
-    columns = {COMPONENT + name: number_column(groups, name) for name in names}
-    valid = torch.tensor([sample for group in groups for sample in group.valid])
-    return {"token_level_scores": rewards, "scores": rewards.sum(1), "valid": valid} | columns
-
-
-def number_column(groups: Sequence[Group], name: str) -> Tensor:
-    """(rows,) float64; 0 for a sample without a valid score.  WorkflowError for a scored one that has no such number."""
-    values = []
-    for group in groups:
-        for valid, numbers in zip(group.valid, group.numbers, strict=True):
-            if valid and name not in numbers:
-                raise WorkflowError(f"the scorer gave no {name!r} for a sample of prompt {group.ordinal}, which others have")
-            values.append(numbers.get(name, 0.0))
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def prompt_columns(groups: Sequence[Group]) -> dict[str, np.ndarray]:
-    """The prompts' other columns, a value for each sample."""
-    rows: list[Mapping[str, Any]] = [group.item.row for group in groups for _ in group.trajectories]
-    return {name: object_array(row[name] for row in rows) for name in rows[0]} if rows else {}
-
-
-def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """`episode/<name>`: the mean of each number of the episodes, over those that have it."""
-    found: dict[str, list[float]] = {}
-    for group in groups:
-        for trajectory in group.trajectories:
-            for name, value in trajectory.metrics.items():
-                found.setdefault(f"episode/{name}", []).append(float(value))
-    return {name: sum(values) / len(values) for name, values in found.items()}
-
-
-class FailureLimit:
-    """limit: so many groups in a row may fail, or be too old when they come.  Rejected ones are told of, and never too many."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._failed_in_a_row = self._num_failed = self._fruitless = 0
-
-    def complete(self) -> None:
-        """All episodes of a group have ended well."""
-        self._failed_in_a_row = 0
-
-    def accepted(self) -> None:
-        """A group may be trained."""
-        self._fruitless = 0
-
-    def failed(self, ordinal: int, error: BaseException) -> WorkflowError | None:
-        """The group of this prompt failed; what stops the run, if this is one too many."""
-        self._failed_in_a_row += 1
-        number = self._failed_in_a_row
-        if number >= self.limit:
-            message = f"{number} groups of episodes failed in a row, the last with {type(error).__name__}: {error}"
-            stop = WorkflowError(f"{message}. Correct the workflow, or raise actor_rollout_ref.rollout.agent.max_failed_batches")
-            stop.__cause__ = error
-            return stop
-        self._num_failed += 1
-        if _rare(self._num_failed):
-            logger.warning("%d groups of episodes failed, the last of prompt %d", self._num_failed, ordinal, exc_info=error)
-        return None
-
-    def rejected(self, reason: str) -> None:
-        """A group gives nothing to train, for whatever reason."""
-        self._fruitless += 1
-        times, rest = divmod(self._fruitless, self.limit)
-        if rest == 0 and _rare(times):
-            logger.warning("%d groups in a row were rejected, the last for: %s", self._fruitless, reason)
-
-    def dropped(self, in_a_row: int, staleness: StalenessManager) -> WorkflowError | None:
-        """So many groups were too old, one after the other; what stops the run, if too many: it is no matter of time."""
-        if in_a_row < self.limit:
-            return None
-        return WorkflowError(
-            f"{in_a_row} groups in a row were more than {staleness.max_staleness} versions old when they came, at version "
-            f"{staleness.version}: the engine that generates does not get the new weights, or episodes take longer than so many "
-            "training steps; then raise trainer.max_staleness, or set trainer.stale_policy=correct"
-        )
-
-
-def _rare(count: int) -> bool:
-    """The 1st, 2nd, 4th, 8th, ...: no flood."""
-    return count.bit_count() == 1
-
-
-StalePolicy = Literal["drop", "mask", "correct"]
-
-
-@dataclass(slots=True, eq=False)
-class GroupRequest:
-    """Training waits for so many groups, to be trained at `step` (None: the one after the present version)."""
-
-    count: int
-    step: int | None
-    answer: Future[list[Group]] = field(default_factory=Future)
-    since: float = field(default_factory=time.monotonic)
+"""Prefix of the columns that hold the scorer's other numbers."""
 
 
 class Delivery:
-    """One thread at a time.  Groups that come here are accepted; here they are trained or dropped."""
+    """Keeps the finished groups until training takes them or they are too old.  Only one thread may use it at a time."""
 
     def __init__(
         self, staleness: StalenessManager, ledger: PromptLedger, statistics: RolloutStatistics, policy: StalePolicy
@@ -270,20 +57,21 @@ class Delivery:
 
     @property
     def num_ready(self) -> int:
-        """Groups that wait for training."""
+        """The number of groups that wait for training."""
         return len(self._waiting)
 
     def add(self, group: Group) -> None:
-        """A group is finished."""
+        """Adds a finished group, unless it is already too old."""
         first_version = group.first_version
         if self._fresh(first_version, group):
             self._waiting.append((first_version, group))
 
     def ask(self, request: GroupRequest) -> None:
+        """Queues a request for groups; `serve` answers it."""
         self._requests.append(request)
 
     def withdraw(self, request: GroupRequest) -> bool:
-        """Whether the request was still waiting."""
+        """Withdraws a request; returns whether it was still waiting."""
         waiting = request in self._requests
         if waiting:
             self._requests.remove(request)
@@ -291,7 +79,8 @@ class Delivery:
         return waiting
 
     def serve(self, *, ended: bool) -> None:
-        """Answer who can be answered; `ended`: no more groups will come, so fewer have to do."""
+        """Answers the requests for which there are enough groups. ended: no more groups will come, so a request gets the
+        remaining ones."""
         while self._requests:
             request = self._requests[0]
             step = self.staleness.version + 1 if request.step is None else request.step
@@ -303,30 +92,30 @@ class Delivery:
             request.answer.set_result(self._take(request.count, step))
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits gets the error."""
+        """Raises the error in all waiting requests."""
         while self._requests:
             self._requests.popleft().answer.set_exception(error)
 
     def age(self, step: int) -> None:
-        """Apply the bound as of this step to what waits."""
+        """Applies the bound as of this step to the waiting groups."""
         if step > self._step:
             self._step = step
             self._waiting = [(version, group) for version, group in self._waiting if self._fresh(version, group)]
 
     def trained(self, step: int) -> None:
-        """What was taken for this step, or before, is trained."""
+        """Marks the groups that were taken for this step or an earlier one as trained."""
         trained = [ordinal for ordinal, (taken_for, _) in self._taken.items() if taken_for <= step]
         for ordinal in trained:
             del self._taken[ordinal]
         self.ledger.train(*trained)
 
     def untrained(self) -> list[Group]:
-        """Ready or taken for a step that is not over, in order."""
+        """Returns the groups that wait or were taken for an unfinished step, sorted by ordinal."""
         groups = [*(group for _, group in self._waiting), *(group for _, group in self._taken.values())]
         return sorted(groups, key=lambda group: group.ordinal)
 
     def _fresh(self, first_version: int, group: Group) -> bool:
-        """Whether the group may train at the present step, by the policy for what is older than the bound."""
+        """Returns whether the group may train at the current step, after the stale policy has handled its old tokens."""
         if self.policy == "correct" or not self.staleness.is_stale(first_version, self._step):
             return True
         if self.policy == "mask":
@@ -351,3 +140,219 @@ class Delivery:
             beyond = self.staleness.is_stale(first_version, step)  # that of a masked one is from before
             self.statistics.take(group, step, beyond=beyond)
         return [group for _, group in taken]
+
+
+@dataclass(slots=True, eq=False)
+class GroupRequest:
+    """A request of training for `count` groups, to be trained at `step` (None: the step after the current version)."""
+
+    count: int
+    step: int | None
+    answer: Future[list[Group]] = field(default_factory=Future)
+    since: float = field(default_factory=time.monotonic)
+
+
+class FailureLimit:
+    """Counts failed and rejected groups. limit: the run stops after so many groups in a row that failed or arrived too old.
+    Rejected groups are only logged."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._failed_in_a_row = self._num_failed = self._fruitless = 0
+
+    def complete(self) -> None:
+        """Records that all episodes of a group have ended well."""
+        self._failed_in_a_row = 0
+
+    def accepted(self) -> None:
+        """Records that a group may be trained."""
+        self._fruitless = 0
+
+    def failed(self, ordinal: int, error: BaseException) -> WorkflowError | None:
+        """Records that the group of this prompt failed; returns the error that stops the run if the limit is reached, otherwise
+        None."""
+        self._failed_in_a_row += 1
+        number = self._failed_in_a_row
+        if number >= self.limit:
+            message = f"{number} groups of episodes failed in a row, the last with {type(error).__name__}: {error}"
+            stop = WorkflowError(f"{message}. Correct the workflow, or raise actor_rollout_ref.rollout.agent.max_failed_batches")
+            stop.__cause__ = error
+            return stop
+        self._num_failed += 1
+        if _rare(self._num_failed):
+            logger.warning("%d groups of episodes failed, the last of prompt %d", self._num_failed, ordinal, exc_info=error)
+        return None
+
+    def rejected(self, reason: str) -> None:
+        """Records that a group was rejected, for whatever reason."""
+        self._fruitless += 1
+        times, rest = divmod(self._fruitless, self.limit)
+        if rest == 0 and _rare(times):
+            logger.warning("%d groups in a row were rejected, the last for: %s", self._fruitless, reason)
+
+    def dropped(self, in_a_row: int, staleness: StalenessManager) -> WorkflowError | None:
+        """Returns the error that stops the run if so many groups in a row were too old that waiting cannot help, otherwise
+        None."""
+        if in_a_row < self.limit:
+            return None
+        return WorkflowError(
+            f"{in_a_row} groups in a row were more than {staleness.max_staleness} versions old when they came, at version "
+            f"{staleness.version}: the engine that generates does not get the new weights, or episodes take longer than so many "
+            "training steps; then raise trainer.max_staleness, or set trainer.stale_policy=correct"
+        )
+
+
+def _rare(count: int) -> bool:
+    """Returns whether to log this occurrence: the 1st, 2nd, 4th, 8th and so on."""
+    return count.bit_count() == 1
+
+
+def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = None) -> DataProto:
+    """Returns the columns of the samples of all groups; T is the length of the longest response:
+
+    input_ids, attention_mask (rows, prompt + T); responses, response_mask, policy_version (rows, T) int64; rollout_log_probs
+    (rows, T) float32; response_length, finish_reason, ordinal, uid (rows,) int64; the prompts' other columns.
+
+    Only if tools gave rewards: added_rewards (rows, T) float32, which belong to the configured reward (see `add_rewards`).
+
+    Only if the samples are scored: token_level_scores (rows, T) float32, scores (rows,) float32, valid (rows,) bool and
+    reward/<name> (rows,) float64, the scorer's other numbers.
+
+    policy_version is NOT_SAMPLED for tokens that the policy did not write. vocab_size: tokens outside of it raise WorkflowError.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    counts = [len(group.trajectories) for group in groups]
+    columns = token_columns(trajectories, pad_id)
+    columns["ordinal"] = torch.from_numpy(np.repeat(np.array([group.ordinal for group in groups], dtype=np.int64), counts))
+    columns["uid"] = torch.from_numpy(np.repeat(np.arange(len(groups)), counts))
+    check(columns, vocab_size)
+    columns |= added_columns(trajectories, columns["responses"].shape[1])
+    columns |= score_columns(groups, columns["responses"].shape[1])
+    add_rewards(columns)
+    return DataProto.from_dict(columns, prompt_columns(groups))
+
+
+def check(columns: Mapping[str, Tensor], vocab_size: int | None) -> None:
+    """Raises WorkflowError for values that would corrupt training silently: tokens outside the vocabulary, log-probs that are not
+    finite."""
+    tokens, log_probs = columns["responses"].numpy(), columns["rollout_log_probs"].numpy()
+    finite = np.isfinite(log_probs).all(1)
+    if not finite.all():
+        ordinal = int(columns["ordinal"][int(finite.argmin())])
+        raise WorkflowError(f"a sample of prompt {ordinal} has a log-prob that is not finite; check dtype and sampling settings")
+    if vocab_size is not None:
+        written = columns["attention_mask"].numpy()[:, -tokens.shape[1] :] == 1
+        outside = written & ((tokens < 0) | (tokens >= vocab_size))
+        if outside.any():
+            row, position = np.argwhere(outside)[0]
+            raise WorkflowError(
+                f"a sample of prompt {int(columns['ordinal'][row])} has token id {tokens[row, position]}, outside the vocabulary "
+                f"of {vocab_size}"
+            )
+
+
+def token_columns(trajectories: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
+    """Returns the columns that follow from the tokens alone."""
+    prompts, prompt_mask = left_padded([trajectory.prompt_ids for trajectory in trajectories], pad_id)
+    lengths = np.array([len(trajectory.response_ids) for trajectory in trajectories], dtype=np.int64)
+    filled = np.arange(lengths.max())[None, :] < lengths[:, None]
+
+    def padded(column: Iterable[Sequence[Any]], fill: float, dtype: Any) -> Tensor:
+        return torch.from_numpy(placed(column, filled, fill, dtype))
+
+    responses = placed((t.response_ids for t in trajectories), filled, pad_id, np.int64)
+    return {
+        "input_ids": torch.from_numpy(np.concatenate([prompts, responses], 1)),
+        "attention_mask": torch.from_numpy(np.concatenate([prompt_mask, filled], 1).astype(np.int64)),
+        "responses": torch.from_numpy(responses),
+        "response_mask": padded((t.response_mask for t in trajectories), 0, np.int64),
+        "response_length": torch.from_numpy(lengths),
+        "finish_reason": torch.from_numpy(np.array([FINISH_CODES[t.finish_reason] for t in trajectories], dtype=np.int64)),
+        "rollout_log_probs": padded((t.rollout_log_probs for t in trajectories), 0.0, np.float32),
+        "policy_version": padded((t.versions for t in trajectories), NOT_SAMPLED, np.int64),
+    }
+
+
+def placed(column: Iterable[Sequence[Any]], filled: np.ndarray, fill: float, dtype: Any) -> np.ndarray:
+    """Returns an array with the rows' values in order where `filled` (rows, width) is True, and `fill` elsewhere.
+
+    Raises ValueError if the number of values differs from the number of True entries.
+    """
+    values = np.full(filled.shape, fill, dtype=dtype)
+    values[filled] = np.fromiter(chain.from_iterable(column), dtype)
+    return values
+
+
+def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens (int64) and a mask of their positions (bool), both (rows, longest)."""
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    width = int(lengths.max())
+    filled = np.arange(width)[None, :] >= width - lengths[:, None]
+    return placed(rows, filled, pad_id, np.int64), filled
+
+
+def added_columns(trajectories: Sequence[Trajectory], width: int) -> dict[str, Tensor]:
+    """Returns the column of the tools' rewards, or no column if no tool gave a reward."""
+    if all(trajectory.added_rewards is None for trajectory in trajectories):
+        return {}
+    added = torch.zeros(len(trajectories), width)
+    for row, trajectory in enumerate(trajectories):
+        if trajectory.added_rewards is not None:
+            added[row, : len(trajectory.added_rewards)] = torch.tensor(trajectory.added_rewards)
+    return {ADDED: added}
+
+
+def add_rewards(columns: MutableMapping[str, Tensor] | TensorDict) -> None:
+    """Adds the rewards of tools to those of the scored samples, once; a sample without a valid score gets no reward."""
+    if ADDED not in columns.keys() or "token_level_scores" not in columns.keys():
+        return
+    added = columns.pop(ADDED) * columns["valid"][:, None]
+    columns["token_level_scores"] = columns["token_level_scores"] + added
+    columns["scores"] = columns["scores"] + added.sum(1)
+
+
+def score_columns(groups: Sequence[Group], width: int) -> dict[str, Tensor]:
+    """Returns the columns of the scores, or no columns if no sample has rewards.  Raises WorkflowError if only some samples have
+    them, because half a batch cannot be scored later."""
+    scored = [[t.rewards is not None for t in group.trajectories] for group in groups]
+    if not any(map(any, scored)):
+        return {}
+    rewards = torch.zeros(sum(map(len, scored)), width)
+    for row, (ordinal, trajectory) in enumerate((group.ordinal, t) for group in groups for t in group.trajectories):
+        if trajectory.rewards is None:
+            raise WorkflowError(f"prompt {ordinal} has samples without rewards in a batch in which others have them")
+        if not trajectory.finite_rewards:
+            raise WorkflowError(f"a sample of prompt {ordinal} has rewards that are, or add up to, no finite float32")
+        rewards[row, : len(trajectory.rewards)] = torch.tensor(trajectory.rewards)
+    names = dict.fromkeys(name for group in groups for numbers in group.numbers for name in numbers)
+    columns = {COMPONENT + name: number_column(groups, name) for name in names}
+    valid = torch.tensor([sample for group in groups for sample in group.valid])
+    return {"token_level_scores": rewards, "scores": rewards.sum(1), "valid": valid} | columns
+
+
+def number_column(groups: Sequence[Group], name: str) -> Tensor:
+    """Returns one of the scorer's numbers, (rows,) float64, 0 for a sample without a valid score.  Raises WorkflowError if a
+    sample with a valid score lacks it."""
+    values = []
+    for group in groups:
+        for valid, numbers in zip(group.valid, group.numbers, strict=True):
+            if valid and name not in numbers:
+                raise WorkflowError(f"the scorer gave no {name!r} for a sample of prompt {group.ordinal}, which others have")
+            values.append(numbers.get(name, 0.0))
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def prompt_columns(groups: Sequence[Group]) -> dict[str, np.ndarray]:
+    """Returns the prompts' other columns, with one value per sample."""
+    rows: list[Mapping[str, Any]] = [group.item.row for group in groups for _ in group.trajectories]
+    return {name: object_array(row[name] for row in rows) for name in rows[0]} if rows else {}
+
+
+def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns `episode/<name>`, the mean of each of the episodes' metrics over the episodes that have it."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for trajectory in group.trajectories:
+            for name, value in trajectory.metrics.items():
+                found.setdefault(f"episode/{name}", []).append(float(value))
+    return {name: sum(values) / len(values) for name, values in found.items()}

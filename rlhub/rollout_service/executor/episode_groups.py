@@ -1,17 +1,21 @@
-"""Prompts and their groups of episodes: the unit of admission, staleness and training."""
+"""Prompts and their groups of episodes, the unit of admission, staleness and training."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rlhub.agents.trajectory import Trajectory
+
+StalePolicy = Literal["drop", "mask", "correct"]
+"""The handling of a group with tokens older than the bound: it is dropped, trained without these tokens, or trained with the
+rollout correction."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PromptItem:
-    """A prompt of the training data.  ordinal: its running number in the run; row: its other columns."""
+    """A prompt of the training data. ordinal: its number in the run. row: its other columns."""
 
     prompt_ids: tuple[int, ...]
     ordinal: int
@@ -22,8 +26,9 @@ class PromptItem:
 class Group:
     """All samples of one prompt, finished.
 
-    valid: whether each sample has a valid score; numbers: the scorer's other numbers of each.  Whoever scores sets both.
-    baseline: the prompt's greedy response, which is scored and neither trains nor counts in the group's age; None: nobody asks.
+    valid: whether each sample has a valid score. numbers: the scorer's other numbers of each sample.  The scoring code sets both.
+    baseline: the greedy response to the prompt, which is scored but neither trained nor counted in the group's age; None if the
+    advantage estimator uses none.
     """
 
     item: PromptItem
@@ -38,11 +43,12 @@ class Group:
 
     @property
     def ordinal(self) -> int:
+        """The number of the prompt in the run."""
         return self.item.ordinal
 
     @property
     def scored(self) -> list[Trajectory]:
-        """What the reward function sees: the samples, and after them the baseline."""
+        """The trajectories that the reward function scores: the samples, and after them the baseline."""
         return [*self.trajectories, *([] if self.baseline is None else [self.baseline])]
 
     @property
@@ -52,18 +58,18 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the policy wrote."""
+        """The number of tokens that the policy wrote."""
         return sum(sum(trajectory.response_mask) for trajectory in self.trajectories)
 
     def to_json(self) -> dict[str, Any]:
-        """Without the prompt, which comes from the data again."""
+        """Returns the group without its prompt, which a resumed run reads from the data again."""
         trajectories = [asdict(trajectory) for trajectory in self.trajectories]
         state = {"ordinal": self.ordinal, "trajectories": trajectories, "valid": self.valid, "numbers": self.numbers}
         return state if self.baseline is None else state | {"baseline": asdict(self.baseline)}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], item: PromptItem) -> Group:
-        """The inverse of `to_json`, with the prompt of that ordinal."""
+        """Returns the group that `to_json` wrote, with the prompt of that ordinal."""
         trajectories = [Trajectory(**trajectory) for trajectory in state["trajectories"]]
         baseline = Trajectory(**state["baseline"]) if "baseline" in state else None
         valid, numbers = list(state["valid"]), list(state["numbers"])
@@ -71,10 +77,10 @@ class Group:
 
 
 def mask_older(group: Group, oldest: int) -> int:
-    """Take tokens of versions before `oldest` out of training; how many there were.
+    """Masks the tokens of versions before `oldest`; returns how many there were.
 
-    A sample of which nothing is left does not train: it is not valid, and moves nobody's baseline.  Rewards of masked tokens pass
-    to the first token that is left, so that the sample is still compared by its whole reward.
+    A sample without any token left is not valid, so it does not train and does not change the baseline of the others.  Rewards of
+    masked tokens move to the first token that is left, so that the sample is still compared by its whole reward.
     """
     masked = 0
     for sample, trajectory in enumerate(group.trajectories):
@@ -92,7 +98,8 @@ def mask_older(group: Group, oldest: int) -> int:
 
 
 def moved_inside(rewards: Sequence[float], mask: Sequence[int]) -> list[float]:
-    """Rewards (one a token) with those before the mask's first token added to that token's; all 0 for an empty mask."""
+    """Returns the rewards (one per token) with those before the mask's first token added to that token; all 0 for an empty
+    mask."""
     if not any(mask):
         return [0.0] * len(rewards)
     first = list(mask).index(1)

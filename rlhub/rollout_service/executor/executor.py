@@ -1,10 +1,10 @@
-"""WorkflowExecutor: keeps so many groups of episodes in work as the bound on staleness allows, and hands them to training.
+"""WorkflowExecutor: runs as many groups of episodes as the staleness bound allows, and returns them to training.
 
-Everything happens on the runner's event loop: whatever any thread asks is posted there, so there is one order of events and no
-lock.  Admission follows events (a group ends, the version changes); nothing is polled.
+Everything happens on the runner's event loop: calls of other threads are posted to it, so that events have one order and no lock
+is needed.  Admission follows events (a group ends, the version changes); nothing is polled.
 
     executor.start(source)
-    groups = executor.next_groups(batch)      # as they finish; fewer than a batch may be asked for
+    groups = executor.next_groups(batch)      # as they finish; a caller may take less than a batch at a time
     ...train step s, publish the weights...
     executor.set_version(s)
 """
@@ -24,8 +24,8 @@ from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.engines.rollout.base import Completion
 from rlhub.errors import ConfigError, DeadlineError, WorkflowError
-from rlhub.rollout_service.executor.batches import Delivery, FailureLimit, GroupRequest, StalePolicy
-from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
+from rlhub.rollout_service.executor.batches import Delivery, FailureLimit, GroupRequest
+from rlhub.rollout_service.executor.episode_groups import Group, PromptItem, StalePolicy
 from rlhub.rollout_service.executor.ledger import Phase, PromptLedger
 from rlhub.rollout_service.executor.staleness import StalenessManager
 from rlhub.rollout_service.executor.statistics import RolloutStatistics
@@ -35,17 +35,18 @@ from rlhub.utils.seeding import sample_seed
 
 R = TypeVar("R")
 CALL_DEADLINE_S = 60.0
-"""For the event loop to answer; it only ever runs short pieces of work."""
+"""Time limit in seconds for a call on the event loop, which runs only short pieces of work."""
 COLLECT_S = 10.0
-"""For the running generations to give what they have written."""
+"""Time limit in seconds for the running generations to return the tokens that they have sampled."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ExecutorOptions:
-    """group_size: samples of a prompt.  seed: the run's.  stale_policy: what becomes of groups beyond the bound.
+    """The settings of a WorkflowExecutor.
 
-    episode_timeout_s: after which an episode is given up.  max_failed_batches: stop after so many batches' worth of failed
-    groups in a row.
+    group_size: the number of samples per prompt. seed: the run's seed. stale_policy: how groups beyond the bound are handled.
+    episode_timeout_s: time limit of an episode. max_failed_batches: the run stops after so many batches' worth of failed groups
+    in a row.
     """
 
     group_size: int = 1
@@ -57,8 +58,8 @@ class ExecutorOptions:
 
 @dataclass(slots=True)
 class _Work:
-    """A group of which episodes run.  workflows: of each; trajectories: of those that have ended; engines: what each episode has
-    written."""
+    """A group whose episodes run. workflows: one per episode. trajectories: of the episodes that have ended. engines: one per
+    episode, with the tokens written so far."""
 
     item: PromptItem
     workflows: Sequence[RolloutWorkflow]
@@ -67,23 +68,25 @@ class _Work:
 
     @property
     def missing(self) -> list[int]:
-        """Samples that are not there yet."""
+        """The samples whose episodes have not ended."""
         return [sample for sample, trajectory in enumerate(self.trajectories) if trajectory is None]
 
     def state(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Returns the JSON-able state of all samples."""
         pairs = zip(self.trajectories, self.engines, strict=True)
         samples = [sample_state(trajectory, engine.written) for trajectory, engine in pairs]
         return {"ordinal": self.item.ordinal, "samples": samples}
 
 
 class WorkflowExecutor:
-    """engine: what generates.  workflow_for: the workflow of a prompt's row.  baseline_for: that of its greedy response, one more
-    episode of each group; None: there is none.
+    """Admits prompts, runs their episodes and delivers finished groups.
 
-    on_group: awaited once for each complete group, before the filter: scoring.  Its errors end the run (the reward has a policy
-    for its failures), except Reject.  keep: the group filter; a group turned down is rejected and another prompt drawn.
-    interrupt: how running generations give what they have written to a checkpoint; None: they begin anew after a resume.
+    engine: generates for the episodes. workflow_for: returns the workflow of a prompt's row. baseline_for: returns the workflow
+    of its greedy response, one more episode of each group; None for no baseline.
+
+    on_group: awaited once for each complete group before the filter; it scores the group.  Its errors end the run (the reward has
+    a policy for its own failures), except Reject. keep: the group filter; a group that it refuses is rejected, and another prompt
+    is drawn. interrupt: makes running generations return their tokens for a checkpoint; None: they start again after a resume.
     """
 
     def __init__(
@@ -117,22 +120,22 @@ class WorkflowExecutor:
         self._failure_limit = FailureLimit(options.max_failed_batches * staleness.batch)
         runner.on_result = self._on_result
 
-    # What training calls, from its own thread or on the event loop; `next_groups` and `state` wait, so not on the loop.
+    # Methods for training, from its own thread or on the event loop; `next_groups` and `state` block, so never on the loop.
 
     @property
     def first_ordinal(self) -> int:
-        """Where the prompts given to `start` must begin: everything before has ended."""
+        """The ordinal at which the prompts given to `start` must begin; all earlier ones have ended."""
         return int(self._call(lambda: self.ledger.frontier))
 
     def start(self, source: Iterator[PromptItem]) -> None:
-        """Begin to draw prompts, in the order of their ordinals from `first_ordinal` on.  They are drawn on the event loop."""
+        """Starts to draw prompts on the event loop, in the order of their ordinals from `first_ordinal` on."""
         self._call(self._start, source)
 
     def next_groups(self, count: int, timeout: float | None = None, *, step: int | None = None) -> list[Group]:
-        """`count` groups to train at `step` (from 1; None: the one after the present version), sorted by ordinal.
+        """Returns `count` groups to train at `step` (from 1; None: the step after the current version), sorted by ordinal.
 
-        Blocks until there are so many; fewer come only when the prompts have run out.  DeadlineError after `timeout` seconds:
-        nothing is lost.  Raises the error that ended the run.
+        Blocks until there are so many; returns fewer only when the prompts have run out.  Raises DeadlineError after `timeout`
+        seconds without losing any group, and the error that ended the run.
         """
         request = GroupRequest(count, step)
         self.runner.loop.call_soon_threadsafe(self._ask, request)
@@ -145,36 +148,36 @@ class WorkflowExecutor:
             return request.answer.result()
 
     def trained(self, step: int) -> None:
-        """Step `step` is over: what was taken for it, or before, is trained."""
+        """Marks the groups that were taken for this step or an earlier one as trained."""
         self._call(self._trained, step)
 
     def set_version(self, version: int) -> None:
-        """Step `version` is over and its weights are those that generate from now on."""
+        """Ends step `version`, whose weights generate from now on."""
         self._call(self._set_version, version)
 
     def fail(self, error: BaseException) -> None:
-        """Training gets this error in place of groups: what generation needs has broken."""
+        """Raises this error in training instead of returning groups, because generation cannot continue."""
         self._call(self._fail, error)
 
     def pause(self) -> None:
-        """Start no more groups; those in work go on and are delivered."""
+        """Starts no more groups; those in progress continue and are delivered."""
         self._call(self._pause)
 
     def resume(self) -> None:
-        """Start groups again."""
+        """Starts groups again."""
         self._call(self._resume)
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call; see statistics.py."""
+        """Returns the metrics since the last call; see statistics.py."""
         return self._call(self._metrics)
 
     def metrics_soon(self) -> Future[dict[str, float]]:
-        """`metrics`, without waiting for them."""
+        """Returns a future of `metrics`, without waiting."""
         return self.runner.ask(self._metrics)
 
     def state(self) -> dict[str, Any]:
-        """JSON-able.  With finished groups that were not trained (what was taken for a step that is not over is among them) and
-        what is written of the others.  Generation goes on."""
+        """Returns the JSON-able state: the phases of all prompts, the finished groups that were not trained, also those taken for
+        an unfinished step, and the tokens written for the others.  Generation continues."""
         if self.interrupt is not None:
             collecting = asyncio.run_coroutine_threadsafe(self._collect(self.interrupt), self.runner.loop)
             collecting.result(CALL_DEADLINE_S)
@@ -183,7 +186,7 @@ class WorkflowExecutor:
         return {"ledger": ledger, "staleness": staleness, "finished": finished, "begun": begun}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; before `start`."""
+        """Continues from `state`.  Must come before `start`."""
         self._restored = {group["ordinal"]: group for group in state["finished"]}
         self._begun = {work["ordinal"]: work["samples"] for work in state["begun"]}
         sizes = {len(group["trajectories"]) + ("baseline" in group) for group in state["finished"]}
@@ -197,14 +200,14 @@ class WorkflowExecutor:
         self.staleness.load_state(state["staleness"], finished=len(self._restored), running=len(self._begun))
 
     def close(self) -> None:
-        """End all episodes.  The runner stays open: it belongs to whoever made it."""
+        """Ends all episodes.  The runner stays open, because its creator closes it."""
         if not self._closed:
             self._call(self._close)
 
-    # On the event loop.
+    # Methods that run on the event loop.
 
     def _call(self, fn: Callable[..., R], *args: Any) -> R:
-        """Calls `fn` on the event loop, and returns what it returns."""
+        """Calls `fn` on the event loop and returns its result."""
         result: R = self.runner.ask(fn, *args).result(CALL_DEADLINE_S)
         return result
 
@@ -216,7 +219,7 @@ class WorkflowExecutor:
         self._react()
 
     def _seek(self, ordinal: int) -> PromptItem:
-        """The prompt of that ordinal, from a source that begins at or before it."""
+        """Returns the prompt of that ordinal, from a source that begins at or before it."""
         for item in self._source:
             if item.ordinal == ordinal:
                 return item
@@ -234,7 +237,7 @@ class WorkflowExecutor:
                 self._again.append(item)
 
     def _react(self) -> None:
-        """Something has changed: start what may be started, deliver what may be delivered."""
+        """Starts the episodes and delivers the groups that a change permits."""
         if self._error is None and not self._closed:
             try:
                 self._serve()
@@ -266,7 +269,7 @@ class WorkflowExecutor:
 
     @property
     def _num_episodes(self) -> int:
-        """The episodes of a group: its samples, and the baseline after them."""
+        """The number of episodes of a group: its samples, and the baseline after them."""
         return self.options.group_size + (self.baseline_for is not None)
 
     def _workflows(self, row: Mapping[str, Any]) -> list[RolloutWorkflow]:
@@ -275,7 +278,7 @@ class WorkflowExecutor:
         return samples if self.baseline_for is None else [*samples, self.baseline_for(row)]
 
     def _launch(self, item: PromptItem, begun: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Start the group's episodes; of a group that was `begun` before, those that are missing."""
+        """Starts the group's episodes; of a group that was `begun` before a resume, only those that are missing."""
         self.ledger.run(item.ordinal)
         work = _Work(item, self._workflows(item.row), [None] * self._num_episodes, [])
         self._work[item.ordinal] = work
@@ -374,7 +377,7 @@ class WorkflowExecutor:
             self._reject(work, "failed_groups", f"failed: {type(error).__name__}: {error}")
 
     def _reject(self, work: _Work, count: str, reason: str) -> None:
-        """The group gives nothing to train; what still runs of it is cancelled."""
+        """Rejects the group and cancels its episodes that still run."""
         ordinal = work.item.ordinal
         del self._work[ordinal]
         for sample in work.missing:
@@ -387,7 +390,7 @@ class WorkflowExecutor:
         self._react()
 
     def _fail(self, error: BaseException) -> None:
-        """The run cannot go on: whoever asks for groups gets the error."""
+        """Ends the run: every request for groups raises the error."""
         if self._error is None:
             self._error = error
         self.delivery.fail(self._error)
@@ -395,7 +398,7 @@ class WorkflowExecutor:
     def _serve(self) -> None:
         self.delivery.serve(ended=self._exhausted and not self._work)
 
-    # What training asks, on the event loop.
+    # The event-loop side of the methods for training.
 
     def _ask(self, request: GroupRequest) -> None:
         self.delivery.ask(request)
@@ -426,14 +429,15 @@ class WorkflowExecutor:
         return self.statistics.metrics(running=staleness.running, ready=self.delivery.num_ready, capacity=staleness.capacity)
 
     def _situation(self) -> str:
-        """For the message of a wait that took too long."""
+        """Returns the state of the groups, for the message of a wait that took too long."""
         return (
             f"{self.delivery.num_ready} groups are ready, {self.staleness.running} in work, {self.staleness.capacity} more may "
             f"be started at version {self.staleness.version}{'; paused' if self._paused else ''}"
         )
 
     async def _collect(self, interrupt: Interrupt) -> None:
-        """Have every running generation note what it has written; one that does not in time begins anew after a resume."""
+        """Makes every running generation record the tokens it has sampled; one that does not in time starts again after a
+        resume."""
         engines = [engine for work in self._work.values() for sample, engine in enumerate(work.engines) if sample in work.missing]
         request_ids = [request_id for engine in engines for request_id in engine.request_ids()]
         if request_ids:
@@ -461,7 +465,7 @@ class WorkflowExecutor:
 
 
 async def episode(workflow: RolloutWorkflow, engine: EpisodeEngine, data: EpisodeData) -> Trajectory | None:
-    """One episode, whose trajectory is fit to train on."""
+    """Runs one episode and checks that its trajectory can be trained on."""
     trajectory = await workflow.arun_episode(engine, data)
     if trajectory is not None:
         trajectory.check()

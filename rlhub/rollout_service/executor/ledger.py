@@ -1,8 +1,9 @@
-"""PromptLedger: what became of each prompt, so that none is trained twice and none is forgotten, whatever is killed when.
+"""PromptLedger: the phase of each prompt, so that no prompt is trained twice or forgotten, whatever process is killed at any
+time.
 
-issued -> running -> finished -> trained | rejected | dropped.  Ordinals are issued one after the other and never again; what
-has ended leaves the ledger, so its size is that of the work under way.  Everything below the frontier has ended: there a
-resumed run begins to read prompts again, passing over those that have ended too.
+issued -> running -> finished -> trained | rejected | dropped.  Ordinals are issued in order and never again.  A prompt that has
+ended leaves the ledger, so the ledger is as large as the work in progress.  All prompts below the frontier have ended; a resumed
+run reads prompts from there on, and skips those that have ended too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 
 class Phase(StrEnum):
-    """Where a prompt is; the last three are its ends."""
+    """The phase of a prompt; the last three are its possible ends."""
 
     ISSUED = "issued"
     RUNNING = "running"
@@ -31,13 +32,13 @@ _NEXT = {
 }
 
 OnEnd = Callable[[Sequence[int], Phase, str], None]
-"""`on_end(ordinals, phase, reason)`: these prompts have come to one of their ends, all at once."""
+"""`on_end(ordinals, phase, reason)` is called when these prompts reach this end, all at once."""
 
 
 class PromptLedger:
-    """Not thread-safe.  Each move is checked: ValueError for one that would lose or repeat a prompt.
+    """Tracks the phases of all open prompts.  Each transition is checked: ValueError for one that would lose or repeat a prompt.
 
-    first: the first ordinal of the run.  on_end: told of each prompt's end; for audits.
+    It is not thread-safe. first: the first ordinal of the run. on_end: called at each end, for audits.
     """
 
     def __init__(self, first: int = 0, on_end: OnEnd | None = None) -> None:
@@ -52,37 +53,38 @@ class PromptLedger:
         return next(iter(self._open), self.next_ordinal)  # ordinals are issued in order, and dicts keep it
 
     def phase(self, ordinal: int) -> Phase | None:
-        """None: it has ended, or was never issued (from next_ordinal on)."""
+        """Returns the phase of an open prompt; None if it has ended or was never issued (from next_ordinal on)."""
         return self._open.get(ordinal)
 
     def in_phase(self, *phases: Phase) -> list[int]:
-        """Ordinals in these phases, in order."""
+        """Returns the ordinals in these phases, in order."""
         return [ordinal for ordinal, phase in self._open.items() if phase in phases]
 
     def issue(self, ordinal: int) -> None:
-        """A prompt was taken from the data."""
+        """Records that a prompt was read from the data."""
         if ordinal != self.next_ordinal:
             raise ValueError(f"prompts are issued in order: expected ordinal {self.next_ordinal}, got {ordinal}")
         self._open[ordinal] = Phase.ISSUED
         self.next_ordinal += 1
 
     def run(self, ordinal: int) -> None:
+        """Records that the prompt's episodes run."""
         self._move(ordinal, Phase.RUNNING)
 
     def finish(self, ordinal: int) -> None:
-        """Its group is complete and may be trained."""
+        """Records that the prompt's group is complete and may be trained."""
         self._move(ordinal, Phase.FINISHED)
 
     def train(self, *ordinals: int) -> None:
-        """Those of a step."""
+        """Records that the groups of these prompts were trained."""
         self._end(ordinals, Phase.TRAINED, "")
 
     def reject(self, ordinal: int, reason: str) -> None:
-        """Its group gave nothing to train."""
+        """Records that the prompt's group gave nothing to train."""
         self._end((ordinal,), Phase.REJECTED, reason)
 
     def drop(self, ordinal: int, reason: str) -> None:
-        """Its group was too old when training came to it."""
+        """Records that the prompt's group was too old to be trained."""
         self._end((ordinal,), Phase.DROPPED, reason)
 
     def _move(self, ordinal: int, phase: Phase) -> None:
@@ -101,7 +103,7 @@ class PromptLedger:
             self.on_end(ordinals, phase, reason)
 
     def state(self) -> dict[str, Any]:
-        """JSON-able and whole: what is not listed below next_ordinal has ended."""
+        """Returns the JSON-able state: every prompt below next_ordinal that is not listed has ended."""
         return {
             "next_ordinal": self.next_ordinal,
             "open": [[ordinal, phase.value] for ordinal, phase in self._open.items()],
@@ -109,7 +111,7 @@ class PromptLedger:
         }
 
     def load_state(self, state: Mapping[str, Any], finished: Iterable[int]) -> None:
-        """Go on from `state`.  What was in work and is not among the `finished`, whose samples were kept, is issued again."""
+        """Continues from `state`.  Open prompts that are not among the `finished`, whose samples were saved, are issued again."""
         kept = set(finished)
         self.next_ordinal = int(state["next_ordinal"])
         self.counts = {phase: int(state["counts"][phase.value]) for phase in ENDS}

@@ -1,21 +1,21 @@
-"""What generation beside training is measured by.  All names are here; each call of `metrics` speaks of the time since the last.
+"""The metrics of generation during training.  Each call of `metrics` covers the time since the last one.
 
 staleness/mean, p50, p95, max     of the samples taken for training, in versions
-staleness/share_<s>               their histogram: the share that was <s> versions behind, the last with all that were more
+staleness/share_<s>               their histogram: the share that was <s> versions behind; the last share includes all older ones
 staleness/beyond_share            share of groups that had tokens beyond the bound when training came to them
-staleness/dropped_groups          of these, left out
+staleness/dropped_groups          number of these that were dropped
 staleness/masked_token_share      share of the taken tokens that were masked for their age
-rollout/accepted_groups           finished and fit to train
-rollout/rejected_groups           ended by an episode that returned None or raised Reject
-rollout/filtered_groups           finished and turned down by the group filter
-rollout/failed_groups             ended by an episode that failed
-rollout/timed_out_episodes        episodes given up after their time
-rollout/running_groups            in work now
-rollout/ready_groups              finished and waiting for training now
+rollout/accepted_groups           groups that finished and may be trained
+rollout/rejected_groups           groups that ended because an episode returned None or raised Reject
+rollout/filtered_groups           groups that finished and that the group filter refused
+rollout/failed_groups             groups that ended because an episode failed
+rollout/timed_out_episodes        episodes that exceeded their time limit
+rollout/running_groups            groups in progress now
+rollout/ready_groups              groups that are finished and wait for training now
 rollout/in_flight_share           running / (running + ready)
-rollout/capacity                  groups that might be started now
-rollout/wasted_token_share        tokens of finished episodes whose groups were rejected, filtered out or dropped
-rollout/idle_share                share of the time in which no group was in work
+rollout/capacity                  groups that may be started now
+rollout/wasted_token_share        share of tokens of finished episodes whose groups were rejected, filtered out or dropped
+rollout/idle_share                share of the time in which no group was in progress
 rollout/wait_s                    seconds in which training waited for groups
 """
 
@@ -30,7 +30,7 @@ from rlhub.rollout_service.executor.episode_groups import Group
 
 @dataclass(slots=True)
 class RolloutStatistics:
-    """Counts since the last `metrics`.  One thread at a time."""
+    """Counts since the last call of `metrics`.  Only one thread may use it at a time."""
 
     counts: Counter[str] = field(default_factory=Counter)
     staleness: Counter[int] = field(default_factory=Counter)
@@ -43,7 +43,7 @@ class RolloutStatistics:
     _since: float = field(default_factory=time.monotonic)
 
     def take(self, group: Group, step: int, *, beyond: bool) -> None:
-        """The group will be trained at this step; `beyond`: it has, or had, tokens older than the bound."""
+        """Counts a group that is taken for this training step. beyond: it has, or had, tokens older than the bound."""
         for trajectory in group.trajectories:
             if any(trajectory.response_mask):
                 self.staleness[step - 1 - trajectory.first_version] += 1
@@ -52,12 +52,12 @@ class RolloutStatistics:
         self.counts["beyond_groups"] += beyond
 
     def drop(self, group: Group) -> None:
-        """The group was too old."""
+        """Counts a group that was dropped for its age."""
         self.counts.update(("consumed_groups", "beyond_groups", "dropped_groups"))
         self.wasted_tokens += group.num_tokens
 
     def work(self, running: int) -> None:
-        """So many groups are in work from now on."""
+        """Sets the number of groups in progress from now on."""
         if running == 0 and self._idle_since is None:
             self._idle_since = time.monotonic()
         elif running and self._idle_since is not None:
@@ -65,7 +65,7 @@ class RolloutStatistics:
             self._idle_since = None
 
     def metrics(self, *, running: int, ready: int, capacity: int) -> dict[str, float]:
-        """See the module docstring."""
+        """Returns the metrics that the module docstring lists."""
         now = time.monotonic()
         if self._idle_since is not None:
             self._idle_s, self._idle_since = self._idle_s + now - self._idle_since, now
@@ -95,11 +95,12 @@ class RolloutStatistics:
 
 
 OLDEST_SHARE = 7
-"""The last bar of the histogram: with it there is a colour for each."""
+"""The last bar of the histogram; the report has a colour for each bar up to it."""
 
 
 def shares(histogram: Counter[int]) -> dict[str, float]:
-    """share_<value> of all that is counted, for every value that occurs; values above OLDEST_SHARE count as that one."""
+    """Returns share_<value> of all that is counted, for every value that occurs; values above OLDEST_SHARE count as
+    OLDEST_SHARE."""
     total = histogram.total()
     found: Counter[int] = Counter()
     for value, count in histogram.items():
@@ -108,7 +109,7 @@ def shares(histogram: Counter[int]) -> dict[str, float]:
 
 
 def summary(histogram: Counter[int]) -> dict[str, float]:
-    """mean, p50, p95 (nearest rank) and max of a histogram value -> count; nothing of an empty one."""
+    """Returns mean, p50, p95 (nearest rank) and max of a histogram value -> count; an empty mapping for an empty histogram."""
     total = histogram.total()
     if total == 0:
         return {}
@@ -123,7 +124,7 @@ def summary(histogram: Counter[int]) -> dict[str, float]:
 
 
 def _quantile(histogram: Counter[int], values: list[int], total: int, percent: int) -> int:
-    """The smallest value that at least so many percent do not exceed."""
+    """Returns the smallest value that at least `percent` percent of the counted values do not exceed."""
     reached = 0
     for value in values:
         reached += histogram[value]

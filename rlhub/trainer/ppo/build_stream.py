@@ -74,7 +74,7 @@ class EpisodeRuntime:
     runner: AsyncTaskRunner
     service: RolloutService
     score: Score
-    hosts: EpisodeActors | None
+    episode_actors: EpisodeActors | None
     environments: EnvironmentActors | None
 
     def workflows(self, sampling: SamplingParams, purpose: str) -> Workflows:
@@ -85,7 +85,7 @@ class EpisodeRuntime:
             sampling,
             self.score,
             purpose=purpose,
-            hosts=self.hosts,
+            episode_actors=self.episode_actors,
             environments=self.environments,
         )
         self.stack.callback(close_on_loop, self.runner, workflows.aclose)
@@ -119,7 +119,7 @@ def build_stream(
     runner = start_runner(stack)
     # Without a pool of their own replicas run on the devices of the actor's ranks.
     places = () if is_separate(config.trainer, ROLLOUT_ROLE) else groups.actor.device_places()
-    options = service_options(config.actor_rollout_ref, config.trainer, run_folder=run.folder.path, beside=places)
+    options = service_options(config.actor_rollout_ref, config.trainer, run_folder=run.folder.path, actor_places=places)
     service = RolloutService(config.actor_rollout_ref, runtime, options, loop=runner.loop)
     logger.info("starting the rollout service, replicas: %d", options.num_replicas)
     service.start()
@@ -147,7 +147,7 @@ def build_stream(
         vocabulary=episodes.vocabulary,
         log=log,
         timers=run.timers,
-        hosts=[found for found in (episodes.hosts, episodes.environments) if found is not None],
+        actor_pools=[found for found in (episodes.episode_actors, episodes.environments) if found is not None],
     )
     samples = episodes.validation_samples()
     stack.enter_context(heap_set_aside())
@@ -185,8 +185,8 @@ def start_episodes(
     """Starts the processes that run parts of episodes, if any; after the service, which has connected the cluster."""
     vocabulary = read_vocabulary(config.actor_rollout_ref.model, tokenizer)
     environments = environment_hosts(config, run)
-    hosts = episode_hosts(config, vocabulary, run)
-    for processes in (environments, hosts):
+    episode_actors = episode_hosts(config, vocabulary, run)
+    for processes in (environments, episode_actors):
         if processes is not None:
             stack.callback(close_on_loop, runner, processes.close)
             on_loop(runner, processes.start())
@@ -199,7 +199,7 @@ def start_episodes(
         runner=runner,
         service=service,
         score=no_turn_scores if scoring.scorer is None else scoring.scorer.score_text,
-        hosts=hosts,
+        episode_actors=episode_actors,
         environments=environments,
     )
 

@@ -72,7 +72,8 @@ def sampling_params(config: PPOConfig, vocabulary: Vocabulary, sampling: ValSamp
 class Workflows:
     """One workflow of each name, built when the first row asks for it.  Used on the event loop that runs the episodes.
 
-    hosts: run the episodes' own code in place of this loop, with the sampling of `purpose`.  environments: lend them theirs.
+    episode_actors: run the episodes' own code instead of this loop, with the sampling of `purpose`.  environments: leases
+    environments to them.
     """
 
     config: PPOConfig
@@ -80,7 +81,7 @@ class Workflows:
     sampling: SamplingParams
     score: Score
     purpose: str = TRAINING
-    hosts: EpisodeActors | None = None
+    episode_actors: EpisodeActors | None = None
     environments: EnvironmentActors | None = None
     _built: dict[str, RolloutWorkflow] = field(init=False, default_factory=dict)
 
@@ -92,10 +93,10 @@ class Workflows:
         return self._built[name]
 
     def _build(self, name: str) -> RolloutWorkflow:
-        if self.hosts is None:
+        if self.episode_actors is None:
             return build_workflow(name, self._parts())
-        workflow_class(name)  # a wrong name ends the run, as without hosts, not only each of its episodes
-        return RemoteWorkflow(self._parts(), WorkflowKey(self.purpose, name), self.hosts)
+        workflow_class(name)  # a wrong name ends the run, as without episode actors, not only each of its episodes
+        return RemoteWorkflow(self._parts(), WorkflowKey(self.purpose, name), self.episode_actors)
 
     def _parts(self) -> WorkflowParts:
         return WorkflowParts(

@@ -1,8 +1,9 @@
-"""What is checked before any process starts: files, names, models, memory and settings, all problems reported together.
+"""The checks before any process starts: names, files, models, memory and settings.  All problems are reported together.
 
-checks.py    runs all of them for a main
-model.py     whether the model folder holds what the run needs
-memory.py    whether parameters, moments and caches fit the devices, by plain arithmetic
-rollout.py   workflows (own_workflows.py: those of the user), tools and environments of asynchronous rollouts
-serve.py     the rollout server
+checks.py    all checks of a training or evaluation job, without reading weights
+names.py     what users name: registered parts, and classes and functions by file or module, whose source is parsed and not run
+rollout.py   the workflow, tools and environments of episodes, and the rollout engine
+memory.py    parameters, optimizer states and caches against the GPUs' memory, by plain arithmetic
+weights.py   the weights and vocabularies of local models
+serve.py     all checks of a server
 """

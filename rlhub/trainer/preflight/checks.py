@@ -1,7 +1,7 @@
-"""What can be found wrong before any process starts, beyond the configuration's own rules: names, files, model, machine.
+"""The checks of a job before any process starts, beyond the configuration's own rules: names, files, models and machine.
 
-Loads no torch (unless the user set an algorithm's own knobs, which only its module can judge), so that a wrong path costs
-half a second and not the start of a cluster.  Everything found is returned, to be shown with the other problems.
+They load no torch, unless the user set an algorithm's own knobs, which only its module can check.  So a wrong path costs half a
+second and not the start of a cluster.  All problems are returned, to be shown with those of the configuration.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ _SHARED_KNOBS = {
     _ACTOR: ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
     "dpo": ("beta", "label_smoothing"),
 }
-"""Settings that only some estimators or losses have as a knob of the same name."""
+"""Settings, by section, that only some estimators or losses have as a knob of the same name."""
 
 
 @functools.singledispatch
 def check(config: Any, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
-    """Problems of a derived configuration; [] if it may start.  set_keys: what the user set, for warnings."""
+    """Returns the problems of a derived configuration; [] if the job can start.  set_keys: the keys that the user set, for
+    warnings about those without effect."""
     raise TypeError(f"no preflight for {type(config).__name__}")
 
 
@@ -91,7 +92,7 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
 
 
 def check_training(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
-    """As `check`, of a configuration that is to train and not only to evaluate."""
+    """As `check`, for a job that trains and does not only evaluate."""
     problems = [*check(config, set_keys), *check_weights_reach(config)]
     return problems or _memory_problems(config)
 
@@ -120,6 +121,7 @@ def _(config: RMConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
 
 
 def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, data_problems: list[str]) -> list[str]:
+    """Returns `data_problems` and those that all supervised jobs can have."""
     problems = [
         *import_plugins(config.trainer.plugins),
         *check_trackers(config.trainer.logger),
@@ -135,7 +137,10 @@ def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, data_problems: l
 
 
 def warnings(config: PPOConfig, set_keys: AbstractSet[str]) -> list[str]:
-    """Settings the user made that the chosen algorithm does not read.  Call it for a configuration without problems."""
+    """Returns warnings about settings of the user's that the chosen algorithm does not read.
+
+    config: a configuration without problems.
+    """
     requires = ADVANTAGE_ESTIMATORS.row(config.algorithm.adv_estimator).requires
     estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
     loss = f"{_ACTOR}.policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}"
@@ -156,7 +161,7 @@ def warnings(config: PPOConfig, set_keys: AbstractSet[str]) -> list[str]:
 
 
 def _components_only(config: PPOConfig, estimator: str, requires: AbstractSet[str]) -> list[effects.Dead]:
-    """What changes the tokens' rewards, where the estimator compares the scorer's own numbers instead."""
+    """Returns the settings of the tokens' rewards, which an estimator that compares the scorer's own numbers does not read."""
     holds, why = "components_only" in requires, f"{estimator} reads the reward function's own numbers alone"
     kl = ("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.")
     return [
@@ -170,7 +175,7 @@ def _components_only(config: PPOConfig, estimator: str, requires: AbstractSet[st
 
 
 def _twice_weighted(config: PPOConfig, loss: str) -> effects.Dead:
-    """Importance weights where the loss's own ratio is pi / mu already."""
+    """Returns the settings of importance weights, which have no effect where the loss's own ratio is pi / mu already."""
     requires = POLICY_LOSSES.row(config.actor_rollout_ref.actor.policy_loss.loss_mode).requires
     keys = ("rollout_is", "rollout_is_threshold")
     return (
@@ -181,7 +186,7 @@ def _twice_weighted(config: PPOConfig, loss: str) -> effects.Dead:
 
 
 def surprises(config: PPOConfig) -> list[str]:
-    """Warnings where parts that are chosen together do what few would expect."""
+    """Returns warnings about chosen parts whose combination does what few users expect."""
     actor, correction, found = config.actor_rollout_ref.actor, config.algorithm.rollout_correction, []
     name, loss = actor.kl_loss_type, actor.policy_loss.loss_mode
     if actor.use_kl_loss and "value_only" in KL_ESTIMATORS.row(name).requires:
@@ -203,7 +208,7 @@ def _knob_names(registry: Registry[Any], name: str) -> frozenset[str]:
 
 
 def import_plugins(modules: Sequence[str]) -> list[str]:
-    """Import the user's modules, so that what they register is known."""
+    """Imports the user's modules, so that their registered parts are known, and returns the problems."""
     problems = []
     for name in modules:
         try:
@@ -214,7 +219,7 @@ def import_plugins(modules: Sequence[str]) -> list[str]:
 
 
 def check_names(config: PPOConfig) -> list[str]:
-    """Every part named in the configuration exists, and its knobs are its own."""
+    """Returns the problems of registered parts: unknown names, missing packages, and knobs that a part does not have."""
     algorithm, actor, reward = config.algorithm, config.actor_rollout_ref.actor, config.reward_model
     engine = resolve_engine_name(config.actor_rollout_ref.rollout.name)
     named: list[tuple[str, Registry[Any], str]] = [
@@ -242,19 +247,22 @@ def check_names(config: PPOConfig) -> list[str]:
 
 
 def check_trackers(names: Sequence[str]) -> list[str]:
-    """Trackers exist and the packages they need are installed."""
+    """Returns the problems of trackers: unknown names and missing packages."""
     return [problem for name in names for problem in unknown("trainer.logger", TRACKERS, name)] + package_problems(names)
 
 
 def check_login(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
-    """The trackers' accounts can be used; asked last, since it may ask the user."""
+    """Returns the problems of the trackers' accounts.  It runs last, since it may ask the user to log in."""
     return login_problems(config.trainer.logger)
 
 
 def _check_knobs(
     key: str, registry: Registry[Any], name: str, section: Any, kwargs: Mapping[str, Any], *, always: bool = False
 ) -> list[str]:
-    """always: also where only the section's own fields say anything; that loads the algorithm's module."""
+    """Returns the problems of a part's knobs.
+
+    always: check them even where `kwargs` is empty and only the section's fields set knobs; that loads the algorithm's module.
+    """
     if not (kwargs or always) or name not in registry:
         return []
     try:
@@ -265,13 +273,13 @@ def _check_knobs(
 
 
 def check_data(data: DataConfig) -> list[str]:
-    """The files exist, are not empty and have the columns that are read."""
+    """Returns the problems of data files: missing or empty files, and missing columns."""
     given = [(split, files) for split, files in (("train", data.train_files), ("val", data.val_files)) if files]
     return [problem for split, files in given for problem in check_files(files, data.prompt_key, split)]
 
 
 def check_demonstrations(data: SFTDataConfig) -> list[str]:
-    """As `check_data`, for files with prompt and response, or with whole conversations."""
+    """As `check_data`, for files with prompts and responses, or with whole conversations."""
     problems = []
     for split, files in (("train", data.train_files), ("val", data.val_files)):
         pairs = check_files(files, data.prompt_key, split, (data.response_key,)) if files else []
@@ -281,7 +289,7 @@ def check_demonstrations(data: SFTDataConfig) -> list[str]:
 
 
 def check_pairs(data: PreferenceDataConfig, margin_key: str | None = None) -> list[str]:
-    """As `check_data`, for preference pairs.  A prompt may also stand in the answers: that shows when the rows are read."""
+    """As `check_data`, for preference pairs.  The prompt column is not required, since the answers may contain the prompt."""
     columns = {data.chosen_key: "data.chosen_key", data.rejected_key: "data.rejected_key"}
     columns |= {margin_key: "margin_key"} if margin_key else {}
     given = [(split, files) for split, files in (("train", data.train_files), ("val", data.val_files)) if files]
@@ -289,7 +297,7 @@ def check_pairs(data: PreferenceDataConfig, margin_key: str | None = None) -> li
 
 
 def check_custom_reward(custom: CustomRewardConfig) -> list[str]:
-    """The file exists and defines the function; read, not run."""
+    """Returns the problem of the user's reward file: it is missing or does not define the function.  The file is not run."""
     if custom.path is None:
         return []
     source = read_source(custom.path)
@@ -300,7 +308,7 @@ def check_custom_reward(custom: CustomRewardConfig) -> list[str]:
 
 
 def check_models(config: PPOConfig) -> list[str]:
-    """The model folder is one; heads fit the tensor parallelism and positions the lengths."""
+    """Returns the problems of the policy's and the critic's folders, and of sizes that they do not support."""
     problems: list[str] = []
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     shape = read_shape(model, "actor_rollout_ref.model", problems)
@@ -319,7 +327,10 @@ def check_models(config: PPOConfig) -> list[str]:
 
 
 def check_engines(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
-    """Training engines are installed and can hold their models; a fault that roles share is named once."""
+    """Returns the problems of training engines: missing packages and models that they cannot train.
+
+    A problem that several roles share is returned once.
+    """
     by_fault: dict[tuple[str, ...], list[str]] = {}
     for engine in engines(config):
         model, ranks = engine.role_model, role_ranks(config.trainer, engine.role)
@@ -327,14 +338,14 @@ def check_engines(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[
         needs = f"{', '.join(missing)} is not installed (bash scripts/setup_env.sh installs it)"
         absent = f"{model.strategy_key}={model.strategy}: {needs}"
         by_fault.setdefault((str(model.strategy), "installed"), [absent] if missing else [])
-        if not check_section(engine.section, "", ranks):  # else sizes that cannot be are named by the configuration's own rules
+        if not check_section(engine.section, "", ranks):  # else the configuration's own rules name the sizes that do not fit
             nameless = tuple(_unfit(engine, ranks.count, ""))
             by_fault.setdefault((str(model.model.path), *nameless), _unfit(engine, ranks.count, engine.key))
     return [problem for problems in by_fault.values() for problem in problems]
 
 
 def _unfit(engine: Engine, num_ranks: int, key: str) -> list[str]:
-    """What keeps a local model from being trained by the engine, read from its config.json."""
+    """Returns the reasons in a local model's config.json why the engine cannot train it."""
     path = Path(engine.role_model.model.path or "").expanduser()
     judge = TRAIN_ENGINES.companion(engine.role_model.strategy or "", "problems")
     if judge is None or not engine.role_model.model.path:
@@ -343,13 +354,13 @@ def _unfit(engine: Engine, num_ranks: int, key: str) -> list[str]:
         read_model_shape(path, engine.role_model.model.override_config)
         values = read_model_values(path, engine.role_model.model.override_config)
     except ConfigError:
-        return []  # a hub name, or named where the model itself is looked at
+        return []  # a hub name, or a problem that `read_shape` reports
     found: list[str] = judge(values, engine.section, num_ranks, where=key)
     return found
 
 
 def check_scoring_models(config: PPOConfig) -> list[str]:
-    """The reward model is one, and the judge can be asked."""
+    """Returns the problems of the reward model and of the judge."""
     scoring, judge, problems = config.reward_model, config.reward_model.judge, list[str]()
     if scoring.enable:
         problems += _check_reward_model(scoring.model)
@@ -391,14 +402,20 @@ def _check_reward_model(model: ScoringModelConfig) -> list[str]:
 
 
 def check_length(shape: ModelShape, length: int, arithmetic: str, key: str) -> list[str]:
-    """The longest sequence fits the model's positions."""
+    """Returns the problem of a longest sequence that exceeds the model's positions; [] if it fits.
+
+    arithmetic: how `length` follows from settings.  key: key of the model's section.
+    """
     if 0 < shape.max_positions < length:
         return [f"{arithmetic} tokens, but {key} has {shape.max_positions} positions (max_position_embeddings)"]
     return []
 
 
 def read_shape(model: ModelConfig, key: str, problems: list[str]) -> ModelShape | None:
-    """The model's sizes if it is a local folder; faults go to `problems`.  A hub name is looked at when it is loaded."""
+    """Returns the sizes of a model in a local folder, else None, and appends what is wrong to `problems`.
+
+    A model of the hub is checked when it is loaded.
+    """
     if not model.path:
         return None
     path = Path(model.path).expanduser()
@@ -416,14 +433,17 @@ def read_shape(model: ModelConfig, key: str, problems: list[str]) -> ModelShape 
 
 
 def _is_cached(name: str) -> bool:
-    """As huggingface_hub lays its cache out: models--<owner>--<name>/snapshots."""
+    """Returns True for a model in huggingface_hub's cache, as the folder models--<owner>--<name>/snapshots."""
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     return (cache / f"models--{name.replace('/', '--')}" / "snapshots").is_dir()
 
 
 def check_machine(trainer: TrainerConfig) -> list[str]:
-    """This machine has the GPUs asked for, and its driver can be used; a cluster that is joined is asked when it is there."""
+    """Returns the problems of this machine's GPUs: too few, or a torch or driver that cannot use them.
+
+    The GPUs of a Ray cluster are checked when the job joins it.
+    """
     if not _uses_gpus_here(trainer):
         return []
     found, wanted = count_gpus(), trainer.n_gpus_per_node
@@ -439,19 +459,19 @@ def check_machine(trainer: TrainerConfig) -> list[str]:
 
 
 def _uses_gpus_here(trainer: TrainerConfig) -> bool:
-    """Whether the run's GPUs are this machine's, and no others."""
+    """Returns True where all GPUs of the run are this machine's."""
     joins_cluster = "address" in trainer.ray_init or "RAY_ADDRESS" in os.environ
     return trainer.device == "cuda" and trainer.nnodes == 1 and not (joins_cluster and trainer.backend == "ray")
 
 
 def _memory_problems(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
-    """What this machine's GPUs cannot hold."""
+    """Returns the problems of models and caches that exceed the memory of this machine's GPUs."""
     device_gb = gpu_memory_gb() if _uses_gpus_here(config.trainer) else None
     return [] if device_gb is None else check_memory(config, device_gb)
 
 
 def check_folders(trainer: TrainerConfig) -> list[str]:
-    """The run folder can be written and holds nothing of others', the checkpoint to resume from is there."""
+    """Returns the problems of the run folder, which must be writable and hold no other files, and of the checkpoint to resume."""
     if not trainer.default_local_dir.strip():
         return ["trainer.default_local_dir is empty; name a folder for what the run writes, for example checkpoints/run"]
     problems = []
@@ -468,7 +488,7 @@ def check_folders(trainer: TrainerConfig) -> list[str]:
 
 
 def check_replay(trainer: TrainerConfig) -> list[str]:
-    """The folder of recorded batches holds some."""
+    """Returns the problem of a folder to replay from that has no recorded batches."""
     folder = Path(trainer.replay_from).expanduser() if trainer.replay_from else None
     if folder is None or any(folder.glob("step-*.safetensors")):
         return []

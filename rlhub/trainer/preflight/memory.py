@@ -1,8 +1,8 @@
-"""Whether a GPU can hold what a run keeps on it, by arithmetic before anything starts.
+"""Compares what a run keeps on a GPU with the GPU's memory, by arithmetic, before any process starts.
 
-Counted is what surely is there: parameters, gradients and optimizer states of the models that share a GPU, and the share that a
-rollout engine takes, or its weights where it takes what it needs.  Activations and what libraries need come on top, so what
-passes may still not fit.
+It counts a lower bound: parameters, gradients and optimizer states of the models that share a GPU, and the share of memory that a
+rollout engine takes, or its weights where it takes what it needs.  Activations and the libraries' own memory come on top, so
+that a run which passes may still not fit.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rlhub.trainer.ppo.requirements import requirements
 GIB = float(1 << 30)
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 ENGINE_BYTES = {"float32": 4}
-"""Bytes of a weight in a rollout engine by its dtype, where they are not 2."""
+"""Bytes of a weight in a rollout engine, for the dtypes where they are not 2."""
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 @dataclass(slots=True, kw_only=True)
 class Bytes:
-    """What one rank holds of a model.  states: moments, and master weights where the model computes in half precision."""
+    """Bytes of a model on one rank.  states: moments, and master weights where the model computes in half precision."""
 
     params: float
     grads: float = 0.0
@@ -45,7 +45,11 @@ class Bytes:
 
 @dataclass(slots=True, kw_only=True)
 class Tenant:
-    """A model on a rank's GPU.  key: of its section; on_gpu: what of it is there while others compute."""
+    """A model that shares a rank's GPU.
+
+    key: key of its section; whole: its bytes while it trains; on_gpu: the bytes that stay on the GPU while others compute;
+    trained: the run updates it.
+    """
 
     key: str
     whole: Bytes
@@ -55,8 +59,11 @@ class Tenant:
 
 @dataclass(slots=True, kw_only=True)
 class Share:
-    """A part of the GPU's memory that a rollout engine takes.  key: of the setting that says so; share: 0 where the engine takes
-    what it needs; weights: bytes of its weights on a GPU, 0 where the model is not here; always: it never gives them back."""
+    """The part of a GPU's memory that a rollout engine takes.
+
+    key: key of the setting that decides it; share: fraction of the memory, 0 where the engine takes what it needs; weights: bytes
+    of its weights on a GPU, 0 where the model's size is not known; always: it keeps the memory while models train.
+    """
 
     key: str
     share: float
@@ -64,13 +71,13 @@ class Share:
     always: bool
 
     def bytes(self, device: float) -> float:
-        """What it surely takes of a GPU with `device` bytes."""
+        """Returns the bytes that the engine takes at least on a GPU with `device` bytes."""
         return self.share * device if self.share else self.weights
 
 
 @functools.singledispatch
 def bytes_of(section: Section, num_params: int, num_ranks: int, trained: bool) -> Bytes:
-    """At least what a rank holds of a model with so many parameters under a training engine's section, on GPUs."""
+    """Returns a lower bound of a rank's bytes for a model of `num_params` parameters under a training engine's section."""
     raise TypeError(f"no section of a training engine: {type(section).__name__}")
 
 
@@ -93,7 +100,7 @@ def _(section: MegatronConfig, num_params: int, num_ranks: int, trained: bool) -
 
 
 def at_rest(section: Section, held: Bytes) -> Bytes:
-    """What of it is on the GPU while others compute: FSDP's gradients are gone after a step, Megatron's buffers stay."""
+    """Returns the bytes that stay on the GPU while others compute: FSDP frees its gradients, Megatron keeps their buffers."""
     grads_stay = isinstance(section, MegatronConfig) and not section.grad_offload
     return Bytes(
         params=0.0 if section.param_offload else held.params,
@@ -103,7 +110,10 @@ def at_rest(section: Section, held: Bytes) -> Bytes:
 
 
 def check_memory(config: PPOConfig | SFTConfig | DPOConfig | RMConfig, device_gb: float) -> list[str]:
-    """Problems of a derived configuration without any other, on GPUs of `device_gb` GiB: what surely exceeds them."""
+    """Returns the problems of what exceeds GPUs of `device_gb` GiB.
+
+    config: a derived configuration without other problems.
+    """
     pools: dict[str, list[Tenant]] = {}
     for engine, trained in _models(config):
         scores = engine.role in ("critic", "reward_model") or isinstance(config, RMConfig)
@@ -119,7 +129,7 @@ def check_memory(config: PPOConfig | SFTConfig | DPOConfig | RMConfig, device_gb
 
 
 def _models(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[tuple[Engine, bool]]:
-    """Those that the run has, and whether it trains them."""
+    """Returns the engines of the models that the run holds, each with True where it trains the model."""
     found = engines(config)
     if not isinstance(config, PPOConfig):
         own_reference = config.model.lora_rank == 0  # else it is the policy with its adapters off
@@ -131,7 +141,7 @@ def _models(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[tuple[
 
 
 def _num_params(model: ModelConfig, *, language_model: bool = True) -> int | None:
-    """None for a model that is not here yet: its sizes are not known."""
+    """Returns the number of parameters, or None for a model that is not downloaded yet."""
     try:
         return count_params(Path(model.path or "").expanduser(), model.override_config, language_model=language_model)
     except ConfigError:
@@ -139,7 +149,7 @@ def _num_params(model: ModelConfig, *, language_model: bool = True) -> int | Non
 
 
 def _tenant(engine: Engine, trained: bool, num_ranks: int, *, language_model: bool) -> Tenant | None:
-    """None for a model whose sizes are not known."""
+    """Returns the engine's model as a tenant of its GPUs, or None where the size of the model is not known."""
     model = engine.role_model.model
     num_params = _num_params(model, language_model=language_model)
     if num_params is None:
@@ -149,7 +159,7 @@ def _tenant(engine: Engine, trained: bool, num_ranks: int, *, language_model: bo
 
 
 def _shares(config: PPOConfig) -> dict[str, list[Share]]:
-    """What rollout engines take of each pool's GPUs."""
+    """Returns the shares that rollout engines take of the GPUs of each pool."""
     found: dict[str, list[Share]] = {}
     rollout, judge, trainer = config.actor_rollout_ref.rollout, config.reward_model.judge, config.trainer
     if not trainer.replay_from and not asynchronous.is_collected(config):
@@ -166,7 +176,7 @@ def _shares(config: PPOConfig) -> dict[str, list[Share]]:
 def _share_of(
     name: str, section: RolloutConfig | JudgeConfig, key: str, model: ModelConfig, item_bytes: int, *, always: bool
 ) -> list[Share]:
-    """What the engine of that name takes; [] for one that has no model on these GPUs.  key: of the section."""
+    """Returns the share of the engine of that name; [] for one that has no model on these GPUs.  key: key of the section."""
     taken = memory_share(name, section)
     if taken is None:
         return []
@@ -177,7 +187,7 @@ def _share_of(
 
 
 def _check_share(share: Share, device: float) -> list[str]:
-    """An engine's share holds its weights; the cache of keys and values comes on top."""
+    """Returns the problem of a share that is too small for the engine's weights; its KV cache comes on top."""
     if not share.share or share.weights < share.share * device:
         return []
     text = f"{share.weights / GIB:.1f} GiB of weights, and {share.key}={share.share} of {device / GIB:.1f} GiB is"
@@ -188,7 +198,7 @@ def _check_share(share: Share, device: float) -> list[str]:
 
 
 def _check_pool(tenants: Sequence[Tenant], shares: Sequence[Share], device: float, gpus_key: str) -> list[str]:
-    """Two moments: an engine generates beside models at rest, and a model takes its optimizer step."""
+    """Returns the problems of one pool at two moments: while an engine generates, and in each optimizer step."""
     found, rest = [], sum(_total(tenant.on_gpu) for tenant in tenants)
     more = f"{gpus_key} (more GPUs)"
     if shares and _exceeds(tenants, None, shares, device):
@@ -213,7 +223,7 @@ def _check_pool(tenants: Sequence[Tenant], shares: Sequence[Share], device: floa
 
 
 def _present(tenants: Sequence[Tenant], stepping: Tenant | None) -> list[tuple[str, Bytes]]:
-    """What is on the GPU while one of them takes its step, or none."""
+    """Returns key and bytes of the models on the GPU while `stepping` takes its optimizer step; None: while none does."""
     held = [(tenant.key, tenant.whole if tenant is stepping else tenant.on_gpu) for tenant in tenants]
     return [(key, size) for key, size in held if _total(size)]
 
@@ -245,7 +255,7 @@ def _share(share: Share, device: float) -> str:
 
 
 def _offloads(tenant: Tenant) -> list[str]:
-    """Settings that take something of it off the GPU, with what they save."""
+    """Returns the settings that offload a part of the model, with the GiB that each saves."""
     rest = tenant.on_gpu
     saved = {"optimizer_offload": rest.states, "param_offload": rest.params, "grad_offload": rest.grads}
     return [f"{tenant.key}.{name}=true ({size / GIB:.1f} GiB)" for name, size in saved.items() if size]

@@ -1,5 +1,6 @@
-"""What is wrong with what users name, before any process starts: registered parts, and what they name by where it stands
-(`path/to/file.py:name`, `package.module:name`), whose source is read and not run.
+"""Checks of the names in a configuration: registered parts, and classes and functions of the user's own.
+
+Users name the latter as `path/to/file.py:name` or `package.module:name`; their source is parsed and not run.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from rlhub.errors import RegistryError
 from rlhub.registry import Registry, suggest
 
 ANYTHING = "*"
-"""Stands for names that only running the file would tell."""
+"""Stands in `Source.names` for names that are known only after the file was run."""
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def unknown(key: str, registry: Registry[Any], name: str) -> list[str]:
-    """What is wrong with a setting that must be a registered name; [] if nothing."""
+    """Returns the problem of a setting that must be a registered name; [] if it is one."""
     try:
         registry.row(name)
     except RegistryError as error:
@@ -30,7 +31,11 @@ def unknown(key: str, registry: Registry[Any], name: str) -> list[str]:
 
 @dataclass(slots=True, kw_only=True)
 class Source:
-    """A file that was read.  problem: why it could not be, or None.  names: bound at its top level."""
+    """The parsed source of a file.
+
+    place: file or module as the user named it.  body: statements at its top level.  problem: the reason why the file could not
+    be read or parsed, or None.
+    """
 
     place: str
     body: Sequence[ast.stmt] = ()
@@ -38,15 +43,16 @@ class Source:
 
     @property
     def names(self) -> set[str]:
+        """The names that the file binds at its top level; ANYTHING among them where that cannot be told."""
         return {name for node in self.body for name in _names_bound_by(node)}
 
     def definition(self, name: str) -> Definition | None:
-        """What the file itself defines under the name, where that can be told: the only definition of it."""
+        """Returns the function or class of the name, or None where the file defines it not at all or more than once."""
         found = [node for node in self.body if isinstance(node, Definition) and node.name == name]
         return found[0] if len(found) == 1 else None
 
     def lacks(self, name: str) -> str | None:
-        """That the file has no such name, with those it has."""
+        """Returns the message that the file lacks the name, with the names it has; None where it has the name."""
         names = self.names
         if name in names or ANYTHING in names:
             return None
@@ -56,7 +62,7 @@ class Source:
 
 
 def read_source(path: str | Path) -> Source:
-    """A file of Python, which is parsed."""
+    """Reads and parses a Python file."""
     file = Path(path).expanduser()
     if not file.is_file():
         return Source(place=str(path), problem=f"no such file (looked for {file.resolve()})")
@@ -67,7 +73,7 @@ def read_source(path: str | Path) -> Source:
 
 
 def source_of(target: str) -> tuple[Source | None, str]:
-    """(the source, the name in it) of a target; None where the module is no file of Python that could be read."""
+    """Returns (source, name in it) of a target; the source is None where the module is no Python file."""
     where, _, name = target.rpartition(":")
     if not where or not name:
         return Source(place=target, problem="neither 'module:name' nor 'path/to/file.py:name'"), name
@@ -83,7 +89,7 @@ def source_of(target: str) -> tuple[Source | None, str]:
 
 
 def target_problems(key: str, target: str) -> list[str]:
-    """What keeps the target of this setting from being found; [] if nothing is seen."""
+    """Returns the reason why the target of a setting cannot be found; [] if it is found or cannot be checked."""
     source, name = source_of(target)
     if source is None:
         return []
@@ -92,7 +98,10 @@ def target_problems(key: str, target: str) -> list[str]:
 
 
 def settings_problems(key: str, target: str, settings: Mapping[str, Any], *, complete: bool = True) -> list[str]:
-    """Keywords that the target does not take, and, where it gets no others (`complete`), those it cannot do without."""
+    """Returns the problems of a target's keyword arguments: settings that it does not take, and required ones that are missing.
+
+    complete: the target gets no other arguments, so that missing ones are a problem.
+    """
     source, name = source_of(target)
     node = source.definition(name) if source is not None else None
     parameters = _parameters(node) if node is not None else None
@@ -108,7 +117,10 @@ def settings_problems(key: str, target: str, settings: Mapping[str, Any], *, com
 
 @dataclass(slots=True, kw_only=True)
 class _Parameters:
-    """known: what may be given by keyword; required: of these what must; takes_any: so is any other."""
+    """The parameters of a function.
+
+    known: those that may be given by keyword; required: those that must be given; takes_any: it takes any other keyword too.
+    """
 
     known: list[str]
     required: list[str]
@@ -116,7 +128,7 @@ class _Parameters:
 
 
 def _parameters(node: Definition) -> _Parameters | None:
-    """None where they stand elsewhere: in a base class, or in what a decorator makes of it."""
+    """Returns the definition's parameters, or None where a base class or a decorator defines them."""
     maker: ast.stmt | None = node
     if isinstance(node, ast.ClassDef):
         maker = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)

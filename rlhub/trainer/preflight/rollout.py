@@ -1,4 +1,4 @@
-"""What can be found wrong with generation before any process starts: workflows and their settings, servers of other jobs."""
+"""Checks of generation: the workflow of episodes and its settings, tools and environments, and the rollout engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def check_episodes(config: PPOConfig) -> list[str]:
-    """The workflow exists and its settings fit, and groups can be filtered as they finish."""
+    """Returns the problems of episodes: an unknown workflow, settings that do not fit it, and filters that no group can pass."""
     if not asynchronous.is_async(config):
         return []
     scoring = config.reward_model
@@ -39,12 +39,12 @@ def check_episodes(config: PPOConfig) -> list[str]:
 
 
 def check_rollout_engine(config: PPOConfig) -> list[str]:
-    """Returns what the engine's own part of the configuration lacks, and why it cannot run the model."""
+    """Returns the problems of the engine's own settings, and the reasons why it cannot run the model."""
     return _engine_problems(config, trains=False)
 
 
 def check_weights_reach(config: PPOConfig) -> list[str]:
-    """What keeps the engine from getting the weights that are trained, beyond `check_rollout_engine`."""
+    """Returns the reasons why trained weights cannot reach the engine, without those that `check_rollout_engine` returns."""
     known = set(check_rollout_engine(config))
     return [problem for problem in _engine_problems(config, trains=True) if problem not in known]
 
@@ -59,7 +59,7 @@ def _engine_problems(config: PPOConfig, *, trains: bool) -> list[str]:
 
 
 def _check_workflow(config: PPOConfig) -> list[str]:
-    """The one of rows that name none."""
+    """Returns the problems of the default workflow, which runs the rows that name none."""
     name, key = default_workflow(config.actor_rollout_ref.rollout), f"{_ROLLOUT}.agent.default_agent_loop"
     if ":" in name:
         return target_problems(key, name) or _check_own_workflow(config, key, name)
@@ -72,12 +72,12 @@ def _check_workflow(config: PPOConfig) -> list[str]:
 
 
 def _rows_choose(config: PPOConfig) -> bool:
-    """Whether the settings may be those of workflows that the data names."""
+    """Returns True where rows of the data name their workflows, whose settings may be the ones given."""
     return any(has_column(files, AGENT_NAME) for files in (config.data.train_files, config.data.val_files))
 
 
 def _check_own_workflow(config: PPOConfig, key: str, name: str) -> list[str]:
-    """A class of the user's own is loaded, and torch with it, as the run would."""
+    """Returns the problems of the user's own workflow.  It imports the class, and torch with it, as the run does."""
     from rlhub.agents.workflows.base import class_problems, knobs_of
     from rlhub.agents.workflows.registry import workflow_class
 
@@ -94,7 +94,7 @@ def _check_own_workflow(config: PPOConfig, key: str, name: str) -> list[str]:
 
 
 def _check_settings_read(config: PPOConfig, load: Callable[[str], Any], name: str) -> list[str]:
-    """That a workflow without knobs reads the settings that it is given; it is loaded only where some are."""
+    """Returns the settings that a workflow without knobs does not read.  It imports the workflow only where some are given."""
     given = [key for key in config.actor_rollout_ref.rollout.agent.kwargs if key not in MultiTurnConfig.__dataclass_fields__]
     if not given or _rows_choose(config):
         return []
@@ -108,17 +108,18 @@ def _check_settings_read(config: PPOConfig, load: Callable[[str], Any], name: st
 
 
 def _check_knobs(config: PPOConfig, cls: type, name: str) -> list[str]:
+    """Returns the problems of the workflow's settings as its knobs' class reads them."""
     try:
         knobs: Any = fill_knobs(cls, workflow_kwargs(config.actor_rollout_ref.rollout))
     except ConfigError as error:
         return [f"{problem} (workflow {name})" for problem in error.problems]
-    except TypeError as error:  # of a class of the user's own
+    except TypeError as error:  # raised by the user's own class
         return [f"{WHERE}: {cls.__name__} of workflow {name} must have a default for every setting: {error}"]
     return _check_named(knobs, name)
 
 
 def _check_named(knobs: Any, workflow: str) -> list[str]:
-    """What a workflow's settings name exists."""
+    """Returns the problems of the tools, environments and agents that a workflow's settings name."""
     problems: list[str] = []
     if isinstance(knobs, ToolKnobs):
         problems += unknown(f"{_ROLLOUT}.multi_turn.format", TOOL_FORMATS, knobs.format)
@@ -156,7 +157,7 @@ def _check_agent(agent: str, workflow: str) -> list[str]:
 
 
 def _check_tools(config: PPOConfig) -> list[str]:
-    """The file that lists them, and what it lists."""
+    """Returns the problems of the file that lists the tools, and of its entries."""
     path = workflow_kwargs(config.actor_rollout_ref.rollout).get("tool_config_path")
     if path is None:
         return []
@@ -172,7 +173,7 @@ def _check_tools(config: PPOConfig) -> list[str]:
 
 
 def _check_entries(entries: Sequence[Any], key: str) -> list[str]:
-    """What can be told of them before the tools are made."""
+    """Returns the problems of a list of tools that are found without loading them."""
     return [problem for number, entry in enumerate(entries) for problem in _check_entry(entry, f"{key}, entry {number}")]
 
 

@@ -1,4 +1,4 @@
-"""What cannot work about a server, found before any engine is built: names, model, devices, address, files.  Loads no model."""
+"""Checks a server's names, model, devices, address and files before its engine is built.  It loads no model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAINING_PREFIX = "actor_rollout_ref."
 
 
 def check(config: ServeConfig, set_keys: AbstractSet[str]) -> list[str]:
-    """Sentences; [] if it may start."""
+    """Returns the problems of a server's configuration; [] if it can start.  set_keys: the keys that the user set."""
     plugins = [problem.removeprefix("trainer.") for problem in import_plugins(config.plugins)]
     engine = resolve_engine_name(config.rollout.name)
     names: list[tuple[str, Registry[Any], str]] = [
@@ -30,11 +30,11 @@ def check(config: ServeConfig, set_keys: AbstractSet[str]) -> list[str]:
         ("server.tool_format", TOOL_FORMATS, config.server.tool_format),
     ]
     misnamed = [problem for key, registry, name in names for problem in unknown(key, registry, name)]
-    found = [*problems(config, set_keys), *plugins, *misnamed, *_of_model(config), *_of_engine(config, engine)]
-    return [*found, *_of_devices(config), *_of_address(config.server), *_of_files(config.server)]
+    found = [*problems(config, set_keys), *plugins, *misnamed, *_model_problems(config), *_engine_problems(config, engine)]
+    return [*found, *_device_problems(config), *_address_problems(config.server), *_file_problems(config.server)]
 
 
-def _of_model(config: ServeConfig) -> list[str]:
+def _model_problems(config: ServeConfig) -> list[str]:
     found: list[str] = []
     shape, length = read_shape(config.model, "model", found), config.rollout.max_model_len
     if shape is not None and length is not None:
@@ -42,14 +42,14 @@ def _of_model(config: ServeConfig) -> list[str]:
     return found
 
 
-def _of_engine(config: ServeConfig, name: str) -> list[str]:
+def _engine_problems(config: ServeConfig, name: str) -> list[str]:
     judge = ROLLOUT_ENGINES.companion(name, "problems") if name in ROLLOUT_ENGINES else None
     found: list[str] = judge(replace(config.rollout, mode="async"), trains=False) if judge is not None else []
     found = [problem.replace(TRAINING_PREFIX, "") for problem in found]
     return [*found, *model_problems(name, config.model, where="rollout.name")]
 
 
-def _of_devices(config: ServeConfig) -> list[str]:
+def _device_problems(config: ServeConfig) -> list[str]:
     size, gpus = config.rollout.tensor_model_parallel_size, count_gpus()
     if config.device == "cuda" and not gpus:
         return ["device=cuda: no GPU found on this machine; device=cpu serves without"]
@@ -64,8 +64,8 @@ def _of_devices(config: ServeConfig) -> list[str]:
     return [f"rollout.tensor_model_parallel_size={size}: this machine has {gpus} GPUs; set it to at most that"]
 
 
-def _of_address(server: ServerConfig) -> list[str]:
-    """Tried for a moment: a model takes minutes to load, and what else listens there is known at once."""
+def _address_problems(server: ServerConfig) -> list[str]:
+    """Binds the address for a moment, so that a port in use is found before a model loads for minutes."""
     if server.port > MAX_PORT:
         return []  # a problem of its own
     try:
@@ -75,7 +75,7 @@ def _of_address(server: ServerConfig) -> list[str]:
             f"server.host={server.host}: {error.strerror or error}; 127.0.0.1 is this machine alone, 0.0.0.0 all its addresses"
         ]
     with socket.socket(family, kind, protocol) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: what has just ended is no obstacle
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, after one that has just ended
         try:
             tried.bind(address)
         except OSError as error:
@@ -84,8 +84,8 @@ def _of_address(server: ServerConfig) -> list[str]:
     return []
 
 
-def _of_files(server: ServerConfig) -> list[str]:
-    """They can be made, or read."""
+def _file_problems(server: ServerConfig) -> list[str]:
+    """Returns the problems of files that can be neither created nor read."""
     found = []
     for key, file in (
         ("api_key_file", server.api_key_file),

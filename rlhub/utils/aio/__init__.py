@@ -1,1 +1,1 @@
-"""Asyncio in threads: an event loop of its own, a runner of many tasks with deadlines, and the results they end with."""
+"""Asyncio in threads: an event loop on its own thread, a runner of many tasks with deadlines, and the results of the tasks."""

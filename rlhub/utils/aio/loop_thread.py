@@ -1,4 +1,4 @@
-"""`LoopThread`: an event loop on a thread of its own, and the one place that knows uvloop."""
+"""`LoopThread`: an event loop on a thread of its own.  Only this module knows uvloop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Returns a uvloop where it is installed (it switches tasks in about half the time), else asyncio's own."""
+    """Returns an event loop of uvloop if it is installed (it switches tasks in about half the time), otherwise of asyncio."""
     try:
         import uvloop
     except ImportError:
@@ -22,7 +22,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class LoopThread:
-    """Runs `loop` from construction until `stop`.  The thread is a daemon: it never keeps a process alive."""
+    """Runs `loop` from construction until `stop`.  The thread is a daemon, so it never keeps a process alive."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -32,22 +32,23 @@ class LoopThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs on this loop's thread."""
+        """Returns whether the caller runs on this loop's thread."""
         return threading.get_ident() == self._thread.ident
 
     @property
     def stopped(self) -> bool:
+        """Returns whether the loop or its thread has ended."""
         return self.loop.is_closed() or not self._thread.is_alive()
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Runs a function on the loop soon, from any thread."""
+        """Schedules a function on the loop, from any thread."""
         if self.is_current:
             self.loop.call_soon(function, *args)
         else:
             self.loop.call_soon_threadsafe(function, *args)
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Calls a function on the loop, soon, or at once where this is the loop's own thread; returns a future of its result."""
+        """Calls a function on the loop, at once if this is the loop's own thread; returns a future of its result."""
         answer: Future[Any] = Future()
 
         def run() -> None:
@@ -63,14 +64,14 @@ class LoopThread:
         return answer
 
     def run(self, coroutine: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
-        """Runs a coroutine to its end and returns its result; the calling thread, which must be another, waits."""
+        """Runs a coroutine to its end and returns its result.  The calling thread, which must not be the loop's, waits."""
         if self.is_current:
             coroutine.close()
             raise RuntimeError(f"the loop of {self.name} would wait for itself; await the coroutine instead")
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
 
     def stop(self, deadline_s: float = 5.0) -> None:
-        """Cancels what still runs, ends the loop and the thread.  May be called twice."""
+        """Cancels running tasks and ends the loop and the thread.  May be called twice."""
         if self.stopped:
             return
         if self.is_current:
@@ -83,7 +84,7 @@ class LoopThread:
         self._thread.join(timeout=deadline_s)
 
     def stop_soon(self) -> None:
-        """Does as `stop` without waiting, from any thread."""
+        """Does the same as `stop` without waiting, from any thread."""
         if not self.stopped:
             self.call(self._stop_itself)
 

@@ -1,7 +1,8 @@
-"""Results of asynchronous tasks, and their way from an event loop to those who wait for them, in threads and on other loops.
+"""The results of asynchronous tasks, and a queue that passes them from an event loop to waiting threads and coroutines of other
+loops.
 
-There is one type for each way in which a task can end, so that nothing ends as None or gets lost.  A waiter asks for a number of
-results and gets all of them or none, so a time limit that passes loses nothing.
+There is one type for each way in which a task can end, so that no task ends as None or gets lost.  A waiter requests a number of
+results and gets all of them or none, so a passed time limit loses nothing.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ TaskResult = Accepted | Rejected | Failed | Cancelled | TimedOut
 
 
 class Reject(Exception):  # noqa: N818  a signal, not an error
-    """Raised in a task to end it as Rejected with this reason."""
+    """Raised in a task to end it as Rejected, with this reason."""
 
 
 class Waiter:
-    """A wait for `count` results.  wake: lets the waiting side continue; may be called from any thread."""
+    """A wait for `count` results. wake: lets the waiting side continue; it may be called from any thread."""
 
     __slots__ = ("count", "results", "wake")
 
@@ -77,13 +78,13 @@ class Waiter:
 
 
 def thread_waiter(count: int) -> tuple[Callable[[float | None], object], Waiter]:
-    """Returns, for a plain thread, a function that waits at most so many seconds, and the waiter."""
+    """Returns, for a thread, a function that waits at most a given number of seconds, and the waiter."""
     event = threading.Event()
     return event.wait, Waiter(count, event.set)
 
 
 def async_waiter(count: int) -> tuple[Callable[[float | None], Awaitable[object]], Waiter]:
-    """Returns, for a coroutine, a function to await that waits at most so many seconds, and the waiter."""
+    """Returns, for a coroutine, a function to await that waits at most a given number of seconds, and the waiter."""
     loop = asyncio.get_running_loop()
     woken: asyncio.Future[None] = loop.create_future()
 
@@ -104,10 +105,11 @@ def async_waiter(count: int) -> tuple[Callable[[float | None], Awaitable[object]
 
 
 class ResultQueue:
-    """Finished work that waits for its consumers.  `put` and `release_surplus` belong to one thread, the rest to any.
+    """Keeps results until they are consumed.  `put` and `release_surplus` belong to one thread; the other methods may be called
+    from any.
 
-    max_results: results beyond it are kept as a surplus, and `is_full` says that no more should be produced.
-    on_space: called after results were taken, where a maximum is set.
+    max_results: results beyond this number are kept as a surplus, and `is_full` says that no more should be produced. on_space:
+    called after results were taken, if a maximum is set.
     """
 
     def __init__(self, max_results: int | None, on_space: Callable[[], None]) -> None:
@@ -124,11 +126,11 @@ class ResultQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether the maximum is reached: what is produced now would be surplus."""
+        """Returns whether the maximum is reached, so that further results would be surplus."""
         return self._max_results is not None and len(self._ready) >= self._limit(self._max_results)
 
     def put(self, result: TaskResult) -> None:
-        """Adds one; never waits and never fails."""
+        """Adds a result; never waits and never fails."""
         if self._max_results is not None and (self._surplus or self.is_full):
             self._surplus.append(result)
             return
@@ -137,14 +139,14 @@ class ResultQueue:
             self._serve()
 
     def release_surplus(self) -> None:
-        """Moves the surplus to the consumers' end, as far as the maximum allows now."""
+        """Makes surplus results available to consumers, as far as the maximum permits."""
         while self._surplus and not self.is_full:
             self._ready.append(self._surplus.popleft())
             if self._waiters:
                 self._serve()
 
     def enlist(self, waiter: Waiter) -> None:
-        """Serves this waiter when it is its turn and there are enough results."""
+        """Queues a waiter, which is served in its turn when there are enough results."""
         self._waiters.append(waiter)
         self._serve()
         self._report_space()
@@ -152,21 +154,21 @@ class ResultQueue:
             waiter.wake()
 
     def collect(self, waiter: Waiter) -> list[TaskResult] | None:
-        """Returns what the waiter was given; None where it was not served, and no longer waits then."""
+        """Returns the results of the waiter, or None if it was not served; then it no longer waits."""
         with self._lock:
             if waiter.results is None:
                 self._forget(waiter)
         return waiter.results
 
     def withdraw(self, waiter: Waiter) -> None:
-        """Takes back what a waiter was given that left without collecting: its results come first again."""
+        """Removes a waiter that left without collecting, and puts its results back to the front of the queue."""
         with self._lock:
             self._forget(waiter)
             self._ready.extendleft(reversed(waiter.results or ()))
         self._serve()
 
     def take(self, max_count: int | None) -> list[TaskResult]:
-        """Returns at most so many, at once."""
+        """Returns at most `max_count` results at once."""
         with self._lock:
             count = len(self._ready) if max_count is None else min(max_count, len(self._ready))
             taken = [self._ready.popleft() for _ in range(count)]
@@ -174,7 +176,8 @@ class ResultQueue:
         return taken
 
     def close(self) -> None:
-        """Ends the queue: the surplus is handed out, and waiters that want more than there is are woken without."""
+        """Ends the queue: the surplus becomes available, and waiters that request more results than there are wake up without
+        any."""
         self._closed = True
         self._max_results = None
         self._ready.extend(self._surplus)
@@ -186,7 +189,7 @@ class ResultQueue:
             waiter.wake()
 
     def _limit(self, max_results: int) -> int:
-        """Returns the limit on waiting results: a waiter that wants more than the maximum must still be served."""
+        """Returns the limit on waiting results; a waiter that requests more than the maximum must still be served."""
         try:
             return max(max_results, self._waiters[0].count)
         except IndexError:

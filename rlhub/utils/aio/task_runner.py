@@ -6,8 +6,8 @@
     for result in runner.wait(len(prompts)):       # Accepted, Rejected, Failed, Cancelled or TimedOut
         ...
 
-Nothing polls: a submission, a result, a cancellation and `resume` each wake exactly who waits for them.  A wake-up from another
-thread costs a system call, so there is one at a time, however many tasks were submitted meanwhile.
+Nothing polls: a submission, a result, a cancellation and `resume` each wake exactly those that wait for them.  A wake-up from
+another thread costs a system call, so only one is pending at a time, however many tasks are submitted meanwhile.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rlhub.utils.aio.results import (
 logger = logging.getLogger(__name__)
 
 _STARTS_PER_TURN = 256
-"""Tasks started before the loop looks at its other work: bounds what a burst of submissions adds to everybody's latency."""
+"""Maximum number of tasks that start before the loop does other work; it bounds the latency that a burst of submissions adds."""
 
 
 class _Entry:
@@ -63,12 +63,13 @@ class _Entry:
 
 
 class AsyncTaskRunner:
-    """See the module docstring.  All methods may be called from any thread; those that wait, not on the runner's own loop.
+    """Runs coroutines.  All methods may be called from any thread, except that methods that wait must not be called on the
+    runner's own loop.
 
-    max_concurrent: tasks that run at the same time; None: all that were submitted.
-    max_queued: tasks that may wait for their start; `submit` then waits for space.
-    max_results: results that may wait for a consumer.  Further ones are kept, but nothing new starts until some were taken.
-    on_result: called with each result on the loop's thread, instead of keeping it for `wait`.  It must not block.
+    max_concurrent: maximum number of tasks that run at the same time; None: no limit. max_queued: maximum number of tasks that
+    wait for their start; `submit` waits for space beyond it. max_results: maximum number of results that wait for a consumer;
+    further ones are kept, but no task starts until some were taken. on_result: receives each result on the loop's thread, which
+    is then not kept for `wait`; it must not block.
     """
 
     def __init__(
@@ -107,24 +108,26 @@ class AsyncTaskRunner:
 
     @property
     def num_running(self) -> int:
+        """The number of running tasks."""
         return self._num_running
 
     @property
     def num_queued(self) -> int:
-        """Tasks submitted and not yet started, those that wait in `submit` for space included."""
+        """The number of tasks that were submitted and have not started, including those that wait in `submit` for space."""
         return len(self._queue) + len(self._parked) - self._num_withdrawn
 
     @property
     def num_ready(self) -> int:
-        """Results that nobody has taken yet."""
+        """The number of results that were not taken yet."""
         return len(self._results)
 
     @property
     def paused(self) -> bool:
+        """Returns whether the runner starts no new tasks."""
         return self._paused
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Calls a function on the loop, soon, or at once where this is the loop's own thread; returns a future of its result."""
+        """Calls a function on the loop, at once if this is the loop's own thread; returns a future of its result."""
         return self._thread.ask(function, *args)
 
     # -- submitting --------------------------------------------------------------------------------------------------------
@@ -137,10 +140,10 @@ class AsyncTaskRunner:
         deadline: float | None = None,
         **kw: Any,
     ) -> str:
-        """Runs `async_fn(*args, **kw)` on the loop when its turn has come, and returns its id.  Waits while the queue is full.
+        """Runs `async_fn(*args, **kw)` on the loop in its turn, and returns the task's id.  Waits while the queue is full.
 
-        task_id: must not be that of a task that is queued or running.  deadline: seconds from the task's start after which
-        it is cancelled and ends as TimedOut.
+        task_id: must differ from those of all queued and running tasks. deadline: seconds from the task's start after which it is
+        cancelled and ends as TimedOut.
         """
         entry = _Entry(async_fn, args, kw, deadline)
         self._register(entry, task_id)
@@ -170,7 +173,7 @@ class AsyncTaskRunner:
         deadline: float | None = None,
         **kw: Any,
     ) -> str:
-        """`submit` for a caller on any event loop, which goes on with other work while the queue is full."""
+        """Does the same as `submit` for a caller on any event loop, which continues with other work while the queue is full."""
         entry = _Entry(async_fn, args, kw, deadline)
         self._register(entry, task_id)
         wait, waiter = async_waiter(1)
@@ -199,7 +202,8 @@ class AsyncTaskRunner:
         return self._max_queued is not None and len(self._queue) - self._num_withdrawn >= self._max_queued
 
     def _enqueue(self, entry: _Entry, waiter: Waiter) -> bool:
-        """Queues the task, or parks it until there is space (False); those that came first are queued first."""
+        """Queues the task, or parks it until there is space and returns False; tasks are queued in the order of their
+        submission."""
         with self._queue_lock:
             parked = bool(self._parked) or self._is_full()
             if parked:
@@ -210,7 +214,8 @@ class AsyncTaskRunner:
         return not parked
 
     def _take_back(self, entry: _Entry) -> None:
-        """Withdraws a task whose submitter left while it waited for space; one that was queued meanwhile is cancelled."""
+        """Withdraws a task whose submitter was interrupted while it waited for space; a task that was queued meanwhile is
+        cancelled."""
         with self._queue_lock:
             parked = [place for place in self._parked if place[0] is entry]
             for place in parked:
@@ -231,10 +236,10 @@ class AsyncTaskRunner:
     # -- results -----------------------------------------------------------------------------------------------------------
 
     def wait(self, count: int, timeout: float | None = None) -> list[TaskResult]:
-        """Returns exactly `count` results in the order in which the tasks ended.
+        """Returns exactly `count` results, in the order in which the tasks ended.
 
-        Raises DeadlineError (a TimeoutError) when there are fewer after `timeout` seconds; these stay for the next call.
-        Several callers are served in the order in which they came.
+        Raises DeadlineError (a TimeoutError) if there are fewer after `timeout` seconds; these stay for the next call.
+        Concurrent callers are served in the order of their calls.
         """
         if self._thread.is_current:
             raise RuntimeError(f"the loop of {self.name} would wait for itself; use await_results")
@@ -248,7 +253,7 @@ class AsyncTaskRunner:
         return self._taken(waiter, timeout)
 
     async def await_results(self, count: int, timeout: float | None = None) -> list[TaskResult]:
-        """`wait` for a caller on any event loop."""
+        """Does the same as `wait` for a caller on any event loop."""
         wait, waiter = async_waiter(count)
         self._results.enlist(waiter)
         try:
@@ -259,7 +264,7 @@ class AsyncTaskRunner:
         return self._taken(waiter, timeout)
 
     def poll(self, max_count: int | None = None) -> list[TaskResult]:
-        """Returns the results that are there now, at most `max_count`, without waiting."""
+        """Returns the results that are available now, at most `max_count`, without waiting."""
         return self._results.take(max_count)
 
     def _taken(self, waiter: Waiter, timeout: float | None) -> list[TaskResult]:
@@ -274,8 +279,8 @@ class AsyncTaskRunner:
     # -- control -----------------------------------------------------------------------------------------------------------
 
     def cancel(self, task_id: str) -> bool:
-        """Asks a task to end; it ends as Cancelled, unless it catches the cancellation and returns.  False: no such task is
-        queued or running."""
+        """Cancels a task, which ends as Cancelled unless it catches the cancellation and returns.  Returns False if no such task
+        is queued or running."""
         entry = self._tasks.get(task_id)
         if entry is None or self._thread.stopped:
             return False
@@ -283,7 +288,7 @@ class AsyncTaskRunner:
         return True
 
     def pause(self) -> None:
-        """Starts nothing new.  Running tasks continue, and results are delivered."""
+        """Starts no new tasks.  Running tasks continue, and results are delivered."""
         self._paused = True
 
     def resume(self) -> None:
@@ -292,7 +297,7 @@ class AsyncTaskRunner:
         self._wake()
 
     def close(self, deadline_s: float = 10.0) -> None:
-        """Cancels all tasks, waits for their end, and ends the loop.  Results can still be taken; a wait for more than there are
+        """Cancels all tasks, waits for their end, and ends the loop.  Results can still be taken; waiting for more than there are
         raises an error.  May be called twice."""
         if self._closed and self._thread.stopped:
             return
@@ -324,7 +329,7 @@ class AsyncTaskRunner:
             self._thread.call(self._pump)
 
     def _pump(self) -> None:
-        """Starts what may start."""
+        """Starts the tasks that may start."""
         self._pump_due = False
         self._results.release_surplus()
         limit = self._max_concurrent

@@ -1,4 +1,5 @@
-"""The environment variables that a child is given: code that a model wrote gets the least, the user's own all but secrets."""
+"""The environment variables that a child receives: few for code that a model wrote, all except secrets for the user's own
+code."""
 
 from __future__ import annotations
 
@@ -10,16 +11,17 @@ from rlhub.errors import ConfigError
 from rlhub.utils.redact import looks_secret
 
 BARE = {"PATH": os.defpath, "HOME": "/", "LANG": "C.UTF-8", "TMPDIR": ""}
-"""The variables of code that a model wrote, with their values where the driver has none; "": left out."""
+"""The variables of code that a model wrote, with the values that replace unset ones; "" leaves the variable out."""
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What a child may read.  env: names of variables that are passed on besides; setting: where they are listed, for messages.
+    """The environment variables of a child. env: names of additional variables that are passed on. setting: the setting that
+    lists them, for messages.
 
-    untrusted: the child runs code that a model wrote.  It is given PATH, HOME, LANG, TMPDIR and `env`, nobody but root can look
-    into its process, and what it imports counts as its own time.
+    untrusted: the child runs code that a model wrote.  It receives only PATH, HOME, LANG, TMPDIR and `env`, only root can inspect
+    its process, and its imports count as its own time.
     """
 
     setting: str = "env"
@@ -27,7 +29,7 @@ class Access:
     untrusted: bool = False
 
     def variables(self) -> dict[str, str]:
-        """Returns the child's environment.  ConfigError for a name in `env` that is not set here."""
+        """Returns the child's environment.  Raises ConfigError for a name in `env` that is not set here."""
         unset = [name for name in self.env if name not in os.environ]
         if unset:
             raise ConfigError(
@@ -39,7 +41,8 @@ class Access:
         return {name: value for name, value in bare.items() if value} | THREADS | {name: os.environ[name] for name in self.env}
 
     def hint(self, message: str) -> str:
-        """Returns what to add to an error's message that names a variable which is set here and kept from the child, or ""."""
+        """Returns a hint to append to an error's message that names a variable which is set here but not passed to the child,
+        otherwise ""."""
         kept = [name for name in os.environ if not self._passed(name) and _missed(name, message)]
         if not kept:
             return ""

@@ -1,8 +1,8 @@
-"""The program of a child: load one function, call it for every call of a request, answer every call with a line.
+"""The program of a child: it loads one function, calls it for every call of a request, and answers every call with a line.
 
-Runs below a supervisor, in a session of its own, with memory and file limits; the functions it calls are not trusted to return,
-to leave the interpreter alive or to keep quiet.  It loads the standard library and little else, so
-that a child is up in some 70 ms.
+It runs below a supervisor, in a session of its own, with memory and file limits.  The functions that it calls are not trusted to
+return, to leave the interpreter alive or to print little.  It loads the standard library and little else, so that a child starts
+in about 70 ms.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ READ_BYTES = 1 << 16
 
 
 def main(setup: dict[str, Any]) -> NoReturn:
-    """Serves until the request pipe closes.  `setup` is written by `process.spawn`."""
+    """Serves calls until the request pipe closes. setup: written by `process.spawn`."""
     request_fd, reply_fd, crash_fd = setup["request_fd"], setup["reply_fd"], setup["crash_fd"]
     for fd in (request_fd, reply_fd, crash_fd):
         os.set_inheritable(fd, False)
@@ -55,7 +55,7 @@ def main(setup: dict[str, Any]) -> NoReturn:
 
 
 class DriverPipes:
-    """The pipes to the driver.  A fork of this process does not have them: it can neither take a call nor answer one."""
+    """The pipes to the driver.  A fork of this process does not have them, so it can neither take a call nor answer one."""
 
     def __init__(self, request_fd: int, reply_fd: int) -> None:
         self._request_fd, self._reply_fd, self._owner = request_fd, reply_fd, os.getpid()
@@ -63,7 +63,7 @@ class DriverPipes:
         os.register_at_fork(after_in_child=self._close)
 
     def calls(self) -> Iterator[dict[str, Any]]:
-        """Yields the arguments of one call after the other, each answered before the next."""
+        """Yields the arguments of one call after the other; each is answered before the next."""
         for line in self._lines():
             request = decode(line)
             for number, arguments in enumerate(request["calls"]):
@@ -82,7 +82,7 @@ class DriverPipes:
             os._exit(0)
 
     def note_import(self, *, begins: bool) -> None:
-        """Tells the driver that an import begins or ends in the current call."""
+        """Reports to the driver that an import begins or ends in the current call."""
         number = self._id
         if number is not None and os.getpid() == self._owner:
             os.write(self._reply_fd, encode({"id": number, "importing": begins}))
@@ -102,7 +102,8 @@ class DriverPipes:
 
 
 class _Imports:
-    """Import statements and importlib.import_module that tell the driver when they load something: that is no call's own time."""
+    """Import statements and importlib.import_module that report to the driver when they load a module, which is not the call's
+    own time."""
 
     def __init__(self, channel: DriverPipes) -> None:
         self._channel = channel
@@ -137,7 +138,7 @@ class _Imports:
 
 
 def _is_loaded(name: str, fromlist: Iterable[str] | None, level: int, package: str | None) -> bool:
-    """Returns whether an import statement finds all that it names."""
+    """Returns whether everything that an import statement names is loaded."""
     if level:
         try:
             name = importlib.util.resolve_name("." * level + name, package or "")
@@ -180,7 +181,8 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, A
 
 
 def _brief(error: BaseException) -> str:
-    """Returns the error and its innermost frames, less our own; bounded, and safe against a broken `__str__`."""
+    """Returns the error and its innermost frames, without this module's own; the text is bounded, and safe against a broken
+    `__str__`."""
     try:
         own = error.__traceback__
         lines = traceback.format_exception(type(error), error, own.tb_next if own is not None else None, limit=-5)
@@ -218,7 +220,7 @@ def _silence() -> None:
 def _limit(memory_bytes: int, *, open_to_others: bool) -> None:
     """Limits address space and file sizes, and forbids core files; orphaned grandchildren stay below this process.
 
-    open_to_others: processes of the same user may look into this one, as is usual.
+    open_to_others: processes of the same user may inspect this one, as is usual.
     """
     for kind, wanted in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, memory_bytes), (resource.RLIMIT_AS, memory_bytes)):
         ceiling = resource.getrlimit(kind)[1]

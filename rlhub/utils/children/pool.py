@@ -1,11 +1,11 @@
-"""A pool of child processes for functions that may raise, hang, crash, eat all memory or print without end.
+"""A pool of child processes for functions that may raise, hang, crash, use up all memory or print without end.
 
-A function is named, never pickled: `"/path/to/file.py:name"` or `"package.module:name"`; arguments and results travel as
-JSON.  Children persist and get calls in batches, so that 256 trivial calls cost milliseconds; each call has its own
-deadline, after which its child is killed with all its descendants and a fresh one takes the remaining calls.
+A function is named, never pickled: `"/path/to/file.py:name"` or `"package.module:name"`.  Arguments and results travel as JSON.
+Children persist and get calls in batches, so that 256 trivial calls cost milliseconds.  Each call has its own deadline, after
+which its child is killed with all its descendants, and a new one takes the remaining calls.
 
-Why not `multiprocessing` or `concurrent.futures`: they pickle, fork a threaded driver or import its main module, and one
-dead worker breaks their whole pool.
+`multiprocessing` and `concurrent.futures` are no alternative: they pickle, fork a threaded driver or import its main module, and
+one dead worker breaks their whole pool.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ TRIVIAL_CHUNK, TRIVIAL_CHUNK_S = 32, 0.002  # so many calls at once, if they are
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a call has no value.
+    """The reason why a call has no value.
 
-    raised: the function raised (`message`: its traceback); timeout; died: its process ended, twice; memory: over the cap;
-    bad_argument, bad_result: not expressible as JSON; skipped: not done, because too many others had failed.
+    raised: the function raised an error (`message` is its traceback). timeout: the deadline passed. died: its process ended,
+    twice. memory: it exceeded the limit. bad_argument, bad_result: JSON cannot represent the value. skipped: not executed,
+    because too many other calls had failed.
     """
 
     kind: FailureKind
@@ -50,7 +51,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallResult:
-    """A call's value, or its failure."""
+    """The value of a call, or its failure."""
 
     value: Any = None
     failure: Failure | None = None
@@ -58,9 +59,11 @@ class CallResult:
 
 @dataclass(slots=True, kw_only=True)
 class _MapRun:
-    """The state of one `map`: the calls, those not yet handed out, those that get a second chance, and the results.
+    """The state of one `map`: the calls, those not handed out yet, those to repeat, and the results.
 
-    call_s: what a call of the chunk that was answered last took, its round trip included; failed_loads: since the last answer."""
+    call_s: the time per call of the chunk that was answered last, including its round trip. failed_loads: the number since the
+    last answer.
+    """
 
     calls: Sequence[Mapping[str, Any]]
     pending: deque[int]
@@ -75,14 +78,16 @@ class _MapRun:
 
     @property
     def unfinished(self) -> bool:
+        """Returns whether calls remain to be done."""
         return len(self.results) < len(self.calls) and self.num_failures <= self.max_failures
 
     def fail(self, number: int, kind: FailureKind, message: str) -> None:
+        """Records a failed call."""
         self.results[number] = CallResult(failure=Failure(kind=kind, message=message))
         self.num_failures += 1
 
     def request(self, numbers: list[int]) -> tuple[list[int], ChildRequest | None]:
-        """Returns the calls that can be sent and their request; those that cannot have failed with that."""
+        """Returns the calls that can be sent and their request.  Calls that cannot be sent are recorded as failed."""
         try:
             return numbers, ChildRequest.of([dict(self.calls[number]) for number in numbers])
         except WireError as error:
@@ -94,7 +99,8 @@ class _MapRun:
 
 
 class KillablePool:
-    """`map(calls)` runs `target(**call)` for each call in children; safe to call from several threads, one runs at a time."""
+    """Runs `target(**call)` in children for each call of `map`.  It may be used from several threads; one `map` runs at a
+    time."""
 
     def __init__(
         self,
@@ -106,8 +112,8 @@ class KillablePool:
         memory_gb: float = 4.0,
         access: Access | None = None,
     ) -> None:
-        """parameters: keywords every call has; timeout_s: for one call, without the time in which it imports; memory_gb: address
-        space of one child, in GiB; access: which environment variables the function may read."""
+        """parameters: the keywords of every call. timeout_s: time limit of one call, without the time in which it imports.
+        memory_gb: address space of one child, in GiB. access: the environment variables that the function may read."""
         self.target, self.parameters, self.access = target, tuple(parameters), access or Access()
         self.num_workers = num_workers or min(4, os.cpu_count() or 1)
         self.timeout_s, self.memory_gb = timeout_s, memory_gb
@@ -121,17 +127,17 @@ class KillablePool:
         self.map([])
 
     def map(self, calls: Sequence[Mapping[str, Any]], *, max_failures: int | None = None) -> list[CallResult]:
-        """Returns the result of every call, in order.  Blocking; returns however the function behaves.  Raises LoadError.
+        """Returns the result of every call, in order.  It blocks, and returns however the function behaves.  Raises LoadError.
 
-        max_failures: after more than so many, the calls not yet answered are skipped, so that a function which always hangs
-        costs a few deadlines and not one for every call.
+        max_failures: after more failures than this, all unanswered calls are skipped, so that a function which always hangs costs
+        a few deadlines and not one per call.
         """
         most = len(calls) if max_failures is None else max_failures
         run = _MapRun(calls=calls, pending=deque(range(len(calls))), max_failures=most)
         with self._lock:
             try:
                 self._run(run)
-            except BaseException:  # re-raised: an interrupted run must not leave children whose answers nobody expects
+            except BaseException:  # re-raised: an interrupted run must not leave children whose answers would be taken for others
                 _kill_all(self._children)
                 raise
         skipped = CallResult(failure=Failure(kind="skipped", message=f"{run.num_failures} other calls had failed"))
@@ -156,7 +162,8 @@ class KillablePool:
             self._discard(child)  # at work on calls that are skipped
 
     def _grow(self, run: _MapRun) -> None:
-        """Starts one child at first; another for every call that needs a fresh one, and while work outlasts a child's start."""
+        """Starts the first child, then one for every call that needs a new child, and others while the work takes longer than a
+        child's start."""
         fresh = sum(1 for child in self._children if not child.served and not child.items)
         starting = any(not child.ready for child in self._children)
         slow = bool(run.pending) and not starting and time.monotonic() - run.began > GROW_AFTER_S
@@ -166,8 +173,8 @@ class KillablePool:
             self._children.append(spawn(self.target, self.parameters, memory_gb=self.memory_gb, access=self.access))
 
     def _feed(self, run: _MapRun) -> None:
-        """Gives every idle child calls: large chunks first, smaller ones towards the end, so that all end together; but none that
-        is done at once."""
+        """Gives every idle child a chunk of calls: large chunks first and smaller ones towards the end, so that all children end
+        together; but never a chunk that is done at once."""
         for child in self._children:
             if not child.idle:
                 continue
@@ -186,7 +193,7 @@ class KillablePool:
         return min(MAX_CHUNK, left, max(-(-left // shares), least))
 
     def _patience(self, run: _MapRun) -> float:
-        """Returns the seconds until something may have to be done without a reply."""
+        """Returns the seconds until an action without a reply may be due."""
         now = time.monotonic()
         limits = [self._deadline(child) - now for child in self._children if child.items or not child.ready]
         if run.pending and len(self._children) < self.num_workers and all(child.ready for child in self._children):
@@ -197,7 +204,7 @@ class KillablePool:
         return child.deadline(self.timeout_s)
 
     def _pump(self, run: _MapRun, timeout_s: float) -> None:
-        """Waits for pipes, then writes and reads what they take and have."""
+        """Waits for the pipes, then writes and reads as much as they take and have."""
         poller = select.poll()  # not select.select: a driver may have more than 1024 open files
         owners = {}
         for child in self._children:
@@ -241,7 +248,7 @@ class KillablePool:
                 run.call_s = (time.monotonic() - child.given_at) / child.num_given
 
     def _settle(self, run: _MapRun, child: ChildProcess, now: float) -> None:
-        """Removes a child that has ended or was past its deadline at `now`, and settles the calls it had."""
+        """Removes a child that has ended or was past its deadline at `now`, and settles the calls that it had."""
         late = (child.items or not child.ready) and now > self._deadline(child)
         if not (child.finished or late):
             return
@@ -255,8 +262,8 @@ class KillablePool:
         _take_back(run, child)
 
     def _load_failed(self, run: _MapRun, why: str) -> None:
-        """Raises LoadError where the function has never been loaded.  One that has been is tried again a few times, for the cause
-        may be outside of it (memory, a file server); after that the calls fail that no other child can take."""
+        """Raises LoadError if the function has never been loaded.  A function that has been is loaded again a few times, because
+        the cause may be outside of it (memory, a file server); after that, the calls fail that no other child can take."""
         run.failed_loads += 1
         if self._loaded and run.failed_loads < MAX_LOADS:
             return
@@ -269,8 +276,8 @@ class KillablePool:
                 run.fail(waiting.popleft(), "died", f"{message}\n(it could be loaded before, and not the last {MAX_LOADS} times)")
 
     def _second_chance(self, run: _MapRun, child: ChildProcess, kind: FailureKind, message: str) -> None:
-        """Repeats the current call once, as the first one of a fresh child: the death of a process may be the fault of an
-        earlier call (a leak, a damaged heap) or of none."""
+        """Repeats the current call once, as the first one of a new child: the death of a process may be the fault of an earlier
+        call (a leak, a damaged heap) or of none."""
         number = child.items.popleft()
         if number in run.retried:
             run.fail(number, kind, message)
@@ -284,12 +291,12 @@ class KillablePool:
 
 
 def _take_back(run: _MapRun, child: ChildProcess) -> None:
-    """Puts the calls that an ended child has not begun first in the queue."""
+    """Puts the calls that an ended child has not begun back to the front of the queue."""
     run.pending.extendleft(reversed(child.items))
     child.items.clear()
 
 
 def _kill_all(children: list[ChildProcess]) -> None:
-    """Kills all children: idle ones have nothing to lose.  Runs at garbage collection and interpreter exit, too."""
+    """Kills all children, at garbage collection and interpreter exit too.  Idle children have no state to lose."""
     while children:
         children.pop().kill()

@@ -1,6 +1,6 @@
-"""One child as its driver sees it: spawn, talk without blocking, kill with everything it has started.
+"""One child as its driver sees it: starts it, communicates without blocking, and kills it with everything that it has started.
 
-What this machine allows for the containment of children is asked once, by trying it.
+The containment that this machine allows is determined once, by trying it.
 """
 
 from __future__ import annotations
@@ -27,40 +27,16 @@ from rlhub.utils.children.access import Access
 from rlhub.utils.children.wire import WireError, decode, encode
 
 logger = logging.getLogger(__name__)
-
-
-PROBE = (
-    "import os,sys; sys.path[:]=sys.argv[1:]; from rlhub.utils.children.supervisor import become_child; "
-    "become_child(os.pipe()[0], (), namespace=True); os._exit(0)"
-)
-PROBE_S = 60.0
-
-
-@functools.cache
-def namespaces_allowed() -> bool:
-    """Returns whether children can live in PID namespaces of their own.  Says in the log what it means if not."""
-    allowed, why = sys.platform == "linux", "only Linux has them"
-    if allowed:
-        try:
-            done = subprocess.run([sys.executable, "-c", PROBE, *sys.path], capture_output=True, timeout=PROBE_S, check=False)
-            allowed, why = done.returncode == 0, done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        except subprocess.TimeoutExpired:
-            allowed, why = False, f"not done after {PROBE_S:g} s"
-    if not allowed:
-        logger.warning(
-            "processes that reward functions, tools and environments start are ended with them, but not contained: PID "
-            "namespaces are not allowed here (%s), so code that means to can escape, and can look at this user's processes. "
-            "Run where unprivileged user namespaces or CAP_SYS_ADMIN are allowed, or only code that you trust.",
-            why or "the attempt failed",
-        )
-    return allowed
-
-
 BOOT = (
     "import json,sys; setup=json.loads(sys.argv[1]); sys.path[:]=setup['sys_path']; "
     "from rlhub.utils.children.child import main; main(setup)"
 )
 LOAD_TIMEOUT_S = 120.0  # imports of a large library on a busy machine
+PROBE = (
+    "import os,sys; sys.path[:]=sys.argv[1:]; from rlhub.utils.children.supervisor import become_child; "
+    "become_child(os.pipe()[0], (), namespace=True); os._exit(0)"
+)
+PROBE_S = 60.0
 MAX_UNREAD_BYTES = 1 << 22  # four of the largest replies a child sends; more without a line end is not a child of ours speaking
 READ_BYTES = 1 << 16  # the size of a pipe
 CRASH_TEXT = 1500
@@ -69,25 +45,14 @@ KILL_S = 10.0  # for the end of everything that a child has started
 SIGNAL_BASE = 128  # see supervisor.py
 
 
-@dataclass(frozen=True, slots=True)
-class ChildRequest:
-    """Calls as a child reads them.  nonce: its answers carry it; who has not read the request cannot guess it."""
-
-    nonce: str
-    line: bytes
-
-    @classmethod
-    def of(cls, calls: Sequence[Mapping[str, Any]]) -> ChildRequest:
-        """Returns the request of these calls.  WireError if an argument has no JSON form."""
-        nonce = secrets.token_hex(8)
-        return cls(nonce, encode({"id": nonce, "calls": list(calls)}))
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChildProcess:
-    """items: numbers of the calls it has been given and not answered, in order; num_given, given_at: how many it was given last,
-    and when; since: when it last got or did something (both monotonic); served: answers given; ready: its function is loaded;
-    pid: its number as the code inside sees it; strayed: it sent an answer that is not the one to its call."""
+    """A child and its pipes.
+
+    items: the numbers of the calls that it has and has not answered, in order. num_given, given_at: size and time of its last
+    chunk. since: when it last received or did something (times are monotonic). served: the number of answers. ready: its function
+    is loaded. pid: its process number as the code inside sees it. strayed: it sent an answer that does not belong to its call.
+    """
 
     process: subprocess.Popen[bytes]
     request_fd: int
@@ -112,22 +77,25 @@ class ChildProcess:
 
     @property
     def idle(self) -> bool:
+        """Returns whether it can take calls now."""
         return self.ready and not self.items and not self.finished
 
     @property
     def wants_write(self) -> bool:
+        """Returns whether part of a request is not written yet."""
         return bool(self._outgoing)
 
     def deadline(self, timeout_s: float) -> float:
-        """Returns when (monotonic) it is late with the current call, which may take `timeout_s`, or with its load.  What the call
-        imports counts as loading, all of that together: a child that is new may do it in its first call."""
+        """Returns the monotonic time of its deadline: for the current call, which may take `timeout_s`, or for loading its
+        function.  The imports of a call count as loading, all of them together, since a new child may import in its first
+        call."""
         if not self.ready:
             return self.since + LOAD_TIMEOUT_S
         late = self.since + timeout_s
         return max(late, self._import_began + LOAD_TIMEOUT_S - self._import_s) if self._imports else late
 
     def give(self, items: Iterable[int], request: ChildRequest) -> None:
-        """Hands over calls; the line is written as far as the pipe takes it now, the rest by `write`."""
+        """Hands calls over.  The request is written as far as the pipe takes it now; `write` writes the rest."""
         self.items.extend(items)
         self._nonce, self._answered, self._imports = request.nonce, 0, 0
         self._outgoing = memoryview(request.line)
@@ -136,14 +104,15 @@ class ChildProcess:
         self.write()
 
     def write(self) -> None:
-        """Writes what the pipe takes; a broken pipe shows up as end of replies."""
+        """Writes as much as the pipe takes; a broken pipe shows up as the end of the replies."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             while self._outgoing:
                 self._outgoing = self._outgoing[os.write(self.request_fd, self._outgoing) :]
                 self.since = time.monotonic()
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the answers that have arrived.  Sets `finished` at the end of the stream, or on what is not the next answer."""
+        """Returns the answers that have arrived.  Sets `finished` at the end of the stream, or if something other than the next
+        answer arrives."""
         try:
             data = os.read(self.reply_fd, READ_BYTES)
         except BlockingIOError:
@@ -164,11 +133,11 @@ class ChildProcess:
         return answers
 
     def host_pid(self) -> int:
-        """Returns the child's number outside of its namespace; its supervisor's is `process.pid`."""
+        """Returns the child's process number outside of its namespace; its supervisor's is `process.pid`."""
         return int(psutil.Process(self.process.pid).children()[0].pid)
 
     def kill(self) -> str:
-        """Ends the child and all its descendants; says how the child ended, with the crash's traceback if there is one."""
+        """Ends the child and all its descendants; returns how the child ended, with the crash's traceback if there is one."""
         if self.finished and not self.strayed:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=EXIT_S)
@@ -187,7 +156,7 @@ class ChildProcess:
         return (f"ended with {how}" if ended_before else "closed its pipes") + (f"\n{crash}" if crash else "")
 
     def _is_next(self, reply: dict[str, Any]) -> bool:
-        """Returns whether it is the reply that comes next; then it is counted."""
+        """Returns whether this is the expected reply, and counts it if so."""
         if not self.ready:
             self.ready, self.pid = "ready" in reply, reply.get("ready", 0)
             return self.ready or "load_error" in reply
@@ -198,7 +167,7 @@ class ChildProcess:
         return True
 
     def _note_import(self, note: dict[str, Any]) -> None:
-        """Records that an outermost import begins or ends; a thread of an earlier call may be late with that."""
+        """Records that an outermost import begins or ends.  Notes of a thread that an earlier call left behind are ignored."""
         now = time.monotonic()
         if note.get("id") != f"{self._nonce}.{self._answered}":
             return
@@ -212,8 +181,8 @@ class ChildProcess:
                 self.since += now - self._import_began
 
     def _end(self) -> int:
-        """Ends the supervisor, with all that it answers for, and returns its exit code."""
-        for sign in (signal.SIGTERM, signal.SIGCONT):  # somebody may have stopped it
+        """Ends the supervisor with everything below it, and returns its exit code."""
+        for sign in (signal.SIGTERM, signal.SIGCONT):  # it may be stopped
             self.process.send_signal(sign)
         try:
             return self.process.wait(timeout=KILL_S)
@@ -223,8 +192,23 @@ class ChildProcess:
             return self.process.wait()
 
 
+@dataclass(frozen=True, slots=True)
+class ChildRequest:
+    """Calls in the form in which a child reads them. nonce: part of the answers; code that has not read the request cannot guess
+    it."""
+
+    nonce: str
+    line: bytes
+
+    @classmethod
+    def of(cls, calls: Sequence[Mapping[str, Any]]) -> ChildRequest:
+        """Returns the request of these calls.  Raises WireError if an argument has no JSON form."""
+        nonce = secrets.token_hex(8)
+        return cls(nonce, encode({"id": nonce, "calls": list(calls)}))
+
+
 def spawn(target: str, parameters: Iterable[str], *, memory_gb: float, access: Access) -> ChildProcess:
-    """Starts a child for `target`; it will send `ready` or `load_error`.  ConfigError: see Access."""
+    """Starts a child for `target`, which will send `ready` or `load_error`.  Raises the ConfigError of `Access.variables`."""
     variables, namespace = access.variables(), namespaces_allowed()
     request_read, request_write = os.pipe()
     reply_read, reply_write = os.pipe()
@@ -256,8 +240,28 @@ def spawn(target: str, parameters: Iterable[str], *, memory_gb: float, access: A
     return ChildProcess(process=process, request_fd=request_write, reply_fd=reply_read, crash_file=crash_file)
 
 
+@functools.cache
+def namespaces_allowed() -> bool:
+    """Returns whether children can live in PID namespaces of their own.  If not, the log says what that means."""
+    allowed, why = sys.platform == "linux", "only Linux has them"
+    if allowed:
+        try:
+            done = subprocess.run([sys.executable, "-c", PROBE, *sys.path], capture_output=True, timeout=PROBE_S, check=False)
+            allowed, why = done.returncode == 0, done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        except subprocess.TimeoutExpired:
+            allowed, why = False, f"not done after {PROBE_S:g} s"
+    if not allowed:
+        logger.warning(
+            "processes that reward functions, tools and environments start are ended with them, but not contained: PID "
+            "namespaces are not allowed here (%s), so code that means to can escape, and can look at this user's processes. "
+            "Run where unprivileged user namespaces or CAP_SYS_ADMIN are allowed, or only code that you trust.",
+            why or "the attempt failed",
+        )
+    return allowed
+
+
 def _decoded(line: bytes) -> dict[str, Any]:
-    """Returns the reply in a line; {}, which is never the next reply, for what is no JSON object."""
+    """Returns the reply in a line, or {} for anything but a JSON object; {} is never the expected reply."""
     with contextlib.suppress(WireError):
         reply = decode(line)
         if isinstance(reply, dict):

@@ -1,11 +1,11 @@
 """The process between a driver and a child: it ends the child with everything that the child has started.
 
 Where the machine allows it, the child lives in a PID namespace with a /proc of its own: the kernel ends all its processes when
-the namespace's first one ends, and none of them sees a process outside.  Elsewhere the supervisor is the subreaper of them all:
-what a chain of forks leaves behind becomes its child, and it kills until it has none.  Code that kills its supervisor escapes
-that, so the driver's log says that forks are not contained (process.py).
+the namespace's first one ends, and none of them sees a process outside.  Elsewhere the supervisor is the subreaper of all of
+them: what a chain of forks leaves behind becomes its child, and it kills until it has none.  Code that kills its supervisor
+escapes this, so the driver's log says that forks are not contained (process.py).
 
-Standard library only: every child's start goes through here.
+Only the standard library is used, because every child starts through this module.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def become_child(request_fd: int, driver_fds: Iterable[int], *, namespace: bool) -> None:
-    """Returns in a new process, the child.  The calling process stays behind as its supervisor and does not return: it ends
-    with the child's exit code once nothing of it is left, which it sees to when the driver sends SIGTERM or is gone.
+    """Returns in a new process, the child.  The calling process becomes its supervisor and does not return: it ends with the
+    child's exit code once nothing of the child is left.  It ends the child when the driver sends SIGTERM or is gone.
 
-    request_fd: the read end of a pipe that only the driver writes to; driver_fds: what the child alone may hold.
+    request_fd: the read end of a pipe to which only the driver writes. driver_fds: descriptors that only the child may hold.
     """
     driver = os.getppid()
     set_process(PR_SET_CHILD_SUBREAPER, 1)
     owns_users = namespace and _enter_namespaces()
-    set_process(PR_SET_DUMPABLE, 0)  # nobody opens its descriptors through /proc
+    set_process(PR_SET_DUMPABLE, 0)  # no other process opens its descriptors through /proc
     process = os.fork()
     if process == 0:
         set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -57,7 +57,7 @@ def become_child(request_fd: int, driver_fds: Iterable[int], *, namespace: bool)
 
 
 def end_descendants() -> None:
-    """Kills and reaps until this process, a subreaper, has no children: those of killed ones become its own meanwhile."""
+    """Kills and reaps until this process, a subreaper, has no children; the children of killed ones become its own meanwhile."""
     while True:
         for process in _children():
             _kill(process)
@@ -68,13 +68,13 @@ def end_descendants() -> None:
 
 
 def set_process(option: int, value: int) -> None:
-    """Calls prctl; the options used here cannot fail on a Linux that knows them, and do not exist elsewhere."""
+    """Calls prctl.  The options used here cannot fail on a Linux that knows them, and do not exist on other systems."""
     if sys.platform == "linux":
         _LIBC.prctl(option, value, 0, 0, 0)
 
 
 def drop_capabilities() -> None:
-    """Drops all capabilities; what this process starts gets none of them back either."""
+    """Drops all capabilities; processes that this one starts cannot regain them either."""
     set_process(PR_SET_NO_NEW_PRIVS, 1)
     if sys.platform == "linux":
         header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
@@ -108,7 +108,7 @@ def _kill(process: int) -> None:
 
 
 def _reaped(wanted: int) -> int | None:
-    """Returns the exit code of `wanted` if it is among those that have ended."""
+    """Returns the exit code of `wanted` if it is among the processes that have ended, otherwise None."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             if found[0] == wanted:
@@ -129,9 +129,10 @@ def _children() -> Iterator[int]:
 
 
 def _enter_namespaces() -> bool:
-    """Puts what this process forks into a new PID namespace.  True if that took a user namespace, too.  OSError if forbidden.
+    """Puts the processes that this one forks into a new PID namespace.  Returns True if that needed a user namespace too.
 
-    root takes none: in one of its own it could not read other users' files any more.
+    Raises OSError if it is forbidden. root creates no user namespace, because in its own it could no longer read other users'
+    files.
     """
     user, group = os.geteuid(), os.getegid()
     owns_users = user != 0
@@ -144,7 +145,8 @@ def _enter_namespaces() -> bool:
 
 
 def _first_of_namespace(fds: Iterable[int]) -> None:
-    """Returns in the child.  The namespace's first process reaps, and ends with the child: then the kernel ends the rest."""
+    """Returns in the child.  The first process of the namespace reaps and ends with the child; then the kernel ends all
+    others."""
     try:
         outside = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         _checked(_LIBC.unshare(CLONE_NEWNS))
@@ -164,8 +166,9 @@ def _first_of_namespace(fds: Iterable[int]) -> None:
 
 
 def _fork_with_number_of(outside: int) -> int:
-    """Forks a process that has the same number inside as in the /proc `outside`, by which others know it: no two children share
-    one, so files named by it do not collide.  The numbers outside are given in turn, so the next is guessed."""
+    """Forks a process that has the same number inside as in the /proc `outside`, by which other processes know it.  No two
+    children then share a number, so files named by it do not collide.  The numbers outside are given in turn, so the next one is
+    guessed."""
     reader, writer = os.pipe()
     number = int(os.readlink("self", dir_fd=outside))
     for attempt in range(NUMBER_ATTEMPTS):

@@ -1,7 +1,7 @@
-"""What driver and killable children say to each other: one JSON text a line, no pickle.
+"""The messages between a driver and its children: one JSON text per line, without pickle.
 
-JSON because a line may come from code nobody has checked: reading it can at worst fail.  Standard library only: this module
-is imported by every child.
+JSON is used because a line may come from code that was never checked: reading it can at worst fail.  Only the standard library is
+used, because every child imports this module.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ BYTES_TAG = "__bytes__"
 
 
 class WireError(ValueError):
-    """A value has no JSON form, or a line is no JSON."""
+    """A value that has no JSON form, or a line that is not JSON."""
 
 
 def encode(value: Any) -> bytes:
-    """Returns the value as one line.  Arrays, tensors and sets become lists, dates ISO text; bytes survive; anything else is a
-    WireError."""
+    """Returns the value as one line.  Arrays, tensors and sets become lists, dates become ISO text, and bytes stay bytes; any
+    other type raises WireError."""
     try:
         return _ENCODER.encode(value).encode("ascii") + b"\n"
     except (TypeError, ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ import selectors
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from rlhub.agents.remote.streaming import Trail, Trails
+from rlhub.agents.remote.streaming import TokenStream, TokenStreams
 from rlhub.engines.rollout.base import Completion, GenerationRequest, Progress, SamplingParams
 from rlhub.errors import DeadlineError, EngineError, WorkerDiedError, WorkerError
 from rlhub.rollout_service.server import ReplicaStatus, UpdateReport
@@ -69,7 +69,7 @@ class Actor:
         self._go.set()
         self._told_to_pause = False
         self._turn = asyncio.Lock()
-        self._trails = Trails()
+        self._streams = TokenStreams()
         self._requests: dict[int, str] = {}
         self._keys = itertools.count()
 
@@ -178,13 +178,15 @@ class Actor:
         try:
             if not follow:
                 return await self._sample(key, request, params, None)
-            with self._trails.of(follow) as trail:
-                return await self._sample(key, request, params, trail)
+            with self._streams.of(follow) as stream:
+                return await self._sample(key, request, params, stream)
         finally:
             del self._requests[key]
             self.aborted.discard(key)
 
-    async def _sample(self, key: int, request: GenerationRequest, params: SamplingParams, trail: Trail | None) -> Completion:
+    async def _sample(
+        self, key: int, request: GenerationRequest, params: SamplingParams, stream: TokenStream | None
+    ) -> Completion:
         found = Completion(token_ids=[], log_probs=[], finish_reason="abort", versions=[])
         for index in range(request.start, params.max_new_tokens):
             await self._take_time()
@@ -196,8 +198,8 @@ class Actor:
             last = index + 1 == params.max_new_tokens
             new = Progress(token_ids=[token(request.seed, index)], log_probs=[-1.0], versions=[self.version])
             new.finish_reason = "length" if last else None
-            if trail is not None:
-                trail.follow(new)
+            if stream is not None:
+                stream.follow(new)
             found.token_ids += new.token_ids
             found.log_probs += new.log_probs
             found.versions += new.versions
@@ -205,7 +207,7 @@ class Actor:
         return found
 
     async def progress(self, follow: str, have: int) -> Progress | None:
-        return await self._trails.after(follow, have)
+        return await self._streams.after(follow, have)
 
 
 class Actors:

@@ -64,7 +64,7 @@ class Life:
         if not self.fleet.replicas:
             return
         name = self.rng.choice(list(self.fleet.replicas))
-        before = self.fleet.knows(name) and name not in self.fleet._coming
+        before = self.fleet.knows(name) and name not in self.fleet._starting_names
         with suppress(WorkerError, DeadlineError):
             if before:
                 self.operator_starts += 1
@@ -187,7 +187,7 @@ class Life:
         await asyncio.gather(*self.tasks)
         self.version += 1
         await self.router.update("folder", self.version)
-        while self.fleet._coming or len(self.fleet.serving()) < len(self.fleet.replicas):
+        while self.fleet._starting_names or len(self.fleet.serving()) < len(self.fleet.replicas):
             await asyncio.sleep(1.0)
         replicas = self.fleet.replicas
         assert {replica.version for replica in replicas.values()} == {self.version}

@@ -1,8 +1,13 @@
-"""A run's lines of metrics: in order, each once, also where a step's validation is done later than the next steps."""
+"""A run's lines of metrics stand in order, each once, also where a step's validation is done later than the next steps.
+
+Stop signals, the limit on skipped steps, a lost folder and a killed run's report.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +21,7 @@ from rlhub.errors import CheckpointError, ConfigError, NonFiniteError, RewardErr
 from rlhub.single_controller import ObservedCall, WorkerInfo
 from rlhub.tracking.metrics_log import read_metrics
 from rlhub.tracking.tracker import Metrics
-from rlhub.trainer.run import Run
+from rlhub.trainer.run import Run, StopSignals
 
 
 class Late:
@@ -289,3 +294,29 @@ def test_a_run_of_which_no_checkpoint_is_whole_is_not_begun_anew_over_it(tmp_pat
     ):
         pass
     assert steps(run) == [1, 2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_a_request(number: signal.Signals) -> None:
+    former = signal.getsignal(number)
+    with StopSignals() as stop:
+        assert not stop.requested and stop.exit_code == 0
+        stop.defer()
+        os.kill(os.getpid(), number)
+        assert stop.requested and stop.exit_code == 128 + number
+    assert signal.getsignal(number) is former
+
+
+def test_the_second_interrupt_stops_at_once() -> None:
+    with StopSignals() as stop, pytest.raises(KeyboardInterrupt):
+        stop.defer()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_before_the_first_step_a_signal_stops_at_once(number: signal.Signals, raised: type[BaseException]) -> None:
+    with StopSignals() as stop:
+        with pytest.raises(raised):
+            os.kill(os.getpid(), number)
+        assert stop.requested and stop.exit_code == 128 + number

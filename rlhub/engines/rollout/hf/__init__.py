@@ -1,5 +1,8 @@
-"""Generation with a Hugging Face model in this process: no extra dependency, right for small models and CPU runs.
+"""Generation with a Hugging Face model in this process: no extra dependency, and right for small models and CPU runs.
 
-The simple reference of what a rollout engine does: `engine` holds the model, `decode` samples whole batches and
-`continuous_batch` single requests that join and leave; both share `cache` (keys and values, reading prompts) and `sampling`.
+It is the simple reference for every other rollout engine.
+
+engine  RolloutEngine, and the continuous batch of its single requests
+decode  whole batches, and the sampling of a token from its logits
+cache   the key-value cache, and the reading of prompts
 """

@@ -1,7 +1,8 @@
-"""The key-value cache of a decoding batch: filled by reading prompts, written in place, grown rarely, compacted when rows finish.
+"""The key-value cache of a decoding batch: filled by reading prompts, written in place, grown rarely, and compacted when rows
+finish.
 
-Appending by concatenation would copy the whole cache at every token.  Rows of different lengths are left-padded, and a mask hides
-the padding.
+Appending by concatenation would copy the whole cache at every token.  Rows of different lengths are left-padded, and a mask
+hides the padding.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-GROWTH = 1.5  # capacity factor when full; each token is then copied about twice in all
+GROWTH = 1.5  # the factor by which a full cache grows; each token is then copied about twice in all
 
 
 class BufferLayer(DynamicLayer):  # type: ignore[misc]  # transformers' types are not read
-    """One layer's keys and values, (rows, kv heads, capacity, width), of which the first `length` columns are filled."""
+    """One layer's keys and values, (rows, kv heads, capacity, width), whose first `length` columns are filled."""
 
     def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
         super().__init__()
@@ -26,7 +27,7 @@ class BufferLayer(DynamicLayer):  # type: ignore[misc]  # transformers' types ar
         self.keys, self.values, self.length = keys, values, length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends; returns views of everything filled."""
+        """Appends keys and values; returns views of all filled columns."""
         stop = self.length + key_states.shape[2]
         if stop > self.keys.shape[2]:
             self._grow(stop)
@@ -40,7 +41,7 @@ class BufferLayer(DynamicLayer):  # type: ignore[misc]  # transformers' types ar
         self.keys, self.values = (_resized(buffer, self.length, capacity) for buffer in (self.keys, self.values))
 
     def keep(self, rows: Tensor, first_column: int) -> None:
-        """Drops all rows but `rows` and all columns before `first_column`."""
+        """Keeps only the given rows, and drops all columns before `first_column`."""
         columns = slice(first_column, self.length)
         capacity = self.keys.shape[2] - first_column
         length = self.length - first_column
@@ -49,7 +50,7 @@ class BufferLayer(DynamicLayer):  # type: ignore[misc]  # transformers' types ar
         self.length = length
 
     def widen(self, columns: int) -> None:
-        """Inserts columns of zeros before the first."""
+        """Inserts columns of zeros before the first column."""
         self.keys, self.values = (_shifted(buffer, self.length, columns) for buffer in (self.keys, self.values))
         self.length += columns
 
@@ -58,7 +59,7 @@ class BufferLayer(DynamicLayer):  # type: ignore[misc]  # transformers' types ar
 
 
 def _resized(buffer: Tensor, length: int, capacity: int) -> Tensor:
-    """Returns a buffer of `capacity` columns with the first `length` of `buffer`."""
+    """Returns a buffer of `capacity` columns that begins with the first `length` columns of `buffer`."""
     rows, heads, _, width = buffer.shape
     out = buffer.new_empty(rows, heads, capacity, width)
     out[:, :, :length] = buffer[:, :, :length]
@@ -66,7 +67,7 @@ def _resized(buffer: Tensor, length: int, capacity: int) -> Tensor:
 
 
 def _shifted(buffer: Tensor, length: int, columns: int) -> Tensor:
-    """Returns a buffer with zeros in the first `columns` and then the first `length` of `buffer`."""
+    """Returns a buffer of `columns` columns of zeros, followed by the first `length` columns of `buffer`."""
     rows, heads, capacity, width = buffer.shape
     out = buffer.new_empty(rows, heads, capacity + columns, width)
     out[:, :, :columns] = 0
@@ -75,7 +76,7 @@ def _shifted(buffer: Tensor, length: int, columns: int) -> Tensor:
 
 
 def allocate(prefilled: Cache, rows: int, length: int, capacity: int) -> Cache:
-    """Returns a cache for `rows` rows, shaped like the layers of `prefilled`; its first `length` columns are to be filled."""
+    """Returns a cache for `rows` rows, shaped like the layers of `prefilled`; the caller fills its first `length` columns."""
     layers = []
     for layer in prefilled.layers:
         _, heads, _, width = layer.keys.shape
@@ -86,7 +87,7 @@ def allocate(prefilled: Cache, rows: int, length: int, capacity: int) -> Cache:
 
 
 def fill_rows(cache: Cache, prefilled: Cache, rows: Tensor, source: Tensor) -> None:
-    """Copies the prompts `source` of `prefilled` to the rows `rows`, right aligned with the cache's filled columns."""
+    """Copies the prompts `source` of `prefilled` into the rows `rows`, aligned with the right end of the filled columns."""
     for layer, prompt in zip(cache.layers, prefilled.layers, strict=True):
         width = prompt.keys.shape[2]
         columns = slice(layer.length - width, layer.length)
@@ -98,19 +99,20 @@ def fill_rows(cache: Cache, prefilled: Cache, rows: Tensor, source: Tensor) -> N
 
 
 def keep_rows(cache: Cache, rows: Tensor, first_column: int) -> None:
-    """Compacts every layer; see `BufferLayer.keep`."""
+    """Compacts every layer by `BufferLayer.keep`."""
     for layer in cache.layers:
         layer.keep(rows, first_column)
 
 
 def widen(cache: Cache, columns: int) -> None:
-    """Inserts columns on the left of every layer; see `BufferLayer.widen`."""
+    """Inserts columns on the left of every layer by `BufferLayer.widen`."""
     for layer in cache.layers:
         layer.widen(columns)
 
 
 def prefill_chunks(lengths: list[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Returns ranges of the ascending `lengths` whose padded size is at most `max_tokens` (at least one prompt each)."""
+    """Returns the ranges of the ascending `lengths` whose padded size is at most `max_tokens`; each range has at least one
+    prompt."""
     chunks, first = [], 0
     for i in range(1, len(lengths) + 1):
         if i == len(lengths) or (i + 1 - first) * lengths[i] > max_tokens:
@@ -120,7 +122,8 @@ def prefill_chunks(lengths: list[int], max_tokens: int) -> list[tuple[int, int]]
 
 
 def read_prompts(model: PreTrainedModel, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Cache]:
-    """Runs the model over left-padded prompts; returns logits of the last position (prompts, vocabulary) and the filled cache."""
+    """Runs the model over left-padded prompts, ascending in length; returns the logits of the last position (prompts,
+    vocabulary) and the filled cache."""
     width = len(prompts[-1])
     ids = torch.zeros(len(prompts), width, dtype=torch.long)
     for row, prompt in enumerate(prompts):
@@ -142,9 +145,9 @@ def read_prompts(model: PreTrainedModel, prompts: Sequence[tuple[int, ...]]) -> 
 
 
 def key_mask(pads: Tensor, columns: int, dtype: torch.dtype) -> Tensor | None:
-    """Returns the (rows, 1, 1, columns) additive mask that hides each row's padding; None when there is none.
+    """Returns the (rows, 1, 1, columns) additive mask that hides each row's padding, or None if there is no padding.
 
-    It holds the lowest finite number, so that a row without any visible key stays finite.
+    The mask uses the lowest finite number, so that a row without any visible key stays finite.
     """
     if int(pads.max()) == 0:
         return None

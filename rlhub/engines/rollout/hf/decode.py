@@ -1,12 +1,11 @@
-"""Batched sampling with a key-value cache over any causal Hugging Face model.
+"""Decoding with a key-value cache over any causal Hugging Face model: whole batches, and the sampling of a token from its
+logits.
 
-Equal prompts are read once.  Finished rows leave the batch when they are a quarter of it, so that a few long completions
-do not pay for the many short ones.
+Equal prompts are read once.  Finished rows leave the batch when they are a quarter of it, so that a few long completions do
+not pay for the many short ones.
 
-§§ sampling: From logits to a token and its log-probability: temperature, top-k, top-p, then inverse-CDF sampling.
-
-The uniform of token `index` of a completion is a pure function of (seed, index), so a completion is the same whatever batch it is
-generated in.
+A token is sampled by temperature, top-k, top-p and then inverse-CDF sampling.  The uniform of token `index` of a completion is
+a pure function of (seed, index), so a completion does not depend on the batch it is generated in.
 """
 
 from __future__ import annotations
@@ -26,120 +25,33 @@ from rlhub.engines.rollout.hf.cache import allocate, fill_rows, keep_rows, key_m
 from rlhub.errors import EngineError
 from rlhub.utils.seeding import Purpose, random_bits
 
-FLOAT32_BITS = np.uint64(40)  # 64 - 24: what is left fits a float32 exactly, so the result stays below 1
-
-
-def token_uniforms(seeds: Iterable[int], firsts: Iterable[int], count: int) -> NDArray[np.float32]:
-    """Returns uniforms in [0, 1) for tokens first .. first + count - 1 of each seed; (rows, count) float32."""
-    pairs = zip(seeds, firsts, strict=True)
-    bits = np.array([random_bits(seed, Purpose.TOKEN, first=first, count=count) for seed, first in pairs], dtype=np.uint64)
-    return (bits >> FLOAT32_BITS).astype(np.float32) * np.float32(2.0**-24)
-
-
-def sample_tokens(logits: Tensor, noise: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Samples one token a row, with its log-probability under the distribution it was drawn from.
-
-    logits: (rows, vocabulary), any floating dtype; noise: (rows,) float32 uniforms in [0, 1).
-    Returns tokens (rows,) int64 and log-probs (rows,) float32.  temperature 0 takes the most likely token and gives its
-    log-probability at temperature 1.
-    """
-    if params.temperature == 0.0:
-        return _greedy(logits.float())
-    scaled = logits.float()
-    if params.temperature != 1.0:
-        scaled = scaled / params.temperature
-    probabilities = _truncate(scaled, params).softmax(dim=-1)
-    # A GPU sums in parallel, so in float32 the sums would also rise at tokens of no probability, and these could be drawn.
-    cumulative = (probabilities.double() if probabilities.is_cuda else probabilities).cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    # The product may round up to the total, beyond which there is no token; the float below it selects the last one.
-    target = torch.minimum(noise[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, target, right=True)
-    return tokens[:, 0], probabilities.gather(1, tokens).log()[:, 0]
-
-
-def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    best, tokens = logits.max(dim=-1)
-    return tokens, best - logits.logsumexp(dim=-1)
-
-
-def _truncate(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Returns logits with everything outside top-k, then outside the nucleus of top-p, at minus infinity."""
-    if params.top_k > 0 and params.top_k < logits.shape[-1]:
-        floor = logits.topk(params.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    if params.top_p < 1.0:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        probabilities = ordered.softmax(dim=-1)
-        # The nucleus is the shortest prefix whose mass reaches top_p: a token is out if the mass BEFORE it suffices.
-        outside = probabilities.cumsum(dim=-1) - probabilities >= params.top_p
-        logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
-    return logits
-
-
-KEEP_FRACTION = 0.75  # compact below this share of live rows: copying stays a small part of the work it saves
-FIRST_CAPACITY = 128  # new tokens the cache has room for before it grows
+KEEP_FRACTION = 0.75  # a batch with a smaller share of live rows is compacted; copying costs a small part of the work it saves
+FIRST_CAPACITY = 128  # new tokens that fit into the cache before it grows
+NOISE_BLOCK = 64  # noise is drawn for this many tokens at once
+SURPLUS_FLOAT32_BITS = np.uint64(40)  # 64 - 24: the remaining bits fit a float32 exactly, so the result stays below 1
 NOT_FINITE = (
     "the model gives log-probs that are not finite, so its tokens mean nothing: its weights are damaged, or rollout.dtype cannot "
     "hold what it computes (float16 ends at 65504)"
 )
-NOISE_BLOCK = 64  # tokens whose noise is drawn at once
 
 
 @dataclass(slots=True, kw_only=True)
 class DecodeLimits:
-    """The limits of a batch.  max_model_len: prompt plus completion; max_prefill_tokens: padded prompt tokens in one forward."""
+    """The limits of a batch, in tokens.
+
+    max_model_len: the longest prompt plus completion.
+    max_prefill_tokens: the most padded prompt tokens in one forward pass.
+    """
 
     max_model_len: int
     max_prefill_tokens: int
-
-
-@dataclass(slots=True, kw_only=True)
-class _Batch:
-    """The rows still in the batch.  ids: their places in the request list; mask: (rows, 1, 1, capacity) additive, 0 where a
-    key is visible; positions: (rows,) of the next token; limits: (rows,) completion tokens allowed; alive: (rows,)."""
-
-    cache: Cache
-    length: int
-    ids: Tensor
-    pads: Tensor
-    mask: Tensor | None
-    positions: Tensor
-    limits: Tensor
-    alive: Tensor
-
-
-@dataclass(slots=True, kw_only=True)
-class _Output:
-    """What was sampled: tokens and log_probs (requests, columns), lengths (requests,), stopped (requests,)."""
-
-    tokens: Tensor
-    log_probs: Tensor
-    lengths: Tensor
-    stopped: Tensor
-
-
-class _Noise:
-    """The uniforms of all requests, drawn in blocks of tokens."""
-
-    def __init__(self, requests: Sequence[GenerationRequest], device: torch.device) -> None:
-        self._requests = requests
-        self._device = device
-        self._block = torch.empty(0)
-
-    def at(self, step: int, ids: Tensor) -> Tensor:
-        """Returns the (rows,) uniforms of token `step` of the requests `ids`."""
-        if step % NOISE_BLOCK == 0:
-            seeds, firsts = ([one.seed for one in self._requests], [one.start + step for one in self._requests])
-            self._block = torch.from_numpy(token_uniforms(seeds, firsts, NOISE_BLOCK)).to(self._device)
-        return self._block[ids, step % NOISE_BLOCK]
 
 
 @torch.inference_mode()
 def decode(
     model: PreTrainedModel, requests: Sequence[GenerationRequest], params: SamplingParams, limits: DecodeLimits
 ) -> list[Completion]:
-    """Generates the completions of one batch, in the order of the requests; `versions` is left empty."""
+    """Generates the completions of one batch, in the order of the requests.  Leaves `versions` empty."""
     device = model.device
     batch, logits = _prefill(model, requests, params, limits)
     noise = _Noise(requests, device)
@@ -162,10 +74,59 @@ def decode(
     return _completions(output, params)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Batch:
+    """The rows that are still in the batch.
+
+    length: the number of filled columns of the cache.
+    ids: (rows,) their indices in the list of requests.
+    pads: (rows,) the padding columns before each row.
+    mask: (rows, 1, 1, capacity) additive, 0 where a key is visible; None if every key is.
+    positions: (rows,) the position of the next token.
+    limits: (rows,) the tokens that the completion may have.
+    alive: (rows,) whether the row has not ended.
+    """
+
+    cache: Cache
+    length: int
+    ids: Tensor
+    pads: Tensor
+    mask: Tensor | None
+    positions: Tensor
+    limits: Tensor
+    alive: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class _Output:
+    """The sampled tokens of all requests: tokens and log_probs (requests, columns), lengths and stopped (requests,)."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    lengths: Tensor
+    stopped: Tensor
+
+
+class _Noise:
+    """The uniforms of all requests, drawn in blocks of tokens."""
+
+    def __init__(self, requests: Sequence[GenerationRequest], device: torch.device) -> None:
+        self._requests = requests
+        self._device = device
+        self._block = torch.empty(0)
+
+    def at(self, step: int, ids: Tensor) -> Tensor:
+        """Returns the (rows,) uniforms of token number `step` of the requests `ids`."""
+        if step % NOISE_BLOCK == 0:
+            seeds, firsts = ([one.seed for one in self._requests], [one.start + step for one in self._requests])
+            self._block = torch.from_numpy(token_uniforms(seeds, firsts, NOISE_BLOCK)).to(self._device)
+        return self._block[ids, step % NOISE_BLOCK]
+
+
 def _prefill(
     model: PreTrainedModel, requests: Sequence[GenerationRequest], params: SamplingParams, limits: DecodeLimits
 ) -> tuple[_Batch, Tensor]:
-    """Reads the distinct prompts and spreads them over the rows; returns the batch and logits (rows, vocabulary)."""
+    """Reads the distinct prompts and copies them to the rows; returns the batch and the logits (rows, vocabulary)."""
     prompts = sorted({tuple(request.prompt_ids) for request in requests}, key=len)
     place = {prompt: i for i, prompt in enumerate(prompts)}
     source = torch.tensor([place[tuple(request.prompt_ids)] for request in requests])
@@ -199,7 +160,7 @@ def _prefill(
 
 
 def _record(output: _Output, batch: _Batch, step: int, tokens: Tensor, log_probs: Tensor, stop_ids: Tensor) -> None:
-    """Stores the step's tokens of the live rows and notes which rows end with them."""
+    """Stores the step's tokens of the live rows, and marks the rows that end with them."""
     output.tokens[batch.ids, step] = tokens
     output.log_probs[batch.ids, step] = log_probs
     output.lengths[batch.ids] += batch.alive
@@ -209,7 +170,7 @@ def _record(output: _Output, batch: _Batch, step: int, tokens: Tensor, log_probs
 
 
 def _compact(batch: _Batch, tokens: Tensor) -> Tensor:
-    """Keeps the live rows, and drops columns that are padding for all of them; returns their tokens."""
+    """Keeps only the live rows, and drops columns that are padding for all of them; returns their tokens."""
     rows = batch.alive.nonzero()[:, 0]
     first_column = int(batch.pads[rows].min())
     keep_rows(batch.cache, rows, first_column)
@@ -223,18 +184,19 @@ def _compact(batch: _Batch, tokens: Tensor) -> Tensor:
 
 
 def _step(model: PreTrainedModel, batch: _Batch, tokens: Tensor) -> Tensor:
-    """Feeds one token a row; returns logits (rows, vocabulary)."""
+    """Feeds one token per row; returns the logits (rows, vocabulary)."""
     batch.length += 1
     mask = None if batch.mask is None else batch.mask[..., : batch.length]
     logits = decode_step(model, tokens, batch.positions, batch.cache, mask)
-    batch.positions = batch.positions + batch.alive  # rows that ended stay: there are no positions beyond max_model_len
+    batch.positions = batch.positions + batch.alive  # rows that ended stay, because there are no positions beyond max_model_len
     return logits
 
 
 def decode_step(model: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: Cache, mask: Tensor | None) -> Tensor:
-    """Feeds one token a row and appends it to the cache; returns logits (rows, vocabulary).
+    """Feeds one token per row and appends it to the cache; returns the logits (rows, vocabulary).
 
-    tokens, positions (rows,) int64; mask additive (rows, 1, 1, keys with the new one), None if every key is visible.
+    tokens, positions: (rows,) int64.
+    mask: (rows, 1, 1, keys) additive, the new key included; None if every key is visible.
     """
     out = model(
         input_ids=tokens[:, None],
@@ -261,3 +223,51 @@ def _completions(output: _Output, params: SamplingParams) -> list[Completion]:
         )
         for row, (length, stopped) in enumerate(zip(output.lengths.tolist(), output.stopped.tolist(), strict=True))
     ]
+
+
+def token_uniforms(seeds: Iterable[int], firsts: Iterable[int], count: int) -> NDArray[np.float32]:
+    """Returns the uniforms in [0, 1) of tokens first .. first + count - 1 of each seed, (rows, count) float32."""
+    pairs = zip(seeds, firsts, strict=True)
+    bits = np.array([random_bits(seed, Purpose.TOKEN, first=first, count=count) for seed, first in pairs], dtype=np.uint64)
+    return (bits >> SURPLUS_FLOAT32_BITS).astype(np.float32) * np.float32(2.0**-24)
+
+
+def sample_tokens(logits: Tensor, noise: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Samples one token per row; returns tokens (rows,) int64 and their log-probs (rows,) float32 under the distribution they
+    were drawn from.  Temperature 0 takes the most likely token and gives its log-prob at temperature 1.
+
+    logits: (rows, vocabulary), any floating dtype.
+    noise: (rows,) float32 uniforms in [0, 1).
+    """
+    if params.temperature == 0.0:
+        return _greedy(logits.float())
+    scaled = logits.float()
+    if params.temperature != 1.0:
+        scaled = scaled / params.temperature
+    probabilities = _truncate(scaled, params).softmax(dim=-1)
+    # A GPU sums in parallel, so float32 sums would also rise at tokens of probability zero, and these could be drawn.
+    cumulative = (probabilities.double() if probabilities.is_cuda else probabilities).cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    # The product may round up to the total, beyond which there is no token; the float below it selects the last one.
+    target = torch.minimum(noise[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, target, right=True)
+    return tokens[:, 0], probabilities.gather(1, tokens).log()[:, 0]
+
+
+def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    best, tokens = logits.max(dim=-1)
+    return tokens, best - logits.logsumexp(dim=-1)
+
+
+def _truncate(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Returns the logits with minus infinity outside top-k, and then outside the nucleus of top-p."""
+    if params.top_k > 0 and params.top_k < logits.shape[-1]:
+        floor = logits.topk(params.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    if params.top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probabilities = ordered.softmax(dim=-1)
+        # The nucleus is the shortest prefix whose mass reaches top_p: a token is out if the mass BEFORE it suffices.
+        outside = probabilities.cumsum(dim=-1) - probabilities >= params.top_p
+        logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
+    return logits

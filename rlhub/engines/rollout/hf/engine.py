@@ -1,10 +1,9 @@
-"""RolloutEngine over a Hugging Face model that lives in this process.
+"""RolloutEngine over a Hugging Face model in this process: HFEngine, and the continuous batch of its single requests.
 
-§§ continuous_batch: The continuous batch of the hf engine: rows join and leave between two steps, and share one left-padded cache.
-
-A row that ends leaves its place in the cache to the next that joins; the cache is copied only where places run out, where
-too many are empty, or where its first columns are padding for every row.  Joining is reading the row's tokens, whether a
-prompt or, after new weights, everything so far.
+Rows of the continuous batch join and leave between two steps, and share one left-padded cache.  A row that ends leaves its
+place in the cache to the next row that joins.  The cache is copied only when places run out, when too many are empty, or when
+its first columns are padding for every row.  A row joins by reading all its tokens, which are its prompt or, after a change of
+weights, everything so far.
 """
 
 from __future__ import annotations
@@ -48,252 +47,15 @@ from rlhub.models.experts import unfused_tensors
 from rlhub.models.required_weights import load_checked
 from rlhub.protocol.weights.pieces import Piece, whole_piece
 
-SPARE_SHARE = 8  # a cache that is copied for more rows gets places for 1/8 more, for those that join soon
-MASK_COLUMNS = 128  # columns the mask reaches beyond the cache's when it is made
-PADDING_INTERVAL = 64  # steps between two looks for columns that are padding for every row
-NOISE_BLOCK = 64  # tokens of a row whose noise is drawn at once
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Row:
-    """A request: ids are the prompt's and the sampled tokens, of which the last one is not in the cache yet; count: tokens of
-    the completion so far, those of an earlier attempt included; limit: how many there may be."""
-
-    key: int
-    ids: list[int]
-    seed: int
-    params: SamplingParams
-    stops: frozenset[int]
-    count: int
-    limit: int
-    noise: list[float] = field(default_factory=list)  # of the tokens to come, the next one last
-
-    def next_uniform(self) -> float:
-        """Takes the uniform of the token that is sampled next."""
-        if not self.noise:
-            self.noise = token_uniforms([self.seed], [self.count], NOISE_BLOCK)[0, ::-1].tolist()
-        return self.noise.pop()
-
-
-@dataclass(slots=True, kw_only=True)
-class _Places:
-    """The rows' places in the cache, empty ones (None) included.  Per place: pads, the padding before the row; positions of
-    the next token; advance, 1 where there is a row; tokens, the last one sampled.  mask: see `key_mask`."""
-
-    cache: Cache
-    rows: list[_Row | None]
-    pads: Tensor
-    positions: Tensor
-    advance: Tensor
-    tokens: Tensor
-    mask: Tensor | None
-
-    @property
-    def length(self) -> int:
-        """Filled columns of the cache."""
-        length: int = self.cache.layers[0].get_seq_length()
-        return length
-
-    def taken(self) -> list[int]:
-        return [place for place, row in enumerate(self.rows) if row is not None]
-
-    def free(self) -> list[int]:
-        return [place for place, row in enumerate(self.rows) if row is None]
-
-    def arrange(self, sources: list[int], rows: list[_Row | None]) -> Tensor:
-        """Copies the places `sources`, which hold `rows` from now on; returns `sources` as a tensor.
-
-        Columns that are padding for every row are dropped.
-        """
-        index = torch.tensor(sources, device=self.pads.device)
-        first_column = int(self.pads[index].min())
-        keep_rows(self.cache, index, first_column)
-        self.pads, self.positions = self.pads[index] - first_column, self.positions[index]
-        self.advance, self.tokens = self.advance[index], self.tokens[index]
-        self.rows = rows
-        self.advance[[place for place, row in enumerate(rows) if row is None]] = 0
-        self.remask()
-        return index
-
-    def remask(self) -> None:
-        """Makes a new mask, which reaches over more columns than there are."""
-        self.mask = key_mask(self.pads, self.length + MASK_COLUMNS, self.cache.layers[0].keys.dtype)
-
-    def leave(self, place: int) -> None:
-        """Empties the place of a row that has ended."""
-        self.rows[place] = None
-        self.advance[place] = 0
-
-
-class ContinuousBatch:
-    """A `Stepper` over a Hugging Face model.  max_rows: requests that run at once; others wait."""
-
-    def __init__(self, model: PreTrainedModel, limits: DecodeLimits, max_rows: int) -> None:
-        self._model = model
-        self._limits = limits
-        self._max_rows = max_rows
-        self._waiting: deque[_Row] = deque()
-        self._places: _Places | None = None
-
-    def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
-        length = len(request.prompt_ids)
-        limit = min(params.max_new_tokens, request.start + self._limits.max_model_len - length)
-        stops = frozenset(() if params.ignore_eos else params.stop_token_ids)
-        self._waiting.append(
-            _Row(
-                key=key,
-                ids=list(request.prompt_ids),
-                seed=request.seed,
-                params=params,
-                stops=stops,
-                count=request.start,
-                limit=limit,
-            )
-        )
-
-    @torch.inference_mode()
-    def remove(self, keys: Collection[int]) -> None:
-        self._waiting = deque(row for row in self._waiting if row.key not in keys)
-        if self._places is not None:
-            for place, row in enumerate(self._places.rows):
-                if row is not None and row.key in keys:
-                    self._places.leave(place)
-
-    def recompute(self) -> None:
-        """Lets all rows join again, with everything they have."""
-        if self._places is not None:
-            self._waiting.extendleft(row for row in reversed(self._places.rows) if row is not None)
-            self._places = None
-
-    @torch.inference_mode()
-    def step(self) -> Sequence[TokenEvent]:
-        num_running = len(self._places.taken()) if self._places is not None else 0
-        joining = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._max_rows - num_running))]
-        logits = None
-        if self._places is not None and num_running:
-            self._shrink(self._places, num_running, len(joining))
-            logits = self._forward(self._places)
-        if joining:
-            logits = self._join(joining, logits)
-        assert self._places is not None and logits is not None
-        tokens, log_probs = self._sample(logits, self._places)
-        self._places.tokens = tokens
-        return self._record(self._places, tokens.tolist(), log_probs.tolist())
-
-    def _forward(self, places: _Places) -> Tensor:
-        """Feeds every place's last token; returns logits (places, vocabulary)."""
-        columns = places.length + 1
-        if places.mask is not None and places.mask.shape[-1] < columns:
-            places.remask()
-        mask = None if places.mask is None else places.mask[..., :columns]
-        logits = decode_step(self._model, places.tokens, places.positions, places.cache, mask)
-        places.positions = places.positions + places.advance
-        return logits
-
-    def _shrink(self, places: _Places, num_running: int, num_joining: int) -> None:
-        """Drops empty places, or columns that no row needs, once they are a quarter of the cache."""
-        taken = places.taken()
-        look = places.length % PADDING_INTERVAL == 0  # finding out waits for the device
-        padding = int(places.pads[taken].min()) if look else 0
-        if num_running + num_joining < KEEP_FRACTION * len(places.rows) or padding > (1 - KEEP_FRACTION) * places.length:
-            places.arrange(taken, [places.rows[place] for place in taken])
-
-    def _join(self, joining: list[_Row], logits: Tensor | None) -> Tensor:
-        """Reads the rows and gives them places.  logits: of the places before; returns those of all places."""
-        prompts = sorted({tuple(row.ids) for row in joining}, key=len)
-        chunks = prefill_chunks([len(prompt) for prompt in prompts], self._limits.max_prefill_tokens)
-        read = [read_prompts(self._model, prompts[first:stop]) for first, stop in chunks]
-        if logits is None:
-            self._places = self._new_places(len(joining), len(prompts[-1]), read[0][1])
-            logits = read[0][0].new_empty(len(joining), read[0][0].shape[1])
-        assert self._places is not None
-        places = self._places
-        logits = self._make_places(places, len(joining), len(prompts[-1]), logits)
-        number = {prompt: i for i, prompt in enumerate(prompts)}
-        free = places.free()[: len(joining)]
-        source = torch.tensor([number[tuple(row.ids)] for row in joining])
-        index = torch.tensor(free)
-        for (first, stop), (_, prefilled) in zip(chunks, read, strict=True):
-            inside = (source >= first) & (source < stop)
-            fill_rows(places.cache, prefilled, index[inside].to(logits.device), (source[inside] - first).to(logits.device))
-        self._fill(places, free, joining)
-        logits[index.to(logits.device)] = torch.cat([part for part, _ in read])[source.to(logits.device)]
-        return logits
-
-    def _new_places(self, count: int, width: int, prefilled: Cache) -> _Places:
-        zeros = torch.zeros(count, dtype=torch.long, device=self._model.device)
-        return _Places(
-            cache=allocate(prefilled, count, width, width + FIRST_CAPACITY),
-            rows=[None] * count,
-            pads=zeros,
-            positions=zeros.clone(),
-            advance=zeros.clone(),
-            tokens=zeros.clone(),
-            mask=None,
-        )
-
-    def _make_places(self, places: _Places, count: int, width: int, logits: Tensor) -> Tensor:
-        """Makes at least `count` empty places of at least `width` columns; returns the logits of all places."""
-        if len(places.free()) < count:
-            taken = places.taken()
-            spare = min(max(count, len(taken) // SPARE_SHARE), self._max_rows - len(taken))
-            sources = taken + [taken[0]] * spare  # what an empty place holds does not matter
-            logits = logits[places.arrange(sources, [*(places.rows[place] for place in taken), *[None] * spare])]
-        if width > places.length:
-            more = width - places.length
-            widen(places.cache, more)
-            places.pads = places.pads + more
-        return logits
-
-    def _fill(self, places: _Places, free: list[int], joining: list[_Row]) -> None:
-        index = torch.tensor(free, device=places.pads.device)
-        lengths = torch.tensor([len(row.ids) for row in joining], device=places.pads.device)
-        places.pads[index] = places.length - lengths
-        places.positions[index] = lengths
-        places.advance[index] = 1
-        for place, row in zip(free, joining, strict=True):
-            places.rows[place] = row
-        places.remask()
-
-    def _sample(self, logits: Tensor, places: _Places) -> tuple[Tensor, Tensor]:
-        """Samples one token a place with its log-prob, by each row's own parameters; those of empty places mean nothing."""
-        noise = torch.tensor([0.0 if row is None else row.next_uniform() for row in places.rows], device=logits.device)
-        kinds: list[SamplingParams] = []
-        for row in places.rows:
-            if row is not None and row.params not in kinds:
-                kinds.append(row.params)
-        if len(kinds) == 1:
-            return sample_tokens(logits, noise, kinds[0])
-        tokens, log_probs = torch.zeros_like(places.tokens), torch.zeros_like(noise)
-        for kind in kinds:
-            chosen = [place for place, row in enumerate(places.rows) if row is not None and row.params == kind]
-            index = torch.tensor(chosen, device=logits.device)
-            tokens[index], log_probs[index] = sample_tokens(logits[index], noise[index], kind)
-        return tokens, log_probs
-
-    def _record(self, places: _Places, tokens: list[int], log_probs: list[float]) -> list[TokenEvent]:
-        """Takes in the step's tokens; rows that end with them leave."""
-        events = []
-        for place, row in enumerate(places.rows):
-            if row is None:
-                continue
-            token = tokens[place]
-            if not math.isfinite(log_probs[place]):
-                raise EngineError(NOT_FINITE)
-            row.ids.append(token)
-            row.count += 1
-            reason: FinishReason | None = None
-            if token in row.stops or row.count >= row.limit:
-                reason = "stop" if token in row.stops else "length"
-                places.leave(place)
-            events.append(TokenEvent(row.key, token, log_probs[place], reason))
-        if not any(places.rows):
-            self._places = None
-        return events
+SPARE_DIVISOR = 8  # a cache that is copied for more rows gets 1/8 more places, for rows that will join soon
+SPARE_MASK_COLUMNS = 128  # the columns of a new mask beyond the cache's
+PADDING_INTERVAL = 64  # steps between two searches for columns that are padding in every row
+NOISE_BLOCK = 64  # noise of a row is drawn for this many tokens at once
 
 
 class HFEngine(SteppedEngine):
-    """One copy of the model a rank; no tensor parallelism.  `sleep` frees nothing: the cache lives only during generate."""
+    """A RolloutEngine with a whole copy of the model on each rank, without tensor parallelism.  `sleep` frees nothing, because
+    the cache exists only while requests run."""
 
     def __init__(self, setup: RolloutSetup) -> None:
         if setup.config.tensor_model_parallel_size != 1:
@@ -333,7 +95,7 @@ class HFEngine(SteppedEngine):
             return self._generate(requests, params)
 
     def _generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Completion]:
-        """Generates in batches of requests of similar length, equal prompts together."""
+        """Generates in batches of requests of similar length, with equal prompts together."""
         assert self._model is not None
         limits, max_rows = self._limits(), self._setup.config.max_num_seqs
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), list(requests[i].prompt_ids)))
@@ -398,12 +160,13 @@ class HFEngine(SteppedEngine):
 
 
 def _named_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Names the parameters; a tied weight is listed once, at the input embedding."""
+    """Returns the parameters by name; a tied weight has one entry, at the input embedding."""
     return dict(unfused_tensors((name, param.detach()) for name, param in model.named_parameters()))
 
 
 def _refuse_short_windows(config: PreTrainedConfig, max_model_len: int) -> None:
-    """This engine masks padding only, so a sliding window shorter than the context would be ignored silently."""
+    """Raises EngineError for a sliding window shorter than the context, which this engine would silently ignore: it masks
+    padding only."""
     text = config.get_text_config()
     values = text.to_dict()
     kinds = set(values.get("layer_types") or ["full_attention"])
@@ -414,3 +177,255 @@ def _refuse_short_windows(config: PreTrainedConfig, max_model_len: int) -> None:
         f"the hf rollout engine does full attention only; {text.model_type} has layers of kinds {sorted(kinds)} with a window "
         f"of {window} tokens and max_model_len is {max_model_len}; use rollout.name=vllm"
     )
+
+
+class ContinuousBatch:
+    """A Stepper over a Hugging Face model.  max_rows: the most requests that run at once; the others wait."""
+
+    def __init__(self, model: PreTrainedModel, limits: DecodeLimits, max_rows: int) -> None:
+        self._model = model
+        self._limits = limits
+        self._max_rows = max_rows
+        self._waiting: deque[_Row] = deque()
+        self._places: _Places | None = None
+
+    def add(self, key: int, request: GenerationRequest, params: SamplingParams) -> None:
+        length = len(request.prompt_ids)
+        limit = min(params.max_new_tokens, request.start + self._limits.max_model_len - length)
+        stops = frozenset(() if params.ignore_eos else params.stop_token_ids)
+        self._waiting.append(
+            _Row(
+                key=key,
+                ids=list(request.prompt_ids),
+                seed=request.seed,
+                params=params,
+                stops=stops,
+                count=request.start,
+                limit=limit,
+            )
+        )
+
+    @torch.inference_mode()
+    def remove(self, keys: Collection[int]) -> None:
+        self._waiting = deque(row for row in self._waiting if row.key not in keys)
+        if self._places is not None:
+            for place, row in enumerate(self._places.rows):
+                if row is not None and row.key in keys:
+                    self._places.leave(place)
+
+    def recompute(self) -> None:
+        """Makes all running rows join again, with all their tokens."""
+        if self._places is not None:
+            self._waiting.extendleft(row for row in reversed(self._places.rows) if row is not None)
+            self._places = None
+
+    @torch.inference_mode()
+    def step(self) -> Sequence[TokenEvent]:
+        num_running = len(self._places.taken()) if self._places is not None else 0
+        joining = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._max_rows - num_running))]
+        logits = None
+        if self._places is not None and num_running:
+            self._shrink(self._places, num_running, len(joining))
+            logits = self._forward(self._places)
+        if joining:
+            logits = self._join(joining, logits)
+        assert self._places is not None and logits is not None
+        tokens, log_probs = self._sample(logits, self._places)
+        self._places.tokens = tokens
+        return self._record(self._places, tokens.tolist(), log_probs.tolist())
+
+    def _forward(self, places: _Places) -> Tensor:
+        """Feeds every place's last token; returns the logits (places, vocabulary)."""
+        columns = places.length + 1
+        if places.mask is not None and places.mask.shape[-1] < columns:
+            places.remask()
+        mask = None if places.mask is None else places.mask[..., :columns]
+        logits = decode_step(self._model, places.tokens, places.positions, places.cache, mask)
+        places.positions = places.positions + places.advance
+        return logits
+
+    def _shrink(self, places: _Places, num_running: int, num_joining: int) -> None:
+        """Drops empty places, or columns that no row needs, once they make up a quarter of the cache."""
+        taken = places.taken()
+        look = places.length % PADDING_INTERVAL == 0  # reading `pads` waits for the device
+        padding = int(places.pads[taken].min()) if look else 0
+        if num_running + num_joining < KEEP_FRACTION * len(places.rows) or padding > (1 - KEEP_FRACTION) * places.length:
+            places.arrange(taken, [places.rows[place] for place in taken])
+
+    def _join(self, joining: list[_Row], logits: Tensor | None) -> Tensor:
+        """Reads the joining rows and gives them places.
+
+        logits: those of the places before, (places, vocabulary), or None without any.  Returns the logits of all places.
+        """
+        prompts = sorted({tuple(row.ids) for row in joining}, key=len)
+        chunks = prefill_chunks([len(prompt) for prompt in prompts], self._limits.max_prefill_tokens)
+        read = [read_prompts(self._model, prompts[first:stop]) for first, stop in chunks]
+        if logits is None:
+            self._places = self._new_places(len(joining), len(prompts[-1]), read[0][1])
+            logits = read[0][0].new_empty(len(joining), read[0][0].shape[1])
+        assert self._places is not None
+        places = self._places
+        logits = self._make_places(places, len(joining), len(prompts[-1]), logits)
+        number = {prompt: i for i, prompt in enumerate(prompts)}
+        free = places.free()[: len(joining)]
+        source = torch.tensor([number[tuple(row.ids)] for row in joining])
+        index = torch.tensor(free)
+        for (first, stop), (_, prefilled) in zip(chunks, read, strict=True):
+            inside = (source >= first) & (source < stop)
+            fill_rows(places.cache, prefilled, index[inside].to(logits.device), (source[inside] - first).to(logits.device))
+        self._fill(places, free, joining)
+        logits[index.to(logits.device)] = torch.cat([part for part, _ in read])[source.to(logits.device)]
+        return logits
+
+    def _new_places(self, count: int, width: int, prefilled: Cache) -> _Places:
+        zeros = torch.zeros(count, dtype=torch.long, device=self._model.device)
+        return _Places(
+            cache=allocate(prefilled, count, width, width + FIRST_CAPACITY),
+            rows=[None] * count,
+            pads=zeros,
+            positions=zeros.clone(),
+            advance=zeros.clone(),
+            tokens=zeros.clone(),
+            mask=None,
+        )
+
+    def _make_places(self, places: _Places, count: int, width: int, logits: Tensor) -> Tensor:
+        """Provides at least `count` empty places of at least `width` columns; returns the logits of all places."""
+        if len(places.free()) < count:
+            taken = places.taken()
+            spare = min(max(count, len(taken) // SPARE_DIVISOR), self._max_rows - len(taken))
+            sources = taken + [taken[0]] * spare  # the content of an empty place does not matter
+            logits = logits[places.arrange(sources, [*(places.rows[place] for place in taken), *[None] * spare])]
+        if width > places.length:
+            more = width - places.length
+            widen(places.cache, more)
+            places.pads = places.pads + more
+        return logits
+
+    def _fill(self, places: _Places, free: list[int], joining: list[_Row]) -> None:
+        index = torch.tensor(free, device=places.pads.device)
+        lengths = torch.tensor([len(row.ids) for row in joining], device=places.pads.device)
+        places.pads[index] = places.length - lengths
+        places.positions[index] = lengths
+        places.advance[index] = 1
+        for place, row in zip(free, joining, strict=True):
+            places.rows[place] = row
+        places.remask()
+
+    def _sample(self, logits: Tensor, places: _Places) -> tuple[Tensor, Tensor]:
+        """Samples one token per place with its log-prob, both (places,), by each row's own parameters.  The values of empty
+        places are meaningless."""
+        noise = torch.tensor([0.0 if row is None else row.next_uniform() for row in places.rows], device=logits.device)
+        kinds: list[SamplingParams] = []
+        for row in places.rows:
+            if row is not None and row.params not in kinds:
+                kinds.append(row.params)
+        if len(kinds) == 1:
+            return sample_tokens(logits, noise, kinds[0])
+        tokens, log_probs = torch.zeros_like(places.tokens), torch.zeros_like(noise)
+        for kind in kinds:
+            chosen = [place for place, row in enumerate(places.rows) if row is not None and row.params == kind]
+            index = torch.tensor(chosen, device=logits.device)
+            tokens[index], log_probs[index] = sample_tokens(logits[index], noise[index], kind)
+        return tokens, log_probs
+
+    def _record(self, places: _Places, tokens: list[int], log_probs: list[float]) -> list[TokenEvent]:
+        """Appends the step's tokens to their rows, and removes the rows that end with them."""
+        events = []
+        for place, row in enumerate(places.rows):
+            if row is None:
+                continue
+            token = tokens[place]
+            if not math.isfinite(log_probs[place]):
+                raise EngineError(NOT_FINITE)
+            row.ids.append(token)
+            row.count += 1
+            reason: FinishReason | None = None
+            if token in row.stops or row.count >= row.limit:
+                reason = "stop" if token in row.stops else "length"
+                places.leave(place)
+            events.append(TokenEvent(row.key, token, log_probs[place], reason))
+        if not any(places.rows):
+            self._places = None
+        return events
+
+
+@dataclass(slots=True, kw_only=True)
+class _Places:
+    """The rows' places in the cache, including empty ones (None).  All tensors are (places,).
+
+    pads: the number of padding columns before the row.
+    positions: the position of the next token.
+    advance: 1 where there is a row, else 0.
+    tokens: the token that was sampled last.
+    mask: see `key_mask`.
+    """
+
+    cache: Cache
+    rows: list[_Row | None]
+    pads: Tensor
+    positions: Tensor
+    advance: Tensor
+    tokens: Tensor
+    mask: Tensor | None
+
+    @property
+    def length(self) -> int:
+        """Returns the number of filled columns of the cache."""
+        length: int = self.cache.layers[0].get_seq_length()
+        return length
+
+    def taken(self) -> list[int]:
+        return [place for place, row in enumerate(self.rows) if row is not None]
+
+    def free(self) -> list[int]:
+        return [place for place, row in enumerate(self.rows) if row is None]
+
+    def arrange(self, sources: list[int], rows: list[_Row | None]) -> Tensor:
+        """Copies the places `sources` into new ones, which hold `rows`, and returns `sources` as a tensor.
+
+        Columns that are padding for every row are dropped.
+        """
+        index = torch.tensor(sources, device=self.pads.device)
+        first_column = int(self.pads[index].min())
+        keep_rows(self.cache, index, first_column)
+        self.pads, self.positions = self.pads[index] - first_column, self.positions[index]
+        self.advance, self.tokens = self.advance[index], self.tokens[index]
+        self.rows = rows
+        self.advance[[place for place, row in enumerate(rows) if row is None]] = 0
+        self.remask()
+        return index
+
+    def remask(self) -> None:
+        """Builds a new mask, with columns to spare."""
+        self.mask = key_mask(self.pads, self.length + SPARE_MASK_COLUMNS, self.cache.layers[0].keys.dtype)
+
+    def leave(self, place: int) -> None:
+        """Empties the place of a row that has ended."""
+        self.rows[place] = None
+        self.advance[place] = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Row:
+    """One request of the batch.
+
+    ids: the tokens of the prompt and of the completion; the last one is not in the cache yet.
+    count: the completion's tokens so far, including those of an earlier attempt.
+    limit: the largest number of tokens that the completion may have.
+    """
+
+    key: int
+    ids: list[int]
+    seed: int
+    params: SamplingParams
+    stops: frozenset[int]
+    count: int
+    limit: int
+    noise: list[float] = field(default_factory=list)  # uniforms of the tokens that follow, the next one last
+
+    def next_uniform(self) -> float:
+        """Returns the uniform of the token that is sampled next."""
+        if not self.noise:
+            self.noise = token_uniforms([self.seed], [self.count], NOISE_BLOCK)[0, ::-1].tolist()
+        return self.noise.pop()

@@ -1,4 +1,4 @@
-"""Dialects: how each kind of server is asked, and its answers read."""
+"""Dialects: the calls that each kind of rollout server understands, and how its answers are read."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ class NoTokenIdsError(EngineError):
 
 
 class Call(NamedTuple):
-    """One HTTP request."""
+    """One HTTP request: its path and its JSON body."""
 
     path: str
     body: dict[str, Any]
 
 
 class Dialect(Protocol):
-    """How one kind of server is asked, and its answers read; one object an engine.
+    """The calls to one kind of server and the reading of its answers; each engine has its own object.
 
-    keeps_requests: a pause leaves requests on the server as they are; False: it ends them with the tokens so far, and they are
-    sent again.  trains: it gives token ids and log-probs, also in streams (`stream` in the body).  processed: log-probs are
-    those of the truncated distribution, so that of the only token under top_k=1 is 0.  health: a path that answers when the
-    server is ready.
+    keeps_requests: True if requests stay on the server through a pause; False if the pause ends them with the tokens so far, so
+        that they must be sent again.
+    trains: True if the server returns token ids and log-probs, also in streams (`stream` in the body).
+    processed: True if log-probs are those of the truncated distribution, so that the only token under top_k=1 has log-prob 0.
+    health: a path that answers once the server is ready.
     """
 
     keeps_requests: bool
@@ -48,25 +49,38 @@ class Dialect(Protocol):
     def __init__(self, setup: RolloutSetup) -> None: ...
 
     def generate(self, request: GenerationRequest, params: SamplingParams, model: str) -> Call:
-        """Asks for a completion.  `request.start` tokens of it are in the prompt already."""
+        """Returns the call for a completion.  The last `request.start` tokens of the prompt belong to the completion already."""
         ...
 
     def completion(self, answer: Any, version: int) -> Completion:
-        """Reads it.  version: of tokens where the server does not say.  Raises EngineError without token ids or log-probs."""
+        """Reads the answer to `generate`.  Raises EngineError if it has no token ids or log-probs.
+
+        version: the policy version of tokens for which the server names none.
+        """
         ...
 
     def part(self, event: Any, version: int, have: int) -> Progress | None:
-        """Reads an event of a stream, of whose tokens `have` were read before; the reason with the last ones.  None: it has
-        nothing.  Raises NoTokenIdsError where it has text without ids."""
+        """Reads one event of a stream; returns None for an event without news, and the finish reason with the last tokens.
+
+        have: the number of this stream's tokens that were read before.  Raises NoTokenIdsError for text without token ids.
+        """
         ...
 
-    def pause(self) -> list[Call]: ...
+    def pause(self) -> list[Call]:
+        """Returns the calls that pause generation."""
+        ...
 
-    def resume(self, *, recompute: bool) -> list[Call]: ...
+    def resume(self, *, recompute: bool) -> list[Call]:
+        """Returns the calls that continue generation.  recompute: the server discards the keys and values of its requests
+        first."""
+        ...
 
     def reload(self, folder: str, version: int, *, reset_version: bool) -> list[Call]:
-        """Takes the Hugging Face weights in `folder`, while paused.  reset_version: the first of this job, which counts its
-        versions from where it begins or goes on, whatever the server has."""
+        """Returns the calls that load the Hugging Face weights in `folder`, while the server is paused.
+
+        reset_version: True for the first weights of this job, which counts versions from where it starts or resumes, whatever
+        the server had before.
+        """
         ...
 
 
@@ -78,7 +92,7 @@ class _CompletionsDialect:
     health = "/health"
 
     def __init__(self, setup: RolloutSetup) -> None:
-        """Takes nothing of the setup."""
+        """Creates the dialect, which needs no part of the setup."""
 
     def completion(self, answer: Any, version: int) -> Completion:
         choice = answer["choices"][0]
@@ -93,7 +107,7 @@ class _CompletionsDialect:
         )
 
     def part(self, event: Any, version: int, have: int) -> Progress | None:
-        """Reads an event of the stream, whose last ones may have a reason and no tokens."""
+        """Reads one event of the stream; the last ones may have a finish reason and no tokens."""
         choices = event.get("choices")
         if not choices:
             return None
@@ -111,7 +125,8 @@ class _CompletionsDialect:
 
 
 class RlhubDialect(_CompletionsDialect):
-    """rlhub's own server (rlhub.trainer.main_serve): requests stay through a pause, and each token comes with its version."""
+    """The dialect of rlhub's own server (rlhub.trainer.main_serve): requests stay through a pause, and each token comes with
+    its version."""
 
     keeps_requests = True
 
@@ -129,10 +144,10 @@ class RlhubDialect(_CompletionsDialect):
 
 
 class VLLMDialect(_CompletionsDialect):
-    """vLLM's api_server, started with VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs.
+    """The dialect of vLLM's api_server, started with VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs.
 
-    A pause ends running requests with their tokens; they are sent again with these in the prompt, so each token's version is
-    known and keys and values are those of the new weights.
+    A pause ends running requests with their tokens, and the engine sends them again with these tokens in the prompt.  So the
+    version of each token is known, and keys and values are computed with the new weights.
     """
 
     keeps_requests = False
@@ -156,9 +171,11 @@ class VLLMDialect(_CompletionsDialect):
 
 
 class SGLangDialect:
-    """SGLang's launch_server, by its native interface (docs.sglang.ai, "Sampling parameters" and "SGLang for RL").
+    """The dialect of SGLang's launch_server, by its native interface (docs.sglang.ai, "Sampling parameters" and "SGLang for
+    RL").
 
-    A pause ends running requests with their tokens, as with vLLM.  Its log-probs are after temperature, before top-k and top-p.
+    A pause ends running requests with their tokens, as with vLLM.  The log-probs are taken after temperature and before top-k
+    and top-p.
     """
 
     trains = True
@@ -167,7 +184,7 @@ class SGLangDialect:
     health = "/health"
 
     def __init__(self, setup: RolloutSetup) -> None:
-        """Takes nothing of the setup."""
+        """Creates the dialect, which needs no part of the setup."""
 
     def generate(self, request: GenerationRequest, params: SamplingParams, model: str) -> Call:
         sampling = {
@@ -194,7 +211,7 @@ class SGLangDialect:
         )
 
     def part(self, event: Any, version: int, have: int) -> Progress | None:
-        """Reads events that hold all tokens so far, or the new ones (--incremental-streaming-output)."""
+        """Reads an event, which holds either all tokens so far or only the new ones (--incremental-streaming-output)."""
         found = self.completion(event, version)
         meta = event["meta_info"]
         new = slice(have if meta.get("completion_tokens", 0) == len(found.token_ids) else 0, None)
@@ -216,9 +233,9 @@ class SGLangDialect:
 
 
 class OpenAIDialect:
-    """Any other OpenAI-compatible server: it answers with text, so it serves evaluation only.
+    """The dialect of any other OpenAI-compatible server, which answers with text and so serves evaluation only.
 
-    The text is tokenized here, which need not give the tokens that were sampled: nothing of it may be trained on.
+    The text is tokenized here, which need not give the tokens that were sampled, so no completion may be trained on.
     """
 
     trains = False
@@ -253,7 +270,7 @@ class OpenAIDialect:
         return Completion(token_ids=ids, log_probs=[], finish_reason=ended, versions=[version] * len(ids))
 
     def part(self, event: Any, version: int, have: int) -> Progress | None:
-        raise NoTokenIdsError  # text that is tokenized piece by piece gives other tokens than all of it
+        raise NoTokenIdsError  # text that is tokenized piece by piece gives other tokens than the whole text
 
     def pause(self) -> list[Call]:
         return []
@@ -271,11 +288,11 @@ DIALECTS: dict[str, type[Dialect]] = {
     "sglang": SGLangDialect,
     "openai": OpenAIDialect,
 }
-"""By the name that `rollout.remote.server` takes."""
+"""Maps each value of `rollout.remote.server` to its dialect."""
 
 
 def _completions_body(request: GenerationRequest, params: SamplingParams, model: str) -> dict[str, Any]:
-    """Returns the body of /v1/completions, as rlhub and vLLM both understand it."""
+    """Returns the body of /v1/completions in the form that rlhub and vLLM both understand."""
     return {
         "model": model,
         "prompt": list(request.prompt_ids),
@@ -300,5 +317,6 @@ def _reason(word: Any) -> FinishReason:
 
 
 def _later_seed(request: GenerationRequest) -> int:
-    """Returns a seed for servers whose noise starts with each request: not that of the tokens that are there already."""
+    """Returns the seed for a server whose noise starts over with each request: a continued completion must not repeat the
+    noise of the tokens that it already has."""
     return sample_seed(request.seed, request.start, 0) if request.start else request.seed

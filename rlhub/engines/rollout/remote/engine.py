@@ -1,8 +1,8 @@
-"""RolloutEngine over a server that another job runs: requests go by HTTP, weights through a shared folder.
+"""RolloutEngine over a server that another job runs: requests go over HTTP, weights through a shared folder.
 
-The server's weights cannot be seen from here.  What this engine calls its live weights is the copy that is written for the
-server: an update changes the copy, writes it and has the server load it.  That the server does is shown by its log-probs, which
-training compares with its own each step.
+The server's weights cannot be read back.  The live weights of this engine are the copy that is written for the server: an
+update changes the copy, writes it and makes the server load it.  The server's log-probs show that it did, because training
+compares them with its own in every step.
 """
 
 from __future__ import annotations
@@ -36,56 +36,16 @@ from rlhub.errors import ConfigError, DeadlineError, EngineError, RlhubError
 from rlhub.protocol.weights.pieces import Piece
 from rlhub.utils.aio.loop_thread import LoopThread
 
-logger = logging.getLogger(__name__)
-
-PROBE = (1, 2, 3)  # not 0, which is often padding: its embedding is zero, and all logits are the same after it
+PROBE = (1, 2, 3)  # without 0, which is often padding: its embedding is zero, so that all logits after it are equal
 CERTAIN = 1e-3
-"""How far from 0 the log-prob of the only possible token may be."""
-LOCK_FACTOR = 4.0  # of a request's time: who has the lock makes four at most
-
-
-class _PartialCompletion:
-    """A request's completion so far, over all the attempts at it.
-
-    completion: its reason is "abort" until the end is known.  relay: to whom its tokens are streamed; None: to nobody.
-    """
-
-    def __init__(self, request: GenerationRequest, params: SamplingParams, relay: ProgressRelay | None) -> None:
-        self._request, self._params = request, params
-        self.relay = relay
-        self.completion = Completion(token_ids=[], log_probs=[], finish_reason="abort", versions=[])
-
-    def __len__(self) -> int:
-        return len(self.completion.token_ids)
-
-    @property
-    def rest(self) -> GenerationRequest:
-        """The request for the tokens that are still missing."""
-        start = self._request.start + len(self)
-        return replace(self._request, prompt_ids=[*self._request.prompt_ids, *self.completion.token_ids], start=start)
-
-    def add(self, part: Progress | Completion) -> None:
-        """Takes more tokens and streams them, with the reason where they are the last."""
-        self.completion.token_ids += part.token_ids
-        self.completion.log_probs += part.log_probs
-        self.completion.versions += part.versions
-        if self.relay is not None:
-            # What a pause ended goes on.
-            ended = part.finish_reason if part.finish_reason != "abort" else None
-            tokens, log_probs, versions = part.token_ids, part.log_probs, part.versions
-            self.relay.send(Progress(token_ids=tokens, log_probs=log_probs, versions=versions, finish_reason=ended))
-
-    def ended(self, max_model_len: int) -> FinishReason | None:
-        """Returns why there is nothing more to ask for, by the tokens alone; None where there is."""
-        tokens, params = self.completion.token_ids, self._params
-        if tokens and tokens[-1] in params.stop_token_ids and not params.ignore_eos:
-            return "stop"
-        full = self._request.start + len(self) >= params.max_new_tokens or len(self.rest.prompt_ids) >= max_model_len
-        return "length" if full else None
+"""The largest distance from 0 of the log-prob of the only possible token."""
+LOCK_FACTOR = 4.0  # times the deadline of a request: the holder of the lock makes at most four
+logger = logging.getLogger(__name__)
 
 
 class RemoteEngine(RolloutEngine):
-    """See the module docstring and RemoteConfig.  Requests run on a thread's event loop, whoever asks for them."""
+    """A RolloutEngine over one of the configured servers (see RemoteConfig).  All requests run on the event loop of one
+    thread."""
 
     def __init__(self, setup: RolloutSetup) -> None:
         remote = setup.config.remote
@@ -105,14 +65,14 @@ class RemoteEngine(RolloutEngine):
         self._ready = setup.load_checkpoint
         self._loop: LoopThread | None = None
         self._http: Http | None = None
-        self._streams = self._dialect.trains  # until a stream shows that it brings no token ids
+        self._streams = self._dialect.trains  # until a stream turns out to contain no token ids
         self._going = asyncio.Event()  # used on the loop's thread only
-        self._pauses = 0  # how many there were: tells a request whether its end was one of them
+        self._pauses = 0  # counts them, so that a request can tell whether a pause ended it
         self._changing = threading.Lock()
         self._paused = False
         self._live: dict[asyncio.Task[Completion], str] = {}
 
-    # --- life ----------------------------------------------------------------------------------------------------------
+    # --- start and end -------------------------------------------------------------------------------------------------
 
     def initialize(self) -> None:
         self._loop = LoopThread("remote rollout")
@@ -122,7 +82,7 @@ class RemoteEngine(RolloutEngine):
             self._loop.run(self._http.wait_ready(self._dialect.health, self._remote.start_s))
             if not self._dialect.trains:
                 logger.warning("%s: %s", self._url, NO_IDS)
-            elif self._goes_on() and self._dialect.processed:
+            elif self._generates_already() and self._dialect.processed:
                 self._loop.run(self._probe())
             if self._folder is not None:
                 self._lock.arrive()
@@ -130,9 +90,11 @@ class RemoteEngine(RolloutEngine):
             self.shutdown()
             raise
 
-    def _goes_on(self) -> bool:
-        """Returns whether the server generates before it has new weights.  A job that ended in a weight update has left it
-        paused; the one that gives it weights from now on wakes it."""
+    def _generates_already(self) -> bool:
+        """Returns whether the server generates before it has this job's weights.
+
+        A job that ended during a weight update has left the server paused, so it is resumed first.
+        """
         if self._folder is None:
             return True
         try:
@@ -146,7 +108,7 @@ class RemoteEngine(RolloutEngine):
         return True
 
     async def _probe(self) -> None:
-        """Checks that log-probs are those of the distribution that is sampled.  Raises EngineError if not, or without any."""
+        """Raises EngineError unless the server's log-probs are those of the distribution that it samples from."""
         params = SamplingParams(top_k=1, max_new_tokens=1, ignore_eos=True)
         try:
             async with asyncio.timeout(self._remote.start_s):
@@ -190,8 +152,8 @@ class RemoteEngine(RolloutEngine):
         return found
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: Follow | None = None) -> Completion:
-        """Streams the tokens of a request that is followed.  A stream that breaks off goes on, in another request, after the
-        tokens that came."""
+        """Streams the tokens of a request with `follow`.  If the stream breaks off, a further request continues after its
+        tokens."""
         if not self._paused:
             self._refuse_unready("generate")
         check_requests([request], params, max_model_len=self._setup.max_model_len)
@@ -208,14 +170,15 @@ class RemoteEngine(RolloutEngine):
             return await task
         except asyncio.CancelledError:
             current = asyncio.current_task()
-            if current is not None and current.cancelling():  # the caller went away
+            if current is not None and current.cancelling():  # the caller cancelled
                 raise
-            return partial.completion  # by `abort`
+            return partial.completion  # `abort` cancelled
         finally:
             del self._live[task]
 
     async def _complete(self, partial: _PartialCompletion, params: SamplingParams) -> Completion:
-        """Generates one completion, in as many attempts as pauses end it and streams break off that brought something."""
+        """Generates one completion.  An attempt that a pause has ended, or whose stream broke off after some tokens, is
+        followed by another."""
         ended: FinishReason | None = None
         while ended is None:
             await self._going.wait()
@@ -256,10 +219,10 @@ class RemoteEngine(RolloutEngine):
         return self._dialect.completion(await self._http.call(path, body), before)
 
     def _versions(self, versions: list[int], ended: FinishReason, before: int) -> list[int]:
-        """Returns the versions of an answer.  What a pause did not end was either over before it or begun after it, and then has
-        the new weights.
+        """Returns the versions of an answer's tokens, which the server does not name itself.
 
-        before: the version when the request was sent.
+        An answer that no pause has ended was either complete before the pause or started after it, and then with the new
+        weights.  before: the version when the request was sent.
         """
         if ended != "abort" and self.version != before and not self._dialect.keeps_requests:
             return [self.version] * len(versions)
@@ -270,7 +233,7 @@ class RemoteEngine(RolloutEngine):
         path, body = self._dialect.generate(partial.rest, params, self._remote.model_name)
         before, pauses, have = self.version, self._pauses, 0
         waiting: list[Progress] = []
-        sure: bool | None = None  # whether the tokens' versions are known as they come
+        sure: bool | None = None  # whether the tokens' versions are known when they arrive
         ended: FinishReason | None = None
         async with aclosing(self._http.stream(path, {**body, "stream": True})) as events:
             async for event in events:
@@ -279,7 +242,7 @@ class RemoteEngine(RolloutEngine):
                     continue
                 have += len(part.token_ids)
                 ended = part.finish_reason or ended
-                if sure is None:  # a stream that was there before any pause is ended by it
+                if sure is None:  # a pause ends a stream that began before it
                     sure = self._dialect.keeps_requests or pauses == self._pauses
                 if sure:
                     partial.add(part)
@@ -297,7 +260,7 @@ class RemoteEngine(RolloutEngine):
         return len(self._live)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Ends requests with the tokens that were streamed; those of a whole answer are lost."""
+        """Ends requests with the tokens that were streamed.  The tokens of a request that is not streamed are lost."""
 
         def cancel() -> None:
             for task, name in self._live.items():
@@ -358,7 +321,7 @@ class RemoteEngine(RolloutEngine):
         self._ready, self.version = True, version
 
     def _send(self, version: int) -> None:
-        """Lets the server run the copy, unless another engine of this job has just brought it the same."""
+        """Makes the server load the copy, unless another engine of this job has just loaded the same weights there."""
         fingerprint = self._staging.fingerprint()
         with self._lock.taken() as record:
             if record.loaded is not None and record.loaded[:2] == (version, fingerprint):
@@ -368,17 +331,17 @@ class RemoteEngine(RolloutEngine):
             record.end(version, fingerprint)
 
     def _reload(self, version: int) -> None:
-        """Changes the weights between two requests' tokens, whether or not the caller has paused."""
+        """Changes the server's weights during a pause, the caller's or one of its own."""
         folder = self._staging.write(version)
-        own = not self._paused
+        pauses_here = not self._paused
         reload = self._dialect.reload(str(folder), version, reset_version=self.version < 0)
         try:
-            self._ask([*(self._dialect.pause() if own else ()), *reload])
+            self._ask([*(self._dialect.pause() if pauses_here else ()), *reload])
         except RlhubError:
-            with suppress(RlhubError):  # others may use the server; where its weights are not whole it refuses
-                self._ask(self._dialect.resume(recompute=True) if own else ())
+            with suppress(RlhubError):  # other jobs may use the server, which refuses by itself while its weights are not whole
+                self._ask(self._dialect.resume(recompute=True) if pauses_here else ())
             raise
-        if own:
+        if pauses_here:
             self._ask(self._dialect.resume(recompute=True))
 
     def live_weights(self) -> Iterator[Piece]:
@@ -394,3 +357,44 @@ class RemoteEngine(RolloutEngine):
 
     def wake_up(self, *, weights_only: bool = False) -> None:
         return
+
+
+class _PartialCompletion:
+    """A request's completion so far, over all the attempts at it.
+
+    completion: the tokens so far; its reason is "abort" until the end is known.
+    relay: passes the tokens on to the caller; None if nobody follows the request.
+    """
+
+    def __init__(self, request: GenerationRequest, params: SamplingParams, relay: ProgressRelay | None) -> None:
+        self._request, self._params = request, params
+        self.relay = relay
+        self.completion = Completion(token_ids=[], log_probs=[], finish_reason="abort", versions=[])
+
+    def __len__(self) -> int:
+        return len(self.completion.token_ids)
+
+    @property
+    def rest(self) -> GenerationRequest:
+        """Returns the request for the tokens that are still missing."""
+        start = self._request.start + len(self)
+        return replace(self._request, prompt_ids=[*self._request.prompt_ids, *self.completion.token_ids], start=start)
+
+    def add(self, part: Progress | Completion) -> None:
+        """Appends tokens and streams them, with the finish reason if they are the last."""
+        self.completion.token_ids += part.token_ids
+        self.completion.log_probs += part.log_probs
+        self.completion.versions += part.versions
+        if self.relay is not None:
+            # A completion that a pause has ended will be continued.
+            ended = part.finish_reason if part.finish_reason != "abort" else None
+            tokens, log_probs, versions = part.token_ids, part.log_probs, part.versions
+            self.relay.send(Progress(token_ids=tokens, log_probs=log_probs, versions=versions, finish_reason=ended))
+
+    def ended(self, max_model_len: int) -> FinishReason | None:
+        """Returns the reason if the tokens alone show that the completion is whole, or None."""
+        tokens, params = self.completion.token_ids, self._params
+        if tokens and tokens[-1] in params.stop_token_ids and not params.ignore_eos:
+            return "stop"
+        full = self._request.start + len(self) >= params.max_new_tokens or len(self.rest.prompt_ids) >= max_model_len
+        return "length" if full else None

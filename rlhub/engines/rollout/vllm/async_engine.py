@@ -1,7 +1,7 @@
-"""RolloutEngine over vLLM's AsyncLLM: single requests, tensor-parallel if wanted, in processes that vLLM starts.
+"""RolloutEngine over vLLM's AsyncLLMEngine: single requests, tensor-parallel if configured, in processes that vLLM starts.
 
-The engine core and its workers are children of this process.  The weights live there: `call_workers` is the way to them.  The
-client lives on an event loop of its own, so callers may come from any loop, and blocking methods block nobody's requests.
+The engine core and its workers are children of this process and hold the weights, which `call_workers` reaches.  The client
+runs on an event loop of its own, so callers may use any loop, and blocking methods delay nobody's requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlhub.engines.rollout.base import (
 from rlhub.engines.rollout.registry import RolloutSetup
 from rlhub.engines.rollout.request_checks import check_requests
 from rlhub.engines.rollout.streaming import ProgressRelay
-from rlhub.engines.rollout.vllm.environment import child_variables, guarded_process, start_apart
+from rlhub.engines.rollout.vllm.environment import child_variables, guarded_process, start_resource_tracker
 from rlhub.errors import EngineError, RequestError, RlhubError
 from rlhub.models.hf import check_weights
 from rlhub.protocol.weights.pieces import Piece
@@ -45,7 +45,11 @@ LOADED_WEIGHTS = "rlhub.engines.rollout.vllm.worker:LoadedWeights"
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Pending:
-    """A request that waits or runs.  go: set when it may be sent, or was aborted before.  sent: vLLM knows it."""
+    """A request that waits or runs.
+
+    go: an event that is set when the request may be sent, or was aborted before.
+    sent: True once vLLM has the request.
+    """
 
     key: str
     request: GenerationRequest
@@ -55,7 +59,7 @@ class _Pending:
 
 
 class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
-    """See the module docstring.  Requests that come while it is paused are sent when it goes on."""
+    """A RolloutEngine for single requests.  Requests that arrive during a pause are sent when the engine resumes."""
 
     def __init__(self, setup: RolloutSetup) -> None:
         if setup.config.mode != "async":
@@ -79,7 +83,7 @@ class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
         if self._setup.load_checkpoint:
             check_weights(self._setup.model, "policy")
         self._thread = LoopThread("vllm-client")
-        start_apart()  # vLLM's processes talk to each other through shared memory
+        start_resource_tracker()  # vLLM's processes talk to each other through shared memory
         try:
             with guarded_process(child_variables()):
                 self._client = self._thread.run(self._build())
@@ -135,7 +139,7 @@ class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
         return live
 
     async def _answer(self, live: _Pending, params: SamplingParams, relay: ProgressRelay | None) -> Completion:
-        """Serves a request on the client's loop, from its arrival to its end."""
+        """Serves one request on the client's loop, from its arrival to its end."""
 
         def stream(tokens: list[int], log_probs: list[float], reason: FinishReason | None) -> None:
             assert relay is not None
@@ -156,7 +160,7 @@ class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
             raise
         except EngineError:
             raise
-        except (ValueError, TypeError) as error:  # before the core has it
+        except (ValueError, TypeError) as error:  # raised before the request reaches the core
             if self.failure:
                 raise EngineError(f"{self.failure}; the engine must be built again: {error}") from error
             raise RequestError(f"vLLM refuses the request: {error}") from error
@@ -171,7 +175,7 @@ class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
 
     @property
     def failure(self) -> str:
-        """Says what vLLM knows, which watches its processes in a thread."""
+        """Returns an error once vLLM's own watcher thread has noticed the end of one of its processes."""
         client = self._client
         return "vLLM's engine core, or a worker of it, has ended" if client is not None and client.dead else ""
 
@@ -203,7 +207,7 @@ class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
         await self._running().resume(recompute=recompute and self._stale)
         self._stale = self._stale and not recompute
         self._paused = False
-        for live in list(self._live.values()):  # others come meanwhile, from their own threads
+        for live in list(self._live.values()):  # a copy, because other threads add requests meanwhile
             live.go.set()
 
     @contextmanager
@@ -246,12 +250,12 @@ class AsyncVLLMEngine(RolloutEngine, ExternalWeights):
     # -- the rest ----------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Frees nothing: a replica that sleeps would serve nobody."""
+        """Frees no memory, because a sleeping replica could serve nobody; it only refuses requests until the next update."""
         self._refuse_busy("sleep")
         self._ready = False
 
     def wake_up(self, *, weights_only: bool = False) -> None:
-        """Does nothing: nothing sleeps."""
+        """Does nothing, because `sleep` frees no memory."""
 
     def shutdown(self) -> None:
         self._closed, self._ready = True, False

@@ -1,4 +1,4 @@
-"""rlhub's requests in vLLM's terms, and vLLM's answers in rlhub's.  Imports vLLM: see `environment`."""
+"""Conversion of rlhub's requests to vLLM's, and of vLLM's outputs to rlhub's.  Imports vLLM: see `environment`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from rlhub.engines.rollout.base import Completion, FinishReason, GenerationReque
 from rlhub.errors import EngineError
 from rlhub.utils.seeding import Purpose, random_bits
 
-SEED_BITS = 1  # 64 - 63: a generator's seed is a signed integer
+SURPLUS_SEED_BITS = 1  # 64 - 63: a generator's seed is a signed integer
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 def vllm_params(request: GenerationRequest, params: SamplingParams, *, stream: bool = False) -> VLLMSamplingParams:
-    """Returns vLLM's parameters of one request.  stream: an output a step, of what is new; False: one at the end."""
+    """Returns vLLM's sampling parameters of one request.
+
+    stream: True asks for one output per step, with the new tokens; False for a single output at the end.
+    """
     return VLLMSamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -26,23 +29,24 @@ def vllm_params(request: GenerationRequest, params: SamplingParams, *, stream: b
         seed=_seed(request),
         stop_token_ids=[] if params.ignore_eos else list(params.stop_token_ids),
         ignore_eos=True,  # the request's stop tokens are the only ones
-        logprobs=0,  # also where nobody asked: only they tell that logits were not finite
+        logprobs=0,  # always: only log-probs show that logits were not finite
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # nobody else has it, and a deep copy costs more than all else of taking a request
+        skip_clone=True,  # nothing else uses the object, and a deep copy costs more than all other work on a new request
     )
 
 
 def _seed(request: GenerationRequest) -> int:
-    """vLLM's noise has no position: what goes on after `start` tokens has noise of its own, and repeats no earlier one."""
+    """Returns vLLM's seed of a request.  vLLM's noise does not depend on the position, so a completion that continues after
+    `start` tokens gets another seed, whose noise repeats none of the earlier tokens'."""
     if request.start == 0:
         return request.seed
-    return int(random_bits(request.seed, Purpose.CONTINUATION, request.start)[0]) >> SEED_BITS
+    return int(random_bits(request.seed, Purpose.CONTINUATION, request.start)[0]) >> SURPLUS_SEED_BITS
 
 
 def completion_of(output: CompletionOutput, params: SamplingParams, version: int) -> Completion:
-    """Returns a whole completion, all of whose tokens the policy of this version has sampled."""
+    """Returns a whole completion whose tokens were all sampled by the policy of this version."""
     log_probs = log_probs_of(output)
     return Completion(
         token_ids=list(output.token_ids),
@@ -53,7 +57,8 @@ def completion_of(output: CompletionOutput, params: SamplingParams, version: int
 
 
 def log_probs_of(output: CompletionOutput) -> list[float]:
-    """Returns the log-probs of an output's tokens, asked for or not.  Raises EngineError where one is not finite."""
+    """Returns the log-probs of an output's tokens, whether requested or not.  Raises EngineError if one is missing or not
+    finite."""
     values: list[float] = list(output.logprobs.logprobs) if output.logprobs else []
     if not all(map(math.isfinite, values)):
         raise EngineError(
@@ -66,7 +71,7 @@ def log_probs_of(output: CompletionOutput) -> list[float]:
 
 
 def finish_reason_of(output: CompletionOutput) -> FinishReason:
-    """Returns why a finished request ended.  Raises EngineError for a reason that no request of ours has."""
+    """Returns why a finished request ended.  Raises EngineError for a reason that none of rlhub's requests can have."""
     if output.finish_reason not in REASONS:
         raise EngineError(f"vLLM ended a request with {output.finish_reason}")
     return REASONS[output.finish_reason]

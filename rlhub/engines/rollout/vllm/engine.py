@@ -1,6 +1,6 @@
-"""RolloutEngine over vLLM in this process: the same ranks train and generate.
+"""RolloutEngine over vLLM in this process, where the same ranks train and generate.
 
-With tensor parallelism each rank of a group runs its own scheduler on the same requests; the schedules agree because the
+With tensor parallelism each rank of a group runs its own scheduler on the same requests.  The schedules agree because the
 requests, their order and their seeds do.
 """
 
@@ -33,22 +33,23 @@ from rlhub.protocol.weights.pieces import Piece
 if TYPE_CHECKING:
     from rlhub.engines.rollout.vllm.entrypoints import InProcessLLM
 
-DISCARD_WEIGHTS = 2  # vLLM's sleep level that keeps neither cache nor weights: the next update brings them
-SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of what sleep frees, in the order in which they are woken
+DISCARD_WEIGHTS = 2  # vLLM's sleep level that keeps neither cache nor weights; the next update restores the weights
+SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of the memory that sleep frees, in the order of waking
 
 
 class VLLMEngine(SteppedEngine):
-    """See the module docstring.  One vLLM engine a process: its parallel state is global to the process."""
+    """A RolloutEngine over one vLLM engine; a process can have only one, because vLLM's parallel state is global to the
+    process."""
 
     def __init__(self, setup: RolloutSetup) -> None:
         super().__init__(setup)
         self._dtype = resolve_dtype(setup.config.dtype, setup.device)
         self._llm: InProcessLLM | None = None
-        self._asleep: list[str] = []  # which of SLEEPING_PARTS are
+        self._asleep: list[str] = []  # the members of SLEEPING_PARTS that sleep at the moment
         self._weight_dtypes: dict[str, torch.dtype] = {}
 
     def initialize(self) -> None:
-        """Builds vLLM; collective over all ranks of the job when torch.distributed is initialized."""
+        """Builds vLLM.  All ranks of the job call it together when torch.distributed is initialized."""
         in_process_group = dist.is_initialized()
         world_size = dist.get_world_size() if in_process_group else 1
         if world_size % self._setup.config.tensor_model_parallel_size:

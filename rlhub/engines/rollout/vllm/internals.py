@@ -1,8 +1,8 @@
-"""Every internal of vLLM that rlhub uses, and the only module that touches one.
+"""Every internal of vLLM that rlhub uses; no other module touches one.
 
-All else goes through vLLM's public interface: LLM and LLMEngine, AsyncLLMEngine, their arguments, prompts and outputs, the
-platform and the model's layers.  vLLM promises nothing about the names below, so `INTERNALS` lists them with what each is for,
-and a unit test names those that an installed vLLM no longer has.  Imports vLLM: see `environment`.
+Everything else goes through vLLM's public interface: LLM, LLMEngine and AsyncLLMEngine with their arguments, prompts and
+outputs, the platform, and the model's layers.  vLLM gives no promise for the names below, so `INTERNALS` lists each with the
+reason for its use, and a unit test reports the ones that the installed vLLM lacks.  Imports vLLM: see `environment`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ INTERNALS = {
     "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher._distributed_args": "two jobs must not share memory",
     "vllm.v1.executor.uniproc_executor:UniProcExecutor": "the engine core must end with the process that owns it",
 }
-"""`module:name` or `module:Class.attribute` -> why it is needed."""
+"""Maps `module:name` or `module:Class.attribute` to the reason for its use."""
 
 
 def keep_weights_unpacked() -> None:
-    """Stops vLLM's CPU linear layers from repacking their weights, in the process that holds the model and before it is built.
+    """Stops vLLM's linear layers on CPU from repacking their weights.  Call in the process that holds the model, before it is
+    built.
 
-    Repacking frees the parameters, so they could not be written again, and with tied embeddings it would keep computing logits
-    from the old output layer without a word.
+    Repacking frees the parameters, so they could not be written again, and with tied embeddings vLLM would silently go on
+    computing logits from the old output layer.
     """
     if current_platform.is_cpu():
         custom_ops._supports_onednn = False
@@ -47,16 +48,16 @@ def keep_weights_unpacked() -> None:
 
 
 def cpu_head_widths() -> list[int]:
-    """Returns the widths of attention heads that vLLM's attention on CPU can compute."""
+    """Returns the widths of attention heads that vLLM's CPU attention supports."""
     return list(CPUAttentionBackend.get_supported_head_sizes())
 
 
 @contextmanager
 def named_shared_memory(name: str) -> Iterator[None]:
-    """Gives the shared memory of engines that are built inside a name of their job.
+    """Names the shared memory of engines that are built inside the context after the job.
 
-    vLLM names a tensor-parallel group's shared memory after its rendezvous address, which with the external launcher is the same
-    for every job on the machine: two jobs would add up each other's activations.
+    vLLM names a tensor-parallel group's shared memory after its rendezvous address.  With the external launcher that address
+    is the same for every job on the machine, so two jobs would add up each other's activations.
     """
     original = ExecutorWithExternalLauncher._distributed_args
 
@@ -72,12 +73,12 @@ def named_shared_memory(name: str) -> Iterator[None]:
 
 
 def spare_process_group(llm: LLM) -> None:
-    """Lets no garbage collection shut this engine down: vLLM would destroy torch's default process group with it."""
+    """Keeps garbage collection from shutting the engine down, which would destroy torch's default process group."""
     llm.llm_engine.engine_core._finalizer.detach()
 
 
 def shut_down(llm: LLM, *, keep_process_group: bool) -> None:
-    """Releases the engine, and torch's default process group only where that is vLLM's own."""
+    """Releases the engine.  keep_process_group: True leaves torch's default process group alone, which then is not vLLM's own."""
     if keep_process_group:
         llm.llm_engine.model_executor.shutdown()
         destroy_model_parallel()

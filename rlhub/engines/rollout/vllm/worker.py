@@ -1,11 +1,11 @@
-"""What rlhub adds to vLLM's worker processes: weights that can be written again, and calls for whoever writes them.
+"""vLLM's live weights: written through its own loader, read back as views, and reachable inside its worker processes.
 
-vLLM imports this in each worker before it builds the model (`worker_extension_cls`).
+vLLM fuses query, key and value projections, and gate and up projections, and gives each tensor-parallel rank a slice.  The
+mapping back to Hugging Face names follows the geometry of the layers and not vLLM's loader, so it checks the loader.
 
-§§ weights: vLLM's live parameters: written by its own loader, and read back as views under Hugging Face names.
-
-vLLM fuses query, key and value projections, and gate and up projections, and gives each tensor-parallel rank a slice.
-The mapping back is written from the layers' geometry and not from vLLM's loader, so it checks the loader.
+`load_weights` and `live_weights` also serve an engine in this process.  Where the model lives in vLLM's worker processes, vLLM
+imports this module in each of them before it builds the model (`worker_extension_cls`), and WorkerExtension receives the
+calls.
 """
 
 from __future__ import annotations
@@ -39,16 +39,78 @@ QKV_PARTS = ("q_proj", "k_proj", "v_proj")
 GATE_UP_PARTS = ("gate_proj", "up_proj")
 
 
+class WorkerExtension:
+    """A mixin of vLLM's worker class, which adds a method for collective_rpc to call."""
+
+    def rlhub_call(self, target: str, method: str, arguments: bytes) -> bytes:
+        """Calls a method of this worker's one object of the class `target` ("module:Class"), which is built from WorkerWeights
+        on first use.
+
+        arguments: the pickled tuple of the method's arguments.  Returns a pickled pair of result and error, one of which is
+        None.
+        """
+        try:
+            value = getattr(self._rlhub_object(target), method)(*pickle.loads(arguments))
+        except RlhubError as error:
+            return pickle.dumps((None, error))
+        return pickle.dumps((value, None))
+
+    def _rlhub_object(self, target: str) -> Any:
+        objects: dict[str, Any] = self.__dict__.setdefault("_rlhub_objects", {})
+        if target not in objects:
+            module, _, name = target.partition(":")
+            factory: Callable[[WorkerWeights], Any] = getattr(importlib.import_module(module), name)
+            objects[target] = factory(WorkerWeights(self.get_model()))  # type: ignore[attr-defined]
+        return objects[target]
+
+
+class LoadedWeights:
+    """Checks, in each worker, the weights that it has loaded from the model's folder."""
+
+    def __init__(self, weights: WorkerWeights) -> None:
+        self._weights = weights
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if a weight is not finite."""
+        refuse_nonfinite(path, ((piece.name, piece.tensor) for piece in self._weights.live_weights()))
+
+
+class WorkerWeights:
+    """The part of a rollout engine's interface that a weight reader needs, for one worker's part of the model.
+
+    The reader has paused the engine before it writes.  The engine itself keeps its version and whether it is ready.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._dtypes = {piece.name: piece.tensor.dtype for piece in self.live_weights()}
+
+    def live_weights(self) -> Iterator[Piece]:
+        return live_weights(self._model)
+
+    @torch.no_grad()
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        """Writes a whole stream of full tensors; each worker takes its own part of them."""
+        apply_buckets(buckets, self._dtypes, lambda bucket: load_weights(self._model, bucket))
+
+    @contextmanager
+    def overwriting(self, version: int) -> Iterator[None]:
+        yield
+
+    def wake_up(self, *, weights_only: bool = False) -> None:
+        """Does nothing, because workers never sleep."""
+
+
 def load_weights(model: nn.Module, bucket: WeightBucket) -> None:
-    """Writes full tensors with Hugging Face names into the model; each rank takes its part."""
-    loader: Any = model.load_weights  # not every module has one, but all of vLLM's models do
+    """Writes full tensors with Hugging Face names into the model; each rank takes its own part of them."""
+    loader: Any = model.load_weights  # all of vLLM's models have this method, though nn.Module does not
     loader(iter(bucket))
 
 
 def live_weights(model: nn.Module) -> Iterator[Piece]:
-    """Yields every parameter of this rank as a view and its place in the full tensor; a tied weight comes once.
+    """Yields a view of every parameter of this rank with its region of the full tensor; a tied weight is yielded once.
 
-    Raises EngineError for a kind of layer whose geometry is not known here.
+    Raises EngineError for a layer whose geometry is not known here.
     """
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -83,14 +145,15 @@ def _parts(path: str, leaf: str, module: nn.Module, parameter: Tensor) -> Iterat
 
 
 def _part(name: str, view: Tensor, dim: int, start: int, full: int) -> Piece:
-    """Places `view` from index `start` of the dimension on, which has `full` in the whole tensor."""
+    """Returns the piece of a tensor whose dimension `dim` has `full` elements, of which `view` has those from `start` on."""
     shape = (*view.shape[:dim], full, *view.shape[dim + 1 :])
     region = tuple((start, start + size) if axis == dim else (0, size) for axis, size in enumerate(view.shape))
     return Piece(name=name, tensor=view, shape=shape, region=region)
 
 
 def _qkv(path: str, leaf: str, module: QKVParallelLinear, parameter: Tensor) -> Iterator[Piece]:
-    """Heads are dealt out in order; where there are fewer key-value heads than ranks, neighbours hold the same one."""
+    """Takes a fused projection apart.  Heads are assigned to ranks in order; where there are fewer key-value heads than ranks,
+    neighbouring ranks have the same one."""
     prefix = _unfused_prefix(path, "qkv_proj")
     query = module.num_heads * module.head_size
     key, value = module.num_kv_heads * module.head_size, module.num_kv_heads * module.v_head_size
@@ -115,63 +178,6 @@ def _unfused_prefix(path: str, fused: str) -> str:
     if not path.endswith(fused):
         raise EngineError(f"cannot read back {path}: only layers named {fused} are known to be made of separate weights")
     return path.removesuffix(fused)
-
-
-class WorkerWeights:
-    """The weights of this worker's part of the model, as a weight reader sees an engine's.
-
-    Whoever writes them has paused the engine; its version and readiness are kept where the engine is.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._dtypes = {piece.name: piece.tensor.dtype for piece in self.live_weights()}
-
-    def live_weights(self) -> Iterator[Piece]:
-        return live_weights(self._model)
-
-    @torch.no_grad()
-    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        """Writes a whole stream of full tensors, of which each worker takes its part."""
-        apply_buckets(buckets, self._dtypes, lambda bucket: load_weights(self._model, bucket))
-
-    @contextmanager
-    def overwriting(self, version: int) -> Iterator[None]:
-        yield
-
-    def wake_up(self, *, weights_only: bool = False) -> None:
-        """Does nothing: nothing sleeps."""
-
-
-class LoadedWeights:
-    """In each worker, a check of what it has loaded from the model's folder."""
-
-    def __init__(self, weights: WorkerWeights) -> None:
-        self._weights = weights
-
-    def check(self, path: str) -> None:
-        """Raises ConfigError for weights that are not finite."""
-        refuse_nonfinite(path, ((piece.name, piece.tensor) for piece in self._weights.live_weights()))
-
-
-class WorkerExtension:
-    """Mixed into vLLM's worker class; its method can be called by collective_rpc."""
-
-    def rlhub_call(self, target: str, method: str, arguments: bytes) -> bytes:
-        """Calls a method of this worker's object of the class `target` (module:Class), built from WorkerWeights on first use."""
-        try:
-            value = getattr(self._rlhub_object(target), method)(*pickle.loads(arguments))
-        except RlhubError as error:
-            return pickle.dumps((None, error))
-        return pickle.dumps((value, None))
-
-    def _rlhub_object(self, target: str) -> Any:
-        objects: dict[str, Any] = self.__dict__.setdefault("_rlhub_objects", {})
-        if target not in objects:
-            module, _, name = target.partition(":")
-            factory: Callable[[WorkerWeights], Any] = getattr(importlib.import_module(module), name)
-            objects[target] = factory(WorkerWeights(self.get_model()))  # type: ignore[attr-defined]
-        return objects[target]
 
 
 if owner_pid() is not None:

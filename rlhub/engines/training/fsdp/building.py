@@ -1,15 +1,14 @@
-"""From a configuration to a sharded model with weights, and the root modules that are sharded.
+"""Building an engine's parts: the sharded model with its weights, the root modules that are sharded, and AdamW on each rank's
+rows.
 
-A small model is read by every rank.  A large one is read by rank 0 alone: all ranks shard an empty model and then receive
-it weight by weight, so no rank but 0 ever has more than its shard and one tensor in memory.
+A small model is read by every rank.  A large one is read by rank 0 alone: all ranks shard an empty model and then receive it
+weight by weight, so no rank but 0 ever has more than its shard and one tensor in memory.
 
-FSDP gathers a module's weights when its forward is called, so the head's matrix must be used inside the root's forward: a root
-module is a Hugging Face model whose forward ends in numbers per target, not logits.
+FSDP gathers a module's weights when its forward is called, so the head's matrix must be used inside the root's forward.  A
+root module therefore is a Hugging Face model whose forward ends in numbers per target, not logits.
 
-§§ optimizer: AdamW on each rank's rows, and the pieces of weights and moments that a bit-exact resume needs.
-
-The optimizer steps plain local tensors that alias the shards: no per-parameter dispatch through distributed tensors, and its
-state is already in the form of a checkpoint's, written by any ranks of any backend.
+The optimizer steps plain local tensors that alias the shards.  This avoids the dispatch through distributed tensors for each
+parameter, and gives the optimizer's state the form of a checkpoint, which any ranks of any backend can read or write.
 """
 
 from __future__ import annotations
@@ -35,12 +34,19 @@ from rlhub.models.packed_attention import PACKED_ATTENTION
 from rlhub.protocol.weights.pieces import Piece, whole
 
 BROADCAST_BYTES = 1 << 30
-"""Models above this size are read by rank 0 alone."""
+"""Larger models are read by rank 0 alone."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class BuildPlan:
-    """kind, dtype of the master weights, temperature of a policy, trainable (False: all weights frozen), seed of new weights."""
+    """The model to build.
+
+    kind: determines the head.
+    dtype: the dtype of the master weights.
+    temperature: divides a policy's logits.
+    trainable: False freezes all weights.
+    seed: determines new weights.
+    """
 
     model: ModelConfig
     kind: ModelKind
@@ -52,7 +58,12 @@ class BuildPlan:
 
 @dataclass(slots=True, kw_only=True)
 class BuiltModel:
-    """root: the module that is called and sharded as a whole; model: the Hugging Face model in it; params: its weights."""
+    """The parts of a built model.
+
+    root: the module that is called and sharded as a whole.
+    model: the Hugging Face model inside it.
+    params: the model's weights.
+    """
 
     root: nn.Module
     model: PreTrainedModel
@@ -60,7 +71,7 @@ class BuiltModel:
 
 
 def build_sharded(plan: BuildPlan, layout: Layout, device: torch.device) -> BuiltModel:
-    """Builds the sharded model; every rank calls.  Raises ConfigError for an unusable model or target_modules."""
+    """Builds the sharded model; every rank calls it.  Raises ConfigError for an unusable model or unusable target_modules."""
     broadcast = False
     if layout.mesh is not None and dist.get_world_size() > 1:
         empty = _prepared(plan, empty=True)
@@ -88,7 +99,7 @@ def _prepared(plan: BuildPlan, *, empty: bool = False) -> PreTrainedModel:
         scalar = plan.kind != "policy"
         head: nn.Module = model.get_submodule(SCALAR_HEAD) if scalar else model.get_output_embeddings()
         add_lora(model, plan.model, head=head, seed=plan.seed)
-        head.requires_grad_(scalar)  # a scalar head is new or tiny: it is trained as it is
+        head.requires_grad_(scalar)  # a scalar head is new or tiny, so it is trained without adapters
     if not plan.trainable:
         model.requires_grad_(False)
     return model
@@ -96,7 +107,7 @@ def _prepared(plan: BuildPlan, *, empty: bool = False) -> PreTrainedModel:
 
 @torch.no_grad()
 def _receive(model: PreTrainedModel, source: PreTrainedModel | None, layout: Layout, device: torch.device) -> None:
-    """Fills `model` from rank 0's `source`, buffers too (rotary frequencies are in no checkpoint)."""
+    """Fills `model` from rank 0's `source`, including buffers: rotary frequencies are in no checkpoint."""
     params: dict[str, Tensor] = dict(named_parameters(source)) if source is not None else {}
     for param in sharded_params(model, layout):
         full = _broadcast(params.get(param.name), param.global_shape, param.param.dtype, device)
@@ -113,7 +124,8 @@ def _broadcast(source: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
 
 
 class PolicyModule(nn.Module):
-    """Computes log-probs of the targets, entropy and sum of squared probabilities before them, (S,) each, float32 or float64."""
+    """Computes log-probs of the targets, and entropy and sum of squared probabilities of their distributions, (S,) each,
+    float32 or float64."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
         super().__init__()
@@ -127,7 +139,7 @@ class PolicyModule(nn.Module):
 
 
 class ScalarModule(nn.Module):
-    """Computes a number of the state at each source token, (S,) float32 or float64, under the name `output`."""
+    """Computes one number from the hidden state at each source token, (S,) float32 or float64, under the name `output`."""
 
     def __init__(self, model: PreTrainedModel, *, output: str) -> None:
         super().__init__()
@@ -141,7 +153,7 @@ class ScalarModule(nn.Module):
 
 
 def hidden_states(model: PreTrainedModel, inputs: ModelInputs) -> Tensor:
-    """Returns last hidden states (S, hidden) at the source tokens."""
+    """Returns the last hidden states (S, hidden) at the source tokens."""
     extra: dict[str, Any] = {} if inputs.plan is None else {"packing": inputs.plan}
     outputs = backbone(model)(
         input_ids=inputs.input_ids,
@@ -154,17 +166,11 @@ def hidden_states(model: PreTrainedModel, inputs: ModelInputs) -> Tensor:
     return hidden.flatten(0, 1).index_select(0, inputs.sources)
 
 
-@dataclass(slots=True, kw_only=True)
-class TrainedShard:
-    """A trainable weight and the leaf tensor, this rank's rows of it, that the optimizer steps."""
-
-    owner: ShardedParam
-    leaf: nn.Parameter
-
-
 class ShardedAdamW(EngineOptimizer):
-    """AdamW whose norms and biases (fewer than two dimensions) do not decay.  offload: the moments are created in host memory and
-    are on the device only while `step` writes them."""
+    """AdamW whose norms and biases (weights of fewer than two dimensions) do not decay.
+
+    offload: True creates the moments in host memory and brings them to the device only while `step` writes them.
+    """
 
     def __init__(self, params: Sequence[ShardedParam], config: OptimConfig, layout: Layout, *, offload: bool = False) -> None:
         super().__init__(config)
@@ -193,7 +199,7 @@ class ShardedAdamW(EngineOptimizer):
         return value
 
     def rebind(self) -> None:
-        """Points the leaves at the shards' memory, which moves when weights are loaded or offloaded."""
+        """Points the leaves to the shards' memory, which changes when weights are loaded or offloaded."""
         for shard in self.shards:
             shard.leaf.data = shard.owner.local
 
@@ -226,8 +232,16 @@ class ShardedAdamW(EngineOptimizer):
             shard.leaf.grad = None
 
 
+@dataclass(slots=True, kw_only=True)
+class TrainedShard:
+    """A trainable weight, and the leaf tensor with this rank's rows of it, which the optimizer steps."""
+
+    owner: ShardedParam
+    leaf: nn.Parameter
+
+
 def live_pieces(params: Iterable[ShardedParam], optimizer: ShardedAdamW | None) -> Iterator[Piece]:
-    """Yields this rank's rows of weights and moments, live, each expert under its own name."""
+    """Yields this rank's rows of weights and moments, live, with each expert under its own name."""
     for param in params:
         yield from _rows(f"model.{param.name}", param.local, param)
     if optimizer is None:
@@ -244,7 +258,7 @@ def _rows(name: str, local: Tensor, param: ShardedParam) -> Iterator[Piece]:
 
 @torch.no_grad()
 def fill(pieces: Iterable[Piece], read: Callable[[Piece], Tensor]) -> None:
-    """Overwrites live tensors with the result of `read` for each; `read` is not called for pieces without rows."""
+    """Overwrites live tensors with the results of `read`, which is not called for pieces without rows."""
     for piece in pieces:
         if piece.tensor.numel():
             piece.tensor.copy_(read(piece))

@@ -33,16 +33,21 @@ from rlhub.protocol.weights.pieces import Piece
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 UNSHARDED_GRAD_BYTES = 2 << 30
-"""Gradients up to this size wait unsharded for the last micro-batch (one reduction a step); larger ones are reduced after
-each, which costs communication but keeps memory at a shard."""
+"""Gradients up to this size stay unsharded until the last micro-batch, so that a step has one reduction.  Larger ones are
+reduced after each micro-batch, which costs communication but needs only a shard's memory."""
 ADAPTER_BUCKET_BYTES = 64 << 20
-"""Adapters are small; this gathers those of many layers at once."""
+"""The bucket size of adapters, which are small: a bucket gathers those of many layers at once."""
 
 
 class FSDPEngine(TrainEngine):
-    """kind: "policy" computes log_probs and entropy, "value" values, "reward" scores.  optim None: inference only.
-    temperature: logits are divided by it.  infer_micro_batch: cut of `infer`, default that of training.  seed: of adapters
-    and new heads."""
+    """A TrainEngine that shards parameters, gradients and optimizer state over the ranks.
+
+    kind: "policy" computes log_probs, entropy and sum_pi_squared, "value" values, "reward" scores.
+    optim: None builds an engine that only infers.
+    temperature: divides the logits.
+    infer_micro_batch: the limits of a pass of `infer`; None takes those of training.
+    seed: determines adapters and new heads.
+    """
 
     def __init__(
         self,
@@ -154,7 +159,7 @@ class FSDPEngine(TrainEngine):
         return cut_rows(rows, config, rows_per_unit, self._num_passes)
 
     def _num_passes(self, needed: int) -> int:
-        """Returns the passes of the rank that needs the most."""
+        """Returns the largest number of passes that any rank needs."""
         return int(self.reduce(torch.tensor([needed]), op="max").item()) if self.dp_size > 1 else needed
 
     @property
@@ -220,7 +225,7 @@ class FSDPEngine(TrainEngine):
     def state_shards(self) -> Iterator[Piece]:
         self._prepare()
         assert self.layout is not None
-        if self.layout.replica > 0:  # another rank has the same rows
+        if self.layout.replica > 0:  # the first replica yields the same rows
             return iter(())
         return live_pieces(self.params, self.optimizer)
 

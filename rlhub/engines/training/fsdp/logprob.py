@@ -1,7 +1,7 @@
 """Log-probabilities, entropy and the sum of squared probabilities straight from hidden states, a chunk of tokens at a time.
 
 The logits of all tokens together are the largest tensor of a training step (tokens x vocabulary).  Here they exist one chunk
-at a time: the forward pass keeps three numbers per token, the backward pass computes each chunk's logits again.
+at a time: the forward pass keeps three numbers per token, and the backward pass computes each chunk's logits again.
 """
 
 from __future__ import annotations
@@ -12,28 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits in memory at a time: 32 and 512 MiB in float32
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits in memory at one time: 32 and 512 MiB in float32
 MIN_CHUNK_TOKENS = 64
 
 
-def chunk_tokens(num_tokens: int, vocab_size: int, device_type: str = "cpu") -> int:
-    """Returns tokens per chunk: within CHUNK_ELEMENTS, and at most half of all, so that the whole never exists at once."""
-    fitting = max(CHUNK_ELEMENTS.get(device_type, 1 << 23) // max(vocab_size, 1), MIN_CHUNK_TOKENS)
-    return max(min(fitting, (num_tokens + 1) // 2), 1)
+def token_outputs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float, wanted: AbstractSet[str]
+) -> dict[str, Tensor]:
+    """Returns the wanted outputs of "log_probs", "entropy" and "sum_pi_squared", (S,) each; see `ChunkedLogProb`.
 
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse_temperature: float) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
-    return logits if inverse_temperature == 1.0 else logits.mul_(inverse_temperature)
+    temperature: divides the logits; must be positive.
+    """
+    names = ("log_probs", "entropy", "sum_pi_squared")
+    flags = ("entropy" in wanted, "sum_pi_squared" in wanted)
+    outputs: tuple[Tensor, ...] = ChunkedLogProb.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, 1.0 / temperature, *flags
+    )
+    return {name: output for name, output in zip(names, outputs, strict=True) if name in wanted}
 
 
 class ChunkedLogProb(torch.autograd.Function):
-    """hidden (S, D), weight (V, D), bias (V,) or None, targets (S,) -> log_probs, entropy and sum_pi_squared, each (S,).
+    """Maps hidden (S, D), weight (V, D), bias (V,) or None and targets (S,) to log_probs, entropy and sum_pi_squared, each
+    (S,).
 
-    log_prob = z_y - logsumexp(z); entropy = logsumexp(z) - sum softmax(z) z; sum_pi_squared = sum softmax(z)^2, without
-    gradient; z = logits / temperature.  Outputs are float32, or float64 for float64 inputs; unwanted ones are zeros.
+    With z = logits / temperature: log_prob = z_y - logsumexp(z); entropy = logsumexp(z) - sum softmax(z) z; sum_pi_squared =
+    sum softmax(z)^2, without gradient.  Outputs are float32, or float64 for float64 inputs; outputs that are not wanted are
+    zeros.
     """
 
     @staticmethod
@@ -72,7 +76,7 @@ class ChunkedLogProb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Computes d log_prob / dz = onehot - p;  d entropy / dz = -p (log p + entropy)."""
+        """Computes the gradients from d log_prob / dz = onehot - p and d entropy / dz = -p (log p + entropy)."""
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         grad_entropy = grads[1]
         grad_log_probs = torch.zeros_like(normalizer) if grads[0] is None else grads[0]
@@ -109,14 +113,14 @@ class ChunkedLogProb(torch.autograd.Function):
         )
 
 
-def token_outputs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float, wanted: AbstractSet[str]
-) -> dict[str, Tensor]:
-    """Computes those of "log_probs", "entropy" and "sum_pi_squared" that are wanted, (S,) each: see `ChunkedLogProb`;
-    temperature > 0 divides the logits."""
-    names = ("log_probs", "entropy", "sum_pi_squared")
-    flags = ("entropy" in wanted, "sum_pi_squared" in wanted)
-    outputs: tuple[Tensor, ...] = ChunkedLogProb.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, 1.0 / temperature, *flags
-    )
-    return {name: output for name, output in zip(names, outputs, strict=True) if name in wanted}
+def chunk_tokens(num_tokens: int, vocab_size: int, device_type: str = "cpu") -> int:
+    """Returns the tokens per chunk: within CHUNK_ELEMENTS, and at most half of all, so that the whole never exists at once."""
+    fitting = max(CHUNK_ELEMENTS.get(device_type, 1 << 23) // max(vocab_size, 1), MIN_CHUNK_TOKENS)
+    return max(min(fitting, (num_tokens + 1) // 2), 1)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse_temperature: float) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    return logits if inverse_temperature == 1.0 else logits.mul_(inverse_temperature)

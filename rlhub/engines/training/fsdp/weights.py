@@ -1,11 +1,12 @@
-"""Streaming full weights out of the shards, in buckets, under Hugging Face names.
+"""A model's weights over the ranks: their layout, and the stream that gathers them again.
 
-The shards of a bucket travel together.  Buffers are reused from bucket to bucket, so the extra memory is about two
-buckets (the gathered shards and the tensors assembled from them), or one tensor where that is larger than a bucket.
+    Layout, shard_model      this rank's place in the mesh, and the sharding of a model by it
+    ShardedParam             one weight with its rows on this rank, which optimizer, stream and checkpoint share
+    FSDPWeightStream         full weights under Hugging Face names, in buckets
 
-§§ sharding: The layout of a model over the ranks, and the view of it that optimizer, weight stream and checkpoint share.
-
-One rank on a CPU has plain tensors: FSDP's gathers and copies would only cost time.
+The shards of a bucket are gathered together.  Buffers are reused from bucket to bucket, so the extra memory is about two
+buckets (the gathered shards and the tensors assembled from them), or one tensor that is larger than a bucket.  One rank on a
+CPU has plain tensors, because FSDP's gathers and copies would only cost time.
 """
 
 from __future__ import annotations
@@ -28,48 +29,12 @@ from rlhub.models.hf import transformer_layers
 from rlhub.models.lora import named_parameters
 from rlhub.protocol.weights.pieces import Piece, whole
 
-
-@dataclass(slots=True, kw_only=True)
-class Entry:
-    """A weight of the stream, its name there, and the adapter to merge into it, if it has one: W + scaling x B A."""
-
-    name: str
-    weight: ShardedParam
-    lora_a: ShardedParam | None = None
-    lora_b: ShardedParam | None = None
-    scaling: float = 1.0
-
-    @property
-    def parts(self) -> list[ShardedParam]:
-        return [part for part in (self.weight, self.lora_a, self.lora_b) if part is not None]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.param.numel() * part.param.element_size() for part in self.parts)
-
-
-@dataclass(slots=True, kw_only=True)
-class Bucket:
-    entries: list[Entry] = field(default_factory=list)
-    num_bytes: int = 0
-
-
-def plan_buckets(entries: Sequence[Entry], bucket_bytes: int) -> list[Bucket]:
-    """Returns buckets of neighbouring weights of one dtype up to `bucket_bytes`; a larger weight is a bucket of its own."""
-    buckets: list[Bucket] = []
-    for entry in entries:
-        last = buckets[-1] if buckets else None
-        dtype = entry.weight.param.dtype
-        if last is None or last.num_bytes + entry.num_bytes > bucket_bytes or last.entries[0].weight.param.dtype != dtype:
-            last = Bucket()
-            buckets.append(last)
-        last.entries.append(entry)
-        last.num_bytes += entry.num_bytes
-    return buckets
+WHOLE_MODEL_BYTES = 64 << 20
+"""Models up to this size are gathered at once, because many small collectives cost more than they save."""
 
 
 class FSDPWeightStream:
-    """Iterates once over the weights; TrainEngine.named_weights says what callers may rely on."""
+    """Streams the full weights once; TrainEngine.named_weights says what callers may rely on."""
 
     def __init__(self, entries: Sequence[Entry], layout: Layout, bucket_bytes: int) -> None:
         self.layout = layout
@@ -80,7 +45,7 @@ class FSDPWeightStream:
         self._assembled: Tensor | None = None
 
     def _num_elements(self, bucket: Bucket) -> int:
-        """Returns the elements of a bucket when every rank's part is filled up to a full chunk."""
+        """Returns the number of elements of a bucket in which every rank's part is padded to a full chunk."""
         return self.layout.shard_size * sum(part.chunk * _row_size(part) for part in _parts(bucket))
 
     def __iter__(self) -> Iterator[list[tuple[str, Tensor]]]:
@@ -101,7 +66,7 @@ class FSDPWeightStream:
         return torch.addmm(weight, high, low, alpha=entry.scaling)
 
     def _full(self, parts: list[ShardedParam]) -> list[Tensor]:
-        """Returns the whole tensors; live views where this rank has everything."""
+        """Returns the whole tensors, which are live views if this rank has everything."""
         if self.layout.shard_size == 1:
             return [part.local for part in parts]
         if len(parts) == 1:
@@ -109,8 +74,10 @@ class FSDPWeightStream:
         return self._gather_many(parts)
 
     def _gather_one(self, part: ShardedParam) -> Tensor:
-        """Gathers into place, without a copy after the all-gather.  A weight larger than a bucket has memory of its own, for
-        which the buffers are freed."""
+        """Gathers one weight into place, without a copy after the all-gather.
+
+        A weight larger than a bucket gets memory of its own, for which the buffers are freed.
+        """
         size = self.layout.shard_size * part.chunk * _row_size(part)
         if size <= self._largest:
             self._assembled = self._buffer(self._assembled, part.local)
@@ -122,10 +89,11 @@ class FSDPWeightStream:
         return out[: part.param.numel()].view(part.global_shape)
 
     def _gather(self, out: Tensor, parts: list[ShardedParam]) -> None:
-        """Fills row r of `out` (ranks, elements) with rank r's rows of the parts, each in a full chunk, one after the other.
+        """Fills row r of `out` (ranks, elements) with rank r's rows of the parts, one after the other, each padded to a full
+        chunk.
 
-        In place, for a send buffer would be memory too.  gloo's own all-gather makes a second copy of everything, so on CPU
-        each rank broadcasts its row.
+        It gathers in place, because a send buffer would need memory too.  gloo's own all-gather makes a second copy of
+        everything, so on CPU each rank broadcasts its row.
         """
         group, first = self.layout.shard_group, 0
         own = out[self.layout.shard_rank]
@@ -141,7 +109,7 @@ class FSDPWeightStream:
             work.wait()
 
     def _buffer(self, buffer: Tensor | None, like: Tensor) -> Tensor:
-        """Returns one allocation of the largest bucket's size, which the other buckets use too."""
+        """Returns one allocation of the largest bucket's size, which all buckets of a dtype share."""
         return buffer if buffer is not None and buffer.dtype == like.dtype else like.new_empty(self._largest)
 
     def _gather_many(self, parts: list[ShardedParam]) -> list[Tensor]:
@@ -160,6 +128,47 @@ class FSDPWeightStream:
         return tensors
 
 
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One weight of the stream under its name there, with the adapter to merge into it, if it has one: W + scaling x B A."""
+
+    name: str
+    weight: ShardedParam
+    lora_a: ShardedParam | None = None
+    lora_b: ShardedParam | None = None
+    scaling: float = 1.0
+
+    @property
+    def parts(self) -> list[ShardedParam]:
+        return [part for part in (self.weight, self.lora_a, self.lora_b) if part is not None]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.param.numel() * part.param.element_size() for part in self.parts)
+
+
+@dataclass(slots=True, kw_only=True)
+class Bucket:
+    """The weights that are gathered together."""
+
+    entries: list[Entry] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+def plan_buckets(entries: Sequence[Entry], bucket_bytes: int) -> list[Bucket]:
+    """Returns buckets of neighbouring weights of one dtype of up to `bucket_bytes`; a larger weight is a bucket of its own."""
+    buckets: list[Bucket] = []
+    for entry in entries:
+        last = buckets[-1] if buckets else None
+        dtype = entry.weight.param.dtype
+        if last is None or last.num_bytes + entry.num_bytes > bucket_bytes or last.entries[0].weight.param.dtype != dtype:
+            last = Bucket()
+            buckets.append(last)
+        last.entries.append(entry)
+        last.num_bytes += entry.num_bytes
+    return buckets
+
+
 def _parts(bucket: Bucket) -> list[ShardedParam]:
     return [part for entry in bucket.entries for part in entry.parts]
 
@@ -168,64 +177,20 @@ def _row_size(part: ShardedParam) -> int:
     return part.param.numel() // max(part.global_shape[0], 1)
 
 
-WHOLE_MODEL_BYTES = 64 << 20
-"""Models up to this size are gathered at once: many small collectives cost more than they save."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Layout:
-    """This rank's place in the mesh.  shard_group: the ranks that together have one copy of the model; None: a copy each."""
+    """This rank's place in the mesh.
+
+    mesh: None for one rank on a CPU, which has plain tensors.
+    shard_group: the ranks that together have one copy of the model; None if each rank has a copy.
+    replica: the number of this rank's copy of the model.
+    """
 
     mesh: DeviceMesh | None
     shard_group: dist.ProcessGroup | None
     shard_rank: int
     shard_size: int
     replica: int
-
-
-@dataclass(slots=True, kw_only=True)
-class ShardedParam:
-    """A weight: its Hugging Face name, the live parameter, and its rows on this rank.
-
-    Rows are dealt in equal chunks, the last ones shorter or empty: rank r has rows [r * chunk, (r + 1) * chunk).
-    """
-
-    name: str
-    param: nn.Parameter
-    layout: Layout
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        return tuple(self.param.shape)
-
-    @property
-    def chunk(self) -> int:
-        """The number of rows of a full chunk."""
-        return -(-self.param.shape[0] // self.layout.shard_size)
-
-    @property
-    def offset(self) -> int:
-        return min(self.layout.shard_rank * self.chunk, self.param.shape[0])
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's rows, live."""
-        return _local(self.param)
-
-    @property
-    def local_grad(self) -> Tensor | None:
-        """The gradient of this rank's rows after the backward pass, live."""
-        return None if self.param.grad is None else _local(self.param.grad)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Counts the bytes of the tensors; of distributed ones, over all ranks."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def make_layout(fsdp: FSDPConfig, device: torch.device) -> Layout:
@@ -252,7 +217,11 @@ def make_layout(fsdp: FSDPConfig, device: torch.device) -> Layout:
 
 
 def shard_model(root: nn.Module, model: PreTrainedModel, layout: Layout, compute_dtype: torch.dtype | None) -> None:
-    """Shards in place.  compute_dtype: of gathered weights and activations (gradients are reduced in float32); None: stored."""
+    """Shards the model in place.
+
+    compute_dtype: the dtype of gathered weights and activations, with gradients reduced in float32; None computes in the
+    stored dtype.
+    """
     if layout.mesh is None:
         return
     policy = MixedPrecisionPolicy()
@@ -264,9 +233,51 @@ def shard_model(root: nn.Module, model: PreTrainedModel, layout: Layout, compute
     fully_shard(root, mesh=layout.mesh, mp_policy=policy)
 
 
+@dataclass(slots=True, kw_only=True)
+class ShardedParam:
+    """A weight: its Hugging Face name, the live parameter, and its rows on this rank.
+
+    Rows are dealt out in equal chunks, of which the last may be shorter or empty: rank r has rows [r * chunk, (r + 1) *
+    chunk).
+    """
+
+    name: str
+    param: nn.Parameter
+    layout: Layout
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        return tuple(self.param.shape)
+
+    @property
+    def chunk(self) -> int:
+        """Returns the number of rows of a full chunk."""
+        return -(-self.param.shape[0] // self.layout.shard_size)
+
+    @property
+    def offset(self) -> int:
+        return min(self.layout.shard_rank * self.chunk, self.param.shape[0])
+
+    @property
+    def local(self) -> Tensor:
+        """Returns this rank's rows, live."""
+        return _local(self.param)
+
+    @property
+    def local_grad(self) -> Tensor | None:
+        """Returns the gradient of this rank's rows after the backward pass, live; None without one."""
+        return None if self.param.grad is None else _local(self.param.grad)
+
+
 def sharded_params(model: PreTrainedModel, layout: Layout) -> list[ShardedParam]:
-    """Returns all weights in the model's order; a tied weight once.  Call while the model is sharded, not between gathers."""
+    """Returns all weights in the model's order; a tied weight once.  Call while the parameters are shards, not while they are
+    gathered."""
     return [ShardedParam(name=name, param=param, layout=layout) for name, param in named_parameters(model)]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_pieces(params: Iterable[ShardedParam]) -> Iterator[Piece]:
@@ -278,8 +289,13 @@ def local_pieces(params: Iterable[ShardedParam]) -> Iterator[Piece]:
             yield from unfused(Piece(name=param.name, tensor=param.local, shape=param.global_shape, region=region))
 
 
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Counts the bytes of the tensors; those of distributed tensors over all ranks."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def reshard(root: nn.Module) -> None:
-    """Frees gathered weights, so that parameters are the shards again (after a pass without backward)."""
+    """Frees gathered weights after a pass without backward, so that parameters are the shards again."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,11 +1,11 @@
-"""TrainEngine on Megatron-core, for policies, value models and reward models.
+"""TrainEngine on Megatron-core, for policies, value models and reward models, and the groups of ranks that it cuts a model
+over.
 
 Every rank of a model copy is given the same rows.  The outputs of a pass exist on its last pipeline stage and are sent to the
-others, so all ranks of a copy return the same.
+other stages, so all ranks of a copy return the same.
 
-§§ parallel: The groups of ranks that Megatron-core cuts a model over: created once per process, shared by all its engines.
-
-Megatron-core keeps them in module state, so actor, reference and critic of one process must agree on the sizes.
+The groups of ranks are created once per process and shared by all its engines: Megatron-core keeps them in module state, so
+actor, reference and critic of one process must agree on the sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from rlhub.config.sections.training import MegatronConfig, ModelConfig, OptimConfig
 from rlhub.engines.training.base import ForwardOutputs, LossFunction, Rows, StepReport, TrainEngine
-from rlhub.engines.training.megatron.heads import (
+from rlhub.engines.training.megatron.optimizer import MegatronAdamW
+from rlhub.engines.training.megatron.passes import (
     MicroBatch,
     own_outputs,
     passes_needed,
@@ -37,7 +38,6 @@ from rlhub.engines.training.megatron.heads import (
     scalar_output,
     sum_gradients,
 )
-from rlhub.engines.training.megatron.optimizer import MegatronAdamW
 from rlhub.engines.training.megatron.weights import (
     LiveRange,
     MegatronWeightStream,
@@ -53,7 +53,7 @@ from rlhub.engines.training.optimizer import HostCopies
 from rlhub.engines.training.packing import check_outputs, columns_read, model_inputs, row_inputs
 from rlhub.errors import ConfigError, EngineError
 from rlhub.models.hf import ModelKind
-from rlhub.models.megatron.build import MegatronPlan, ParamParts, build_megatron, parts
+from rlhub.models.megatron.build import MegatronPlan, ParamParts, build_megatron, param_parts
 from rlhub.models.megatron.checks import num_virtual_stages
 from rlhub.models.megatron.model import MegatronLM
 from rlhub.protocol.weights.pieces import Piece, take
@@ -63,10 +63,15 @@ REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Re
 
 
 class MegatronEngine(TrainEngine):
-    """kind: "policy" computes log_probs and entropy, "value" values, "reward" scores.  optim None: inference only.
-    temperature: logits are divided by it.  infer_micro_batch: cut of `infer`, default that of training.  seed: of new heads.
+    """A TrainEngine that cuts matrices, layers, sequences and experts over ranks.  Rows are always packed, whatever
+    model.use_remove_padding says.
 
-    Rows are always packed, whatever model.use_remove_padding says."""
+    kind: "policy" computes log_probs, entropy and sum_pi_squared, "value" values, "reward" scores.
+    optim: None builds an engine that only infers.
+    temperature: divides the logits.
+    infer_micro_batch: the limits of a pass of `infer`; None takes those of training.
+    seed: determines new heads.
+    """
 
     def __init__(
         self,
@@ -112,7 +117,7 @@ class MegatronEngine(TrainEngine):
         built = build_megatron(plan)
         prepare_schedule(built.config)
         self.vocab_size, self.chunks = built.vocab_size, list(built.chunks)
-        self.params = list(parts(built))
+        self.params = list(param_parts(built))
         mark_cut_weights(self.params)
         if self.optim_config is not None:
             built.config.finalize_model_grads_func = sum_gradients
@@ -204,7 +209,8 @@ class MegatronEngine(TrainEngine):
         return ForwardOutputs(**{name: batch.inputs.spread(value) for name, value in values.items()})
 
     def _global_sums(self, losses: list[Tensor], sums: dict[str, list[Tensor]]) -> dict[str, float]:
-        """Sums over micro-batches and data-parallel ranks, on the last stage, which broadcasts within the model copy."""
+        """Sums over micro-batches and data-parallel ranks on the last stage, which broadcasts the result within the model
+        copy."""
         totals: dict[str, float] = {}
         if self.parallel.is_last_stage:
             names = sorted(sums)
@@ -242,7 +248,7 @@ class MegatronEngine(TrainEngine):
         return cut_rows(rows, config, rows_per_unit, self._num_passes)
 
     def _num_passes(self, needed: int) -> int:
-        """Returns the passes of the data-parallel rank that needs the most, in whole rounds of the schedule."""
+        """Returns the largest number of passes that any data-parallel rank needs, in whole rounds of the schedule."""
         most = int(self.reduce(torch.tensor([needed]), op="max").item()) if self.dp_size > 1 else needed
         return passes_needed(most, self.parallel.pipeline_size, self.parallel.stages is not None)
 
@@ -274,7 +280,7 @@ class MegatronEngine(TrainEngine):
 
     def named_weights(self, *, bucket_bytes: int = 256 << 20) -> Iterator[list[tuple[str, Tensor]]]:
         pieces = list(self.local_weights())
-        experts_apart = self.megatron_config.expert_model_parallel_size > 1  # then a model copy's ranks lack some
+        experts_apart = self.megatron_config.expert_model_parallel_size > 1  # then the ranks of one model copy lack some experts
         group = dist.group.WORLD if experts_apart else self.parallel.model_group
         assert group is not None
         if self._streamed is None:
@@ -326,25 +332,14 @@ class MegatronEngine(TrainEngine):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Sizes:
-    """Numbers of ranks that share a model's matrices, its layers, each sequence, and its experts.  stages: pieces of layers of a
-    pipeline rank, None: one."""
-
-    tensor: int
-    pipeline: int
-    stages: int | None
-    context: int
-    experts: int
-
-    def __str__(self) -> str:
-        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
 class ParallelState:
-    """This rank's place in the groups.  model_group: the ranks that together have all of the model's weights; last_stage: the
-    global rank among them that broadcasts the outputs.  Several such groups share rows where context_group, of equal weights,
-    has several ranks.  collects: whether this rank returns the outputs for all that share its rows."""
+    """This rank's place in the groups.
+
+    model_group: the ranks that together have all of the model's weights.  Where context_group, whose ranks have equal weights,
+        has several ranks, as many model groups share the same rows.
+    last_stage: the global rank in model_group that broadcasts the outputs.
+    collects: whether this rank returns the outputs for all ranks that share its rows.
+    """
 
     data_rank: int
     data_size: int
@@ -360,34 +355,28 @@ class ParallelState:
     collects: bool
 
 
-def wanted_sizes(megatron: MegatronConfig) -> Sizes:
-    return Sizes(
-        tensor=megatron.tensor_model_parallel_size,
-        pipeline=megatron.pipeline_model_parallel_size,
-        stages=num_virtual_stages(megatron),
-        context=megatron.context_model_parallel_size,
-        experts=megatron.expert_model_parallel_size,
-    )
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Sizes:
+    """The numbers of ranks that share a model's matrices, its layers, each sequence, and its experts.
 
+    stages: the number of pieces of layers that a pipeline rank has; None for one, without interleaving.
+    """
 
-def current_sizes() -> Sizes | None:
-    """Returns the sizes of this process's groups; None before the first engine."""
-    if not parallel_state.model_parallel_is_initialized():
-        return None
-    return Sizes(
-        tensor=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
-        stages=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-        context=parallel_state.get_context_parallel_world_size(),
-        experts=parallel_state.get_expert_model_parallel_world_size(),
-    )
+    tensor: int
+    pipeline: int
+    stages: int | None
+    context: int
+    experts: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
 
 
 def ensure_model_parallel(megatron: MegatronConfig) -> ParallelState:
-    """Creates the groups over the default process group, or takes those that another engine of this process has created.
+    """Creates the groups over the default process group, or returns those that another engine of this process has created.
 
-    Every rank calls, and it blocks.  Raises ConfigError if another engine created groups of other sizes, or if the sizes do not
-    fit the number of ranks.
+    Every rank calls it, and it blocks.  Raises ConfigError if another engine created groups of other sizes, or if the sizes do
+    not fit the number of ranks.
     """
     compat.install()
     sizes, present = wanted_sizes(megatron), current_sizes()
@@ -411,7 +400,7 @@ def _create_groups(sizes: Sizes) -> None:
         virtual_pipeline_model_parallel_size=sizes.stages,
         context_parallel_size=sizes.context,
         expert_model_parallel_size=sizes.experts,
-        create_gloo_process_groups=False,  # only megatron's own checkpoints use them
+        create_gloo_process_groups=False,  # only megatron's own checkpoints use gloo groups
     )
 
 
@@ -432,4 +421,28 @@ def _parallel_state(sizes: Sizes) -> ParallelState:
         last_stage=ranks[-sizes.tensor],
         is_last_stage=parallel_state.is_pipeline_last_stage(),
         collects=inner == (0, 0) and parallel_state.is_pipeline_first_stage(),
+    )
+
+
+def wanted_sizes(megatron: MegatronConfig) -> Sizes:
+    """Returns the sizes that the settings configure."""
+    return Sizes(
+        tensor=megatron.tensor_model_parallel_size,
+        pipeline=megatron.pipeline_model_parallel_size,
+        stages=num_virtual_stages(megatron),
+        context=megatron.context_model_parallel_size,
+        experts=megatron.expert_model_parallel_size,
+    )
+
+
+def current_sizes() -> Sizes | None:
+    """Returns the sizes of this process's groups; None before the first engine."""
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    return Sizes(
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        stages=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        context=parallel_state.get_context_parallel_world_size(),
+        experts=parallel_state.get_expert_model_parallel_world_size(),
     )

@@ -1,6 +1,6 @@
 """AdamW by Megatron-core's optimizers, whole on each rank or distributed over data-parallel ranks.
 
-The learning rate, clipping and when a step is skipped are those of the other engines (EngineOptimizer); megatron reduces
+The learning rate, clipping and the decision to skip a step are those of all engines (EngineOptimizer); megatron reduces
 gradients, steps and gathers the weights.
 """
 
@@ -25,32 +25,12 @@ from rlhub.engines.training.base import StepReport
 from rlhub.engines.training.optimizer import HOST, MOMENTS, EngineOptimizer, HostTensors
 
 
-@dataclass(slots=True, kw_only=True)
-class ParamRange:
-    """Elements [start, stop) of a flattened local parameter, which this rank's optimizer steps.
-
-    main: those elements (in any shape) in float32, the parameter's own memory or a master copy.
-    """
-
-    param: nn.Parameter
-    main: Tensor
-    start: int
-    stop: int
-    optimizer: MegatronOptimizer
-
-    def moment(self, name: str) -> Tensor:
-        """Returns exp_avg or exp_avg_sq of these elements, live."""
-        value: Tensor = self.optimizer.optimizer.state[self.main][name]
-        return value
-
-    @property
-    def is_master_copy(self) -> bool:
-        return self.main.dtype != self.param.dtype
-
-
 class MegatronAdamW(EngineOptimizer):
-    """AdamW whose norms and biases (fewer than two dimensions) do not decay.  Build it after wrapping the chunks.  offload:
-    masters and moments are in host memory and come to the device only while `step` writes them."""
+    """AdamW whose norms and biases (weights of fewer than two dimensions) do not decay.  Build it after the chunks are
+    wrapped.
+
+    offload: True keeps masters and moments in host memory and brings them to the device only while `step` writes them.
+    """
 
     def __init__(
         self,
@@ -79,38 +59,40 @@ class MegatronAdamW(EngineOptimizer):
         compat.install()
         self.inner: list[MegatronOptimizer] = list(self.megatron.chained_optimizers)  # dense weights, and experts
         self.ranges = [owned for optimizer in self.inner for owned in _ranges(optimizer)]
-        self._device = next(self.chunks[0].parameters()).device  # also on a rank without ranges
+        self._device = next(self.chunks[0].parameters()).device  # defined also on a rank without ranges
         self._fill_state(HOST if offload else self._device)
         masters = [owned.main for owned in self.ranges if owned.is_master_copy]
         moments = [owned.moment(name) for owned in self.ranges for name in MOMENTS]
         self._hosted = HostTensors([*masters, *moments] if offload else [])
 
     def _fill_state(self, device: torch.device) -> None:
-        """Creates zero moments at the start: a checkpoint of step 0 has them too."""
+        """Creates zero moments at the start, because a checkpoint of step 0 contains them too."""
         for owned in self.ranges:
             state = owned.optimizer.optimizer.state[owned.main]
             state.update({name: torch.zeros_like(owned.main, requires_grad=False, device=device) for name in MOMENTS})
         self.set_num_steps(0)
 
     def set_num_steps(self, num_steps: int) -> None:
-        # Torch counts the steps of each tensor, TransformerEngine and Apex those of a group.
+        # Torch counts steps per tensor, TransformerEngine and Apex per group.
         self.num_steps = num_steps
         for optimizer in self.inner:
             plain = isinstance(optimizer.optimizer, torch.optim.AdamW)
             for group in optimizer.param_groups:
-                group |= {"fused": True} if plain else {"step": num_steps}  # one kernel for all tensors, as the FSDP engine's
+                group |= {"fused": True} if plain else {"step": num_steps}  # one kernel for all tensors, as in the FSDP engine
                 for main in group["params"] if plain else ():
                     optimizer.optimizer.state[main]["step"] = torch.tensor(float(num_steps), device=self._device)
 
     @torch.no_grad()
     def step(self, max_norm: float, *, loss_is_finite: bool) -> StepReport:
-        with self._hosted.on_device(self._device):  # gradients are assigned to the masters, which must be on their device
+        with self._hosted.on_device(self._device):  # a master must be on the device of the gradient that is assigned to it
             return super().step(max_norm, loss_is_finite=loss_is_finite)
 
     @torch.no_grad()
     def grad_norm(self) -> float:
         self.megatron.prepare_grads()
-        square = torch.zeros((), dtype=torch.float64, device=self._device)  # all ranks must use the same backend
+        square = torch.zeros(
+            (), dtype=torch.float64, device=self._device
+        )  # on the device on every rank, so that all use the same backend
         for optimizer in self.inner:
             norms = torch._foreach_norm(optimizer.get_main_grads_for_grad_norm())
             part = torch.stack(norms).double().square().sum() if norms else torch.zeros_like(square)
@@ -135,13 +117,36 @@ class MegatronAdamW(EngineOptimizer):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copies values written to the ranges into the weights that the model computes with.  Every rank calls."""
+        """Copies values that were written to the ranges into the weights that the model computes with.  Every rank calls it."""
         for optimizer in self.inner:
             if isinstance(optimizer, DistributedOptimizer | Float16OptimizerWithFloat16Params):
                 optimizer._copy_main_params_to_model_params()
         if self.distributed:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class ParamRange:
+    """Elements [start, stop) of a flattened local parameter, which this rank's optimizer steps.
+
+    main: these elements (in any shape) in float32, which are the parameter's own memory or a master copy.
+    """
+
+    param: nn.Parameter
+    main: Tensor
+    start: int
+    stop: int
+    optimizer: MegatronOptimizer
+
+    def moment(self, name: str) -> Tensor:
+        """Returns exp_avg or exp_avg_sq of these elements, live."""
+        value: Tensor = self.optimizer.optimizer.state[self.main][name]
+        return value
+
+    @property
+    def is_master_copy(self) -> bool:
+        return self.main.dtype != self.param.dtype
 
 
 def _ranges(optimizer: MegatronOptimizer) -> Iterator[ParamRange]:
@@ -155,7 +160,7 @@ def _ranges(optimizer: MegatronOptimizer) -> Iterator[ParamRange]:
 
 
 def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yields (parameter, the tensor that is stepped in its place); the groups are parallel lists of lists."""
+    """Yields each parameter with the tensor that is stepped in its place; megatron's groups are parallel lists of lists."""
     if isinstance(optimizer, DistributedOptimizer):
         sides = [
             (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),

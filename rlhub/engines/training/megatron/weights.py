@@ -1,12 +1,12 @@
-"""Streaming full weights to every rank, in buckets, out of the pieces of all ranks.
+"""The weights of a Megatron engine under Hugging Face names: the stream of full weights, and the live state of a bit-exact
+resume.
 
-The sender of each box is planned once: one rank for each element.  In a bucket each sender's boxes travel together, one sender
-after the other, so the extra memory is the bucket and one message, or the tensor where that is larger than a bucket.
+The stream assembles full weights on every rank, in buckets, out of the pieces of all ranks.  The sender of each box is planned
+once, one rank for each element.  Within a bucket each sender's boxes travel together, one sender after the other, so the extra
+memory is the bucket and one message, or a tensor that is larger than a bucket.
 
-§§ state: The tensors of an engine that a bit-exact resume needs, as boxes of Hugging Face tensors.
-
-A distributed optimizer owns a flat range of a fused, cut parameter; such a range is a few boxes of a named tensor.
-Weights are taken from the optimizer where there is one: its float32 masters are what a resume needs.
+A distributed optimizer owns a flat range of a fused and cut parameter; such a range (LiveRange) is a few boxes of a named
+tensor.  A resume takes the weights from the optimizer if there is one, because it needs the float32 masters.
 """
 
 from __future__ import annotations
@@ -43,77 +43,11 @@ from rlhub.protocol.weights.pieces import (
 )
 
 MESSAGE_BYTES = 8 << 20
-"""Boxes of a tensor larger than a bucket that are not contiguous are sent in messages of this size."""
-
-
-@dataclass(slots=True, kw_only=True)
-class BoxSource:
-    """A box of a tensor and the rank, within the group, that sends it."""
-
-    rank: int
-    region: Region
-
-
-@dataclass(slots=True, kw_only=True)
-class StreamedTensor:
-    """sources: boxes that make up the tensor, each element once; none where every rank has all of it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    sources: list[BoxSource] = field(default_factory=list)
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def plan_stream(infos_by_rank: Sequence[Sequence[PieceInfo]]) -> list[StreamedTensor]:
-    """Plans the sender of every box from the pieces of each rank of the group; the same on every rank.  Raises EngineError where
-    no rank has some part of a tensor."""
-    by_name: dict[str, list[tuple[int, PieceInfo]]] = {}
-    for rank, infos in enumerate(infos_by_rank):
-        for info in infos:
-            by_name.setdefault(info.name, []).append((rank, info))
-    return [_plan_tensor(name, holders, len(infos_by_rank)) for name, holders in by_name.items()]
-
-
-def _plan_tensor(name: str, holders: list[tuple[int, PieceInfo]], ranks: int) -> StreamedTensor:
-    first = holders[0][1]
-    planned = StreamedTensor(name=name, shape=first.shape, dtype=first.dtype)
-    if {rank for rank, info in holders if info.region == whole(info.shape)} == set(range(ranks)):
-        return planned
-    missing = [whole(first.shape)]
-    for rank, info in holders:
-        left = []
-        for region in missing:
-            common = intersection(region, info.region)
-            if common is None:
-                left.append(region)
-            else:
-                planned.sources.append(BoxSource(rank=rank, region=common))
-                left += remainder(region, common)
-        missing = left
-    if missing:
-        raise EngineError(f"{name}: no rank holds {missing[0]} of {first.shape}; the training engine's layout has a hole")
-    return planned
-
-
-def plan_buckets(tensors: Sequence[StreamedTensor], bucket_bytes: int) -> list[list[StreamedTensor]]:
-    """Returns buckets of neighbours of one dtype up to `bucket_bytes`; a larger tensor is a bucket of its own."""
-    buckets: list[list[StreamedTensor]] = []
-    filled = 0
-    for tensor in tensors:
-        if not buckets or filled + tensor.num_bytes > bucket_bytes or buckets[-1][0].dtype != tensor.dtype:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(tensor)
-        filled += tensor.num_bytes
-    return buckets
+"""The size of the messages for boxes that are not contiguous, of a tensor larger than a bucket."""
 
 
 class MegatronWeightStream:
-    """Iterates once over the weights; TrainEngine.named_weights says what callers may rely on."""
+    """Streams the full weights once; TrainEngine.named_weights says what callers may rely on."""
 
     def __init__(
         self,
@@ -138,7 +72,7 @@ class MegatronWeightStream:
     def _gathered(self, bucket: list[StreamedTensor]) -> list[tuple[str, Tensor]]:
         sent = [tensor for tensor in bucket if tensor.sources]
         large = sum(tensor.num_bytes for tensor in sent) > self.bucket_bytes
-        if large:  # in place of the buffers
+        if large:  # a large tensor takes the place of the buffers
             self._buffers.clear()
         out = self._allocated(sent, large)
         for rank in sorted({source.rank for tensor in sent for source in tensor.sources}):
@@ -150,7 +84,7 @@ class MegatronWeightStream:
         return [(tensor.name, out[tensor.name] if tensor.sources else self.pieces[tensor.name][0].tensor) for tensor in bucket]
 
     def _allocated(self, tensors: list[StreamedTensor], large: bool) -> dict[str, Tensor]:
-        """Returns full tensors in one buffer that the next bucket uses again; a large tensor has memory of its own."""
+        """Returns full tensors in one buffer, which the next bucket reuses; a large tensor gets memory of its own."""
         if large:
             return {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device) for tensor in tensors}
         out, first = {}, 0
@@ -169,7 +103,7 @@ class MegatronWeightStream:
         return self._buffers[key]
 
     def _send(self, rank: int, boxes: list[tuple[StreamedTensor, Region]], out: dict[str, Tensor]) -> None:
-        """Sends one rank's boxes of a bucket, in one message."""
+        """Sends one rank's boxes of a bucket in one message."""
         total = sum(num_elements(region) for _, region in boxes)
         message = self._buffer("message", boxes[0][0].dtype)[:total]
         places, first = [], 0
@@ -184,7 +118,7 @@ class MegatronWeightStream:
             take(out[tensor.name], region).copy_(place)
 
     def _send_large(self, rank: int, boxes: list[tuple[StreamedTensor, Region]], out: dict[str, Tensor]) -> None:
-        """Sends one rank's boxes into place where that is contiguous memory, otherwise a few rows at a time."""
+        """Sends one rank's boxes into place if that is contiguous memory, else a few rows at a time."""
         for tensor, region in boxes:
             target = take(out[tensor.name], region)
             own = self._own(tensor.name, region) if rank == self.rank else None
@@ -201,17 +135,87 @@ class MegatronWeightStream:
                     place.copy_(message)
 
     def _own(self, name: str, region: Region) -> Tensor:
-        """Returns a box that this rank sends, out of the piece that has it."""
+        """Returns a box that this rank sends, taken from the piece that contains it."""
         piece = next(piece for piece in self.pieces[name] if intersection(piece.region, region) == region)
         return take(piece.tensor, relative(region, piece.region))
+
+
+@dataclass(slots=True, kw_only=True)
+class StreamedTensor:
+    """A full tensor of the stream.  sources: the boxes that make up the tensor, each element once; empty if every rank has all
+    of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sources: list[BoxSource] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(slots=True, kw_only=True)
+class BoxSource:
+    """A box of a tensor, and the rank within the group that sends it."""
+
+    rank: int
+    region: Region
+
+
+def plan_stream(infos_by_rank: Sequence[Sequence[PieceInfo]]) -> list[StreamedTensor]:
+    """Plans the sender of every box from the pieces of each rank of the group; the plan is the same on every rank.
+
+    Raises EngineError if no rank has some part of a tensor.
+    """
+    by_name: dict[str, list[tuple[int, PieceInfo]]] = {}
+    for rank, infos in enumerate(infos_by_rank):
+        for info in infos:
+            by_name.setdefault(info.name, []).append((rank, info))
+    return [_plan_tensor(name, owners, len(infos_by_rank)) for name, owners in by_name.items()]
+
+
+def _plan_tensor(name: str, owners: list[tuple[int, PieceInfo]], ranks: int) -> StreamedTensor:
+    first = owners[0][1]
+    planned = StreamedTensor(name=name, shape=first.shape, dtype=first.dtype)
+    if {rank for rank, info in owners if info.region == whole(info.shape)} == set(range(ranks)):
+        return planned
+    missing = [whole(first.shape)]
+    for rank, info in owners:
+        left = []
+        for region in missing:
+            common = intersection(region, info.region)
+            if common is None:
+                left.append(region)
+            else:
+                planned.sources.append(BoxSource(rank=rank, region=common))
+                left += remainder(region, common)
+        missing = left
+    if missing:
+        raise EngineError(f"{name}: no rank holds {missing[0]} of {first.shape}; the training engine's layout has a hole")
+    return planned
+
+
+def plan_buckets(tensors: Sequence[StreamedTensor], bucket_bytes: int) -> list[list[StreamedTensor]]:
+    """Returns buckets of neighbouring tensors of one dtype of up to `bucket_bytes`; a larger tensor is a bucket of its own."""
+    buckets: list[list[StreamedTensor]] = []
+    filled = 0
+    for tensor in tensors:
+        if not buckets or filled + tensor.num_bytes > bucket_bytes or buckets[-1][0].dtype != tensor.dtype:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(tensor)
+        filled += tensor.num_bytes
+    return buckets
 
 
 @dataclass(slots=True, kw_only=True)
 class LiveRange:
     """Elements [start, stop) of a flattened local parameter that are live in this process.
 
-    weight: those elements as a checkpoint has them.  optimized: the optimizer's view of them, None without an optimizer.
-    replica: another rank has the same and writes them.
+    weight: these elements as a checkpoint stores them.
+    optimized: the optimizer's view of them; None without an optimizer.
+    replica: True if another rank has the same elements and writes them.
     """
 
     parts: ParamParts
@@ -222,18 +226,12 @@ class LiveRange:
     replica: bool
 
 
-def mark_cut_weights(parts: Iterable[ParamParts]) -> None:
-    """Sets Megatron's mark on parameters that tensor-parallel ranks share, which it sets only when it draws the weights itself:
-    gradient norms count all others once a model copy.  Call before building an optimizer."""
-    for entry in parts:
-        one = entry.parts[0] if len(entry.parts) == 1 else None
-        replicated = one is not None and one.region == whole(one.shape)
-        entry.param.tensor_model_parallel = not replicated  # type: ignore[attr-defined]
-
-
 def live_ranges(parts: Iterable[ParamParts], ranges: Iterable[ParamRange], *, distributed: bool) -> list[LiveRange]:
-    """Returns the live ranges of this rank's parameters: of trained ones those that its optimizer steps, of frozen ones all.
-    distributed: data-parallel ranks have ranges of their own."""
+    """Returns the live ranges of this rank's parameters: for trained parameters those that its optimizer steps, for frozen
+    ones all elements.
+
+    distributed: True if each data-parallel rank has ranges of its own.
+    """
     by_param: Mapping[nn.Parameter, ParamRange] = {optimized.param: optimized for optimized in ranges}
     found = []
     for entry in parts:
@@ -250,23 +248,8 @@ def live_ranges(parts: Iterable[ParamParts], ranges: Iterable[ParamRange], *, di
     return found
 
 
-def _is_model_replica(param: nn.Parameter) -> bool:
-    """Returns whether another rank of the same model copy writes this parameter, by megatron's own marks: the second copy of tied
-    embeddings, and parameters that tensor-parallel ranks do not cut."""
-    cut = getattr(param, "tensor_model_parallel", False)
-    return getattr(param, "shared", False) or (not cut and parallel_state.get_tensor_model_parallel_rank() > 0)
-
-
-def _data_rank(param: nn.Parameter) -> int:
-    """Returns the number of this rank's copy of the parameter: context-parallel ranks have copies too; experts are cut over
-    data-parallel ranks."""
-    if getattr(param, "allreduce", True):
-        return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
-    return int(parallel_state.get_expert_data_parallel_rank())
-
-
 def live_pieces(ranges: Iterable[LiveRange]) -> Iterator[Piece]:
-    """Yields weights and moments under checkpoint names; live memory."""
+    """Yields weights and then moments under checkpoint names, as live memory."""
     ranges = list(ranges)
     for live in ranges:
         yield from _pieces("model", live.weight, live)
@@ -274,6 +257,39 @@ def live_pieces(ranges: Iterable[LiveRange]) -> Iterator[Piece]:
         for moment in MOMENTS if live.optimized is not None else ():
             assert live.optimized is not None
             yield from _pieces(f"optim.{moment}", live.optimized.moment(moment), live)
+
+
+@torch.no_grad()
+def fill(ranges: Iterable[LiveRange], read: Callable[[Piece], Tensor]) -> None:
+    """Overwrites the live memory of each piece, copies included, with the result of `read`."""
+    for piece in live_pieces(ranges):
+        piece.tensor.copy_(read(piece))
+
+
+def mark_cut_weights(parts: Iterable[ParamParts]) -> None:
+    """Marks the parameters that tensor-parallel ranks cut, as Megatron does only when it draws the weights itself.
+
+    Gradient norms count all other parameters once per model copy.  Call before building an optimizer.
+    """
+    for entry in parts:
+        one = entry.parts[0] if len(entry.parts) == 1 else None
+        replicated = one is not None and one.region == whole(one.shape)
+        entry.param.tensor_model_parallel = not replicated  # type: ignore[attr-defined]
+
+
+def _is_model_replica(param: nn.Parameter) -> bool:
+    """Returns whether another rank of the same model copy writes this parameter, by megatron's own marks: the second copy of
+    tied embeddings, and parameters that tensor-parallel ranks do not cut."""
+    cut = getattr(param, "tensor_model_parallel", False)
+    return getattr(param, "shared", False) or (not cut and parallel_state.get_tensor_model_parallel_rank() > 0)
+
+
+def _data_rank(param: nn.Parameter) -> int:
+    """Returns the number of this rank's copy of the parameter.  Context-parallel ranks have copies too; experts are cut over
+    data-parallel ranks."""
+    if getattr(param, "allreduce", True):
+        return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
+    return int(parallel_state.get_expert_data_parallel_rank())
 
 
 def _pieces(prefix: str, values: Tensor, live: LiveRange) -> Iterator[Piece]:
@@ -291,17 +307,10 @@ def _pieces(prefix: str, values: Tensor, live: LiveRange) -> Iterator[Piece]:
 
 
 def _view(values: Tensor, shape: tuple[int, ...], start: int, box: Region) -> Tensor:
-    """Returns a box of a parameter of this shape, in memory with its flattened elements from `start` on."""
+    """Returns a box of a parameter of this shape, in memory that begins with its flattened element `start`."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
     offset = sum(first * stride for (first, _), stride in zip(box, strides, strict=True)) - start
     assert values.is_contiguous(), "a box of flat memory"
     return values.detach().as_strided(sizes(box), strides, values.storage_offset() + offset)
-
-
-@torch.no_grad()
-def fill(ranges: Iterable[LiveRange], read: Callable[[Piece], Tensor]) -> None:
-    """Overwrites live memory, copies too, with the result of `read` for each piece."""
-    for piece in live_pieces(ranges):
-        piece.tensor.copy_(read(piece))

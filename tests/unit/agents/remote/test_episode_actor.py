@@ -333,10 +333,10 @@ def test_a_session_has_one_episode() -> None:
         await actor.begin("1", key, DATA)
         with pytest.raises(WorkflowError, match="session 1"):
             await actor.begin("1", key, DATA)
-        await actor.answer("gone", 0, None)
+        await actor.respond("gone", 0, None)
         await actor.cancel("gone")
         with pytest.raises(WorkflowError, match="no session gone"):
-            await actor.next("gone")
+            await actor.next_message("gone")
         await actor.close()
 
     asyncio.run(play())

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhub.agents.remote.streaming import Trails
+from rlhub.agents.remote.streaming import TokenStreams
 from rlhub.agents.trajectory import Trajectory
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.engines.rollout.base import Completion, Follow, GenerationRequest, Progress, SamplingParams
@@ -110,8 +110,8 @@ class Mute(Wilful):
 
     async def agenerate(self, request: GenerationRequest, params: SamplingParams, follow: str = "") -> Completion:
         if params.max_new_tokens == 13:
-            with self._trails.of(follow) as trail:
-                await self.engine.agenerate(request, params, trail.follow)
+            with self._streams.of(follow) as stream:
+                await self.engine.agenerate(request, params, stream.follow)
                 await asyncio.sleep(60)
         return await super().agenerate(request, params, follow)
 
@@ -178,28 +178,28 @@ def one(token: int, reason: Any = None) -> Progress:
     return Progress(token_ids=[token], log_probs=[-1.0], versions=[3], finish_reason=reason)
 
 
-def test_trails_wait_for_requests_that_were_overtaken_and_forget_those_that_ended() -> None:
+def test_token_streams_wait_for_requests_that_were_overtaken_and_forget_those_that_ended() -> None:
     async def scenario() -> None:
-        trails = Trails()
-        early = asyncio.create_task(trails.after("a", 0))
+        streams = TokenStreams()
+        early = asyncio.create_task(streams.after("a", 0))
         await asyncio.sleep(0)
-        with trails.of("a") as trail:
-            trail.follow(one(8))
-            trail.follow(one(9, "stop"))
+        with streams.of("a") as stream:
+            stream.follow(one(8))
+            stream.follow(one(9, "stop"))
             found = await early
             assert found is not None and (found.token_ids, found.finish_reason) == ([8, 9], "stop")
-            found = await trails.after("a", 1)
+            found = await streams.after("a", 1)
             assert found is not None and (found.token_ids, found.log_probs, found.versions) == ([9], [-1.0], [3])
-            late = asyncio.create_task(trails.after("a", 2))
+            late = asyncio.create_task(streams.after("a", 2))
             await asyncio.sleep(0)
             assert not late.done()
         assert await late is None
-        assert await trails.after("a", 2) is None
-        vain = asyncio.create_task(trails.after("a", 0))
+        assert await streams.after("a", 2) is None
+        vain = asyncio.create_task(streams.after("a", 0))
         await asyncio.sleep(0)
         vain.cancel()
         await asyncio.wait([vain])
-        assert not trails._begun and not trails._awaited
+        assert not streams._begun and not streams._awaited
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 

@@ -44,7 +44,7 @@ def entry(name: str, shape: tuple[int, ...], region: Region, rows: int) -> Param
 
 
 def load(entries: list[ParamParts], path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "parts", lambda _: entries)
+    monkeypatch.setattr(build, "param_parts", lambda _: entries)
     built: Any = SimpleNamespace(hf_config=CONFIG)
     load_weights(built, ModelConfig(path=str(path)), seed=5)
 

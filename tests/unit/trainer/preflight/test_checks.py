@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhub.config.rules.parallel import derive
+from rlhub.config.rules.derive import derive
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.trainer.preflight import checks as preflight
@@ -26,6 +26,7 @@ MODEL = {
 }
 SEVERAL = ("data.prompt_key", "actor_rollout_ref.rollout.tensor_model_parallel_size")
 """Settings whose wrong value is wrong in more than one way."""
+REWARD_KL_SET = frozenset({"algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.whiten_rewards"})
 ROW = {"prompt": "1+1=", "data_source": "exact", "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {}}
 
 
@@ -272,3 +273,17 @@ def test_an_engine_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
     others = set(problem.partition("do without: ")[2].replace(",", " ").split())
     assert {"fake", "hf"} <= others and "vllm" not in others, "other tests may register engines too"
     assert problems(lambda config: None) == []  # hf needs none
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [("gdpo", 3), ("grpo", 0)])
+def test_a_kl_in_the_reward_without_effect_is_a_warning(estimator: str, expected: int) -> None:
+    config = sound()
+    config.algorithm.adv_estimator = estimator
+    config.algorithm.use_kl_in_reward, config.algorithm.whiten_rewards, config.algorithm.kl_ctrl.kl_coef = True, True, 0.1
+    found = preflight.warnings(config, REWARD_KL_SET)
+    assert len(found) == expected, found
+    if expected:
+        assert any("use_kl_in_reward=true has no effect: algorithm.adv_estimator=gdpo" in warning for warning in found)
+        assert any("use_kl_loss" in warning for warning in found)
+    config.algorithm.use_kl_in_reward = config.algorithm.whiten_rewards = False
+    assert preflight.warnings(config, REWARD_KL_SET) == []
