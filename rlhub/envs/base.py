@@ -56,7 +56,7 @@ class EnvironmentLimits:
 
     @property
     def longest_s(self) -> float:
-        """The longer of the two time limits."""
+        """Returns the longer of the two time limits."""
         return max(self.reset_timeout_s, self.step_timeout_s)
 
     def timeout_s(self, method: str) -> float:

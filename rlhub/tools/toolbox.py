@@ -40,7 +40,7 @@ class Toolbox:
     """Holds the tools of a run.  It belongs to one event loop, and `aopen` must come before `session`."""
 
     def __init__(self, tools: Sequence[Tool | ToolSource], *, timeout_s: float) -> None:
-        """timeout_s: time limit in seconds of a call, and of creating an instance."""
+        """Takes the tools and sources.  timeout_s: time limit in seconds of a call, and of creating an instance."""
         self.timeout_s = timeout_s
         self._given = list(tools)
         self._opening: asyncio.Task[None] | None = None
@@ -62,7 +62,7 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[ToolSchema]:
-        """The schemas of all tools."""
+        """Returns the schemas of all tools."""
         return [tool.schema for tool in self._tools.values()]
 
     def session(self, instance: str, row: Mapping[str, Any]) -> ToolSession:
@@ -95,7 +95,7 @@ class ToolSession:
 
     @property
     def schemas(self) -> list[ToolSchema]:
-        """The schemas of all tools."""
+        """Returns the schemas of all tools."""
         return [tool.schema for tool in self._tools.values()]
 
     async def execute(self, call: ToolCall) -> ToolResult:

@@ -103,22 +103,23 @@ class AsyncTaskRunner:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of the tasks."""
+        """Returns the event loop of the tasks."""
         return self._thread.loop
 
     @property
     def num_running(self) -> int:
-        """The number of running tasks."""
+        """Returns the number of running tasks."""
         return self._num_running
 
     @property
     def num_queued(self) -> int:
-        """The number of tasks that were submitted and have not started, including those that wait in `submit` for space."""
+        """Returns the number of tasks that were submitted and have not started, including those that wait in `submit` for
+        space."""
         return len(self._queue) + len(self._parked) - self._num_withdrawn
 
     @property
     def num_ready(self) -> int:
-        """The number of results that were not taken yet."""
+        """Returns the number of results that were not taken yet."""
         return len(self._results)
 
     @property

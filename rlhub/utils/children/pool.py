@@ -112,8 +112,9 @@ class KillablePool:
         memory_gb: float = 4.0,
         access: Access | None = None,
     ) -> None:
-        """parameters: the keywords of every call. timeout_s: time limit of one call, without the time in which it imports.
-        memory_gb: address space of one child, in GiB. access: the environment variables that the function may read."""
+        """Creates a pool without children.  parameters: the keywords of every call.  timeout_s: time limit of one call, without
+        the time in which it imports.  memory_gb: address space of one child, in GiB. access: the environment variables that the
+        function may read."""
         self.target, self.parameters, self.access = target, tuple(parameters), access or Access()
         self.num_workers = num_workers or min(4, os.cpu_count() or 1)
         self.timeout_s, self.memory_gb = timeout_s, memory_gb
