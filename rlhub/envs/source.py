@@ -141,8 +141,8 @@ class LocalEnvironmentSource:
 class EnvironmentPool:
     """Runs environments in killable processes, each leased to one episode at a time.  It belongs to one event loop.
 
-    target: `module:name` or `path/to/file.py:name`, called with `settings` in each process. offers_tools: it builds an
-    `Environment`, a new one for every lease; otherwise a simulator, which serves one lease after the other. env: environment
+    target: `module:name` or `path/to/file.py:name`, called with `settings` in each process.  offers_tools: it builds an
+    `Environment`, a new one for every lease; otherwise a simulator, which serves one lease after the other.  env: environment
     variables that the processes receive although their names look like secrets.
     """
 
@@ -231,7 +231,7 @@ class EnvironmentProcess:
 
     @classmethod
     async def start(cls, making: Mapping[str, Any], limits: EnvironmentLimits, access: Access) -> EnvironmentProcess:
-        """Starts a process and builds the environment in it. making: the arguments of the operation "make" in child.py.  Raises
+        """Starts a process and builds the environment in it.  making: the arguments of the operation "make" in child.py.  Raises
         LoadError."""
         target = making["target"]
         spawning = asyncio.ensure_future(asyncio.to_thread(spawn, SERVE, PARAMETERS, memory_gb=limits.memory_gb, access=access))

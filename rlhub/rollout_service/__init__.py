@@ -1,11 +1,11 @@
 """The rollout service: replicas of the rollout engine that serve requests while training goes on.
 
-    service.py            starts the service, publishes weights to it, reports on it and closes it
-    router.py             sends each request to a replica, and repeats it on another one when the replica dies
-    fleet.py              the set of replicas: starts, restarts, weight updates and removals
-    replica.py            the state of one replica, as the router sees it
-    server.py             the actor of a replica: a rollout engine behind asyncio methods
-    weights_folder.py     the folder through which weights are published, and the readers of it
-    trajectory_files.py   finished episodes in files, for training in another job
-    executor/             admission of prompts within the staleness bound, their ledger, groups and batches
+service.py            starts the service, publishes weights to it, reports on it and closes it
+router.py             sends each request to a replica, and repeats it on another one when the replica dies
+fleet.py              the set of replicas: starts, restarts, weight updates and removals
+replica.py            the state of one replica, as the router sees it
+server.py             the actor of a replica: a rollout engine behind asyncio methods
+weights_folder.py     the folder through which weights are published, and the readers of it
+trajectory_files.py   finished episodes in files, for training in another job
+executor/             admission of prompts within the staleness bound, their ledger, groups and batches
 """

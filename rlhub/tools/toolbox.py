@@ -148,7 +148,7 @@ def read_tool_file(path: str | Path) -> list[Any]:
 
 
 def load_tools(entries: Sequence[Any], *, where: str) -> list[Tool | ToolSource]:
-    """Builds the tools of these entries.  Raises ConfigError that lists every entry which cannot be built. where: the setting's
+    """Builds the tools of these entries.  Raises ConfigError that lists every entry which cannot be built.  where: the setting's
     name."""
     tools, problems = [], []
     for number, entry in enumerate(entries):

@@ -1,9 +1,9 @@
 """Runs episodes and environments in actors of their own, so that their CPU work does not hold up the driver.
 
-    actor_pool.py            the actors of one kind, with restarts and metrics
-    workflow.py              an episode whose code runs in an episode actor, as the driver sees it, and the pool of these actors
-    episode_actor.py         the actor that runs the episodes' own code
-    environment_actors.py    the actor that runs environments, its pool, and the leases
-    environment_requests.py  the messages by which an episode in an actor leases environments from the driver
-    streaming.py             streams the tokens of a running request through the rollout service
+actor_pool.py            the actors of one kind, with restarts and metrics
+workflow.py              an episode whose code runs in an episode actor, as the driver sees it, and the pool of these actors
+episode_actor.py         the actor that runs the episodes' own code
+environment_actors.py    the actor that runs environments, its pool, and the leases
+environment_requests.py  the messages by which an episode in an actor leases environments from the driver
+streaming.py             streams the tokens of a running request through the rollout service
 """

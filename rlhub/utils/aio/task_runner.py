@@ -66,9 +66,9 @@ class AsyncTaskRunner:
     """Runs coroutines.  All methods may be called from any thread, except that methods that wait must not be called on the
     runner's own loop.
 
-    max_concurrent: maximum number of tasks that run at the same time; None: no limit. max_queued: maximum number of tasks that
-    wait for their start; `submit` waits for space beyond it. max_results: maximum number of results that wait for a consumer;
-    further ones are kept, but no task starts until some were taken. on_result: receives each result on the loop's thread, which
+    max_concurrent: maximum number of tasks that run at the same time; None: no limit.  max_queued: maximum number of tasks that
+    wait for their start; `submit` waits for space beyond it.  max_results: maximum number of results that wait for a consumer;
+    further ones are kept, but no task starts until some were taken.  on_result: receives each result on the loop's thread, which
     is then not kept for `wait`; it must not block.
     """
 
@@ -143,8 +143,8 @@ class AsyncTaskRunner:
     ) -> str:
         """Runs `async_fn(*args, **kw)` on the loop in its turn, and returns the task's id.  Waits while the queue is full.
 
-        task_id: must differ from those of all queued and running tasks. deadline: seconds from the task's start after which it is
-        cancelled and ends as TimedOut.
+        task_id: must differ from those of all queued and running tasks.  deadline: seconds from the task's start after which it
+        is cancelled and ends as TimedOut.
         """
         entry = _Entry(async_fn, args, kw, deadline)
         self._register(entry, task_id)
