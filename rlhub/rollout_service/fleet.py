@@ -36,8 +36,8 @@ class FleetLimits:
     """Time limits in seconds, and `restarts`, the maximum number of restarts of each replica after it died or hung.
 
     patience_s: after the first replica has loaded new weights, the update waits for the others for this time, or for five times
-    as long as the first one took if that is more; a later one gets no requests until it has loaded them. ping_s: the interval
-    between status checks; a replica that does not answer within ping_deadline_s hangs. drain_s: time for the requests of a
+    as long as the first one took if that is more; a later one gets no requests until it has loaded them.  ping_s: the interval
+    between status checks; a replica that does not answer within ping_deadline_s hangs.  drain_s: time for the requests of a
     replica that leaves.
     """
 
@@ -55,7 +55,8 @@ class Fleet:
     """Manages the replicas.  All methods are called on the loop."""
 
     def __init__(self, start_replica: StartReplica, limits: FleetLimits, *, own_weights: bool = False) -> None:
-        """own_weights: replicas have loaded the model's files, and also serve before the first publication."""
+        """Creates an empty fleet.  own_weights: replicas have loaded the model's files, and also serve before the first
+        publication."""
         self.limits = limits
         self._own_weights = own_weights
         self.replicas: dict[str, Replica] = {}

@@ -38,7 +38,7 @@ class McpTool(Tool):
 
 
 class McpServer(ToolSource):
-    """Connects to a server. only: the names of the tools to offer; all by default. prefix: is put before the names, for servers
+    """Connects to a server.  only: the names of the tools to offer; all by default.  prefix: is put before the names, for servers
     whose tools have equal names."""
 
     def __init__(

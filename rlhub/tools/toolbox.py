@@ -40,7 +40,7 @@ class Toolbox:
     """Holds the tools of a run.  It belongs to one event loop, and `aopen` must come before `session`."""
 
     def __init__(self, tools: Sequence[Tool | ToolSource], *, timeout_s: float) -> None:
-        """timeout_s: time limit in seconds of a call, and of creating an instance."""
+        """Takes the tools and sources.  timeout_s: time limit in seconds of a call, and of creating an instance."""
         self.timeout_s = timeout_s
         self._given = list(tools)
         self._opening: asyncio.Task[None] | None = None
@@ -62,7 +62,7 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[ToolSchema]:
-        """The schemas of all tools."""
+        """Returns the schemas of all tools."""
         return [tool.schema for tool in self._tools.values()]
 
     def session(self, instance: str, row: Mapping[str, Any]) -> ToolSession:
@@ -95,7 +95,7 @@ class ToolSession:
 
     @property
     def schemas(self) -> list[ToolSchema]:
-        """The schemas of all tools."""
+        """Returns the schemas of all tools."""
         return [tool.schema for tool in self._tools.values()]
 
     async def execute(self, call: ToolCall) -> ToolResult:
@@ -148,7 +148,7 @@ def read_tool_file(path: str | Path) -> list[Any]:
 
 
 def load_tools(entries: Sequence[Any], *, where: str) -> list[Tool | ToolSource]:
-    """Builds the tools of these entries.  Raises ConfigError that lists every entry which cannot be built. where: the setting's
+    """Builds the tools of these entries.  Raises ConfigError that lists every entry which cannot be built.  where: the setting's
     name."""
     tools, problems = [], []
     for number, entry in enumerate(entries):

@@ -32,8 +32,8 @@ HEARTBEAT_S = 10.0  # below the minute after which proxies commonly close a sile
 class Answer:
     """One choice of a response.
 
-    written: the whole text. content: the text without tool calls. call_id: returns the id of the call with a given index. calls:
-    OpenAI's tool_calls objects.
+    written: the whole text.  content: the text without tool calls.  call_id: returns the id of the call with a given index.
+    calls: OpenAI's tool_calls objects.
     """
 
     prompt_ids: list[int]
@@ -54,18 +54,18 @@ class Answer:
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's finish_reason: "tool_calls" for a complete answer with calls."""
+        """Returns OpenAI's finish_reason, which is "tool_calls" for a complete answer with calls."""
         return "tool_calls" if self.calls and self.completion.finish_reason == "stop" else self.completion.finish_reason
 
     @property
     def message(self) -> dict[str, Any]:
-        """The message of the response; clients send it back in their history."""
+        """Returns the message of the response; clients send it back in their history."""
         made: dict[str, Any] = {"role": "assistant", "content": self.content or ("" if not self.calls else None), "refusal": None}
         return {**made, "tool_calls": self.calls} if self.calls else made
 
     @property
     def recorded(self) -> Message:
-        """The message in the form in which a later request's history contains it."""
+        """Returns the message in the form in which a later request's history contains it."""
         made: Message = {"role": "assistant", "content": self.content}
         if self.calls:
             made["tool_calls"] = [
@@ -84,7 +84,7 @@ def call_object(call_id: str, name: str, arguments: str = "") -> dict[str, Any]:
 class Writer:
     """Writes the responses to one request.
 
-    chat: True for /chat/completions, False for /completions. token: returns a token id as text. n: the number of answers per
+    chat: True for /chat/completions, False for /completions.  token: returns a token id as text.  n: the number of answers per
     prompt.
     """
 

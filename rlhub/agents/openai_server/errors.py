@@ -50,7 +50,7 @@ class ApiError(RlhubError, ValueError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the response."""
+        """Returns the JSON of the response."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 

@@ -46,20 +46,20 @@ SHUTDOWN_S = 1.0  # for answers that are being written when the server closes
 class ServerOptions:
     """The settings of an OpenAIServer.
 
-    model: the name that clients see. max_model_len: maximum number of tokens of prompt plus answer outside of sessions.
+    model: the name that clients see.  max_model_len: maximum number of tokens of prompt plus answer outside of sessions.
 
     port: 0 for any free port; otherwise the first free one of `num_ports` ports from there on.
 
-    key: the key of requests outside of sessions; None forbids them. admin_key: the key of administration; None forbids it.
+    key: the key of requests outside of sessions; None forbids them.  admin_key: the key of administration; None forbids it.
     fixed_sampling: temperature, top_p and top_k are always the server's, because a trainer computes log-probs of that
     distribution.
 
-    max_concurrent: maximum number of requests served at once; further ones get status 429. max_samples: maximum number of answers
-    to one request, its prompts times n. vocab_size: of the model; None if only the engine knows it. find_calls: finds tool calls
-    in answers; None if answers are only text.
+    max_concurrent: maximum number of requests served at once; further ones get status 429.  max_samples: maximum number of
+    answers to one request, its prompts times n.  vocab_size: of the model; None if only the engine knows it.  find_calls: finds
+    tool calls in answers; None if answers are only text.
 
     connection_s: time limit in seconds for a client to send a request's head, to send its body, to read each part of a stream,
-    and to send the next request. request_s: time limit of an answer including its waiting time; then the status is 504.
+    and to send the next request.  request_s: time limit of an answer including its waiting time; then the status is 504.
     """
 
     model: str
@@ -81,7 +81,8 @@ class ServerOptions:
 
 @dataclass(slots=True, kw_only=True)
 class _Exchange:
-    """A request and its running answers. session: None outside of sessions. number: the number of the request in its session."""
+    """A request and its running answers.  session: None outside of sessions.  number: the number of the request in its
+    session."""
 
     body: RequestBody
     session: Session | None
@@ -162,7 +163,7 @@ class OpenAIServer:
     # --- sessions ------------------------------------------------------------------------------------------------------
 
     def open_session(self, name: str, *, seed: int, limits: SessionLimits, engine: EpisodeEngine | None = None) -> Session:
-        """Opens a session. engine: generates for it; None for the server's engine.  Raises ValueError if the name is in use."""
+        """Opens a session.  engine: generates for it; None for the server's engine.  Raises ValueError if the name is in use."""
         if name in self._sessions:
             raise ValueError(f"the session {name!r} is open already")
         session = Session(name=name, seed=seed, limits=limits, engine=engine or self._engine)
@@ -323,7 +324,7 @@ class OpenAIServer:
         *,
         before: int = 0,
     ) -> list[Answer]:
-        """Samples the answers to one prompt. use: None outside of chats. before: the number of answers to the request's earlier
+        """Samples the answers to one prompt.  use: None outside of chats.  before: the number of answers to the request's earlier
         prompts."""
         body = exchange.body
         prompt_ids = [*parent.ids, *added] if parent is not None else added
@@ -425,7 +426,7 @@ def _start(body: RequestBody, session: Session | None) -> int:
 
 
 def _seeds(exchange: _Exchange, before: int) -> list[int]:
-    """Returns the seeds of a prompt's answers. before: the number of answers to the request's earlier prompts."""
+    """Returns the seeds of a prompt's answers.  before: the number of answers to the request's earlier prompts."""
     body, session = exchange.body, exchange.session
     named = [None if body.seed is None else body.seed + choice for choice in range(body.n)]
     if session is not None:

@@ -33,7 +33,7 @@ FindCalls = Callable[[str], ParsedReply]
 class Rules:
     """The rules by which the answers to a request are read; see `as_answer`.
 
-    find_calls: None if the answer is not searched for calls. opening: the text with which the prompt has begun the answer.
+    find_calls: None if the answer is not searched for calls.  opening: the text with which the prompt has begun the answer.
     one_call: the answer ends with its first call.
     """
 
@@ -62,7 +62,8 @@ class Rules:
 
 
 class StableText:
-    """Decodes a growing list of tokens. stable: the text that further tokens cannot change. unsure: the current text after it."""
+    """Decodes a growing list of tokens.  stable: the text that further tokens cannot change.  unsure: the current text after
+    it."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self.stable = self.unsure = ""
@@ -92,7 +93,7 @@ class StableText:
 
 @dataclass(slots=True, kw_only=True)
 class StreamPart:
-    """A part of an answer: text and tool calls in their order. start: the index of its first token."""
+    """A part of an answer: text and tool calls in their order.  start: the index of its first token."""
 
     written: list[ReplyPart]
     start: int
@@ -156,7 +157,7 @@ class Choice:
         return self._part(self._text.stable[: self._sayable()], self.written)
 
     def rest(self, text: str, completion: Completion) -> StreamPart:
-        """Returns all that was not sent yet, when the answer is complete. text: the whole answer, calls included."""
+        """Returns all that was not sent yet, when the answer is complete.  text: the whole answer, calls included."""
         part = self._part(text, completion)
         part.written += self._stream.end()
         return part

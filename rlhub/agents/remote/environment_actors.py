@@ -44,8 +44,8 @@ GRACE_S = 60.0
 class EnvironmentActors(ActorPool):
     """A pool of environment actors, and an EnvironmentSource.
 
-    idle_s: the longest time between two calls of one lease, in which the policy generates its next turn. counts: also taken_back,
-    the number of leases that were revoked after that time.
+    idle_s: the longest time between two calls of one lease, in which the policy generates its next turn.  counts: also
+    taken_back, the number of leases that were revoked after that time.
     """
 
     kind = "environment actor"
@@ -225,7 +225,7 @@ class ActorLease:
 
 @dataclass(slots=True, kw_only=True)
 class EnvironmentActorOptions:
-    """The resources and settings with which a run's environment actors start; see AsyncActorOptions. folder: see
+    """The resources and settings with which a run's environment actors start; see AsyncActorOptions.  folder: see
     EnvironmentActor."""
 
     backend: Backend = "ray"
@@ -337,8 +337,8 @@ class EnvironmentActor:
 class EnvironmentActorStatus:
     """The status of an environment actor.
 
-    alive: the number of running processes. leased: the number of environments that episodes lease. replaced: the number of
-    processes that replaced one that died. calls: the number of calls of environments' methods since the start.
+    alive: the number of running processes.  leased: the number of environments that episodes lease.  replaced: the number of
+    processes that replaced one that died.  calls: the number of calls of environments' methods since the start.
     """
 
     alive: int

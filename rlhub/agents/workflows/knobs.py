@@ -123,7 +123,7 @@ class AgentKnobs:
     args: list[str] = field(default_factory=list)
     """Command-line arguments of a program."""
     reward: Literal["score", "agent"] = "score"
-    """score: the run's reward function scores the text of the last segment. agent: the reward is the number that the function
+    """score: the run's reward function scores the text of the last segment.  agent: the reward is the number that the function
     returns, or the last line that the program prints."""
     segment: Literal["last", "longest", "random"] = "last"
     """The segment that trains if the agent had several conversations or changed its history: the one of its last request, the one

@@ -97,7 +97,7 @@ class MultiTurn(RolloutWorkflow):
 class Transcript:
     """The tokens of an episode so far.
 
-    budget: the maximum number of response tokens, including those that the policy did not write. scored: the workflow gives the
+    budget: the maximum number of response tokens, including those that the policy did not write.  scored: the workflow gives the
     rewards, which replace the configured ones; all episodes of a run must agree in this.  If False, the rewards are added to the
     configured ones.
     """
@@ -115,7 +115,7 @@ class Transcript:
 
     @property
     def remaining(self) -> int:
-        """The number of response tokens that still fit."""
+        """Returns the number of response tokens that still fit."""
         return self.budget - len(self.response_ids)
 
     async def generate(
@@ -199,7 +199,8 @@ class TurnTemplate:
     """Renders what a chat template adds to a conversation that exists as tokens."""
 
     def __init__(self, tokenizer: Any, *, roles: Sequence[str], kwargs: Mapping[str, Any] | None = None) -> None:
-        """roles: the roles that answer the policy in this workflow. kwargs: variables of the chat template.
+        """Checks the template.  roles: the roles that answer the policy in this workflow.  kwargs: variables of the chat
+        template.
 
         Raises ConfigError if the template cannot continue after a message of one of these roles, or if it rewrites earlier turns.
         """

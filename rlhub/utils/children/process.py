@@ -49,9 +49,10 @@ SIGNAL_BASE = 128  # see supervisor.py
 class ChildProcess:
     """A child and its pipes.
 
-    items: the numbers of the calls that it has and has not answered, in order. num_given, given_at: size and time of its last
-    chunk. since: when it last received or did something (times are monotonic). served: the number of answers. ready: its function
-    is loaded. pid: its process number as the code inside sees it. strayed: it sent an answer that does not belong to its call.
+    items: the numbers of the calls that it has and has not answered, in order.  num_given, given_at: size and time of its last
+    chunk.  since: when it last received or did something (times are monotonic).  served: the number of answers.  ready: its
+    function is loaded.  pid: its process number as the code inside sees it.  strayed: it sent an answer that does not belong to
+    its call.
     """
 
     process: subprocess.Popen[bytes]
@@ -194,7 +195,7 @@ class ChildProcess:
 
 @dataclass(frozen=True, slots=True)
 class ChildRequest:
-    """Calls in the form in which a child reads them. nonce: part of the answers; code that has not read the request cannot guess
+    """Calls in the form in which a child reads them.  nonce: part of the answers; code that has not read the request cannot guess
     it."""
 
     nonce: str
