@@ -1,4 +1,4 @@
-"""Reward managers: their interface, the parts they are built from, the rewards they return, and the policy for failed samples."""
+"""The interface of reward managers, their parts, the rewards that they return, and the policy for failed scores."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ManagerParts:
 
 
 def max_failures(num_rows: int, *, on_error: Literal["fail", "mask", "zero"], max_error_rate: float) -> int:
-    """Returns how many failures among `num_rows` samples the policy lets pass."""
+    """Returns the number of failures among `num_rows` samples that the policy tolerates."""
     return 0 if on_error == "fail" else int(max_error_rate * num_rows)
 
 
@@ -86,7 +86,7 @@ def check_failures(
     on_error: Literal["fail", "mask", "zero"],
     max_error_rate: float,
 ) -> dict[str, float]:
-    """Returns metrics of the failures; RewardError if `on_error` or `max_error_rate` does not let them pass.
+    """Returns metrics of the failures.  Raises RewardError if `on_error` or `max_error_rate` does not tolerate them.
 
     request: returns the request of a row; called for the few rows that a message shows.
     """
