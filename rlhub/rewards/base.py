@@ -26,13 +26,13 @@ FAILED_SHARE = "reward/failed_share"
 class RewardResult:
     """The rewards of a batch.
 
-    token_level_scores: (B, T) float32, the score on the last token that the model wrote, 0 elsewhere (a response without such
-    a token has no place for it: its row is 0).
+    token_level_scores: (B, T) float32, the score on the last token that the model wrote, 0 on other tokens and in rows without
+    such a token.
     scores: (B,) float32, the rewards themselves.
     valid: (B,) bool; False: scoring failed and the sample must not train.
     extra: further entries of each row by the reward function and the manager, (B,) float64, or objects with None where a row has
     no such entry; "acc", where given, is the correctness that validation reports.
-    metrics: reward/num_failed, reward/failed_share, and means of the numeric extras under `naive.metric_of` their names.
+    metrics: reward/num_failed, reward/failed_share, and means of the numeric extras under the names of `managers.metric_of`.
     """
 
     token_level_scores: Tensor
