@@ -37,7 +37,7 @@ LETTER = 6.2
 
 @dataclass(slots=True, kw_only=True)
 class Series:
-    """A series is one curve: finite values at ascending steps, equally many."""
+    """One curve: finite values, one for each of the ascending steps."""
 
     name: str
     steps: list[int]
@@ -46,7 +46,7 @@ class Series:
 
 @dataclass(slots=True, kw_only=True)
 class Chart:
-    """Holds curves that share axes.  zero: the value axis starts at 0.  smooth: noisy per-step figures get a smoothed line."""
+    """Curves that share axes.  zero: the value axis starts at 0.  smooth: long curves get a moving average as a second line."""
 
     title: str
     series: list[Series]
@@ -93,7 +93,7 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
 
 
 def smoothed(values: Sequence[float], share: float = SMOOTH_SHARE) -> list[float]:
-    """Returns the centred moving average, so that the line does not lag behind what it shows; at the ends, over what there is."""
+    """Returns the centred moving average, which does not lag behind the values; at the ends the window is shorter."""
     reach = max(1, round(share * len(values) / 2))
     sums = list(itertools.accumulate(values, initial=0.0))
     result = []
@@ -119,7 +119,7 @@ def line_chart(chart: Chart) -> str:
 
 
 def script_json(value: object) -> str:
-    """Returns JSON that cannot end the script element it is put in."""
+    """Returns JSON that cannot end the script element around it."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -226,7 +226,7 @@ def stacked_columns(title: str, steps: Sequence[int], parts: Sequence[Series], *
 
 @dataclass(slots=True, kw_only=True)
 class Window:
-    """Holds what a Gantt draws: spans that lie, in part at least, between two moments."""
+    """The content of a Gantt chart: spans that overlap the time between two moments."""
 
     spans: list[Span]
     start: float
@@ -239,7 +239,7 @@ class Window:
 
 
 def last_steps(spans: Sequence[Span], num_steps: int = NUM_STEPS) -> Window | None:
-    """Returns the window of the last steps that have ended, of all spans where no step has; None of no span."""
+    """Returns the window of the last steps that have ended, or of all spans where no step has ended; None without spans."""
     steps = [span for span in spans if span.lane == STEPS][-num_steps:] or list(spans)
     if not steps:
         return None
@@ -252,7 +252,7 @@ def last_steps(spans: Sequence[Span], num_steps: int = NUM_STEPS) -> Window | No
 
 
 def gantt(spans: Sequence[Span]) -> str:
-    """Returns what ran when in the last steps as an HTML figure; "" when nothing was recorded.
+    """Returns the Gantt chart of the last steps as an HTML figure; "" when nothing was recorded.
 
     A row for each lane, a bar for each span; spans of one lane that overlap lie below each other.
     """

@@ -243,7 +243,7 @@ class ServedEngine(Administration):
 
     @property
     def failure(self) -> str:
-        """Why nothing can be generated now; "" while it can."""
+        """The reason why the engine cannot generate now; "" while it can."""
         return self._lost or self._engine.failure or self._admin.failure
 
     async def watch(self) -> NoReturn:
@@ -352,7 +352,7 @@ class EngineAdministration:
         self.paused = True
 
     def resume(self, *, recompute: bool) -> None:
-        """Resumes the engine.  recompute: its requests compute their KV caches anew, where the settings allow it."""
+        """Resumes the engine.  recompute: its requests compute their KV caches again, where the settings allow it."""
         self.paused = False
         self._engine.resume(recompute=recompute and self._recompute)
 
@@ -404,7 +404,7 @@ class EngineAdministration:
 
     @property
     def failure(self) -> str:
-        """Why the engine stays paused until whole weights come; "" where it does not."""
+        """The reason why the engine stays paused until whole weights come; "" where there is none."""
         return "its weights are half-written: publish whole ones at /admin/weights" if self.half_written else ""
 
 
