@@ -87,12 +87,12 @@ class CheckpointStore:
 
     def begin(self, step: int) -> Path:
         """Deletes the files of an interrupted save; returns a new empty folder for the files of `step`, as an absolute path."""
-        aside = self.root / f"{ASIDE}{PREFIX}{step}"
+        unfinished = self.root / f"{ASIDE}{PREFIX}{step}"
         with storage_errors(f"starting to save step {step}"):
             self.root.mkdir(parents=True, exist_ok=True)
             self._settle()
-            aside.mkdir()
-        return aside
+            unfinished.mkdir()
+        return unfinished
 
     def _settle(self) -> None:
         """Completes or undoes the renames that a killed process has left half done."""
@@ -124,48 +124,50 @@ class CheckpointStore:
         metrics: the metrics that `retain(best_metric=...)` ranks by.
         finite: True if the writers have checked that all weights in the files are finite.
         """
-        aside = self.root / f"{ASIDE}{PREFIX}{step}"
+        unfinished = self.root / f"{ASIDE}{PREFIX}{step}"
         with storage_errors(f"saving step {step}"):
-            listed = self._entries(aside, files)
+            listed = self._entries(unfinished, files)
             text = json.dumps(dict(state), ensure_ascii=False).encode("utf-8")
-            listed.append(_relative(aside, write_file(aside / STATE, text)))
-            for folder in [aside, *(path for path in aside.rglob("*") if path.is_dir())]:
+            listed.append(_relative(unfinished, write_file(unfinished / STATE, text)))
+            for folder in [unfinished, *(path for path in unfinished.rglob("*") if path.is_dir())]:
                 fsync_folder(folder)
             manifest = Manifest(step=step, serial=self._next_serial(), files=listed, metrics=dict(metrics or {}), finite=finite)
-            write_manifest(aside, manifest)
-            self._publish(aside, self.folder(step))
+            write_manifest(unfinished, manifest)
+            self._publish(unfinished, self.folder(step))
             write_text(self.root / POINTER, f"{step}\n")
         faults.at("checkpoint.committed", path=self.folder(step))
         return self.folder(step)
 
-    def _entries(self, aside: Path, files: Iterable[FileEntry]) -> list[FileEntry]:
-        if not aside.is_dir():
-            raise CheckpointError(f"{aside}: no such folder; call begin({aside.name.removeprefix(ASIDE + PREFIX)}) first")
+    def _entries(self, unfinished: Path, files: Iterable[FileEntry]) -> list[FileEntry]:
+        if not unfinished.is_dir():
+            raise CheckpointError(
+                f"{unfinished}: no such folder; call begin({unfinished.name.removeprefix(ASIDE + PREFIX)}) first"
+            )
         listed = {}
-        for entry in (_relative(aside, entry) for entry in files):
-            path = aside / entry.path
+        for entry in (_relative(unfinished, entry) for entry in files):
+            path = unfinished / entry.path
             if not path.exists() or path.stat().st_size != entry.size:
                 raise CheckpointError(
                     f"{path}: written by a worker, but the driver does not find it whole; "
                     "trainer.default_local_dir must be on a file system that all nodes share"
                 )
             listed[entry.path] = entry
-        for path in sorted(aside.rglob("*")):
-            name = path.relative_to(aside).as_posix()
+        for path in sorted(unfinished.rglob("*")):
+            name = path.relative_to(unfinished).as_posix()
             if name in listed or not path.is_file() or name in (STATE, MANIFEST) or name.endswith(TEMPORARY_SUFFIX):
                 continue
             fsync_file(path)
-            listed[name] = _relative(aside, entry_of(path))
+            listed[name] = _relative(unfinished, entry_of(path))
         return [listed[name] for name in sorted(listed)]
 
     def _next_serial(self) -> int:
         return 1 + max((found.manifest.serial for found in self._found(warn=False)), default=0)
 
-    def _publish(self, aside: Path, final: Path) -> None:
+    def _publish(self, unfinished: Path, final: Path) -> None:
         replaced = self.root / (REPLACED + final.name)
         if final.exists():
             os.replace(final, replaced)
-        os.replace(aside, final)
+        os.replace(unfinished, final)
         fsync_folder(self.root)
         if replaced.exists():
             shutil.rmtree(replaced)
@@ -280,13 +282,13 @@ class CheckpointStore:
             shutil.rmtree(going)
 
 
-def _relative(aside: Path, entry: FileEntry) -> FileEntry:
+def _relative(unfinished: Path, entry: FileEntry) -> FileEntry:
     path = Path(entry.path)
     if path.is_absolute():
         try:
-            path = path.relative_to(aside)
+            path = path.relative_to(unfinished)
         except ValueError:
-            raise CheckpointError(f"{path} is not below {aside}: it would not be part of the checkpoint") from None
+            raise CheckpointError(f"{path} is not below {unfinished}: it would not be part of the checkpoint") from None
     return FileEntry(path=path.as_posix(), size=entry.size, checksum=entry.checksum)
 
 

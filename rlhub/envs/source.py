@@ -38,7 +38,7 @@ PARAMETERS = ("operation", "arguments")
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EnvironmentSpec:
-    """The environment that a lease asks for, and how it runs.  It is sent to the process that runs it.
+    """The environment of a lease, and how it runs.  It is sent to the process that runs it.
 
     name: registered, `module:name` or `path/to/file.py:name`, called with `settings`.
 

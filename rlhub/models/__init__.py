@@ -5,9 +5,9 @@ tokenizer         the tokenizer, and the token ids that a model can write
 hf                Hugging Face models for training, and the files saved with their weights
 weight_files      the safetensors files of a model folder, by their headers
 required_weights  the weights that a loaded model must have
-experts           a mixture of experts' weights under checkpoint names
+experts           the weights of a mixture of experts under checkpoint names
 lora              low-rank adapters
 packed_attention  causal attention over packed rows
-throughput        floating-point throughput of training
+throughput        the floating-point throughput of training
 megatron/         models of Megatron-core's parts
 """

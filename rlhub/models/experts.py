@@ -1,8 +1,9 @@
-"""A mixture of experts' weights under checkpoint names.
+"""The weights of a mixture of experts under checkpoint names.
 
-transformers keeps the experts of a layer in two tensors, `mlp.experts.gate_up_proj` (experts, 2 x intermediate, hidden) and
-`mlp.experts.down_proj` (experts, hidden, intermediate); checkpoints of the Qwen families, vLLM and Megatron-core know a weight
-for each expert and projection.  The mapping is by name and holds for models whose checkpoints name experts as Qwen's do.
+transformers stores the experts of a layer in two tensors, `mlp.experts.gate_up_proj` (experts, 2 x intermediate, hidden) and
+`mlp.experts.down_proj` (experts, hidden, intermediate); checkpoints of the Qwen families, vLLM and Megatron-core use one
+weight for each expert and projection.  The mapping is by name and holds for models whose checkpoints name experts as Qwen's
+do.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def is_fused(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def unfused(piece: Piece) -> Iterator[Piece]:
-    """Yields the piece as the checkpoint names it: itself, or a view for each expert and projection that it has a part of."""
+    """Yields the piece under its checkpoint names: the piece itself, or a view for each expert and projection of which it has
+    a part."""
     if not is_fused(piece.name, piece.shape):
         yield piece
         return
@@ -40,7 +42,7 @@ def unfused(piece: Piece) -> Iterator[Piece]:
 
 
 def _projections(name: str, expert: int, rows: int) -> list[tuple[str, tuple[int, int]]]:
-    """Returns (checkpoint name, rows of the expert's matrix)."""
+    """Returns (checkpoint name, rows of the expert's matrix) for each projection."""
     if name.endswith(DOWN):
         return [(f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", (0, rows))]
     prefix, half = f"{name.removesuffix('gate_up_proj')}{expert}", rows // 2

@@ -1,5 +1,5 @@
-"""Hugging Face models for training: building policies with a language-model head and value and reward models with a scalar head,
-and saving the files that make their weights a loadable model."""
+"""Hugging Face models for training: policies with a language-model head, value and reward models with a scalar head, and the
+files that make saved weights a loadable model."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 HEAD_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Settings by which some models change logits after the head's matrix; log-probs computed without them would be wrong."""
+"""The settings by which some models change logits after the head's matrix; log-probs computed without them would be wrong."""
 
 
 def load_config(model: ModelConfig) -> PreTrainedConfig:
     """Loads the model's configuration with the user's overrides; dropout is off unless overridden.
 
-    Dropout would make the policy being stepped differ from the one whose log-probs were taken.
+    With dropout, the policy that is stepped would differ from the one whose log-probs were taken.
     """
     if model.path is None:
         raise ConfigError("model.path is not set: name a model folder or a Hugging Face hub model")
@@ -67,10 +67,11 @@ def load_config(model: ModelConfig) -> PreTrainedConfig:
 def build_model(
     model: ModelConfig, kind: ModelKind, *, dtype: torch.dtype, attention: str, seed: int, empty: bool = False
 ) -> PreTrainedModel:
-    """Builds a model with the checkpoint's weights in `dtype` on the CPU; `empty`: on the meta device, without weights.
+    """Builds a model with the checkpoint's weights in `dtype` on the CPU.
 
-    attention: name of the attention implementation.  seed: of weights the checkpoint lacks (a new value head); the
-    process's own random state stays as it is.
+    attention: the name of the attention implementation.
+    seed: determines weights that the checkpoint lacks (a new value head); the process's random state stays unchanged.
+    empty: True builds the model on the meta device, without weights.
     """
     config, loader = _config_and_loader(model, kind)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": model.trust_remote_code}
@@ -104,7 +105,7 @@ def check_weights(model: ModelConfig, kind: ModelKind) -> None:
 
 
 def _config_and_loader(model: ModelConfig, kind: ModelKind) -> tuple[PreTrainedConfig, Any]:
-    """Returns the configuration of this kind of model, and the class of transformers that loads it."""
+    """Returns the configuration of this kind of model, and the transformers class that loads it."""
     config = load_config(model)
     if kind == "reward" and (problem := reward_problem(str(model.path), config.architectures or [], config.num_labels)):
         raise ConfigError(problem)
@@ -125,24 +126,25 @@ def _refuse_transformed_logits(model: PreTrainedModel) -> None:
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """Returns the transformer below the head: token ids to last hidden states."""
+    """Returns the transformer below the head, which maps token ids to last hidden states."""
     inner: nn.Module = model.base_model
     return inner
 
 
 def transformer_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the repeated blocks, in order: the units of sharding."""
+    """Returns the repeated blocks in order, which are the units of sharding."""
     kinds = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
 def save_sidecars(model: ModelConfig, folder: Path, kind: ModelKind = "policy", *, dtype: torch.dtype | None = None) -> None:
-    """Writes the files without which weights do not load as a Hugging Face model into `folder`, which is created: config.json
-    (with the overrides), generation_config.json if the model has one, and the tokenizer with its chat template.  Call on one
-    rank.
+    """Writes the files without which weights do not load as a Hugging Face model into `folder`, which it creates.
 
-    kind: of the weights; those of a value or reward model load as a sequence classifier with one label.
-    dtype: of the weights, by which transformers loads them; None: as the model's configuration says.
+    They are config.json with the overrides, generation_config.json if the model has one, and the tokenizer with its chat
+    template.  Call on one rank.
+
+    kind: the kind of model; a value or reward model loads as a sequence classifier with one label.
+    dtype: the dtype of the weights, in which transformers loads them; None keeps that of the model's configuration.
     """
     assert model.path is not None, "checked when the configuration is loaded"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """Low-rank adapters (Hu et al., arXiv 2106.09685) by peft, injected into the model's linear layers.
 
-The model stays the Hugging Face class it was; an adapted layer q_proj becomes a peft layer that holds the frozen weight as
+The model stays an object of its Hugging Face class; an adapted layer q_proj becomes a peft layer that has the frozen weight as
 `q_proj.base_layer.weight` and trains `q_proj.lora_A.default.weight` (rank, in) and `q_proj.lora_B.default.weight` (out, rank).
-Everything outside this file sees the frozen weight under the name it had before.  peft is imported only for a model with
-adapters: it takes as long to load as the rest of rlhub.
+Everything outside this file sees the frozen weight under its old name.  peft is imported only for a model with adapters: it
+takes as long to load as the rest of rlhub.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ TASKS: dict[ModelKind, str] = {"policy": "CAUSAL_LM", "value": "SEQ_CLS", "rewar
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class LoraNames:
-    """One adapted layer: the weight's Hugging Face name, its two adapters' names in the model, and the factor alpha / rank
-    of (B A) in the merged weight."""
+    """The names of one adapted layer.
+
+    weight: the Hugging Face name of the frozen weight.
+    lora_a, lora_b: the names of its two adapters in the model.
+    scaling: the factor alpha / rank of (B A) in the merged weight.
+    """
 
     weight: str
     lora_a: str
@@ -41,10 +45,12 @@ class LoraNames:
 
 
 def add_lora(model: nn.Module, config: ModelConfig, *, head: nn.Module | None, seed: int) -> None:
-    """Freezes the model and puts adapters on its linear layers: A random, B zero, so that its outputs stay the same.
+    """Freezes the model and adds adapters to its linear layers, with A random and B zero, so that its outputs stay the same.
 
-    head: output layer, never adapted (its matrix is read directly).  seed: alone decides A; the process's random state is
-    neither read nor changed.  Raises ConfigError when target_modules names no linear layer.
+    Raises ConfigError if target_modules names no linear layer.
+
+    head: the output layer, which is never adapted because its matrix is read directly.
+    seed: alone determines A; the process's random state is neither read nor changed.
     """
     from peft import inject_adapter_in_model
 
@@ -68,7 +74,8 @@ def _peft_config(config: ModelConfig, targets: list[str], **others: Any) -> Lora
 
 
 def _targets(model: nn.Module, config: ModelConfig, head: nn.Module | None) -> list[str]:
-    """Returns full names of the layers to adapt.  Resolved here, because peft accepts a list in which only some names match."""
+    """Returns the full names of the layers to adapt.  They are resolved here, because peft accepts a list in which only some
+    names match."""
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if config.target_modules == "all-linear":
         return linears
@@ -93,10 +100,10 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def set_adapters(model: nn.Module, enabled: bool) -> None:
-    """Switches all adapters on or off in the computation; which parameters train stays as it is.
+    """Switches all adapters on or off in the computation, without changing which parameters train.
 
-    peft's switch also switches requires_grad, of whichever parameters the layer has at the moment: gathered ones, when a
-    sharded model is between two passes, and then the shards would never be trained again.
+    peft's own switch also sets requires_grad on the parameters that a layer has at the moment.  Between two passes of a
+    sharded model these are the gathered ones, and the shards would never be trained again.
     """
     for _, module in lora_layers(model):
         trained = [(param, param.requires_grad) for param in module.parameters()]
@@ -106,7 +113,8 @@ def set_adapters(model: nn.Module, enabled: bool) -> None:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields model.named_parameters(), but the frozen weights of adapted layers under their Hugging Face names."""
+    """Yields the entries of model.named_parameters(), with the frozen weights of adapted layers under their Hugging Face
+    names."""
     owners = {f"{name}.base_layer": name for name, _ in lora_layers(model)}
     for name, param in model.named_parameters():
         owner, _, own = name.rpartition(".")
@@ -114,7 +122,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def lora_names(model: nn.Module) -> list[LoraNames]:
-    """Returns the names of the adapted layers' weights, for merging."""
+    """Returns the names of each adapted layer, for merging."""
     return [
         LoraNames(
             weight=f"{name}.weight",
@@ -127,7 +135,8 @@ def lora_names(model: nn.Module) -> list[LoraNames]:
 
 
 def saved_names(model: nn.Module, kind: ModelKind) -> dict[str, str]:
-    """Returns name in the model -> name in peft's adapter_model.safetensors, of all trained weights (adapters, scalar head)."""
+    """Maps the name of each trained weight (adapters, scalar head) in the model to its name in peft's
+    adapter_model.safetensors."""
     names = [name for layer in lora_names(model) for name in (layer.lora_a, layer.lora_b)]
     saved = {name: PEFT_MODEL + re.sub(rf"\.{ADAPTER}\.weight$", ".weight", name) for name in names}
     return saved | ({f"{SCALAR_HEAD}.weight": f"{PEFT_MODEL}{SCALAR_HEAD}.weight"} if kind != "policy" else {})

@@ -1,8 +1,8 @@
 """Causal attention over packed rows, registered with transformers as `rlhub_packed`.
 
 Rows of similar length are gathered into a few right-padded batches and go through the ordinary causal kernel: a real query
-never attends to the padding to its right, so the result is exact without any mask.  The plan is made once per micro-batch and all
-layers use it.  On CUDA with half precision the variable-length kernel needs no padding at all.
+never attends to the padding on its right, so the result is exact without any mask.  The plan is made once per micro-batch, and
+all layers use it.  On CUDA with half precision the variable-length kernel needs no padding at all.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ MIN_GROUP_TOKENS = 1024  # ... once the group is worth a kernel call of its own
 
 @dataclass(slots=True, kw_only=True)
 class AttentionPlan:
-    """The places of rows in the packed token axis of N tokens, and in groups of M >= N places in all.
+    """The places of rows in the packed axis of N tokens, and in groups of M >= N places in all.
 
-    shapes: (rows, longest) of each group, in the order the groups are laid out.
-    gather: (M,) the token at each place; at padding some token of the same row.
-    restore: (N,) the place of each token.  padding: (P,) the places that hold padding.
-    A plan of one group without padding, in packed order, has no indices: the tokens already lie right.
-    boundaries: (rows + 1,) int32, first token of each row and the end; longest: of all rows.
+    A plan of one group without padding, in packed order, has no indices, because the tokens are in place already.
+
+    shapes: (rows, longest) of each group, in the order of the groups.
+    gather: (M,) the token at each place; at padding it is some token of the same row.
+    restore: (N,) the place of each token.
+    padding: (P,) the places that are padding.
+    boundaries: (rows + 1,) int32, the first token of each row, and the end.
+    longest: the length of the longest row.
     """
 
     shapes: list[tuple[int, int]]
@@ -59,7 +62,7 @@ def group_lengths(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPlan:
-    """Returns the plan for rows of these lengths (all > 0) packed one after the other."""
+    """Returns the plan for rows of these lengths (all > 0), packed one after the other."""
     starts = [0, *accumulate(lengths)]
     boundaries = torch.tensor(starts, dtype=torch.int32)
     longest = max(lengths)
@@ -99,8 +102,11 @@ def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPla
 
 
 class _ToGroups(torch.autograd.Function):
-    """Tokens (N, ...) to places (M, ...).  Padding gets no gradient from causal attention, so going back is a gather too,
-    which is several times faster on CPU than the scatter-add that autograd would do."""
+    """Maps tokens (N, ...) to places (M, ...).
+
+    Padding gets no gradient from causal attention, so the backward pass is a gather too, which is several times faster on CPU
+    than the scatter-add of autograd.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, gather: Tensor, restore: Tensor) -> Tensor:
@@ -114,7 +120,7 @@ class _ToGroups(torch.autograd.Function):
 
 
 class _FromGroups(torch.autograd.Function):
-    """Places (M, ...) to tokens (N, ...); the padding's gradient is zero."""
+    """Maps places (M, ...) to tokens (N, ...); the padding's gradient is zero."""
 
     @staticmethod
     def forward(ctx: Any, places: Tensor, plan_gather: Tensor, restore: Tensor, padding: Tensor) -> Tensor:
@@ -139,9 +145,11 @@ def packed_attention(
     packing: AttentionPlan | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention as transformers calls it.  query (1, heads, tokens, width); key, value (1, kv heads, tokens, width).
+    """Computes attention with the signature of transformers' attention functions; returns (1, tokens, heads, width).
 
-    Returns (1, tokens, heads, width).
+    query: (1, heads, tokens, width).
+    key, value: (1, kv heads, tokens, width).
+    packing: the plan of the rows.
     """
     if packing is None or packing.num_tokens != query.shape[2]:
         raise EngineError(
@@ -160,8 +168,12 @@ def packed_attention(
 def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, *, scaling: float | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Computes causal attention of each row over itself: query (tokens, heads, width); key, value (tokens, kv heads, width);
-    returns (tokens, heads, width).  scaling: of the scores; None: 1 / sqrt(width)."""
+    """Computes causal attention of each row over itself; returns (tokens, heads, width).
+
+    query: (tokens, heads, width).
+    key, value: (tokens, kv heads, width).
+    scaling: the factor of the scores; None is 1 / sqrt(width).
+    """
     if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
         return _variable_length(query, key, value, plan, scaling)
     tokens = [query, key, value]
@@ -174,7 +186,7 @@ def attend_packed(
 
 
 def _attend(tokens: list[Tensor], shapes: list[tuple[int, int]], scaling: float | None, dropout: float) -> Tensor:
-    """Computes each group by the causal kernel: (M, heads, width) tensors in and out."""
+    """Computes each group by the causal kernel, with (M, heads, width) tensors in and out."""
     grouped = tokens[0].shape[1] != tokens[1].shape[1]
     outs, first = [], 0
     for rows, longest in shapes:

@@ -1,9 +1,9 @@
 """The weights that a loaded model must have: every engine checks them here, before it reads a weight and after.
 
-transformers fills weights that a folder lacks with random numbers and passes over those it does not know, with a report in the
-log.  Here both are errors.  A folder may lack tied weights, which are stored once, and the scalar head of a value or reward
-model that begins as a language model.  It may have the head of the other kind of model besides, and the tensors that the
-architecture itself says to ignore.
+transformers fills weights that a folder lacks with random numbers and skips those it does not know, with a report in the log.
+Here both are errors.  A folder may lack tied weights, which are stored once, and the scalar head of a value or reward model
+that begins as a language model.  It may also have the head of another kind of model, and the tensors that the architecture
+itself declares unused.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from rlhub.models.weight_files import StoredTensor, stored_tensors
 from rlhub.protocol.weights.fingerprint import nonfinite_names
 
 HEADS = ("lm_head.", f"{SCALAR_HEAD}.", "v_head.")
-"""Beginnings of the names of heads, of which a model of one kind leaves aside those of another."""
+"""The prefixes of the names of heads; a model of one kind ignores the heads of the others."""
 MAX_LISTED = 6
-"""Most tensors that an error lists of each fault."""
+"""The most tensors that an error lists for each fault."""
 REMEDY = "name the folder of a whole model, or copy it again"
 
 
 def load_checked(loader: Any, path: str, config: PreTrainedConfig, kind: ModelKind, **options: Any) -> PreTrainedModel:
-    """Calls `loader.from_pretrained`; the model has all its weights, of their shapes and finite.  Raises ConfigError."""
+    """Returns `loader.from_pretrained(...)`.  Raises ConfigError unless the model has all its weights, in their shapes and
+    finite."""
     trusted = {"trust_remote_code": options.get("trust_remote_code", False)}
     check_files(loader, path, config, kind, **trusted)
     with _without_report():
@@ -46,10 +47,10 @@ def load_checked(loader: Any, path: str, config: PreTrainedConfig, kind: ModelKi
 
 
 def check_files(loader: Any, path: str, config: PreTrainedConfig, kind: ModelKind, **options: Any) -> None:
-    """Compares the files' names and shapes with the model's.  No weight is read.
+    """Compares the files' names and shapes with the model's, without reading a weight.
 
-    Models that transformers has no class for, and quantized ones, whose files have other names, are their engines' business.
-    Raises ConfigError naming tensors and files.
+    Models without a transformers class, and quantized ones, whose files have other names, are left to their engines.  Raises
+    ConfigError naming tensors and files.
     """
     values = config.to_dict()
     if not (type(config) in loader._model_mapping or values.get("auto_map")) or values.get("quantization_config"):
@@ -71,7 +72,7 @@ def check_files(loader: Any, path: str, config: PreTrainedConfig, kind: ModelKin
 
 
 def refuse_nonfinite(path: str, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises ConfigError for weights of the model, by their names in its files, that are NaN or infinite."""
+    """Raises ConfigError for weights of the model that are NaN or infinite, by their names in its files."""
     found = nonfinite_names(named)
     if not found:
         return
@@ -101,7 +102,7 @@ def _faults(
 
 
 def _differences(loader: Any, config: PreTrainedConfig, stored: Mapping[str, StoredTensor], kind: ModelKind) -> list[str]:
-    """Returns the faults by the names in the files, where transformers puts the experts of a layer into one tensor."""
+    """Returns the faults by the names in the files, for models in which transformers fuses the experts of a layer."""
     if not stored:
         return []
     with torch.device("meta"):
@@ -125,14 +126,14 @@ def _refuse(path: str, faults: list[str]) -> None:
 
 
 def _listed(names: list[str], stored: Mapping[str, StoredTensor]) -> str:
-    """Lists the first few, with their files where these are known, and how many more there are."""
+    """Lists the first few names, with their files if these are known, and the number of the others."""
     shown = [f"{name} ({stored[name].file})" if name in stored else name for name in names[:MAX_LISTED]]
     return ", ".join(shown) + (f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "")
 
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Silences transformers' table of the weights it draws itself, which are errors here, and its progress bars."""
+    """Silences transformers' progress bars and its table of the weights that it draws itself, which are errors here."""
     disable_progress_bar()
     logger = logging.getLogger("transformers")
     level = logger.level

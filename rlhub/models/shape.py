@@ -1,7 +1,7 @@
-"""The facts of a model in its `config.json`: its sizes, for checks before anything starts and for counting floating-point work,
-and which kind of model it can be.
+"""The facts in a model's `config.json`: its sizes, for checks before the start and for counting floating-point work, and the
+kinds of model that it can be.
 
-Reads JSON only, so it costs milliseconds and loads neither torch nor transformers.
+This module reads JSON only, so it costs milliseconds and loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -15,22 +15,27 @@ from typing import Any, Literal
 from rlhub.errors import ConfigError
 
 ModelKind = Literal["policy", "value", "reward"]
-"""policy: a distribution over the next token; value: a number a token; reward: a number a row."""
+"""A policy gives a distribution over the next token, a value model one number per token, a reward model one number per row."""
 SCALAR_HEAD = "score"
 """The linear layer of transformers' sequence classifiers: hidden size -> 1, without bias."""
 
 CLASSIFIER = "ForSequenceClassification"
 LANGUAGE_MODEL = "ForCausalLM"
-DEFAULT_LABELS = 2  # what transformers takes where config.json names no labels
+DEFAULT_LABELS = 2  # transformers' default if config.json names no labels
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""The names that configurations have for the number of a layer's experts."""
+"""The names that configurations use for the number of a layer's experts."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer.  `max_positions` 0: the configuration names no limit.  `mlp_columns`: inner columns
-    that a token passes, over all layers; of a mixture of experts those of the experts it is sent to."""
+    """The sizes of a decoder-only transformer.
+
+    mlp_columns: the inner columns that a token passes, over all layers; in a mixture of experts, those of the experts that a
+        token is sent to.
+    max_positions: 0 if the configuration names no limit.
+    tied: whether the head's matrix is the embedding.
+    """
 
     model_type: str
     vocab_size: int
@@ -46,7 +51,8 @@ class ModelShape:
 
     @property
     def num_matmul_params(self) -> int:
-        """Weights that every token is multiplied with: projections and head, without the embedding lookup."""
+        """Returns the number of weights that every token is multiplied with: projections and head, without the embedding
+        lookup."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.mlp_columns
         return self.num_layers * attention + mlp + self.vocab_size * self.hidden_size
@@ -54,8 +60,9 @@ class ModelShape:
     def forward_flops(self, num_tokens: int, mean_length: float, *, head: bool = True) -> float:
         """Returns the floating-point operations of a forward pass over `num_tokens` tokens in sequences of `mean_length`.
 
-        2 per weight and token, plus 2 * layers * heads * head_dim * length for causal attention (half of the square), as
-        counted in PaLM (arXiv 2204.02311, appendix B); a backward pass takes twice as many.  head: with the language-model head.
+        It counts 2 per weight and token, plus 2 * layers * heads * head_dim * length for causal attention (half of the
+        square), as in PaLM (arXiv 2204.02311, appendix B); a backward pass takes twice as many.  head: True includes the
+        language-model head.
         """
         attention = 2.0 * self.num_layers * self.num_heads * self.head_dim * mean_length
         weights = self.num_matmul_params - (0 if head else self.vocab_size * self.hidden_size)
@@ -63,7 +70,8 @@ class ModelShape:
 
 
 def read_model_values(path: str | Path, override_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Reads a local folder's config.json, with the user's entries.  Raises ConfigError: there is none, or it is not JSON."""
+    """Reads a local folder's config.json with the user's overrides.  Raises ConfigError if there is none, or if it is not
+    JSON."""
     file = Path(path) / "config.json"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -75,7 +83,8 @@ def read_model_values(path: str | Path, override_config: Mapping[str, Any] | Non
 
 
 def read_model_shape(path: str | Path, override_config: Mapping[str, Any] | None = None) -> ModelShape:
-    """Reads the shape of the model in a local folder.  Raises ConfigError: no config.json, no JSON, or no such sizes."""
+    """Reads the shape of the model in a local folder.  Raises ConfigError if config.json is missing, is not JSON, or lacks a
+    size."""
     try:
         return _shape(read_model_values(path, override_config))
     except KeyError as error:
@@ -85,9 +94,11 @@ def read_model_shape(path: str | Path, override_config: Mapping[str, Any] | None
 
 
 def count_params(path: str | Path, override_config: Mapping[str, Any] | None = None, *, language_model: bool = True) -> int:
-    """Counts the elements of all matrices of the model in a local folder, those of all experts too; norms, biases and routers,
-    thousands of times fewer, are left out.  language_model: with its head, where that is not the embedding itself.  Raises as
-    `read_model_shape`."""
+    """Counts the elements of all matrices of the model in a local folder, including all experts.
+
+    Norms, biases and routers, which are thousands of times fewer, are left out.  Raises the errors of `read_model_shape`.
+    language_model: True includes the head, if it is not the embedding itself.
+    """
     shape, values = read_model_shape(path, override_config), read_model_values(path, override_config)
     experts = next((int(values[name]) for name in NUM_EXPERTS if values.get(name)), 1)
     attention = shape.num_layers * shape.hidden_size * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
@@ -115,7 +126,8 @@ def _shape(values: Mapping[str, Any]) -> ModelShape:
 
 
 def _mlp_columns(values: Mapping[str, Any], dense: int, experts: int) -> int:
-    """Counts inner columns over all layers, `experts` experts in each sparse one (by the names of Qwen's configurations)."""
+    """Counts inner columns over all layers, with `experts` experts in each sparse layer, by the names of Qwen's
+    configurations."""
     width, step = values.get("moe_intermediate_size"), int(values.get("decoder_sparse_step") or 1)
     shared = int(values.get("shared_expert_intermediate_size") or 0)
     total = 0
@@ -126,8 +138,8 @@ def _mlp_columns(values: Mapping[str, Any], dense: int, experts: int) -> int:
 
 
 def reward_problem(path: str, architectures: Sequence[str], num_labels: int) -> str | None:
-    """Returns why a checkpoint cannot be a reward model, or None: it must be a sequence classifier with one label, or a causal
-    language model (which gets a new head)."""
+    """Returns why a checkpoint cannot be a reward model, or None.  It must be a sequence classifier with one label, or a
+    causal language model, which gets a new head."""
     if not all(name.endswith((CLASSIFIER, LANGUAGE_MODEL)) for name in architectures):
         return (
             f"{path!r} holds {', '.join(architectures)}: a reward model is a sequence classifier with one label or a causal "

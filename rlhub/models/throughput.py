@@ -1,7 +1,7 @@
-"""Floating-point throughput of a model's passes, and its share of what the device can do (model FLOP utilisation, MFU).
+"""The floating-point throughput of a model's passes, and its share of the device's peak (model FLOP utilisation, MFU).
 
-As in PaLM (arXiv 2204.02311, section 4.1 and appendix B), only the work that the model itself needs is counted: gradient
-checkpointing's repeated passes and padding are not, so they lower the utilisation.
+As in PaLM (arXiv 2204.02311, section 4.1 and appendix B), only the work that the model itself needs is counted.  Padding and
+the repeated passes of gradient checkpointing are not, so they lower the utilisation.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ PEAK_BF16_TFLOPS = {
     "L4": 121.0,
     "MI300X": 1307.4,
 }
-"""Dense bf16 tensor-core TFLOP/s by a part of the device's name, from the vendors' data sheets (nvidia.com "<name> datasheet",
-amd.com "MI300X data sheet"); where a sheet gives the figure with sparsity, half of it."""
+"""The dense bf16 tensor-core TFLOP/s by a part of the device's name, from the vendors' data sheets (nvidia.com "<name>
+datasheet", amd.com "MI300X data sheet").  If a sheet gives the figure with sparsity, this is half of it."""
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Returns the dense bf16 peak of a device; None for a CPU, an unknown GPU, or a part of one (MIG)."""
+    """Returns the dense bf16 peak of a device in TFLOP/s; None for a CPU, an unknown GPU, or a part of one (MIG)."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if "MIG" in name.split():
         return None
@@ -54,10 +54,10 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 class ThroughputMeter:
-    """Counts the passes of one model on one rank.
+    """Measures the passes of one model on one rank.
 
-    ranks_per_copy: ranks that share the work on each row (tensor, pipeline and context parallel).  head: False where the model
-    has no language-model head (a critic).
+    ranks_per_copy: the ranks that share the work on each row (tensor, pipeline and context parallel).
+    head: False for a model without a language-model head (a critic).
     """
 
     def __init__(self, model: ModelConfig, device: torch.device, ranks_per_copy: int = 1, *, head: bool = True) -> None:
@@ -71,9 +71,10 @@ class ThroughputMeter:
         return self.metrics(name, attention_mask, FORWARDS_OF_TRAINING * epochs, seconds)
 
     def metrics(self, name: str, attention_mask: torch.Tensor, num_forwards: int, seconds: float) -> dict[str, float]:
-        """Returns perf/tflops/<name> of this rank and, where the device's peak is known, perf/mfu/<name>.
+        """Returns perf/tflops/<name> of this rank and, if the device's peak is known, perf/mfu/<name>; {} for a mask without a
+        token.
 
-        attention_mask: (rows, tokens) of this rank; without a token there is no figure.
+        attention_mask: (rows, tokens) of this rank.
         """
         lengths = attention_mask.sum(1).double()
         num_tokens = lengths.sum().item()

@@ -1,4 +1,4 @@
-"""A model's tokenizer, loaded so that padding and stopping mean one thing everywhere, and the token ids that the model can
+"""A model's tokenizer, loaded so that padding and stopping mean the same everywhere, and the token ids that the model can
 write."""
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from rlhub.errors import ConfigError
 
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 MAX_LISTED = 4
-"""Most tokens that an error lists."""
+"""The most tokens that an error lists."""
 
 
 def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Loads the model's tokenizer, padding on the left, with an end token and a padding token (the end token if it has none).
+    """Loads the model's tokenizer, which pads on the left and has an end token and a padding token (the end token if it has
+    none).
 
-    Raises ConfigError when there is no tokenizer at `path` or it has no end token.
+    Raises ConfigError if there is no tokenizer at `path`, or if it has no end token.
     """
     if path is None:
         raise ConfigError("model.path is not set: name a model folder or a Hugging Face hub model")
@@ -37,8 +38,11 @@ def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> PreT
 
 
 def _loader(path: str) -> Any:
-    """Returns the class to load with.  AutoTokenizer follows the model's architecture even where the folder's own files say that
-    tokenizer.json is complete in itself, and would then split text by another model's rules."""
+    """Returns the class that loads the tokenizer.
+
+    AutoTokenizer follows the model's architecture even if the folder's own files declare tokenizer.json complete, and would
+    then split text by another model's rules.
+    """
     config = Path(path) / "tokenizer_config.json"
     if config.is_file() and json.loads(config.read_text()).get("tokenizer_class") in GENERIC_CLASSES:
         return PreTrainedTokenizerFast
@@ -47,8 +51,12 @@ def _loader(path: str) -> Any:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Vocabulary:
-    """size: of the model's output layer (it may be larger than the tokenizer's).  stop_token_ids: the tokenizer's end token
-    and those of the model's generation settings, as far as the model can write them.  pad_id: fills the row after an answer."""
+    """The token ids that a model can write.
+
+    size: the size of the model's output layer, which may be larger than the tokenizer's.
+    stop_token_ids: the tokenizer's end token and those of the model's generation settings, as far as the model can write them.
+    pad_id: fills a row after its answer.
+    """
 
     size: int
     stop_token_ids: tuple[int, ...]
@@ -71,7 +79,7 @@ def read_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> V
 
 
 def check_tokenizer(model: ModelConfig) -> None:
-    """Raises ConfigError naming tokens of the tokenizer that the model has no embedding for: a row with one would be an index
+    """Raises ConfigError naming tokens of the tokenizer without an embedding in the model: a row with one would be an index
     error in the middle of a run."""
     path, tokenizer = model.path, load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     size = read_vocabulary(model, tokenizer).size

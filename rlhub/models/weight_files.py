@@ -1,6 +1,6 @@
 """The weight files of a local model folder, by their headers: their tensors, and whether they are whole.
 
-Reads a few kilobytes a file and loads neither torch nor transformers, so that an incomplete download is found before any
+It reads a few kilobytes per file and loads neither torch nor transformers, so that an incomplete download is found before any
 process starts.  The format: https://github.com/huggingface/safetensors#format
 """
 
@@ -14,20 +14,21 @@ from typing import Any
 from rlhub.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LENGTH_BYTES = 8  # of the header's length, little-endian, at the start of a file
+LENGTH_BYTES = 8  # a file begins with the header's length in this many bytes, little-endian
 REMEDY = "copy or download the model again"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class StoredTensor:
-    """A tensor's file and shape."""
+    """A stored tensor: its file and shape."""
 
     file: str
     shape: tuple[int, ...]
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Returns all tensors of a folder's safetensors files by name; {} for a folder without (older ones have PyTorch's files).
+    """Returns all tensors of a folder's safetensors files by name; {} for a folder without any (older ones have PyTorch's
+    files).
 
     Raises ConfigError listing every file that is missing, cut short or unreadable, and every tensor that is not where the
     index says.
@@ -56,7 +57,7 @@ def file_problems(folder: Path) -> list[str]:
 
 
 def _indexed(folder: Path, problems: list[str]) -> dict[str, str]:
-    """Returns tensor -> file by the index; {} where one file has all, which transformers takes before an index."""
+    """Returns the file of each tensor in the index; {} if one file has all tensors, which transformers prefers to an index."""
     if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
         return {}
     try:

@@ -74,7 +74,7 @@ class Fleet:
         self._publishing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._starts: set[asyncio.Future[AsyncActor]] = set()  # under way
+        self._starts: set[asyncio.Future[AsyncActor]] = set()  # starts in progress
         self._joining: set[AsyncActor] = set()  # started, not in the fleet yet
 
     # -- who serves --------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Fleet:
         self._find(name)
         if name in self._starting_names:
             raise EngineError(f"replica {name!r} is being replaced already")
-        self._starting_names.add(name)  # until it is there: meanwhile nobody may believe that none is left, or take its name
+        self._starting_names.add(name)  # until it joins: its name stays taken, and the fleet does not count as empty
         try:
             await self.remove(name)
             await self._join(name)
@@ -167,7 +167,7 @@ class Fleet:
             while paused != self._paused:
                 paused = self._paused
                 await actor.call("pause" if paused else "resume", deadline_s=self.limits.update_s)
-                await self._take_newest(replica)  # what was published while it was told
+                await self._take_newest(replica)  # a publication during that call
             self._refuse_closed()
         except BaseException:
             replica.state = "dead"
@@ -428,7 +428,7 @@ class Fleet:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._late_error = task.exception()  # nobody waits for it: the next update raises it
+            self._late_error = task.exception()  # no call waits for it: the next update raises it
             logger.error("rollout service: %s", self._late_error)
 
 

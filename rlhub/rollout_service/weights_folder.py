@@ -109,7 +109,7 @@ def remove_abandoned(memory: Path = SHARED_MEMORY) -> None:
 
 def _in_memory(memory: Path) -> WeightsFolder:
     path = memory / f"{PREFIX}{uuid.uuid4().hex[:12]}"
-    new = path.with_name(path.name + ".new")  # nobody finds the file before it is locked
+    new = path.with_name(path.name + ".new")  # no process finds the file before it is locked
     lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     new.rename(_lock_file(path))

@@ -1,4 +1,4 @@
-"""From the trainer's layout of the weights to the rollout engine's, by a plan made once and checked at every update.
+"""Resharding: the weights move from the trainer's layout to the rollout engine's by a plan that is checked at every update.
 
 Weights are published in one of three ways.  From the actor's ranks to the engine they pass at most three classes on a side:
 

@@ -106,7 +106,7 @@ def make_plan(
     planner = _Planner(source_processes, destination_processes, nodes)
     for name, tensor in needed.items():
         planner.add(name, tensor, owned[name])
-    planner.choose_holders()
+    planner.choose_senders()
     return Plan(num_sources=len(sources), copies=planner.copies, receives=planner.receives, lower_bound=planner.lower_bound)
 
 
@@ -217,14 +217,14 @@ class _Planner:
         self.lower_bound = 0
 
     def add(self, name: str, needed: _Tensor, owned: _Tensor) -> None:
-        """Plans one tensor for all destinations.  If several sources have a part, `choose_holders` decides later which one
+        """Plans one tensor for all destinations.  If several sources have a part, `choose_senders` decides later which one
         sends it."""
-        holders = _Holders(owned, self._source_nodes)
+        owners = _Owners(owned, self._source_nodes)
         for rank, boxes in needed.boxes.items():
             dtype = needed.dtypes[rank]
             near = [(box, source) for source in self._own[rank] for box in owned.boxes.get(source, ())]
             for box in boxes:
-                cut = holders.cutter.cut(box, tuple(box for box, _ in near))
+                cut = owners.cutter.cut(box, tuple(box for box, _ in near))
                 if cut.uncovered is not None:
                     raise ReshardError(
                         f"no source rank holds the part {cut.uncovered} of {name} {needed.shape}, which destination rank {rank} "
@@ -236,7 +236,7 @@ class _Planner:
                     source = near[index][1]
                     self.copies[rank].append(Transfer(source=source, destination=rank, name=name, region=region, dtype=dtype))
                 for region, elements, indices in cut.far:
-                    ranks = holders.of(indices, self._nodes[rank])
+                    ranks = owners.of(indices, self._nodes[rank])
                     transfer = Transfer(source=ranks[0], destination=rank, name=name, region=region, dtype=dtype)
                     self.receives[rank].append(transfer)
                     if len(ranks) == 1:
@@ -244,16 +244,16 @@ class _Planner:
                     else:
                         self._open.append((transfer, ranks))
 
-    def choose_holders(self) -> None:
+    def choose_senders(self) -> None:
         """Chooses the sender of each part that several ranks have: the largest transfer first, from the rank with the least to
         send."""
-        for transfer, holders in sorted(self._open, key=lambda choice: -choice[0].num_bytes):
-            transfer.source = min(holders, key=lambda rank: (self._sent[rank], rank))
+        for transfer, owners in sorted(self._open, key=lambda choice: -choice[0].num_bytes):
+            transfer.source = min(owners, key=lambda rank: (self._sent[rank], rank))
             self._sent[transfer.source] += transfer.num_bytes
         self._open.clear()
 
 
-class _Holders:
+class _Owners:
     """Finds the source ranks that have the boxes of one tensor."""
 
     def __init__(self, owned: _Tensor, nodes: Sequence[int]) -> None:
@@ -312,14 +312,14 @@ class _Cutter:
             for part in difference(common, near[:index])
         ]
         far = merged(difference(needed, near))
-        by_holders: dict[tuple[int, ...], list[Region]] = {}
+        by_owners: dict[tuple[int, ...], list[Region]] = {}
         for region in far:
             for part, indices in self._atoms(region):
-                by_holders.setdefault(indices, []).append(part)
-        uncovered = by_holders.pop((), [None])[0]
+                by_owners.setdefault(indices, []).append(part)
+        uncovered = by_owners.pop((), [None])[0]
         return _Cut(
             near=copied,
-            far=[(part, num_elements(part), indices) for indices, parts in by_holders.items() for part in merged(parts)],
+            far=[(part, num_elements(part), indices) for indices, parts in by_owners.items() for part in merged(parts)],
             far_elements=num_elements(needed) - sum(num_elements(part) for part, _ in copied),
             uncovered=uncovered,
         )

@@ -85,7 +85,7 @@ class McpServer(ToolSource):
             async with self.client:
                 ready.set_result(await self._tools())
                 await self._stop.wait()
-        except Exception as error:  # noqa: BLE001  # boundary to a foreign process: its end must reach who waits
+        except Exception as error:  # noqa: BLE001  # boundary to a foreign process: its end must reach the waiting coroutine
             if not ready.done():
                 ready.set_exception(ToolError(f"the MCP server {self._where} cannot be used: {_causes(error)}"))
 

@@ -113,7 +113,7 @@ class ToolSession:
             return _failure(str(error))
         except TimeoutError:
             return _failure(f"{call.name} was not done after {self._timeout_s:g} s")
-        except Exception as error:  # boundary to code of the user's: its fault is the model's to read
+        except Exception as error:  # boundary to the user's code: the model reads its error
             logger.debug("tool %s raised", call.name, exc_info=True)
             return _failure(f"{type(error).__name__}: {error}")
 
@@ -127,7 +127,7 @@ class ToolSession:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._tools[name].release(self._instance)
-        except Exception:  # boundary to code of the user's: the episode itself is done
+        except Exception:  # boundary to the user's code: the episode itself is done
             logger.warning("tool %s could not release the instance of episode %s", name, self._instance, exc_info=True)
 
 

@@ -1,12 +1,8 @@
-"""Inline SVG charts for the report: lines over steps, stacked columns, and the Gantt of the last steps.
+"""The report's page and its inline SVG charts: lines over steps, stacked columns, and the Gantt chart of the last steps.
 
-Strings in, strings out, no dependency.
-
-Colours are CSS variables (`--c0` ... `--c7`), so one drawing serves the light and the dark page.
-
-§§ report_page: The report's page frame: styles and the small script, kept in one module so that the report needs no other file.
-
-`__BODY__` and `__TITLE__` are replaced.  Nothing is loaded from anywhere: a content security policy in the page forbids it.
+All functions return strings and need no other package.  Colours are CSS variables (`--c0` ... `--c7`), so that one drawing
+serves the light and the dark page.  Styles and the small script are part of the page, which loads nothing from anywhere; its
+content security policy forbids that.
 """
 
 from __future__ import annotations
@@ -24,19 +20,19 @@ WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 50, 16, 10, 26
 NUM_COLOURS = 8
 MAX_POINTS = 400  # more than one per horizontal pixel cannot be seen
-SMOOTH_FROM = 40  # points; shorter curves are read as they are
-SMOOTH_SHARE = 0.08  # width of the moving average, as a share of the curve
+SMOOTH_FROM = 40  # points; shorter curves are not smoothed
+SMOOTH_SHARE = 0.08  # width of the moving average, as a fraction of the curve
 
 NUM_STEPS = 3
-"""Steps of the Gantt: two whole cycles, and how one goes over into the next."""
+"""Steps of the Gantt chart: they show two whole cycles and the transition between them."""
 MAX_BARS = 600
-"""More could not be told apart; the longest are drawn."""
+"""Largest number of bars, since a reader cannot tell more apart; the longest are drawn."""
 MAX_ROWS = 4
-"""Rows of one lane; what overlaps more than that shares the last."""
+"""Rows of one lane; further overlapping spans share the last row."""
 GANTT_WIDTH, LABEL, GANTT_RIGHT, GANTT_TOP, AXIS = 960, 170, 14, 6, 24
 ROW, GAP = 15, 7
 LETTER = 6.2
-"""Pixels a letter of a bar's name takes; a name that does not fit is left to the tip."""
+"""Width in pixels of a letter of a bar's name; a name that does not fit is in the bar's tooltip alone."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -118,7 +118,7 @@ class _Table:
         keys = (self.amounts[light] - self.loads[light, None] / 2).ravel()
         places = np.argsort(keys, kind="stable")[: np.count_nonzero(~np.isnan(keys))]  # NaN comes last
         keys = keys[places]
-        if not len(keys):  # the light parts have neither rows nor room
+        if not len(keys):  # the light parts have neither rows nor free places
             return False
         wanted = self.amounts[heavy] - self.loads[heavy, None] / 2
         above = np.searchsorted(keys, wanted)

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from rlhub.engines.training import optimizer as host_memory
+from rlhub.engines.training import optimizer
 from rlhub.engines.training.base import Rows, TrainEngine
 
 
@@ -22,7 +22,7 @@ def counted_moves() -> Iterator[list[int]]:
         sizes.append(tensor.numel())
         return tensor.clone()
 
-    with mock.patch.object(host_memory, "to_device", to_device):
+    with mock.patch.object(optimizer, "to_device", to_device):
         yield sizes
 
 

@@ -381,8 +381,8 @@ class OpenAIServer:
         if session is not None and self._options.fixed_sampling:
             session.num_overruled += bool(body.differing)
             params = replace(self._sampling, stop_token_ids=params.stop_token_ids)
-        room = self._room(session, parent, added)
-        if room < 1:
+        remaining = self._remaining(session, parent, added)
+        if remaining < 1:
             if session is not None:
                 session.full = True
             raise ApiError(
@@ -390,10 +390,10 @@ class OpenAIServer:
                 param=param,
                 code="context_length_exceeded",
             )
-        most = room + _start(body, session)
+        most = remaining + _start(body, session)
         return replace(params, max_new_tokens=min(body.max_tokens or most, most))
 
-    def _room(self, session: Session | None, parent: SessionTurn | None, added: list[int]) -> int:
+    def _remaining(self, session: Session | None, parent: SessionTurn | None, added: list[int]) -> int:
         if session is None:
             return self._options.max_model_len - len(added)
         if parent is None:

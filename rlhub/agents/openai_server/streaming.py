@@ -31,7 +31,7 @@ FindCalls = Callable[[str], ParsedReply]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Rules:
-    """How the answers to a request are read; see `as_answer`.
+    """The rules by which the answers to a request are read; see `as_answer`.
 
     find_calls: None if the answer is not searched for calls. opening: the text with which the prompt has begun the answer.
     one_call: the answer ends with its first call.
@@ -57,7 +57,7 @@ class Rules:
 
     @property
     def may_end(self) -> bool:
-        """Whether an answer can be complete before the engine ends it."""
+        """Returns whether an answer can be complete before the engine ends it."""
         return bool(self.stop) or self.one_call
 
 
@@ -121,7 +121,7 @@ class Choice:
         self._text = StableText(self.rules.decode)
         self._stream = self.rules.stream()
         self._first_call = self.rules.stream()  # all that is stable, where the first call ends the answer
-        self._told_tokens = self._told_text = 0
+        self._sent_tokens = self._sent_text = 0
         self._call_ids: list[str] = []
 
     def follow(self, progress: Progress) -> None:
@@ -168,12 +168,12 @@ class Choice:
         return self._call_ids[index]
 
     def _sayable(self) -> int:
-        text, first = self._text.stable, self._told_text
+        text, first = self._text.stable, self._sent_text
         return first + min((beginning(text[first:], item) for item in self.rules.stop), default=len(text) - first)
 
     def _part(self, text: str, completion: Completion) -> StreamPart:
-        start, offset = self._told_tokens, self._told_text
-        self._told_tokens, self._told_text = len(completion.token_ids), max(offset, len(text))
+        start, offset = self._sent_tokens, self._sent_text
+        self._sent_tokens, self._sent_text = len(completion.token_ids), max(offset, len(text))
         return StreamPart(
             written=self._stream.add(text[offset:]),
             start=start,

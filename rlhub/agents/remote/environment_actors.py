@@ -225,7 +225,8 @@ class ActorLease:
 
 @dataclass(slots=True, kw_only=True)
 class EnvironmentActorOptions:
-    """How the environment actors of a run are started; see AsyncActorOptions. folder: see EnvironmentActor."""
+    """The resources and settings with which a run's environment actors start; see AsyncActorOptions. folder: see
+    EnvironmentActor."""
 
     backend: Backend = "ray"
     num_cpus: float = 0.0
@@ -306,7 +307,7 @@ class EnvironmentActor:
                 await self._leases.release(number)
         except TimeoutError:
             logger.warning("an environment did not close within %g s; it is left alone", seconds or 0.0)
-        except Exception:  # boundary to code of the user's: nobody waits for the result
+        except Exception:  # boundary to the user's code: no call waits for the result
             logger.warning("an environment could not be closed", exc_info=True)
 
     async def get_state(self, spec: EnvironmentSpec) -> list[Any]:

@@ -199,7 +199,7 @@ class EpisodeActors(ActorPool):
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeActorOptions:
-    """How the episode actors of a run are started; see AsyncActorOptions."""
+    """The settings with which a run's episode actors start; see AsyncActorOptions."""
 
     backend: Backend = "ray"
     start_s: float = 1800.0

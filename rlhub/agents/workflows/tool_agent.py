@@ -98,7 +98,7 @@ class ToolLoop:
     ) -> bool:
         """Generates one turn and executes its calls; returns whether the policy continues."""
         completion = await transcript.generate(engine, data, self.parts.sampling, most=self.knobs.max_turn_tokens)
-        if completion.finish_reason != "stop" and not transcript.room:
+        if completion.finish_reason != "stop" and not transcript.remaining:
             return False
         reply = self.parse(self.template.text(completion.token_ids))
         if not reply.calls and not reply.problems:

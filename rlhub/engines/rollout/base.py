@@ -67,7 +67,7 @@ class Completion:
     """The result of a request.
 
     token_ids: the tokens, including the stopping token.
-    log_probs: one per token; empty if they were not asked for.
+    log_probs: one per token; empty if SamplingParams.log_probs is False.
     finish_reason: "abort" means that `abort` ended the request, with the tokens so far.
     versions: for each token, the version of the policy that sampled it.
     """

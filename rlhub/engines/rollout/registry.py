@@ -46,7 +46,7 @@ class RolloutSetup:
 
     @property
     def max_model_len(self) -> int:
-        """The longest prompt plus completion, in tokens."""
+        """Returns the longest prompt plus completion, in tokens."""
         return self.config.max_model_len or self.max_prompt_length + self.max_response_length
 
 

@@ -70,8 +70,8 @@ def check_finite(engine: TrainEngine, occasion: str, *, optimizer: bool = False)
 
 def _of_every_rank(found: list[str]) -> list[str]:
     """Returns each name of any rank once, in the order of the ranks."""
-    everywhere = [found]
+    by_rank = [found]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        everywhere *= dist.get_world_size()
-        dist.all_gather_object(everywhere, found)
-    return list(dict.fromkeys(name for names in everywhere for name in names))
+        by_rank *= dist.get_world_size()
+        dist.all_gather_object(by_rank, found)
+    return list(dict.fromkeys(name for names in by_rank for name in names))

@@ -1,20 +1,27 @@
-"""One update from a batch: mini-batches, losses and their metrics, for the policy, the value model and preference pairs.
+"""The updates of a batch: the losses on an engine's outputs, the optimizer steps, and their metrics.
 
-The mini-batch is the optimizer step.  Its rows are fixed by the driver (column `mini_batch`), so the same rows make the same
-step whatever the number of ranks; denominators are counted over all ranks before the first forward pass.
+    PolicyUpdater, ValueUpdater     PPO's updates from a rollout batch, with one optimizer step per mini-batch
+    UpdateCorrection                the rollout correction that is computed inside the policy's update
+    sft_loss                        the loss of supervised fine-tuning
+    take_pair_step, evaluate_pairs  one step on preference pairs, and their evaluation, with DPOLoss or RewardLoss
 
-`UpdateCorrection` is the rollout correction where the old log-probs have no forward pass of their own: it is computed in the
-update, row by row, in two modes.  Bypass: pi_old := mu, so l = log pi_old - log mu would be 0 and every correction would vanish
-without a word; instead l = sg(log pi) - log mu with the current policy pi.  A-3PO: pi_old is interpolated between mu and pi, and
-l is taken from it.  In bypass mode a loss that contains the ratio pi / pi_old has pi / mu in it already: a weight on top would
-count it twice, so only rejection is applied.  A loss without a ratio of its own (its registry row requires "weights") gets the
-weight.  A rejected token has weight 0 here and stays in the loss's denominators, because these are counted before the first
-forward pass (on the driver, rejected tokens leave the mask and with it the denominators).
+Steps do not depend on the number of ranks or on micro-batches.  The driver assigns rows to mini-batches (column `mini_batch`),
+and all denominators are counted over all ranks before the first forward pass.
 
-A preference pair is two neighbouring rows: 2i the chosen answer, 2i + 1 the rejected one.  Engines cut micro-batches in whole
-pairs, and a loss is divided by the number of pairs over all ranks, so the step does not depend on ranks or cuts.
+Rollout correction.  Where the old log-probs have no forward pass of their own, the correction is computed here.  It reads the
+log-ratio l in one of two modes, with the rollout engine's policy mu and the current policy pi:
+
+    bypass   pi_old := mu; l = sg(log pi) - log mu, because log pi_old - log mu is 0 and every correction would silently vanish
+    A-3PO    pi_old is interpolated between mu and pi; l = log pi_old - log mu
+
+In bypass mode a loss that contains the ratio pi / pi_old has pi / mu in it already.  A weight on top would count it twice, so
+only rejection is applied.  A loss without a ratio of its own (its registry row requires "weights") gets the weight.  A
+rejected token has weight 0 and stays in the loss's denominators, unlike on the driver, where rejected tokens leave the mask
+and with it the denominators.
+
+Preference pairs.  A pair is two neighbouring rows: 2i is the chosen answer, 2i + 1 the rejected one.  Engines cut
+micro-batches in whole pairs, and a loss is divided by the number of pairs over all ranks.
 """
-
 from __future__ import annotations
 
 import dataclasses

@@ -4,6 +4,5 @@ checks              the problems of a model and a layout, by its config.json alo
 compat              Megatron-core on machines without CUDA
 transformer_config  Megatron-core's TransformerConfig for a Hugging Face model
 model               a rank's piece of the model: layers, packed attention, context parallelism
-names               Megatron parameters as parts of Hugging Face tensors
-build               building a model and reading its weights
+build               building a model, reading its weights, and its parameters as parts of Hugging Face tensors
 """

@@ -1,6 +1,6 @@
 """The problems that keep a model from being built with Megatron-core as configured, by its `config.json` alone.
 
-Loads neither torch nor megatron nor transformers, so the driver can ask before any process starts.
+This module loads neither torch nor megatron nor transformers, so the driver can check before any process starts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rlhub.config.sections.training import MegatronConfig
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 MOE_TYPES = ("qwen3_moe",)
-ROPE_TYPES = ("default", "linear", "llama3")  # those whose frequencies do not depend on the row's length
+ROPE_TYPES = ("default", "linear", "llama3")  # the types whose frequencies do not depend on the row's length
 DERIVED = {
     "tensor_model_parallel_size": "tensor_model_parallel_size",
     "pipeline_model_parallel_size": "pipeline_model_parallel_size",
@@ -27,11 +27,12 @@ DERIVED = {
     "bf16": "model_dtype",
     "fp16": "model_dtype",
 }
-"""Entries of Megatron-core's configuration that follow from others, and the field of MegatronConfig to change instead."""
+"""The entries of Megatron-core's configuration that follow from others, each with the field of MegatronConfig to change
+instead."""
 
 
 def num_virtual_stages(megatron: MegatronConfig) -> int | None:
-    """Returns the number of pieces of layers of a pipeline rank; None: one, without interleaving."""
+    """Returns the number of pieces of layers of a pipeline rank; None for one, without interleaving."""
     stages = megatron.virtual_pipeline_model_parallel_size
     return stages if stages is not None and stages > 1 else None
 
@@ -58,9 +59,10 @@ def num_experts(values: Mapping[str, Any]) -> int:
 def megatron_problems(
     values: Mapping[str, Any], megatron: MegatronConfig, world_size: int, *, lora_rank: int = 0, where: str = "megatron"
 ) -> list[str]:
-    """Returns sentences on all problems; none: the model can be built.
+    """Returns sentences on all problems; an empty list means that the model can be built.
 
-    values: the content of the model's config.json, the user's overrides applied.  world_size: ranks that train the model.
+    values: the content of the model's config.json with the user's overrides.
+    world_size: the number of ranks that train the model.
     where: the configuration section that `megatron` was read from.
     """
     if values.get("model_type") not in MODEL_TYPES:
@@ -138,7 +140,7 @@ def _expert_problems(values: Mapping[str, Any], megatron: MegatronConfig) -> Ite
 
 
 def _architecture_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the variants of the known architectures that are not built."""
+    """Yields the variants of the known architectures that cannot be built."""
     kind = values["model_type"]
     if kind != "qwen2" and values.get("attention_bias"):
         yield "attention_bias=True (a bias on the attention's output, too) is not built with megatron; use strategy=fsdp2"

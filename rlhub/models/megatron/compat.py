@@ -1,12 +1,12 @@
 """Megatron-core on machines without CUDA: its modules get a `torch` in which "cuda" means the CPU.
 
-Megatron-core asks for the current CUDA device, streams and CUDA generators without asking whether there are any.  Each of its
-modules (and nothing else in the process: vLLM, transformers and FSDP see the real torch) gets a stand-in for the name
-`torch`, two tensor methods answer differently when Megatron calls them, and its random-number bookkeeping uses the CPU's
-generator.  Where CUDA exists nothing here does anything.
+Megatron-core uses the current CUDA device, streams and CUDA generators without checking whether there are any.  Each of its
+modules (and nothing else in the process: vLLM, transformers and FSDP see the real torch) gets a stand-in for the name `torch`,
+two tensor methods answer differently when Megatron calls them, and its random-number bookkeeping uses the CPU's generator.
+Where CUDA exists, this module does nothing.
 
-Import this module before megatron, which then says nothing about kernels it lacks, and call `install` after importing megatron
-modules; again after more of them were imported.
+Import this module before megatron, which then does not warn about missing kernels, and call `install` after importing megatron
+modules; call it again after importing more of them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ FACTORIES = (
     *("empty_like", "zeros_like", "ones_like", "full_like", "empty_strided"),
 )
 MISSING_KERNELS = r"(Apex is|Transformer Engine and Apex are) not installed"
-"""Megatron's warnings at import, file by file, of missing fused CUDA kernels; a machine without CUDA has none."""
+"""Matches Megatron's warnings at import about missing fused CUDA kernels, which a machine without CUDA never has."""
 NOT_OURS = (
     r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
     r"When using (sequence|async grad|tensor model) parallelism.* CUDA_DEVICE_MAX_CONNECTIONS",
 )
-"""Warnings of megatron's calls, once a process and place, that no user without CUDA can avoid."""
+"""Matches warnings about megatron's own calls, which no user without CUDA can avoid."""
 
 UNUSED = ("wandb", "torch.utils.tensorboard")
-"""Trackers that megatron imports for timers of its own: a quarter of the time that its import takes."""
+"""The trackers that megatron imports for its own timers, which takes a quarter of its import time."""
 
 
 @contextlib.contextmanager
 def _not_found(names: tuple[str, ...]) -> Iterator[None]:
-    """Makes imports of packages that are not loaded yet fail inside, as where they are not installed."""
+    """Makes imports of packages that are not loaded yet fail inside the context, as if they were not installed."""
     hidden = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: the import system's mark for it
     try:
@@ -54,8 +54,11 @@ def _not_found(names: tuple[str, ...]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Makes `torch.compile` leave functions as they are: megatron decorates functions of its modules, which alone
-    loads torch's compiler, a second and a half.  On CPU they would be compiled by a C++ compiler, at their first call."""
+    """Makes `torch.compile` return functions unchanged inside the context.
+
+    Megatron decorates functions of its modules, which alone loads torch's compiler (a second and a half).  On CPU they would
+    be compiled by a C++ compiler at their first call.
+    """
     real = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]
     try:
@@ -97,7 +100,8 @@ def _silence() -> None:
 
 
 class _Stream:
-    """A CUDA stream or event where everything happens in order anyway: any method does nothing and returns a stream or event."""
+    """A CUDA stream or event on a machine where everything happens in order: any method does nothing and returns a stream or
+    event."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -128,7 +132,7 @@ def _zero(*_: Any, **__: Any) -> int:
 
 
 def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns a tensor factory that takes a CUDA device and makes a CPU tensor."""
+    """Returns a tensor factory that accepts a CUDA device and creates a CPU tensor."""
 
     @functools.wraps(make)
     def factory(*args: Any, **options: Any) -> Tensor:
@@ -151,14 +155,14 @@ def _set_generator_state(state: Tensor, *_: Any, **__: Any) -> None:
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Returns the numbers of tokens of experts as megatron's own function does: that makes arrays only of tensors from a GPU,
-    but collectives take no tensors."""
+    """Returns the numbers of tokens of experts as megatron's own function does, for CPU tensors too: that one makes arrays
+    only of tensors from a GPU, but collectives take no tensors."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 @contextlib.contextmanager
 def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """Forks as CudaRNGStatesTracker.fork, with the CPU's generator; megatron's own warns when that one moves."""
+    """Forks as CudaRNGStatesTracker.fork does, with the CPU's generator; megatron's own warns when that generator moves."""
     before = torch.get_rng_state()
     torch.set_rng_state(tracker.states_[name])
     try:
@@ -169,7 +173,7 @@ def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 
 
 def _all_gather(tensors: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """Gathers tensors of unequal sizes too (tokens of experts), which gloo's own cannot."""
+    """Gathers tensors, also of unequal sizes (tokens of experts), which gloo's own all-gather cannot."""
     if async_op or len({target.shape for target in tensors}) == 1:
         return torch.distributed.all_gather(tensors, tensor, group=group, async_op=async_op)
     tensors[torch.distributed.get_rank(group)].copy_(tensor)
@@ -181,7 +185,7 @@ def _all_gather(tensors: list[Tensor], tensor: Tensor, group: Any = None, async_
 def _reduce_scatter(
     output: Tensor, inputs: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Sums each rank's share over the ranks, shares of unequal sizes too, which gloo's own cannot."""
+    """Sums each rank's share over the ranks, also shares of unequal sizes, which gloo's own reduce-scatter cannot."""
     if op != ReduceOp.SUM or async_op or len({share.shape for share in inputs}) == 1:
         return torch.distributed.reduce_scatter(output, inputs, op, group, async_op)
     total = torch.cat(inputs)
@@ -226,13 +230,13 @@ def _stand_in() -> types.ModuleType:
 
 
 def _called_by_megatron() -> bool:
-    """Returns whether the calling function was called from a megatron module."""
+    """Returns whether a megatron module called the calling function."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(MEGATRON)
 
 
 @functools.cache
 def _patch_tensor_methods() -> None:
-    """Makes `Tensor.type()` name CUDA types, by which megatron recognises dtypes, and `Tensor.cuda()` do nothing."""
+    """Makes `Tensor.type()` name CUDA types, by which megatron recognises dtypes, and makes `Tensor.cuda()` do nothing."""
     real_type, real_cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def type_(self: Tensor, *args: Any, **options: Any) -> Any:

@@ -1,11 +1,11 @@
-"""The model that Megatron-core's parts make: a rank's piece of a decoder-only transformer, and its layers.
+"""The model that is built of Megatron-core's parts: a rank's piece of a decoder-only transformer, and its layers.
 
-The layers are Megatron-core's local ones, with the parts that Megatron-core has only with TransformerEngine: RMS norms under
-sequence parallelism, the router's product, and attention over packed rows.
+The layers are Megatron-core's local ones.  Added here are the parts that Megatron-core has only with TransformerEngine: RMS
+norms under sequence parallelism, the router's product, and attention over packed rows.
 
-Context parallelism is DeepSpeed-Ulysses' (arXiv:2309.14509): each rank has a slice of the packed tokens, and around attention,
-the one place where tokens meet, ranks exchange tokens for heads.  All else is computed token by token, on slices of the line
-without regard to rows.
+Context parallelism is that of DeepSpeed-Ulysses (arXiv:2309.14509): each rank has a slice of the packed tokens, and around
+attention, the only operation across tokens, ranks exchange tokens for heads.  Everything else is computed token by token, on
+slices of the packed line without regard to rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ from rlhub.models.packed_attention import AttentionPlan, attend_packed
 
 @dataclass(slots=True, kw_only=True)
 class BuiltMegatron:
-    """This rank's pieces of the model, one unless the pipeline is virtual.  vocab_size: real tokens, without the padding."""
+    """This rank's part of a built model.
+
+    chunks: its pieces, one unless the pipeline is virtual.
+    vocab_size: the number of real tokens, without the padding.
+    """
 
     chunks: list[MegatronLM]
     config: TransformerConfig
@@ -53,8 +57,10 @@ class BuiltMegatron:
 
 
 class MegatronLM(GPTModel):  # type: ignore[misc]
-    """A piece of a decoder-only transformer, for one packed row of tokens.  The caller multiplies with the head, which it
-    needs only where the next token matters."""
+    """A piece of a decoder-only transformer, for one packed row of tokens.
+
+    The caller multiplies with the head, which it needs only where the next token matters.
+    """
 
     def __init__(
         self,
@@ -67,7 +73,11 @@ class MegatronLM(GPTModel):  # type: ignore[misc]
         last: bool,
         stage: int | None,
     ) -> None:
-        """first, last: whether the embedding and the head are in this piece.  stage: which of the rank's virtual pieces."""
+        """Builds the piece.
+
+        first, last: whether the embedding and the head are in this piece.
+        stage: the number of this piece among the rank's virtual pieces; None without them.
+        """
         self.scalar = kind != "policy"
         super().__init__(
             config,
@@ -93,7 +103,8 @@ class MegatronLM(GPTModel):  # type: ignore[misc]
 
     @property
     def head_weight(self) -> Tensor:
-        """(vocabulary / tensor-parallel ranks, hidden): this rank's rows of the output layer, or (1, hidden): the scalar head."""
+        """Returns this rank's rows of the output layer, (vocabulary / tensor-parallel ranks, hidden), or the scalar head, (1,
+        hidden)."""
         weight: Tensor
         if self.scalar:
             weight = self.score.weight
@@ -104,11 +115,13 @@ class MegatronLM(GPTModel):  # type: ignore[misc]
         return weight
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, packing: AttentionPlan) -> Tensor:
-        """Computes hidden states of input_ids, position_ids (1, tokens).  packing: the places of the rows in them.
+        """Computes hidden states of input_ids and position_ids, both (1, tokens).
 
-        Returns hidden states: (tokens, hidden) from the last piece, of all `own_tokens` on every tensor-parallel rank, to
-        be multiplied with the head's rows of this rank; before it (tokens, 1, hidden), this rank's share under sequence
-        parallelism, for the next piece.
+        The last piece returns (tokens, hidden) for all `own_tokens` on every tensor-parallel rank, to be multiplied with this
+        rank's rows of the head.  An earlier piece returns (tokens, 1, hidden) for the next piece; under sequence parallelism
+        this is the rank's share.
+
+        packing: the places of the rows in the tokens.
         """
         own = self.own_tokens(packing)
         ids, positions = cut_padded(input_ids, own), cut_padded(position_ids, own)
@@ -122,12 +135,15 @@ class MegatronLM(GPTModel):  # type: ignore[misc]
         return self._complete(hidden)[: max(packing.num_tokens - own.start, 0), 0] if self.post_process else hidden
 
     def own_tokens(self, packing: AttentionPlan) -> slice:
-        """Returns this context-parallel rank's slice of the packed tokens; it may end after them."""
+        """Returns this context-parallel rank's slice of the packed tokens; it may reach beyond their end."""
         return own_tokens(packing.num_tokens, self.config)
 
     def _complete(self, hidden: Tensor) -> Tensor:
-        """Returns all own tokens on every tensor-parallel rank.  In the backward pass gradients are added over the ranks where
-        each multiplies with rows of its own, and taken as they are where all have the same scalar head."""
+        """Returns all own tokens on every tensor-parallel rank.
+
+        In the backward pass gradients are added over the ranks if each multiplies with rows of its own, and passed unchanged
+        if all have the same scalar head.
+        """
         complete = hidden
         if self.config.sequence_parallel:
             complete = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not self.scalar)
@@ -137,7 +153,7 @@ class MegatronLM(GPTModel):  # type: ignore[misc]
 
 
 def layer_specs(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
-    """Returns the layers of this pipeline rank's piece (`stage` of its virtual pieces) and the norm after the last."""
+    """Returns the layers of this pipeline rank's piece (`stage` of its virtual pieces), and the norm after the last layer."""
     first = get_transformer_layer_offset(config, vp_stage=stage)
     own = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
     sparse = config.moe_layer_freq if config.num_moe_experts else None
@@ -146,7 +162,8 @@ def layer_specs(config: TransformerConfig, stage: int | None) -> TransformerBloc
 
 
 def _layer_spec(config: TransformerConfig, sparse: bool) -> ModuleSpec:
-    """Returns a layer of Megatron-core's local modules, with this file's norms and attention.  sparse: with experts."""
+    """Returns a layer of Megatron-core's local modules with this file's norms and attention.  sparse: True for a layer with
+    experts."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if sparse else None,
         moe_grouped_gemm=False,
@@ -165,11 +182,11 @@ def _layer_spec(config: TransformerConfig, sparse: bool) -> ModuleSpec:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis.
+    """Computes x / sqrt(mean(x^2) + eps) * weight over the last axis.
 
-    Under sequence parallelism a rank sees some of the tokens, and in the norms of query and key some of the heads: their
-    weights' gradients are parts of sums over the tensor-parallel ranks, which `finalize_model_grads` adds up by the mark on
-    the weight and by the norms' names.
+    Under sequence parallelism a rank sees some of the tokens, and in the norms of query and key some of the heads.  The
+    weights' gradients are then parts of sums over the tensor-parallel ranks, which `finalize_model_grads` adds up by the mark
+    on the weight and by the norms' names.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -183,9 +200,9 @@ class RMSNorm(nn.Module):
 
 
 class ExpertRouter(TopKRouter):  # type: ignore[misc]
-    """Megatron's router with the Hugging Face model's logits: a product in the model's dtype, float32 from there on.
+    """Megatron's router with the logits of the Hugging Face model: a product in the model's dtype, and float32 from there on.
 
-    Megatron's own product fails where TransformerEngine is not installed, with or without CUDA.
+    Megatron's own product fails without TransformerEngine, with or without CUDA.
     """
 
     def gating(self, input: Tensor) -> Tensor:
@@ -194,14 +211,17 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]
 
 @dataclass
 class PackedRows(PackedSeqParams):  # type: ignore[misc]  # megatron has no types
-    """The argument that Megatron's layers pass on to the attention.  `qkv_format` stays None, so that they treat the tokens as
-    one row of a batch of one, whose rotary angles come from its position ids."""
+    """The argument that Megatron's layers pass on to the attention.
+
+    `qkv_format` stays None, so that the layers treat the tokens as one row of a batch of one, whose rotary angles follow its
+    position ids.
+    """
 
     plan: AttentionPlan | None = None
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
-    """Megatron's core attention: causal, each packed row over itself, on this rank's heads.
+    """Megatron's core attention: causal, of each packed row over itself, on this rank's heads.
 
     Context-parallel ranks have a slice of the tokens each, which they exchange for a share of those heads.
     """
@@ -219,11 +239,12 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """Computes attention of query (tokens, 1, heads, width); key and value have their own number of heads.
+        """Computes attention; returns (tokens, 1, heads * width).
 
-        Returns (tokens, 1, heads * width).
+        Tokens beyond the plan pad the ranks to equal shares: they attend to nothing, and their outputs are zero.
 
-        Tokens after the plan's pad the ranks to equal shares: they attend to nothing, and their outputs are zero.
+        query: (tokens, 1, heads, width).
+        key, value: as query, with their own number of heads.
         """
         if not isinstance(packed_seq_params, PackedRows) or packed_seq_params.plan is None:
             raise EngineError("this attention needs the plan of its packed rows; call the model's own forward")
@@ -238,8 +259,11 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
 
 
 def own_tokens(num_tokens: int, config: TransformerConfig) -> slice:
-    """Returns this context-parallel rank's slice of packed tokens.  All slices are equally long, and a multiple of the
-    tensor-parallel ranks under sequence parallelism: the last may end after the tokens, in padding."""
+    """Returns this context-parallel rank's slice of packed tokens.
+
+    All slices are equally long, and under sequence parallelism a multiple of the tensor-parallel ranks, so the last may end in
+    padding after the tokens.
+    """
     share = config.tensor_model_parallel_size if config.sequence_parallel else 1
     count = -(-num_tokens // (config.context_parallel_size * share)) * share
     first = parallel_state.get_context_parallel_rank() * count
@@ -247,7 +271,7 @@ def own_tokens(num_tokens: int, config: TransformerConfig) -> slice:
 
 
 def cut_padded(tokens: Tensor, own: slice) -> Tensor:
-    """Returns a slice of the last axis; where the axis ends before the slice, the rest is zeros."""
+    """Returns a slice of the last axis, with zeros beyond the end of the axis."""
     present = tokens[..., own]
     return pad(present, (0, own.stop - own.start - present.shape[-1]))
 
@@ -255,7 +279,7 @@ def cut_padded(tokens: Tensor, own: slice) -> Tensor:
 def tokens_for_heads(*tensors: Tensor) -> list[Tensor]:
     """Exchanges (own tokens, heads, width) for (all tokens, heads / ranks, width) over the context group, all tensors at once.
 
-    Query, key and value are cut alike, so each rank's query heads come with the key-value heads they belong to.
+    Query, key and value are cut alike, so each rank's query heads come with their key-value heads.
     """
     group = parallel_state.get_context_parallel_group()
     shares = [torch.unflatten(tensor, 1, (group.size(), -1)) for tensor in tensors]

@@ -22,7 +22,7 @@ from rlhub.models.megatron.checks import num_experts, num_virtual_stages, sparse
 from rlhub.registry import suggest
 
 ADVICE = ("If you are using transformer_engine as the transformer implementation", "full scope is deprecated")
-"""Megatron's warnings of kernels that are not built here, and of its own defaults."""
+"""The beginnings of Megatron's warnings about kernels that are not used here, and about its own defaults."""
 
 
 def make_transformer_config(
@@ -33,11 +33,11 @@ def make_transformer_config(
     recompute: bool,
     expert_tensor_parallel_size: int | None = None,
 ) -> TransformerConfig:
-    """Returns the configuration that the settings ask for, with the user's overrides.  `megatron_problems` must have found
+    """Returns the configuration of the settings with the user's overrides.  Call it only if `megatron_problems` has found
     nothing.
 
-    recompute: activations in the backward pass, as much of them as `recompute_granularity` says.
-    expert_tensor_parallel_size: ranks that share each expert's matrices; None: those that share any layer's.
+    recompute: True recomputes activations in the backward pass, as many as `recompute_granularity` says.
+    expert_tensor_parallel_size: the ranks that share each expert's matrices; None takes those that share any layer's.
     """
     values = hf_config.to_dict()
     settings = {
@@ -63,7 +63,7 @@ def make_transformer_config(
 
 
 def _checked(settings: dict[str, Any]) -> TransformerConfig:
-    """Builds the configuration; an error of Megatron's own checks is a ConfigError."""
+    """Builds the configuration; an error of Megatron's own checks becomes a ConfigError."""
     try:
         with warnings.catch_warnings():
             for message in ADVICE:
@@ -74,7 +74,7 @@ def _checked(settings: dict[str, Any]) -> TransformerConfig:
 
 
 def _architecture(hf_config: PreTrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns sizes and variants of the layers."""
+    """Returns the sizes and variants of the layers."""
     return {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,
@@ -97,7 +97,7 @@ def _architecture(hf_config: PreTrainedConfig, values: dict[str, Any]) -> dict[s
 
 
 def _layout(megatron: MegatronConfig) -> dict[str, Any]:
-    """Returns how ranks share the model."""
+    """Returns the settings by which ranks share the model."""
     return {
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
@@ -114,8 +114,8 @@ def _layout(megatron: MegatronConfig) -> dict[str, Any]:
 
 
 def _experts(values: dict[str, Any], megatron: MegatronConfig, expert_tensor_parallel_size: int | None) -> dict[str, Any]:
-    """Returns the mixture of experts as the Hugging Face model computes it: every token reaches its experts, router in float32,
-    no auxiliary loss."""
+    """Returns the settings of a mixture of experts that compute as the Hugging Face model does: every token reaches its
+    experts, the router works in float32, and there is no auxiliary loss."""
     sparse = sparse_layers(values)
     if not any(sparse):
         return {}
@@ -133,12 +133,12 @@ def _experts(values: dict[str, Any], megatron: MegatronConfig, expert_tensor_par
 
 
 def head_width(hf_config: PreTrainedConfig) -> int:
-    """Returns the size of a head."""
+    """Returns the number of elements of an attention head."""
     return int(hf_config.to_dict().get("head_dim") or hf_config.hidden_size // hf_config.num_attention_heads)
 
 
 def rotary_frequencies(hf_config: PreTrainedConfig) -> Tensor:
-    """Returns (width / 2,) float32, the radians by which a position turns each pair of a head's numbers."""
+    """Returns the radians by which one position turns each pair of a head's elements, (width / 2,) float32."""
     kind = hf_config.rope_parameters.get("rope_type", "default")
     if kind != "default":
         frequencies: Tensor

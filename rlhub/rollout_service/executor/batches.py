@@ -1,4 +1,4 @@
-"""From finished groups to training batches: which groups may train, when failures stop the run, and the columns of a batch.
+"""Turns finished groups into training batches: which groups may train, when failures stop the run, and the columns of a batch.
 
 Delivery guarantees the staleness bound.  It checks a group when the group finishes and whenever training advances by a step; a
 group with tokens beyond the bound is dropped (another prompt takes its place), has these tokens masked, or stays as it is for the

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from rlhub.agents.trajectory import Trajectory
 
 StalePolicy = Literal["drop", "mask", "correct"]
-"""How a group with tokens older than the bound is handled: dropped, trained without these tokens, or trained with the rollout
-correction."""
+"""The handling of a group with tokens older than the bound: it is dropped, trained without these tokens, or trained with the
+rollout correction."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

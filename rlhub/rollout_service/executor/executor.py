@@ -237,7 +237,7 @@ class WorkflowExecutor:
                 self._again.append(item)
 
     def _react(self) -> None:
-        """Starts and delivers what a change has made possible."""
+        """Starts the episodes and delivers the groups that a change permits."""
         if self._error is None and not self._closed:
             try:
                 self._serve()

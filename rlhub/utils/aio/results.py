@@ -126,7 +126,7 @@ class ResultQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether the maximum is reached, so that further results would be surplus."""
+        """Returns whether the maximum is reached, so that further results would be surplus."""
         return self._max_results is not None and len(self._ready) >= self._limit(self._max_results)
 
     def put(self, result: TaskResult) -> None:

@@ -123,7 +123,7 @@ class AsyncTaskRunner:
 
     @property
     def paused(self) -> bool:
-        """Whether no new tasks start."""
+        """Returns whether the runner starts no new tasks."""
         return self._paused
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:

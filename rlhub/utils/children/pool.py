@@ -78,7 +78,7 @@ class _MapRun:
 
     @property
     def unfinished(self) -> bool:
-        """Whether calls remain to be done."""
+        """Returns whether calls remain to be done."""
         return len(self.results) < len(self.calls) and self.num_failures <= self.max_failures
 
     def fail(self, number: int, kind: FailureKind, message: str) -> None:
@@ -137,7 +137,7 @@ class KillablePool:
         with self._lock:
             try:
                 self._run(run)
-            except BaseException:  # re-raised: an interrupted run must not leave children whose answers nobody expects
+            except BaseException:  # re-raised: an interrupted run must not leave children whose answers would be taken for others
                 _kill_all(self._children)
                 raise
         skipped = CallResult(failure=Failure(kind="skipped", message=f"{run.num_failures} other calls had failed"))

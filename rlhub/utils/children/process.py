@@ -77,12 +77,12 @@ class ChildProcess:
 
     @property
     def idle(self) -> bool:
-        """Whether it can take calls now."""
+        """Returns whether it can take calls now."""
         return self.ready and not self.items and not self.finished
 
     @property
     def wants_write(self) -> bool:
-        """Whether part of a request is not written yet."""
+        """Returns whether part of a request is not written yet."""
         return bool(self._outgoing)
 
     def deadline(self, timeout_s: float) -> float:
@@ -182,7 +182,7 @@ class ChildProcess:
 
     def _end(self) -> int:
         """Ends the supervisor with everything below it, and returns its exit code."""
-        for sign in (signal.SIGTERM, signal.SIGCONT):  # somebody may have stopped it
+        for sign in (signal.SIGTERM, signal.SIGCONT):  # it may be stopped
             self.process.send_signal(sign)
         try:
             return self.process.wait(timeout=KILL_S)

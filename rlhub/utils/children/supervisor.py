@@ -39,7 +39,7 @@ def become_child(request_fd: int, driver_fds: Iterable[int], *, namespace: bool)
     driver = os.getppid()
     set_process(PR_SET_CHILD_SUBREAPER, 1)
     owns_users = namespace and _enter_namespaces()
-    set_process(PR_SET_DUMPABLE, 0)  # nobody opens its descriptors through /proc
+    set_process(PR_SET_DUMPABLE, 0)  # no other process opens its descriptors through /proc
     process = os.fork()
     if process == 0:
         set_process(PR_SET_PDEATHSIG, signal.SIGKILL)

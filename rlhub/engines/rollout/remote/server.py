@@ -61,7 +61,7 @@ class BrokenConnectionError(EngineError):
 
 
 class Http:
-    """Holds the connections to one server, on one event loop.
+    """The connections to one server, on one event loop.
 
     url: the server's address, without a path.
     key: the bearer token of requests; None sends none.
@@ -112,8 +112,8 @@ class Http:
     async def _response(
         self, path: str, body: dict[str, Any] | None, method: str, *, admin: bool = False
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yields a successful response, to be read inside the context.  A server that is full, or that names a time to retry,
-        is asked again until the deadline."""
+        """Yields a successful response, to be read inside the context.  While a server is full, or names a time to retry, the
+        request is repeated until the deadline."""
         headers = self._admin_headers if admin else self._headers
         deadline = time.monotonic() + self._request_s
         try:
@@ -285,14 +285,14 @@ class Staging:
         """Writes the present weights into the folder of `version` and returns its path.  Removes older versions, and higher
         ones that were written before the run was resumed from an earlier checkpoint."""
         final = self._folder / f"{self._name}-{version}"
-        aside = self._folder / f"{self._name}-{version}{TEMPORARY_SUFFIX}"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        unfinished = self._folder / f"{self._name}-{version}{TEMPORARY_SUFFIX}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
         if self._model is not None and (self._model / "config.json").is_file():
-            shutil.copyfile(self._model / "config.json", aside / "config.json")
-        write_hf_weights(aside, [list(self._named().items())])
+            shutil.copyfile(self._model / "config.json", unfinished / "config.json")
+        write_hf_weights(unfinished, [list(self._named().items())])
         shutil.rmtree(final, ignore_errors=True)
-        aside.rename(final)
+        unfinished.rename(final)
         versions = self._versions()
         kept = [number for number in versions if number <= version][-KEPT_VERSIONS:]
         for other in set(versions) - set(kept):

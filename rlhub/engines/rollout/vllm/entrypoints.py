@@ -1,7 +1,7 @@
 """vLLM as rlhub drives it: an LLM in this process, or an AsyncLLMEngine over processes of vLLM's.
 
     InProcessLLM        runs in the trainer's or a replica's own process, on whole batches or step by step
-    AsyncClient         runs the engine core in a child process, which with tensor parallelism has one worker process a rank
+    AsyncClient         runs the engine core in a child process, with one worker process per rank under tensor parallelism
     engine_arguments    the arguments that both are built with
 
 This module imports vLLM, so `environment` must have prepared the process.  vLLM's engine core imports the module too, to find

@@ -162,8 +162,8 @@ class OwnOutputs:
         In the backward pass each rank takes the gradient of its own numbers: all ranks compute the same loss, and their
         gradients of the weights are parts of the sum.
         """
-        everyones = values.new_zeros(self.count).index_put((self.places,), values)
-        summed: Tensor = reduce_from_tensor_model_parallel_region(everyones, group)
+        of_all_ranks = values.new_zeros(self.count).index_put((self.places,), values)
+        summed: Tensor = reduce_from_tensor_model_parallel_region(of_all_ranks, group)
         return summed
 
 

@@ -172,16 +172,16 @@ def plan_stream(infos_by_rank: Sequence[Sequence[PieceInfo]]) -> list[StreamedTe
     for rank, infos in enumerate(infos_by_rank):
         for info in infos:
             by_name.setdefault(info.name, []).append((rank, info))
-    return [_plan_tensor(name, holders, len(infos_by_rank)) for name, holders in by_name.items()]
+    return [_plan_tensor(name, owners, len(infos_by_rank)) for name, owners in by_name.items()]
 
 
-def _plan_tensor(name: str, holders: list[tuple[int, PieceInfo]], ranks: int) -> StreamedTensor:
-    first = holders[0][1]
+def _plan_tensor(name: str, owners: list[tuple[int, PieceInfo]], ranks: int) -> StreamedTensor:
+    first = owners[0][1]
     planned = StreamedTensor(name=name, shape=first.shape, dtype=first.dtype)
-    if {rank for rank, info in holders if info.region == whole(info.shape)} == set(range(ranks)):
+    if {rank for rank, info in owners if info.region == whole(info.shape)} == set(range(ranks)):
         return planned
     missing = [whole(first.shape)]
-    for rank, info in holders:
+    for rank, info in owners:
         left = []
         for region in missing:
             common = intersection(region, info.region)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rlhub.models.megatron import build as names
+from rlhub.models.megatron import build
 from rlhub.protocol.weights.pieces import take
 
 HIDDEN = 3
@@ -33,8 +33,8 @@ def held(param: Tensor, key: str, config: Any = None, vocab: int = 0, **places: 
     chunk = SimpleNamespace(decoder=SimpleNamespace(layers=layers), share_embeddings_and_output_weights=False)
     built: Any = SimpleNamespace(chunks=[chunk], config=config, vocab_size=vocab)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(names, "parallel_state", parallel(**places))
-        parts = names._PartsOfChunk(built, 0).parts(key, nn.Parameter(param))
+        patch.setattr(build, "parallel_state", parallel(**places))
+        parts = build._PartsOfChunk(built, 0).parts(key, nn.Parameter(param))
     return [(part, take(param, part.local)) for part in parts]
 
 

@@ -1,4 +1,4 @@
-"""Several engines at one server: it gets each version of the weights once."""
+"""The folder through which a server of another job gets its weights, and the lock that gives it each version once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhub.config.sections.training import ModelConfig
 from rlhub.engines.rollout.registry import RolloutSetup, build_rollout_engine
 from rlhub.engines.rollout.remote import server
 from rlhub.engines.rollout.remote.engine import RemoteEngine
-from rlhub.engines.rollout.remote.server import WeightsLock
+from rlhub.engines.rollout.remote.server import Staging, WeightsLock
 from rlhub.errors import DeadlineError, EngineError, ResourceError
 from rlhub.rollout_service.service import RolloutService, service_options
 from rlhub.workers.memory_handover import WorkerRuntime
@@ -172,3 +172,20 @@ def test_a_service_has_one_replica_a_server(tmp_path: Path) -> None:
             asyncio.run(service._start_replica("rollout-2"))
     finally:
         service.close()
+
+
+def versions(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_resumed_run_keeps_what_it_writes_and_not_what_was_written_after_its_checkpoint(tmp_path: Path) -> None:
+    staging = Staging(tmp_path, "policy-0", None)
+    staging.take([[("weight", torch.ones(2))]])
+    (tmp_path / "policy-1-9").mkdir()
+    for version in range(6):
+        staging.write(version)
+    assert versions(tmp_path) == ["policy-0-4", "policy-0-5", "policy-1-9"]
+    assert staging.write(2).is_dir()
+    assert versions(tmp_path) == ["policy-0-2", "policy-1-9"]
+    staging.write(3)
+    assert versions(tmp_path) == ["policy-0-2", "policy-0-3", "policy-1-9"]

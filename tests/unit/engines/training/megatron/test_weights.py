@@ -1,4 +1,4 @@
-"""Who sends what when full weights are streamed, and moving storages to host memory and back."""
+"""Who sends what when full weights are streamed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rlhub.engines.training.megatron.weights import plan_buckets, plan_stream
-from rlhub.engines.training.optimizer import HostCopies
 from rlhub.errors import EngineError
 from rlhub.protocol.weights.pieces import PieceInfo, Region, num_elements, whole
 
@@ -40,17 +39,3 @@ def test_a_hole_is_an_error() -> None:
 def test_buckets() -> None:
     tensors = plan_stream([[info("a", (4,)), info("b", (2,)), info("c", (100,)), info("d", (1,))]])
     assert [[tensor.name for tensor in bucket] for bucket in plan_buckets(tensors, 24)] == [["a", "b"], ["c"], ["d"]]
-
-
-def test_views_survive_a_stay_in_host_memory() -> None:
-    buffer, gradient = torch.arange(10.0), torch.ones(3)
-    view, again = buffer[2:6].view(2, 2), buffer[4:]
-    host = HostCopies()
-    host.empty([view, again])  # one storage, moved once
-    host.empty([gradient], keep=False)
-    assert buffer.untyped_storage().nbytes() == gradient.untyped_storage().nbytes() == 0
-    host.restore()
-    assert torch.equal(buffer, torch.arange(10.0)) and torch.equal(view, torch.tensor([[2.0, 3.0], [4.0, 5.0]]))
-    assert torch.equal(gradient, torch.zeros(3))
-    again[0] = -1
-    assert buffer[4] == -1 and not host.stored
