@@ -22,6 +22,7 @@ and with it the denominators.
 Preference pairs.  A pair is two neighbouring rows: 2i is the chosen answer, 2i + 1 the rejected one.  Engines cut
 micro-batches in whole pairs, and a loss is divided by the number of pairs over all ranks.
 """
+
 from __future__ import annotations
 
 import dataclasses
