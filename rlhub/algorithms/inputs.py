@@ -81,7 +81,7 @@ def refuse_lost_rewards(rewards: Tensor, mask: Tensor) -> None:
         raise ProtocolError(
             f"row {row}, token {token}: a reward of {float(rewards[row, token]):g} stands where response_mask is 0, so it would "
             f"train nothing ({len(lost)} such tokens). Put rewards on tokens that the model wrote: the reward of a whole "
-            "response on the last of them, as Trajectory.set_reward and rewards.naive.on_last_token do"
+            "response on the last of them, as Trajectory.set_reward and rewards.managers.on_last_token do"
         )
 
 
