@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What to run before every commit, under 90 s: lint, format, types, architecture and unit tests.  Runs all, then says what failed.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 SECONDS=0
 bash scripts/setup_env.sh || exit 1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1

@@ -4,7 +4,7 @@
 #   bash scripts/test.sh                 everything (20 to 33 minutes on two cores)
 #   bash scripts/test.sh -k checkpoint   what matches
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 SECONDS=0
 bash scripts/setup_env.sh || exit 1
 

@@ -67,7 +67,7 @@ def prepare(options: stages.Options) -> Path:
 
 
 def sft_settings(options: stages.Options) -> list[str]:
-    """main_sft; twice the steps change the accuracy by less than 0.03."""
+    """main_sft; twice the steps do not raise the accuracy."""
     return stages.sft_settings(options, PROJECT, max_length=20)
 
 

@@ -12,7 +12,7 @@ STD_EPS = 1e-6  # keeps the division finite; the published implementation of GRP
 
 @dataclass(slots=True, kw_only=True)
 class GroupStatistics:
-    """Per row: its group's number (from 0), size, mean and unbiased standard deviation (0 for a singleton), and whether all
+    """Holds per row its group's number (from 0), size, mean and unbiased standard deviation (0 for a singleton), and whether all
     its rewards are equal.  (batch,) each, float64.  The counts are over groups."""
 
     index: Tensor
@@ -26,33 +26,34 @@ class GroupStatistics:
 
     @property
     def flat(self) -> Tensor:
-        """(batch,) bool: the row's group has no spread, being of one sample or of equal rewards."""
+        """Returns (batch,) bool: the row's group has no spread, being of one sample or of equal rewards."""
         return self.equal | (self.size == 1)
 
     def centred(self, rewards: Tensor) -> Tensor:
-        """R_i - mean_g, (batch,); exactly 0 where the group has no spread, NaN or not."""
+        """Returns R_i - mean_g, (batch,); exactly 0 where the group has no spread, NaN or not."""
         return (rewards - self.mean).masked_fill_(self.flat, 0.0)
 
     def normalized(self, rewards: Tensor, *, divide: bool = True) -> Tensor:
-        """(R_i - mean_g) / (std_g + 1e-6), (batch,), or the centred reward alone; exactly 0 where the group has no spread."""
+        """Returns (R_i - mean_g) / (std_g + 1e-6), (batch,), or the centred reward alone; exactly 0 where the group has no
+        spread."""
         centred = self.centred(rewards)
         return self.divided(centred) if divide else centred
 
     def divided(self, values: Tensor) -> Tensor:
-        """values / (std_g + 1e-6), (batch,)."""
+        """Returns values / (std_g + 1e-6), (batch,)."""
         return values / (self.std + STD_EPS)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum of `values` (batch,) over each row's group, (batch,)."""
+        """Returns the sum of `values` (batch,) over each row's group, (batch,)."""
         return values.new_zeros(self.num_groups).index_add(0, self.index, values)[self.index]
 
     def top(self, values: Tensor) -> Tensor:
-        """Largest of `values` (batch,) in each row's group, (batch,)."""
+        """Returns the largest of `values` (batch,) in each row's group, (batch,)."""
         lowest = values.new_full((self.num_groups,), -torch.inf)
         return lowest.scatter_reduce(0, self.index, values, "amax")[self.index]
 
     def metrics(self) -> dict[str, float]:
-        """Shares of groups that carry no learning signal."""
+        """Returns the shares of groups that carry no learning signal."""
         return {
             "groups/num": float(self.num_groups),
             "groups/all_equal": self.num_equal / max(self.num_groups, 1),
@@ -61,7 +62,7 @@ class GroupStatistics:
 
 
 def group_statistics(rewards: Tensor, group: Tensor) -> GroupStatistics:
-    """Mean, spread and size of each row's group.
+    """Returns mean, spread and size of each row's group.
 
     rewards: (batch,) float64; group: (batch,) int64 ids, any values.  A group whose rewards are all equal is found by
     comparing its extremes, never by its rounded variance.

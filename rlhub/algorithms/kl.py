@@ -24,22 +24,22 @@ CONTROL_ERROR_BOUND = 0.2  # Ziegler et al. 2019: the clip of the proportional e
 
 
 def k1(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """d, unbiased, may be negative."""
+    """Returns d, which is unbiased and may be negative."""
     return log_probs - reference
 
 
 def absolute(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """|d|."""
+    """Returns |d|."""
     return (log_probs - reference).abs()
 
 
 def k2(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """d^2 / 2, low variance, biased; its gradient is that of the true KL in expectation."""
+    """Returns d^2 / 2, of low variance and biased; its gradient is that of the true KL in expectation."""
     return (log_probs - reference).square() / 2
 
 
 def k3(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """exp(x) - 1 - x with x = clamp(-d, +-20), at most 10: unbiased but for the clamps, never negative.
+    """Returns exp(x) - 1 - x with x = clamp(-d, +-20), at most 10: unbiased but for the clamps, never negative.
 
     The gradient in x is exp(x) - 1, 0 beyond the clamps.  It is given as that number: near the reference the difference of exp(x)
     and 1 would round to anything, in the value below 0 and in its derivative to 0.
@@ -56,22 +56,22 @@ def _straight_through(base: Callable[[Tensor, Tensor], Tensor], log_probs: Tenso
 
 
 def k1_straight_through(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """Value of k1, gradient of k2."""
+    """Returns k1 with the gradient of k2."""
     return _straight_through(k1, log_probs, reference)
 
 
 def absolute_straight_through(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """Value of |d|, gradient of k2."""
+    """Returns |d| with the gradient of k2."""
     return _straight_through(absolute, log_probs, reference)
 
 
 def k2_straight_through(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """k2 itself."""
+    """Returns k2 itself."""
     return k2(log_probs, reference)
 
 
 def k3_straight_through(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """Value of k3, gradient of k2."""
+    """Returns k3 with the gradient of k2."""
     return _straight_through(k3, log_probs, reference)
 
 
@@ -110,5 +110,5 @@ class AdaptiveKLController(KLController):
 
 
 def penalized_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, beta: float) -> Tensor:
-    """r_t = score_t - beta kl_t m_t; all (batch, response)."""
+    """Returns r_t = score_t - beta kl_t m_t; all (batch, response)."""
     return scores - beta * masked(kl, response_mask)

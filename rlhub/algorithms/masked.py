@@ -1,9 +1,9 @@
-"""Masked reductions, and the bound of log-ratios.  Values outside the mask are ignored even when they are NaN or infinite.
+"""Masked reductions: sums, means and whitening over the tokens that count, and the aggregation of token losses to one
+number a step.
 
-§§ aggregation: From per-token losses to the scalar of one optimizer step.
-
-The denominators are GLOBAL counts of the step, so each micro-batch of each rank contributes its share and the gradient does
-not depend on how the mini-batch is cut (over micro-batches, ranks, padding or packing).
+Values outside the mask are ignored even when they are NaN or infinite.  The denominators of an aggregation are GLOBAL counts of
+the step, so each micro-batch of each rank contributes its share, and the gradient does not depend on how the mini-batch is cut
+(over micro-batches, ranks, padding or packing).
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ LOG_RATIO_BOUND = 20.0  # exp(20) is finite in float32 and far outside any clip 
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """values where mask is non-zero, else exactly 0 (no gradient flows there).  Shapes broadcast."""
+    """Returns values where mask is non-zero, else exactly 0 (no gradient flows there).  Shapes broadcast."""
     return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """sum(x m) over `dim`, or over everything."""
+    """Returns sum(x m) over `dim`, or over everything."""
     inside = masked(values, mask)
     return inside.sum() if dim is None else inside.sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """sum(x m) / (sum m + 1e-8) over `dim`, or over everything; 0 for an empty mask."""
+    """Returns sum(x m) / (sum m + 1e-8) over `dim`, or over everything; 0 for an empty mask."""
     count = mask.to(values.dtype).sum() if dim is None else mask.to(values.dtype).sum(dim)
     return masked_sum(values, mask, dim) / (count + MEAN_EPS)
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) * rsqrt(var + 1e-8) over the mask, 0 outside it; the variance is unbiased, 0 for fewer than two values.
+    """Returns (x - mean) * rsqrt(var + 1e-8) over the mask, 0 outside it; the variance is unbiased, 0 for fewer than two values.
 
     The sums are float64, and the mean is subtracted in two parts, rounded and rest: where all values are equal, float32's
     rounding of their mean times 1e4 would be a large advantage.  No gradient flows.
@@ -61,7 +61,7 @@ class Denominators:
 
 
 def aggregate(loss: Tensor, mask: Tensor, mode: str, denominators: Denominators) -> Tensor:
-    """This micro-batch's share of the step's loss (scalar).
+    """Returns this micro-batch's share of the step's loss (scalar).
 
     token-mean: sum L m / N_tokens; seq-mean-token-sum: sum_i sum_t L m / B; seq-mean-token-mean: sum_i (sum_t L m / L_i) / B;
     seq-mean-token-sum-norm: seq-mean-token-sum / scale; token-sum: sum L m.  B excludes fully masked rows.

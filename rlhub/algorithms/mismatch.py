@@ -20,7 +20,7 @@ OLDEST_BUCKET = 8
 
 
 def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Sums over model tokens; log_probs and rollout_log_probs (rows, response), no gradient kept.
+    """Returns sums over model tokens; log_probs and rollout_log_probs (rows, response), no gradient kept.
 
     In float64: the differences measured are near float32's rounding.
     """
@@ -39,8 +39,8 @@ def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) ->
 
 
 def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """mismatch/kl: mean of log mu - log pi, an estimate of KL(mu, pi).  k3: the same, never negative.  ppl: exp(-mean log-prob).
-    ess: (sum w)^2 / (N sum w^2), w = pi / mu, 1 when the two agree."""
+    """Returns mismatch/kl, the mean of log mu - log pi, an estimate of KL(mu, pi).  k3: the same, never negative.  ppl: exp(-mean
+    log-prob). ess: (sum w)^2 / (N sum w^2), w = pi / mu, 1 when the two agree."""
     tokens = max(sums["mismatch_tokens"], 1.0)
     pi_ppl = math.exp(min(-sums["mismatch_log_pi"] / tokens, LOG_RATIO_BOUND))
     mu_ppl = math.exp(min(-sums["mismatch_log_mu"] / tokens, LOG_RATIO_BOUND))
@@ -57,7 +57,7 @@ def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def staleness_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, staleness: Tensor) -> dict[str, Tensor]:
-    """Sums over the model tokens of each age: `mismatch_tokens_<s>` and `mismatch_kl_<s>` (log mu - log pi), float64.
+    """Returns sums over the model tokens of each age: `mismatch_tokens_<s>` and `mismatch_kl_<s>` (log mu - log pi), float64.
 
     staleness: whole policy versions, (rows, response) or (rows,); its values outside the mask do not count.
     """
@@ -72,15 +72,15 @@ def staleness_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, s
 
 
 def staleness_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """mismatch/kl/staleness_<s> from `staleness_sums`: mismatch/kl of the tokens so many versions old, the last with all that are
-    older; nothing for an age without tokens."""
+    """Returns mismatch/kl/staleness_<s> from `staleness_sums`, mismatch/kl of the tokens so many versions old, the last with all
+    that are older; nothing for an age without tokens."""
     counts = {age: sums[f"mismatch_tokens_{age}"] for age in range(OLDEST_BUCKET + 1)}
     return {f"mismatch/kl/staleness_{age}": sums[f"mismatch_kl_{age}"] / count for age, count in counts.items() if count}
 
 
 def weight_extremes(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """[-min, max] of w = pi / mu over model tokens, (2,) float64; -inf without any.  Over parts, and over ranks, the maximum of
-    such pairs is that of the whole."""
+    """Returns [-min, max] of w = pi / mu over model tokens, (2,) float64; -inf without any.  Over parts, and over ranks, the
+    maximum of such pairs is that of the whole."""
     pi, mu = masked(log_probs.detach().double(), mask), masked(rollout_log_probs.double(), mask)
     weight = (pi - mu).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     nothing = torch.full_like(weight, -math.inf)
@@ -88,6 +88,6 @@ def weight_extremes(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) 
 
 
 def extreme_metrics(extremes: Tensor) -> dict[str, float]:
-    """mismatch/weight_min and mismatch/weight_max; nothing where there was no token."""
+    """Returns mismatch/weight_min and mismatch/weight_max; nothing where there was no token."""
     lowest, highest = extremes.tolist()
     return {} if highest == -math.inf else {"mismatch/weight_min": -lowest, "mismatch/weight_max": highest}

@@ -34,12 +34,13 @@ class PreferenceInputs:
 
     @property
     def log_ratios(self) -> tuple[Tensor, Tensor]:
-        """log pi(y) - log pi_ref(y) of the chosen and the rejected answers; times beta they are DPO's implicit rewards."""
+        """Returns log pi(y) - log pi_ref(y) of the chosen and the rejected answers; times beta they are DPO's implicit
+        rewards."""
         return self.chosen - self.ref_chosen, self.rejected - self.ref_rejected
 
     @property
     def margin(self) -> Tensor:
-        """h = (log pi(y_w) - log pi_ref(y_w)) - (log pi(y_l) - log pi_ref(y_l)), (pairs,)."""
+        """Returns h = (log pi(y_w) - log pi_ref(y_w)) - (log pi(y_l) - log pi_ref(y_l)), (pairs,)."""
         won, lost = self.log_ratios
         return won - lost
 
@@ -73,22 +74,22 @@ class BetaKnobs:
 
 
 def dpo_sigmoid(inputs: PreferenceInputs, knobs: SigmoidKnobs) -> Tensor:
-    """-(1 - eps) log sigmoid(beta h) - eps log sigmoid(-beta h), (pairs,); log 2 where policy and reference agree."""
+    """Returns -(1 - eps) log sigmoid(beta h) - eps log sigmoid(-beta h), (pairs,); log 2 where policy and reference agree."""
     logits = knobs.beta * inputs.margin
     return -(1 - knobs.label_smoothing) * logsigmoid(logits) - knobs.label_smoothing * logsigmoid(-logits)
 
 
 def ipo(inputs: PreferenceInputs, knobs: BetaKnobs) -> Tensor:
-    """(h - 1 / (2 beta))^2, (pairs,): the margin is pulled to a number, so it cannot grow for ever on sure labels."""
+    """Returns (h - 1 / (2 beta))^2, (pairs,): the margin is pulled to a number, so it cannot grow for ever on sure labels."""
     return (inputs.margin - 1 / (2 * knobs.beta)).square()
 
 
 def hinge(inputs: PreferenceInputs, knobs: BetaKnobs) -> Tensor:
-    """max(0, 1 - beta h), (pairs,): pairs with margin 1 / beta are left alone."""
+    """Returns max(0, 1 - beta h), (pairs,): pairs with margin 1 / beta are left alone."""
     return torch.relu(1 - knobs.beta * inputs.margin)
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
-    """-log sigmoid(r_w - r_l - m), (pairs,), of scores (pairs,) and an optional margin (pairs,) by which to win."""
+    """Returns -log sigmoid(r_w - r_l - m), (pairs,), of scores (pairs,) and an optional margin (pairs,) by which to win."""
     difference = chosen - rejected
     return -logsigmoid(difference if margin is None else difference - margin)

@@ -1,8 +1,7 @@
-"""From token-level rewards to returns: whitening before, rewards to go, and the scan from a response's end behind them.
+"""From token-level rewards to returns, and the critic's loss on them: reward whitening, rewards to go, the scan from a response's
+end, and the clipped squared error (Schulman et al. 2017, reference implementation of PPO).
 
 Scans run time first, (response, batch) in contiguous memory, so that each step reads a few whole lines of it.
-
-§§ value_loss: The critic's clipped squared error (Schulman et al. 2017, reference implementation of PPO).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from rlhub.algorithms.masked import masked, masked_sum, whiten
 
 
 def whiten_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """(r - mean) * rsqrt(var + 1e-8) + mean over the mask, 0 outside it: the spread becomes 1 and the mean stays.
+    """Returns (r - mean) * rsqrt(var + 1e-8) + mean over the mask, 0 outside it: the spread becomes 1 and the mean stays.
 
     rewards, response_mask: (batch, response).  The variance is unbiased, over the global batch.  A token without reward gets
     mean (1 - 1 / std), the same on every token, so the sum over a response then depends on its length.
@@ -29,7 +28,7 @@ def whiten_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def rewards_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_{t+1} over model tokens, (batch, response), 0 outside the mask.
+    """Returns G_t = r_t + gamma G_{t+1} over model tokens, (batch, response), 0 outside the mask.
 
     At a masked token G is carried through unchanged, so tool output between turns does not discount; a reward there is not
     read.  Without discount it is a cumulative sum.
@@ -47,7 +46,7 @@ def time_first(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
-    """S_t = x_t + decay S_{t+1} where the mask is 1, S_t = S_{t+1} where it is 0; terms are finite and 0 there."""
+    """Returns S_t = x_t + decay S_{t+1} where the mask is 1, S_t = S_{t+1} where it is 0; terms are finite and 0 there."""
     factor = (1 - mask).add_(mask, alpha=decay)
     sums = torch.empty_like(factor)
     following = torch.zeros(mask.shape[1:], dtype=mask.dtype, device=mask.device)
@@ -57,7 +56,7 @@ def scan(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, response_mask: Tensor, cliprange: float) -> PolicyLossOutputs:
-    """0.5 max((V - G)^2, (clip(V, V_old +- cliprange) - G)^2) per token, (rows, response), 0 outside the mask.
+    """Returns 0.5 max((V - G)^2, (clip(V, V_old +- cliprange) - G)^2) per token, (rows, response), 0 outside the mask.
 
     The sums behind the explained variance are float64: it is a small difference of large numbers.
     """

@@ -1,8 +1,8 @@
-"""What crosses process boundaries: batches (`DataProto`), and the language in which weights are described.
+"""Batches (`DataProto`), which cross process boundaries, and the language in which weights are described.
 
 data_proto.py   DataProto, a batch of tensor and array columns
 columns.py      indexing, stacking and comparing columns, and a batch as one TensorDict
-future.py       DataProtoFuture, a batch that workers are still making
+future.py       DataProtoFuture, a batch that workers still compute
 serialization.py  columns in files, without pickle, and tensors on the wire, out of band
 readonly_tensor.py  views of received memory
 weights/        pieces and regions of named tensors, and their fingerprint: engines, checkpoints and resharding share them

@@ -1,7 +1,5 @@
-"""Column arithmetic of batches, below the protocol: cutting, joining, comparing and copying columns and meta dictionaries;
-and one TensorDict that holds a batch's arrays and meta entries too.
-
-Pure functions on tensors, arrays and mappings of them; errors name the column.
+"""Column arithmetic of batches: pure functions that cut, join, compare and copy columns and meta dictionaries, and that put a
+batch's arrays and meta entries into one TensorDict with its tensors.  Errors name the column.
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ RAW_VIEWS: dict[torch.dtype, torch.dtype] = {
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
 }
-"""dtypes that numpy lacks -> a dtype of the same width that it has."""
+"""Maps dtypes that numpy lacks to dtypes of the same width that it has."""
 
 
 def chunk_bounds(num_rows: int, num_chunks: int) -> list[tuple[int, int]]:
-    """`[start, stop)` of `num_chunks` consecutive chunks whose sizes differ by at most one, the longer ones first."""
+    """Returns `[start, stop)` of `num_chunks` consecutive chunks whose sizes differ by at most one, the longer ones first."""
     base, extra = divmod(num_rows, num_chunks)
     starts = [index * base + min(index, extra) for index in range(num_chunks + 1)]
     return list(itertools.pairwise(starts))
 
 
 def object_array(values: Iterable[Any]) -> np.ndarray:
-    """One-dimensional object array with one element a value; lists of equal length stay lists."""
+    """Returns a one-dimensional object array with one element a value; lists of equal length stay lists."""
     listed = list(values)
     array = np.empty(len(listed), dtype=object)
     for index, value in enumerate(listed):
@@ -47,13 +45,13 @@ def object_array(values: Iterable[Any]) -> np.ndarray:
 
 
 def column_of_values(values: Sequence[Any]) -> np.ndarray:
-    """Column of the rows' values: numbers of one numpy type as such an array, anything else as an object array."""
+    """Returns the column of the rows' values: numbers of one numpy type as such an array, anything else as an object array."""
     types = {type(value) for value in values}
     return np.array(values) if len(types) == 1 and issubclass(types.pop(), np.generic) else object_array(values)
 
 
 def copy_containers(value: Any) -> Any:
-    """Copy of nested dicts, lists, sets and tuples; leaves are shared."""
+    """Returns a copy of nested dicts, lists, sets and tuples; leaves are shared."""
     if isinstance(value, dict):
         return {key: copy_containers(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -66,7 +64,7 @@ def copy_containers(value: Any) -> Any:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Deep equality of python values, arrays and tensors.  Types must agree and NaN equals NaN (not inside tensors)."""
+    """Returns whether nested values are equal.  Types must agree; NaN equals NaN, though not in tensors."""
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         return isinstance(left, Tensor) and isinstance(right, Tensor) and same_tensor(left, right)
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
@@ -80,7 +78,7 @@ def same_value(left: Any, right: Any) -> bool:
 
 
 def same_tensor(left: Tensor, right: Tensor) -> bool:
-    """Equal dtype, shape, device and values (NaN differs from NaN, as in torch.equal)."""
+    """Returns whether dtype, shape, device and values are equal (NaN differs from NaN, as in torch.equal)."""
     if left.is_nested or right.is_nested:
         same_rows = left.is_nested and right.is_nested and len(left) == len(right)
         return same_rows and all(map(same_tensor, left.unbind(), right.unbind()))
@@ -89,13 +87,19 @@ def same_tensor(left: Tensor, right: Tensor) -> bool:
 
 
 def same_array(left: np.ndarray, right: np.ndarray) -> bool:
-    """Equal shape and values, NaN equal to NaN; object arrays are compared element by element."""
+    """Returns whether shape and values are equal, NaN equal to NaN; object arrays are compared element by element."""
     if left.shape != right.shape:
         return False
     if left.dtype == object or right.dtype == object:
         return all(map(same_value, left.ravel().tolist(), right.ravel().tolist()))
     floating = all(np.issubdtype(array.dtype, np.inexact) for array in (left, right))
     return bool(np.array_equal(left, right, equal_nan=floating))
+
+
+def num_bytes(column: Tensor) -> int:
+    """Returns the bytes of a column's elements, and of its offsets where it is jagged."""
+    jagged: Any = column
+    return int(jagged.values().nbytes + jagged.offsets().nbytes if column.is_nested else column.nbytes)
 
 
 def take_rows(column: Tensor, rows: Tensor) -> Tensor:
@@ -114,12 +118,12 @@ def _jagged(rows: list[Tensor], *, like: Tensor) -> Tensor:
 
 
 def row_shape(column: Tensor) -> tuple[Any, ...]:
-    """The shape of one row, in which a length that differs between rows is "jagged"."""
+    """Returns the shape of one row, in which a length that differs between rows is "jagged"."""
     return ("jagged", *column.values().shape[1:]) if column.is_nested else tuple(column.shape[1:])
 
 
 def stack_rows(key: str, rows: Sequence[Tensor]) -> Tensor:
-    """The column of these rows.  ProtocolError where they differ in shape: alone they do not say whether that was meant."""
+    """Returns the column of these rows.  Raises ProtocolError where they differ in shape, which may or may not be meant."""
     shapes = sorted({tuple(row.shape) for row in rows})
     if len(shapes) > 1:
         raise ProtocolError(
@@ -130,7 +134,7 @@ def stack_rows(key: str, rows: Sequence[Tensor]) -> Tensor:
 
 
 def check_rectangular(columns: Mapping[str, Any], what: str) -> None:
-    """ProtocolError for a jagged column, of which `what` has no meaning."""
+    """Raises ProtocolError for a jagged column, for which the function `what` has no meaning."""
     for key, column in columns.items():
         if isinstance(column, Tensor) and column.is_nested:
             raise ProtocolError(
@@ -139,7 +143,7 @@ def check_rectangular(columns: Mapping[str, Any], what: str) -> None:
 
 
 def join_tensors(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenation along dimension 0.  A single part is returned as it is.
+    """Returns the concatenation along dimension 0.  A single part is returned as it is.
 
     On the CPU numpy does the copy: it asks the kernel for huge pages, which makes a large fresh result about 1.5 times
     faster than torch.cat.  Gradients are kept, through torch.cat, where a part has them.
@@ -159,7 +163,7 @@ def join_tensors(parts: Sequence[Tensor]) -> Tensor:
 
 
 def merge_metrics(parts: Iterable[Any]) -> dict[str, list[Any]]:
-    """Dicts (or lists of dicts) of metrics -> one dict of lists, in the order met.  A list value is taken apart, so that
+    """Merges dicts (or lists of dicts) of metrics to one dict of lists, in their order.  A list value is taken apart, so that
     merging is associative; a metric that only some parts have merges too."""
     merged: dict[str, list[Any]] = {}
     for part in parts:
@@ -170,7 +174,7 @@ def merge_metrics(parts: Iterable[Any]) -> dict[str, list[Any]]:
 
 
 def row_numbers(idxs: Index, num_rows: int) -> np.ndarray:
-    """Non-negative row numbers, int64."""
+    """Returns non-negative row numbers, int64, of indices or of a mask."""
     index = np.asarray(idxs.cpu() if isinstance(idxs, Tensor) else idxs)
     if index.dtype == np.bool_:
         if index.shape != (num_rows,):
@@ -193,12 +197,12 @@ def pick(columns: Mapping[str, Any], keys: Sequence[str] | None, kind: str) -> d
 
 
 def without(columns: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of `columns` that `known` lacks."""
+    """Returns the entries of `columns` that `known` lacks."""
     return {key: value for key, value in columns.items() if key not in known}
 
 
 def join_columns(kind: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Concatenate columns of equal names, trailing shapes and dtypes."""
+    """Concatenates columns of equal names, trailing shapes and dtypes."""
     joined: dict[str, Any] = {}
     for part in parts[1:]:
         if part.keys() != parts[0].keys():
@@ -230,12 +234,12 @@ def join_meta(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def num_array_rows(arrays: Mapping[str, np.ndarray]) -> int:
-    """Number of rows of array columns, which are all equally long; 0 without any."""
+    """Returns the number of rows of array columns, which are all equally long; 0 without any."""
     return next(map(len, arrays.values()), 0)
 
 
 def all_gather_rows(tensor: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Every rank's rows of `tensor` (rows, ...), in rank order; `counts` are the ranks' numbers of rows.
+    """Returns every rank's rows of `tensor` (rows, ...), in rank order; `counts` are the ranks' numbers of rows.
 
     Every rank of `group` calls; blocking.  Rows are padded to the longest for the collective.
     """
@@ -247,17 +251,17 @@ def all_gather_rows(tensor: Tensor, counts: Sequence[int], group: dist.ProcessGr
 
 
 def leading_shape(key: str, column: Tensor, num_dims: int) -> tuple[int, ...]:
-    """The first dimensions of a column.  ProtocolError for a nested tensor that has no such, or no rows that can be moved."""
+    """Returns the first dimensions of a column.  Raises ProtocolError for a nested tensor that has no rows to move."""
     if column.is_nested and (column.layout != torch.jagged or num_dims > 1):
         raise ProtocolError(
-            f"column {key!r} is a nested tensor of layout {column.layout} with {num_dims} batch dimensions asked for; rows of "
-            "different lengths are held by torch.nested.nested_tensor(rows, layout=torch.jagged), in one batch dimension"
+            f"column {key!r} is a nested tensor of layout {column.layout} with {num_dims} batch dimensions wanted; rows of "
+            "different lengths need torch.nested.nested_tensor(rows, layout=torch.jagged), with one batch dimension"
         )
     return tuple(column.shape[:num_dims])
 
 
 def check_columns(batch: Any, arrays: Mapping[str, Any]) -> None:
-    """ProtocolError, naming the column, unless all are tensors or arrays of one length."""
+    """Raises ProtocolError, naming the column, unless all are tensors or arrays of one length."""
     if not isinstance(batch, TensorDict) or len(batch.batch_size) != 1:
         got = f"batch_size {list(batch.batch_size)}" if isinstance(batch, TensorDict) else type(batch).__name__
         raise ProtocolError(f"batch must be a TensorDict with one batch dimension, got {got}; see DataProto.from_dict")
@@ -277,7 +281,7 @@ def check_columns(batch: Any, arrays: Mapping[str, Any]) -> None:
 def split_tensordict(
     td: TensorDict, meta_info: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, np.ndarray], dict[str, Any]]:
-    """Tensors, stacks of objects as arrays, single objects added to `meta_info`."""
+    """Returns the tensors, the stacks of objects as arrays, and `meta_info` with the single objects added."""
     meta = dict(meta_info)
     tensors: dict[str, Tensor] = {}
     arrays: dict[str, np.ndarray] = {}
@@ -297,7 +301,7 @@ def split_tensordict(
 def merge_tensordict(
     tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], num_rows: int
 ) -> TensorDict:
-    """The inverse of `split_tensordict`, exactly."""
+    """Returns the exact inverse of `split_tensordict`."""
     fields: dict[str, Any] = dict(tensors)
     extra: list[tuple[str, Any]] = [(key, _stack_of_array(array)) for key, array in arrays.items()]
     extra += [(key, NonTensorData(value, batch_size=[num_rows])) for key, value in meta.items()]

@@ -1,4 +1,4 @@
-"""DataProto: the batch that crosses process boundaries, and DataProtoFuture: a batch that is still being made.
+"""`DataProto`: the batch that crosses process boundaries.
 
 A batch has tensor columns, array columns (objects or numbers) and a dictionary about the whole.  All columns are equally
 long; that is checked at construction.  Names and semantics are those of HybridFlow's controller (Sheng et al.,
@@ -37,6 +37,7 @@ from rlhub.protocol.columns import (
     leading_shape,
     merge_tensordict,
     num_array_rows,
+    num_bytes,
     object_array,
     pick,
     row_numbers,
@@ -54,12 +55,12 @@ from rlhub.protocol.serialization import Packed, pack_tensor, read_columns, unpa
 logger = logging.getLogger(__name__)
 
 AUTO_PADDING_KEY = "_auto_padding"
-"""meta_info key: the sender allows (and engines with equal splits may use) padding of this batch by repeated rows."""
+"""A key of meta_info: the sender allows (and engines with equal splits may use) padding of this batch by repeated rows."""
 
 
 @dataclass(slots=True)
 class DataProtoItem:
-    """One row: tensors without the batch dimension, array elements, and the batch's meta dictionary."""
+    """One row of a batch: tensors without the batch dimension, array elements, and the batch's meta dictionary."""
 
     batch: TensorDict = field(default_factory=lambda: TensorDict({}, batch_size=[]))
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +68,7 @@ class DataProtoItem:
 
 
 class DataProto:
-    """`batch`: tensor columns (rows, ...); `non_tensor_batch`: array columns (rows, ...); `meta_info`: about the whole.
+    """A batch.  `batch`: tensor columns (rows, ...); `non_tensor_batch`: array columns (rows, ...); `meta_info`: on the whole.
 
     `batch` is a TensorDict also where there is no tensor column: then it is empty, of as many rows as the array columns have.
     Raises ProtocolError naming the column when lengths differ or a column has the wrong type.
@@ -92,7 +93,7 @@ class DataProto:
         return f"{type(self).__name__}({self.batch!r}, {self.non_tensor_batch!r}, {self.meta_info!r})"
 
     def check_consistency(self) -> None:
-        """Raise ProtocolError unless all columns are equally long."""
+        """Raises ProtocolError unless all columns are equally long."""
         check_columns(self.batch, self.non_tensor_batch)
 
     # -- construction ------------------------------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ class DataProto:
     def from_single_dict(
         cls, data: Mapping[str, Tensor | np.ndarray], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
     ) -> DataProto:
-        """Tensors become tensor columns, arrays array columns; anything else is a ProtocolError naming the key."""
+        """Makes tensors tensor columns and arrays array columns; raises ProtocolError naming the key of anything else."""
         for key, value in data.items():
             if not isinstance(value, (Tensor, np.ndarray)):
                 raise ProtocolError(f"column {key!r} must be a torch.Tensor or numpy.ndarray, got {type(value).__name__}")
@@ -118,7 +119,7 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """All tensors must agree in their first `num_batch_dims` dimensions; non-arrays become object arrays.
+        """Returns a batch of tensors that agree in their first `num_batch_dims` dimensions; non-arrays become object arrays.
 
         The given dictionaries are not changed.  More than one batch dimension excludes array columns.
         """
@@ -140,20 +141,20 @@ class DataProto:
 
     @classmethod
     def from_tensordict(cls, td: TensorDict, meta_info: dict[str, Any] | None = None) -> DataProto:
-        """Tensors to `batch`, stacks of objects to array columns, single objects to `meta_info`."""
+        """Returns a batch; stacks of objects become array columns, and single objects entries of `meta_info`."""
         tensors, arrays, meta = split_tensordict(td, meta_info or {})
         return cls(batch=TensorDict(tensors, batch_size=td.batch_size[:1]), non_tensor_batch=arrays, meta_info=meta)
 
     def to_tensordict(self) -> TensorDict:
-        """Everything in one TensorDict; `from_tensordict` gives it back exactly."""
+        """Returns everything in one TensorDict; `from_tensordict` gives it back exactly."""
         return merge_tensordict(self.tensors(), self.non_tensor_batch, self.meta_info, len(self))
 
     def _with(self, batch: TensorDict, arrays: dict[str, np.ndarray]) -> DataProto:
-        """Other columns, and a meta dictionary of its own."""
+        """Returns a batch of other columns, with a meta dictionary of its own."""
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=copy_containers(self.meta_info))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensor columns as a new dictionary."""
+        """Returns the tensor columns as a new dictionary."""
         return cast(dict[str, Tensor], dict(self.batch.items()))
 
     # -- reading -----------------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ class DataProto:
         return int(self.batch.batch_size[0]) or num_array_rows(self.non_tensor_batch)
 
     def __getitem__(self, item: Any) -> Any:
-        """int: DataProtoItem; slice: view; list, array or tensor of indices or booleans: copy of those rows."""
+        """Returns a DataProtoItem for an int, a view for a slice, a copy for a list, array or tensor of indices or booleans."""
         if isinstance(item, (int, np.integer)) and not isinstance(item, bool):
             return self._row(int(item))
         if isinstance(item, slice):
@@ -178,12 +179,12 @@ class DataProto:
         return DataProtoItem(self.batch[index], arrays, self.meta_info)
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """Rows [start, end) as views of the same storage."""
+        """Returns rows [start, end) as views of the same storage."""
         cut = slice(start, end, step)
         return self._with(self.batch[cut], {key: array[cut] for key, array in self.non_tensor_batch.items()})
 
     def select_idxs(self, idxs: Index) -> DataProto:
-        """Copy of the rows named by indices or by a boolean mask (rows,)."""
+        """Returns a copy of the rows named by indices or by a boolean mask (rows,)."""
         return self._take(row_numbers(idxs, len(self)))
 
     def _take(self, index: np.ndarray) -> DataProto:
@@ -199,7 +200,7 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """Those columns and meta entries (None: all) as a new batch over the same storage, or over copies."""
+        """Returns those columns and meta entries (None: all) as a new batch over the same storage, or over copies."""
         tensors = self.tensors()
         kept = pick(tensors, batch_keys, "tensor column")
         arrays = pick(self.non_tensor_batch, non_tensor_batch_keys, "array column")
@@ -216,7 +217,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """Remove those columns and meta entries (None: none) and return them as a batch."""
+        """Removes those columns and meta entries (None: none) and returns them as a batch."""
         taken = self.select(list(batch_keys or ()), list(non_tensor_batch_keys or ()), list(meta_info_keys or ()))
         for key in batch_keys or ():
             del self.batch[key]
@@ -227,7 +228,7 @@ class DataProto:
         return taken
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
-        """Rename tensor columns in place; returns self."""
+        """Renames tensor columns in place; returns self."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old) != len(new):
@@ -242,7 +243,7 @@ class DataProto:
         return self
 
     def union(self, other: DataProto) -> DataProto:
-        """Add the other batch's columns and meta entries in place; what both have must be equal.  Returns self."""
+        """Adds the other batch's columns and meta entries in place; those of one name must be equal.  Returns self."""
         if self._has_columns() and other._has_columns() and len(self) != len(other):
             raise ProtocolError(f"union of batches with {len(self)} and {len(other)} rows")
         mine = self.tensors()
@@ -267,23 +268,23 @@ class DataProto:
         return bool(len(self) or self.non_tensor_batch or self.tensors())
 
     def reorder(self, indices: Index) -> None:
-        """Replace the rows by the rows at `indices`, in place."""
+        """Replaces the rows by the rows at `indices`, in place."""
         self._become(self.select_idxs(indices))
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
-        """Append the last row ("first": row 0) `padding_size` times, in place."""
+        """Appends the last row ("first": row 0) `padding_size` times, in place."""
         if padding_size and not len(self):
             raise ProtocolError("a batch without rows cannot be padded")
         row = 0 if padding_candidate == "first" else len(self) - 1
         self._become(self._take(np.concatenate([np.arange(len(self)), np.full(padding_size, row)]).astype(np.int64)))
 
     def to(self, device: str | torch.device) -> DataProto:
-        """Move the tensors in place; returns self."""
+        """Moves the tensors in place; returns self."""
         self.batch = self.batch.to(device)
         return self
 
     def materialize(self) -> DataProto:
-        """Replace read-only columns (a received batch) by private, writable copies in place; returns self."""
+        """Replaces read-only columns (a received batch) by private, writable copies in place; returns self."""
         self.batch = TensorDict({key: own(value) for key, value in self.tensors().items()}, batch_size=[len(self)])
         for key, array in self.non_tensor_batch.items():
             self.non_tensor_batch[key] = array if array.flags.writeable else array.copy()
@@ -295,21 +296,21 @@ class DataProto:
     # -- cutting and joining -----------------------------------------------------------------------------------------------
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """`chunks` consecutive parts as views; sizes differ by at most one, empty ones when there are too few rows."""
+        """Returns `chunks` consecutive parts as views; sizes differ by at most one, so parts are empty where rows are few."""
         if chunks < 1:
             raise ProtocolError(f"chunk: the number of parts must be at least 1, got {chunks}")
         return [self.slice(start, stop) for start, stop in chunk_bounds(len(self), chunks)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Parts of `split_size` rows as views; the last may be shorter."""
+        """Returns parts of `split_size` rows as views; the last may be shorter."""
         if split_size < 1:
             raise ProtocolError(f"split: the size of a part must be at least 1, got {split_size}")
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """Rows of all parts in order.  The parts have the same columns; `meta_info["metrics"]` merge into a dict of lists,
-        other meta entries that several parts have must agree.  One part alone is not copied."""
+        """Returns the rows of all parts in order.  The parts have the same columns; `meta_info["metrics"]` merge into a dict of
+        lists, other meta entries that several parts have must agree.  One part alone is not copied."""
         if not data:
             raise ProtocolError("concat of an empty list: there is no batch to take the columns from")
         tensors = join_columns("tensor column", [part.tensors() for part in data])
@@ -318,19 +319,19 @@ class DataProto:
         return type(data[0])(batch=batch, non_tensor_batch=arrays, meta_info=join_meta([part.meta_info for part in data]))
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Every row `repeat_times` times: a a b b when interleaved, else a b a b."""
+        """Returns every row `repeat_times` times: a a b b when interleaved, else a b a b."""
         index = np.arange(len(self))
         return self._take(np.repeat(index, repeat_times) if interleave else np.tile(index, repeat_times))
 
     def sample_level_repeat(self, repeat_times: Index) -> DataProto:
-        """Row i `repeat_times[i]` times, rows in order."""
+        """Returns row i `repeat_times[i]` times, rows in order."""
         counts = np.asarray(repeat_times.cpu() if isinstance(repeat_times, Tensor) else repeat_times).reshape(-1).astype(np.int64)
         if len(counts) != len(self) or (counts < 0).any():
             raise ProtocolError(f"sample_level_repeat: need {len(self)} counts >= 0, got {len(counts)}: {counts.tolist()[:8]}")
         return self._take(np.repeat(np.arange(len(self)), counts))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
-        """Columns `split_keys` (rows, n_split * k, ...) become (rows * n_split, k, ...); the others repeat interleaved."""
+        """Cuts columns `split_keys` (rows, n_split * k, ...) into (rows * n_split, k, ...); repeats the others, interleaved."""
         repeated = self.repeat(n_split)
         columns: dict[str, Any] = self.tensors()
         for key, column in pick({**columns, **self.non_tensor_batch}, split_keys or [], "column").items():
@@ -344,7 +345,7 @@ class DataProto:
     def make_iterator(
         self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: Mapping[str, bool] | None = None
     ) -> Iterator[DataProto]:
-        """Mini-batches of `mini_batch_size` rows, `epochs` times over; the last of an epoch may be shorter.
+        """Yields mini-batches of `mini_batch_size` rows, `epochs` times over; the last of an epoch may be shorter.
 
         `dataloader_kwargs`: `shuffle` (False) draws a new order each epoch from `seed`; `drop_last` (False) leaves out a short
         last mini-batch.
@@ -366,21 +367,21 @@ class DataProto:
     # -- files, logs, transport --------------------------------------------------------------------------------------------
 
     def get_data_info(self) -> str:
-        """One line a column: name, shape, dtype."""
+        """Returns one line a column: name, shape, dtype."""
         columns: dict[str, Any] = {**self.tensors(), **self.non_tensor_batch}
         lines = [f"{key}: {tuple(column.shape)} {column.dtype}" for key, column in columns.items()]
         return "\n".join([f"{len(self)} rows", *lines, f"meta_info: {sorted(self.meta_info)}"])
 
     def print_size(self, prefix: str = "") -> None:
-        """Log the bytes held by tensor and (shallowly) array columns."""
-        tensor_bytes = sum(column.nbytes for column in self.tensors().values())
+        """Logs the bytes of tensor and (shallowly) array columns."""
+        tensor_bytes = sum(map(num_bytes, self.tensors().values()))
         array_bytes = sum(array.nbytes for array in self.non_tensor_batch.values())
         logger.info(
             "%stensors %.1f MiB, arrays %.1f MiB", f"{prefix}: " if prefix else "", tensor_bytes / 2**20, array_bytes / 2**20
         )
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """One safetensors file; objects and meta_info inside as JSON.  ProtocolError names what JSON cannot hold."""
+        """Writes one safetensors file with objects and meta_info as JSON.  ProtocolError names what JSON cannot hold."""
         tensors = self.tensors()
         check_rectangular(tensors, "save_to_disk")
         try:
@@ -390,12 +391,12 @@ class DataProto:
 
     @classmethod
     def load_from_disk(cls, filepath: str | Path) -> DataProto:
-        """The batch of `save_to_disk`; nothing in the file is executed."""
+        """Returns the batch of a file of `save_to_disk`; nothing in the file is executed."""
         stored = read_columns(Path(filepath))
         return cls(TensorDict(stored.tensors, batch_size=[stored.num_rows]), stored.arrays, stored.meta)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """From protocol 5 on, the tensors' bytes travel out of band."""
+        """Lets the tensors' bytes travel out of band, from protocol 5 on."""
         columns = {key: pack_tensor(column, protocol) for key, column in self.tensors().items()}
         return _rebuild, (type(self), len(self), columns, self.non_tensor_batch, self.meta_info)
 
@@ -414,18 +415,19 @@ def _rebuild(
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Append rows from the start (round and round if need be) until `size_divisor` divides the length; also how many."""
+    """Returns the batch with rows from its start appended (again and again if need be) until `size_divisor` divides its length,
+    and their number."""
     pad = -len(data) % size_divisor
     return (data._take(np.arange(len(data) + pad) % max(len(data), 1)), pad) if pad else (data, 0)
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Without the last `pad_size` rows."""
+    """Returns the batch without its last `pad_size` rows."""
     return data.slice(0, len(data) - pad_size) if pad_size else data
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Columns (rows, ...) become (new_batch_size, rows / new_batch_size, ...)."""
+    """Reshapes columns (rows, ...) to (new_batch_size, rows / new_batch_size, ...)."""
     check_rectangular(data.tensors(), "fold_batch_dim")
     if new_batch_size < 1 or len(data) % new_batch_size:
         raise ProtocolError(f"fold_batch_dim: {len(data)} rows do not fold into {new_batch_size}")
@@ -433,7 +435,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """The first `batch_dims` axes of every column become one."""
+    """Joins the first `batch_dims` axes of every column to one."""
     check_rectangular(data.tensors(), "unfold_batch_dim")
     columns: list[Any] = [*data.tensors().values(), *data.non_tensor_batch.values()]
     leading = {tuple(column.shape[:batch_dims]) for column in columns}
@@ -449,7 +451,7 @@ def _reshape_rows(data: DataProto, num_old: int, new: tuple[int, ...]) -> DataPr
 
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
-    """Rows -> batch; the first row's meta_info is taken."""
+    """Returns the batch of these rows, with the first row's meta_info."""
     if not items:
         raise ProtocolError("collate_fn of no rows")
     arrays = {key: column_of_values([item.non_tensor_batch[key] for item in items]) for key in items[0].non_tensor_batch}
@@ -459,7 +461,7 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
 
 
 def all_gather_data_proto(data: DataProto, group: dist.ProcessGroup | None = None) -> DataProto:
-    """Replace `data`, in place, by the concatenation of every rank's rows in rank order; returns it.
+    """Replaces `data`, in place, by the concatenation of every rank's rows in rank order; returns it.
 
     Every rank of `group` calls; blocking.  Ranks may have different numbers of rows, but the same columns.
     """

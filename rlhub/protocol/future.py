@@ -1,4 +1,4 @@
-"""A long table whose parts are still being made elsewhere, and chunks of it that fetch only their own rows."""
+"""Tables whose parts other processes still compute, and chunks of them that fetch only their own rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhub.protocol.data_proto import DataProto
 
 
 class Rows(Protocol):
-    """What a part offers."""
+    """A part of a table: rows that can be counted and cut."""
 
     def __len__(self) -> int: ...
 
@@ -45,10 +45,10 @@ class RowsFuture(ABC, Generic[R]):
     @staticmethod
     @abstractmethod
     def join(parts: Sequence[R]) -> R:
-        """Concatenate tables (at least one)."""
+        """Concatenates tables (at least one)."""
 
     def get(self) -> R:
-        """Wait for the table.  Blocking."""
+        """Waits for the table and returns it.  Blocking."""
         if not self.cuts:
             return self.join(self.resolve(self.references))
         known = self.resolve(self.references) if self.measure is None else None
@@ -63,19 +63,19 @@ class RowsFuture(ABC, Generic[R]):
         )
 
     def num_rows(self) -> int:
-        """Rows of this future's table.  Blocking until the parts exist; fetches columns only without `measure`."""
+        """Returns the number of rows.  Blocking until the parts exist; fetches columns only without `measure`."""
         first, last = self._row_range(sum(self._counts()))
         return last - first
 
     def chunk(self, chunks: int) -> list[Self]:
-        """`chunks` futures of consecutive rows, sizes differing by at most one.  Does not wait."""
+        """Returns `chunks` futures of consecutive rows, sizes differing by at most one.  Does not wait."""
         if chunks < 1:
             raise ProtocolError(f"chunk: the number of parts must be at least 1, got {chunks}")
         return [type(self)(self.references, self.resolve, self.measure, (*self.cuts, (index, chunks))) for index in range(chunks)]
 
     @classmethod
     def concat(cls, data: Sequence[Self]) -> Self:
-        """One future of all their rows in order.  Does not wait."""
+        """Returns one future of all their rows in order.  Does not wait."""
         if not data:
             raise ProtocolError("concat of an empty list of futures")
         first = data[0]
@@ -95,7 +95,7 @@ class RowsFuture(ABC, Generic[R]):
 
 
 def _overlap(first: int, last: int, start: int, size: int) -> tuple[int, int]:
-    """Rows [first, last) of the table as rows of the part that begins at `start`."""
+    """Returns rows [first, last) of the table as rows of the part that begins at `start`."""
     begin = min(max(first - start, 0), size)
     return begin, max(min(last - start, size), begin)
 
@@ -109,7 +109,7 @@ def _measure_futures(futures: list[RowsFuture[R]]) -> list[int]:
 
 
 class DataProtoFuture(RowsFuture[DataProto]):
-    """What a non-blocking worker-group call returns: `get()`, `chunk(n)`, `concat(futures)`; see RowsFuture.
+    """The result of a non-blocking worker-group call, with `get()`, `chunk(n)` and `concat(futures)`; see RowsFuture.
 
     The resolver is injected, so this module knows no transport.
     """

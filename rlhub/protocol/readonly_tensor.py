@@ -20,7 +20,7 @@ _ADVICE = "received batches are read-only views of shared memory: clone() the te
 
 
 class ReadOnlyTensor(Tensor):
-    """See the module.  `plain` is the same memory without the guard, for code that is known only to read."""
+    """A tensor that refuses writes.  `plain` is the same memory without the guard, for code that is known only to read."""
 
     plain: Tensor
 
@@ -44,7 +44,7 @@ class ReadOnlyTensor(Tensor):
         return tree_map_only(Tensor, lambda out: _guard_if_in(out, storages), func(*plain_args, **plain_kwargs))
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
-        """Array over the same memory, marked read-only."""
+        """Returns an array over the same memory, marked read-only."""
         array: np.ndarray = self.plain.numpy(force=force)
         array.flags.writeable = False
         return array
@@ -70,12 +70,12 @@ class ReadOnlyTensor(Tensor):
 
 
 def guard(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that refuses writes."""
+    """Returns the same memory as a tensor that refuses writes."""
     return tensor if isinstance(tensor, ReadOnlyTensor) else ReadOnlyTensor(tensor)
 
 
 def id_of(tensor: Tensor) -> int:
-    """Identity of the tensor's storage."""
+    """Returns the identity of the tensor's storage."""
     owner = tensor.plain if isinstance(tensor, ReadOnlyTensor) else tensor
     return int(owner.untyped_storage()._cdata)
 
@@ -85,14 +85,14 @@ def _plain(tensor: ReadOnlyTensor) -> Tensor:
 
 
 def _guard_if_in(out: Tensor, storages: set[int]) -> Tensor:
-    """Views stay guarded; what has memory of its own is plain."""
+    """Guards a view of one of these storages; a tensor with memory of its own stays plain."""
     dense = out.layout == torch.strided and not isinstance(out, ReadOnlyTensor)
     return ReadOnlyTensor(out) if dense and not out.is_nested and id_of(out) in storages else out
 
 
 @lru_cache(maxsize=1024)
 def _written(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Positions and names of the arguments that `func` writes."""
+    """Returns positions and names of the arguments that `func` writes."""
     arguments = func._schema.arguments
     hits = [
         (index, item.name) for index, item in enumerate(arguments) if item.alias_info is not None and item.alias_info.is_write
@@ -108,5 +108,5 @@ def _refuse_guarded_targets(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a private copy if it is guarded."""
+    """Returns the tensor itself, or a private copy if it is guarded."""
     return tensor.plain.clone() if isinstance(tensor, ReadOnlyTensor) else tensor

@@ -1,11 +1,11 @@
-"""Columns as files and on the wire.
+"""Writes columns to files, and packs them for transport.
 
 A file is one safetensors file, without pickle.  Tensors and numeric arrays are its entries; objects and the meta dictionary are
-JSON, held as one byte entry because the format's own header is limited in size.  JSON has fewer types than Python: the others are
+JSON, in one byte entry because the format's own header is limited in size.  JSON has fewer types than Python: the others are
 written as `{"$type": ...}`.
 
-On the wire tensors travel by pickle protocol 5 with out-of-band buffers.  torch pickles a tensor's whole storage through a byte
-stream, four copies in all; a PickleBuffer hands the transport the bytes themselves.  The transport (Ray, or
+Between processes, tensors travel by pickle protocol 5 with out-of-band buffers.  torch pickles a tensor's whole storage through a
+byte stream, four copies in all; a PickleBuffer hands the transport the bytes themselves.  The transport (Ray, or
 `pickle.dumps(..., buffer_callback=...)`) stores them once, and a reader on the same machine maps them without a copy.  A slice
 costs its own rows only.
 """
@@ -32,12 +32,12 @@ from rlhub.protocol.readonly_tensor import ReadOnlyTensor, guard
 _TAG = "$type"
 _TENSOR, _ARRAY, _JSON = "tensor/", "array/", "json"
 _TORCH_KINDS = "biuf"
-"""numpy kinds that torch can hold as they are."""
+"""Kinds of numpy dtypes that torch has too."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StoredColumns:
-    """Contents of a file."""
+    """The contents of a file."""
 
     tensors: dict[str, Tensor]
     arrays: dict[str, np.ndarray]
@@ -48,7 +48,7 @@ class StoredColumns:
 def write_columns(
     path: Path, tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], num_rows: int
 ) -> None:
-    """Write the file.  Raises TypeError naming a column or key whose value JSON cannot hold."""
+    """Writes the file.  Raises TypeError naming a column or key whose value JSON cannot hold."""
     entries = {_TENSOR + key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
     objects: dict[str, Any] = {}
     for key, array in arrays.items():
@@ -69,7 +69,7 @@ def write_columns(
 
 
 def read_columns(path: Path) -> StoredColumns:
-    """Read a file of `write_columns`."""
+    """Reads a file of `write_columns`."""
     entries = load_file(str(path))
     document = json.loads(entries[_JSON].numpy().tobytes())
     arrays = {}
@@ -99,7 +99,7 @@ def _tagged(kind: str, value: Any) -> dict[str, Any]:
 
 
 def _encode(value: Any, where: str) -> Any:
-    """JSON-able form of `value`; `where` is the path named in the TypeError."""
+    """Returns the form of `value` that JSON can hold; `where` is the path named in the TypeError."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list):
@@ -151,7 +151,7 @@ Packed = tuple[Any, ...]
 
 
 def pack_tensor(tensor: Tensor, protocol: int = 5) -> Packed:
-    """`tensor` (any device, dtype or strides) as a tuple whose bytes travel out of band from pickle protocol 5 on.
+    """Returns `tensor` (any device, dtype or strides) as a tuple whose bytes travel out of band from pickle protocol 5 on.
 
     Gradients do not travel.
     """
@@ -172,7 +172,7 @@ def pack_tensor(tensor: Tensor, protocol: int = 5) -> Packed:
 
 
 def unpack_tensor(packed: Packed) -> Tensor:
-    """The tensor of `pack_tensor`: a read-only view where the received bytes are read-only, else a plain tensor over them."""
+    """Returns the tensor of `pack_tensor`: a read-only view where the received bytes are read-only, else a plain tensor."""
     tensor: Tensor
     if packed[0] == "jagged":
         tensor = torch.nested.nested_tensor_from_jagged(unpack_tensor(packed[1]).clone(), unpack_tensor(packed[2]).clone())

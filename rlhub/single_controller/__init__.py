@@ -3,17 +3,18 @@
 After the single-controller idea of HybridFlow (Sheng et al., arXiv:2409.19256).  A call goes
 
     group.update_actor(batch)        worker_group.py: cut the batch by the method's dispatch mode, send each rank its share
-      -> ray/group.py | local.py       the backend: to the Ray actor of each rank, or into this process
+      -> ray/group.py | launch.py      the backend: to the Ray actor of each rank, or into this process
       -> invoke.py                     in the worker's process: run the method, turn its error into a typed one
       -> the worker's method           worker.py: its rank, rendezvous and meshes
 
 and comes back through calls.py as a result, a future or an error that names role, rank and node.
 
 decorator.py, dispatch.py   `@register` (where arguments go, who runs, how long it may take) and the built-in dispatch modes
-resources.py, launch.py     what a run asks for, and `launch`, which starts its workers
+traffic.py                   the sizes of what calls carry, for the observers
+resources.py, launch.py     the options of a run, and `launch`, which starts its workers under Ray or in this process
 async_actor.py              objects with `async def` methods in processes of their own, and the task runner over a pool of them
-placement.py                which nodes and GPUs the replicas of the rollout service get
-local.py, ray/              the backends; only `ray/` imports Ray
+placement.py                the nodes and GPUs of the rollout service's replicas
+ray/                        the Ray backend, and the only place that imports Ray
 """
 
 from rlhub.single_controller.async_actor import ActorTaskRunner, AsyncActor

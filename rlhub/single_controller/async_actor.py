@@ -24,13 +24,13 @@ from rlhub.utils.aio.task_runner import AsyncTaskRunner
 
 
 class AsyncActor(Protocol):
-    """The caller's side."""
+    """The caller's side of an actor."""
 
     name: str
 
     @property
     def ended(self) -> bool:
-        """Whether it was killed or its process is known to have died: every call fails from now on."""
+        """Returns whether it was killed or its process is known to have died: every call fails from now on."""
         ...
 
     async def call(self, method: str, *args: Any, deadline_s: float | None = None, **kw: Any) -> Any:
@@ -74,7 +74,7 @@ class ActorTaskRunner(AsyncTaskRunner):
 
     @property
     def loads(self) -> Mapping[str, int]:
-        """Number of tasks by the name of the actor."""
+        """Returns the number of tasks by the name of the actor."""
         return {place.actor.name: place.load for place in self._places}
 
     def add_actor(self, actor: AsyncActor) -> None:
@@ -93,7 +93,7 @@ class ActorTaskRunner(AsyncTaskRunner):
         deadline: float | None = None,
         **kw: Any,
     ) -> str:
-        """As AsyncTaskRunner.submit, with the name of the actors' method; a coroutine function runs on the runner's own loop."""
+        """Submits a call of the actors' method of this name; a coroutine function runs on the runner's own loop instead."""
         if isinstance(async_fn, str):
             return super().submit(self._invoke, async_fn, args, kw, task_id=task_id, deadline=deadline)
         return super().submit(async_fn, *args, task_id=task_id, deadline=deadline, **kw)
@@ -106,7 +106,7 @@ class ActorTaskRunner(AsyncTaskRunner):
         deadline: float | None = None,
         **kw: Any,
     ) -> str:
-        """`submit` for a caller on any event loop."""
+        """Does as `submit`, for a caller on any event loop."""
         if isinstance(async_fn, str):
             return await super().asubmit(self._invoke, async_fn, args, kw, task_id=task_id, deadline=deadline)
         return await super().asubmit(async_fn, *args, task_id=task_id, deadline=deadline, **kw)

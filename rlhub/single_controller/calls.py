@@ -1,6 +1,6 @@
-"""What a worker group, its backend and its observers tell each other about one call.
+"""The messages between a worker group, its backend and its observers about one call.
 
-A `Request` holds each rank's share of a call and the deadline; a backend turns it into a `PendingCall`; who called reads that
+A `Request` contains each rank's share of a call and the deadline; a backend turns it into a `PendingCall`; the caller reads that
 through a `CallFuture` or a DataProtoFuture; and a `Watch` reports the start and the end to the observers, which is how timing and
 traces see every call without the callers knowing.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -16,6 +17,7 @@ from typing import Any, Protocol, Self
 
 from rlhub.errors import DeadlineError, WorkerDiedError
 from rlhub.protocol import DataProtoFuture
+from rlhub.single_controller.traffic import SHARE_BYTES
 
 GRACE_S = 3.0
 """After a first failure, wait this long for the others': when a rank dies its peers fail too (their collective breaks), often
@@ -28,7 +30,7 @@ _POLL_S = 0.005
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class WorkerInfo:
-    """Where one rank lives.  log: its log file on that node, empty when its output is left to the backend."""
+    """The place of one rank.  log: its log file on that node, empty when its output is left to the backend."""
 
     rank: int
     node: str
@@ -57,16 +59,22 @@ class CallObserver(Protocol):
         """Runs when the results (or the error) have reached the driver; for a non-blocking call, when its future is read."""
         ...
 
+    def on_transfer(self, call: ObservedCall, *, sent: int = 0, received: int = 0) -> None:
+        """Runs when bytes of arguments are about to leave the driver, and when bytes of results have entered it: zero or more
+        times for a call, also after its end, since the parts of a future may be fetched one by one.  From any thread."""
+        ...
+
 
 class Watch:
-    """Reports one call to the observers: its start at construction, its end once.
+    """Reports one call to the observers: its start at construction, its end once, and what it carries.
 
-    As a context manager around the sending it ends the call only where that fails.
+    As a context manager around the sending it ends the call only where that fails.  size_of: the bytes of a value on its way.
     """
 
-    def __init__(self, call: ObservedCall, observers: Sequence[CallObserver]) -> None:
+    def __init__(self, call: ObservedCall, observers: Sequence[CallObserver], size_of: Callable[[Any], int]) -> None:
         self._call = call
         self._observers = tuple(observers)
+        self._size_of = size_of
         self._start = time.perf_counter()
         self._ended = False
         for observer in self._observers:
@@ -80,6 +88,23 @@ class Watch:
         seconds = time.perf_counter() - self._start
         for observer in self._observers:
             observer.on_end(self._call, seconds, error)
+
+    def send(self, ranks: Sequence[RankRequest]) -> None:
+        """Reports the arguments of a call; a value that is stored once for several ranks counts once."""
+        if self._observers:
+            values = [value for rank in ranks for value in (*rank.args, *rank.kwargs.values())]
+            uses, first = Counter(map(id, values)), {id(value): value for value in values}
+            sizes = {key: self._size_of(value) for key, value in first.items()}
+            self._transfer(sent=sum(size * (1 if size >= SHARE_BYTES else uses[key]) for key, size in sizes.items()))
+
+    def receive(self, values: Iterable[Any]) -> None:
+        """Reports results that the driver has fetched."""
+        if self._observers:
+            self._transfer(received=sum(map(self._size_of, values)))
+
+    def _transfer(self, **num_bytes: int) -> None:
+        for observer in self._observers:
+            observer.on_transfer(self._call, **num_bytes)
 
     def __enter__(self) -> Self:
         return self
@@ -117,7 +142,7 @@ class Request:
     """A call as the backend gets it.
 
     materialize: fetch DataProtoFuture arguments in the worker before the method runs.
-    as_data: the outputs are DataProto and will be asked for with `data_future`.
+    as_data: the outputs are DataProto and will be read through `data_future`.
     """
 
     role: str
@@ -155,12 +180,13 @@ class PendingCall(ABC):
 
 
 class CallFuture:
-    """Result of a non-blocking call that is not one DataProto.  `get()` waits and returns what a blocking call would."""
+    """The result of a non-blocking call that is not one DataProto.  `get()` waits and returns what a blocking call would."""
 
     def __init__(self, pending: PendingCall, finish: Callable[[dict[int, Any]], Any], watch: Watch) -> None:
         self._pending = pending
         self._finish = finish
         self._watch = watch
+        self._received = False
 
     def done(self) -> bool:
         """Returns whether `get` would not block."""
@@ -173,16 +199,20 @@ class CallFuture:
     def get(self) -> Any:
         """Waits for the result; raises the worker's error or a DeadlineError.  May be called again."""
         try:
-            result = self._finish(self._pending.wait())
+            outputs = self._pending.wait()
+            result = self._finish(outputs)
         except BaseException as error:
             self._watch.end(error)
             raise
         self._watch.end()
+        if not self._received:
+            self._received = True
+            self._watch.receive(outputs.values())
         return result
 
 
 def grace_is_over(ends: float, has_lost: Callable[[], bool]) -> bool:
-    """Returns whether to wait no longer for what explains a failure.  ends: when the grace ends; `has_lost` is asked after it."""
+    """Returns whether to stop waiting for what explains a failure.  ends: the end of the grace, after which `has_lost` counts."""
     now = time.monotonic()
     return now >= ends and (now >= ends + UNREPORTED_S or not has_lost())
 

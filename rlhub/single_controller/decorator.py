@@ -27,7 +27,7 @@ _DEADLINES = tuple(field.name for field in fields(DeadlineConfig))
 
 
 class Execute(enum.Enum):
-    """Which ranks run the method."""
+    """The ranks that run the method."""
 
     ALL = "ALL"
     RANK_ZERO = "RANK_ZERO"
@@ -35,7 +35,7 @@ class Execute(enum.Enum):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Mesh:
-    """How the ranks of a group are arranged for one kind of work.
+    """The arrangement of the ranks of a group for one kind of work.
 
     dp_ranks: per rank, the data-parallel shard it works on (ranks of one tensor- or sequence-parallel group share one).
     collecting: the ranks whose results are kept, one per shard, in shard order.
@@ -51,7 +51,7 @@ class Mesh:
 
 
 class DispatchTarget(Protocol):
-    """What dispatch and collect functions may ask of a worker group."""
+    """The part of a worker group that dispatch and collect functions use."""
 
     @property
     def role(self) -> str: ...
@@ -60,7 +60,7 @@ class DispatchTarget(Protocol):
     def world_size(self) -> int: ...
 
     def mesh(self, name: str) -> Mesh:
-        """Returns the arrangement that the workers declared under `name`; asked for once, then cached."""
+        """Returns the arrangement that the workers declared under `name`; queried once, then cached."""
         ...
 
 
@@ -154,7 +154,7 @@ def get_dispatch_mode(mode: ModeLike) -> DispatchMode:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class MethodSpec:
-    """What `@register` noted about one method."""
+    """The settings of `@register` for one method."""
 
     dispatch_mode: ModeLike
     execute_mode: Execute

@@ -1,4 +1,4 @@
-"""The worker's side of a call: build workers, run their methods (sync or async), and turn errors into typed ones.
+"""Runs the worker's side of a call: builds workers, runs their methods (sync or async), and turns errors into typed ones.
 
 `RankWorkers` has the workers of one rank, `ActorObject` the object of an AsyncActor.  Both backends share them, so that a worker
 or an actor behaves alike under Ray and in process.
@@ -153,7 +153,7 @@ class ActorObject:
                 raise describe_failure(error, self._context, method) from error
 
     def cancelled_itself(self, method: str) -> RemoteError:
-        """Returns the failure of a method that ended as cancelled though nobody had asked for that."""
+        """Returns the failure of a method that ended as cancelled though no caller had cancelled it."""
         context = self._context
         error = WorkerError(
             f"{method} was cancelled from within",

@@ -1,12 +1,11 @@
-"""`launch` and `start_async_actor`: the one way a run gets its workers and actors, whatever the backend.
+"""`launch` and `start_async_actor`: the one way a run gets its workers and actors, and the backend that needs no Ray.
 
-§§ local: The in-process backend: world size 1, no Ray, a breakpoint in a worker is a breakpoint in the terminal.
-
-Calls of a worker group run at once in the caller's thread.  Batches are passed as shallow copies: a worker may add, drop or
-rename columns of what it was given, as it may under Ray, without the driver's batch changing.  A running call cannot be
-interrupted from its own thread, so a deadline is only reported when it has passed.
-
-An AsyncActor lives on the event loop of a thread of its own.  Arguments and results are passed as they are, not copied.
+Under `backend="ray"` every rank and every actor has a process of its own (`ray/`).  Under `backend="local"` all of them live in
+this process, at world size 1, so that a breakpoint in a worker is a breakpoint in the terminal.  Calls of a worker group then run
+at once in the caller's thread; a running call cannot be interrupted from its own thread, so a deadline is only reported when it
+has passed.  Batches are passed as shallow copies: a worker may add, drop or rename columns of its batch, as it may under Ray,
+without changing the driver's.  An AsyncActor lives on the event loop of a thread of its own, and its arguments and results are
+not copied.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any, Protocol, Self
 
 from rlhub.errors import ConfigError, DeadlineError, WorkerDiedError
@@ -34,66 +34,91 @@ from rlhub.utils.ports import free_port
 logger = logging.getLogger(__name__)
 
 
-class _Finished(PendingCall):
-    """A call that has ended: its outputs, or the failure to raise whenever they are asked for."""
+def launch(roles: Mapping[str, ClassWithInitArgs], options: LaunchOptions | None = None) -> Launched:
+    """Starts one process per rank that hosts every role (nnodes x ranks_per_node ranks), and returns the groups.
 
-    def __init__(self, outputs: dict[int, Any], failure: RemoteError | None) -> None:
-        self._outputs = outputs
-        self._failure = failure
+    Raises ResourceError, DeadlineError, WorkerError (a role's constructor failed), ConfigError.  On any error nothing that
+    was started is left behind.
+    """
+    options = options or LaunchOptions()
+    run: StartedRun
+    if options.backend == "local":
+        run = launch_local(roles, options)
+    elif options.backend == "ray":
+        from rlhub.single_controller.ray.group import launch_ray  # here, for the local backend must not need Ray
 
-    def wait(self) -> dict[int, Any]:
-        if self._failure is not None:
-            raise self._failure.error from (self._failure.__cause__ or self._failure.cause)
-        return self._outputs
-
-    def done(self) -> bool:
-        return True
-
-    def data_future(self, ranks: Sequence[int], watch: Watch) -> DataProtoFuture:
-        watch.end(self._failure and self._failure.error)
-
-        def resolve(references: list[Any]) -> list[DataProto]:
-            self.wait()
-            return references
-
-        return DataProtoFuture([self._outputs.get(rank) for rank in ranks], resolve)
+        run = launch_ray(roles, options)
+    else:
+        raise _unknown(options.backend)
+    for group in run.groups.values():
+        group.deadline_s = options.deadline_s
+    return Launched(run, options.deadline_s.shutdown)
 
 
-class LocalWorkerGroup(WorkerGroup):
-    """A role in this process.  Groups of one `launch_local` share the rank's workers, as colocated roles share a process."""
+def start_async_actor(spec: ClassWithInitArgs, options: AsyncActorOptions, *, backend: Backend = "ray") -> AsyncActor:
+    """Starts an actor and waits until its object is built.  Under Ray the cluster must be connected.
 
-    def __init__(self, role: str, spec: ClassWithInitArgs, rank: RankWorkers, observers: Sequence[CallObserver] = ()) -> None:
-        super().__init__(role, spec.cls, observers)
-        self._rank = rank
-        self._workers = (WorkerInfo(rank=0, node="127.0.0.1", pid=os.getpid()),)
+    Raises WorkerError (the constructor failed), WorkerDiedError, DeadlineError, ResourceError (no cluster), ConfigError.
+    On any error nothing that was started is left behind.
+    """
+    if backend == "local":
+        return LocalAsyncActor(spec, options)
+    if backend == "ray":
+        from rlhub.single_controller.ray.async_actor import start_ray_actor
 
-    @property
-    def workers(self) -> tuple[WorkerInfo, ...]:
-        return self._workers
-
-    def _send(self, request: Request) -> PendingCall:
-        share = request.ranks[0]
-        args = [_own_columns(value) for value in share.args]
-        kwargs = {name: _own_columns(value) for name, value in share.kwargs.items()}
-        start = time.monotonic()
-        try:
-            output = self._rank.run(request.role, request.method, args, kwargs, materialize=request.materialize)
-        except RemoteError as failure:
-            return _Finished({}, failure)
-        seconds = time.monotonic() - start
-        deadline = request.deadline
-        if seconds > deadline.seconds:
-            logger.warning("%s took %.1f s, its deadline is %g s (%s)", request.name, seconds, deadline.seconds, deadline.setting)
-        return _Finished({0: _own_columns(output)}, None)
-
-    def close(self, deadline_s: float = 60.0) -> None:
-        if not self._closed:
-            self._closed = True
-            self._rank.close()
+        return start_ray_actor(spec, options)
+    raise _unknown(backend)
 
 
-def _own_columns(value: Any) -> Any:
-    return value.select() if isinstance(value, DataProto) else value
+async def astart_async_actor(spec: ClassWithInitArgs, options: AsyncActorOptions, *, backend: Backend = "ray") -> AsyncActor:
+    """Does as `start_async_actor` without blocking the event loop; several may start at the same time."""
+    return await asyncio.to_thread(start_async_actor, spec, options, backend=backend)
+
+
+def _unknown(backend: str) -> ConfigError:
+    return ConfigError(f"no backend {backend!r}; known: ray, local")
+
+
+class Launched:
+    """The worker groups of a run by role.  A context manager; `close` ends all processes and may be called twice."""
+
+    def __init__(self, run: StartedRun, shutdown_deadline_s: float) -> None:
+        self._run: StartedRun | None = run
+        self._shutdown_deadline_s = shutdown_deadline_s
+        self.groups = run.groups
+
+    def close(self) -> None:
+        """Ends every process of the run within the shutdown deadline, also when some are dead or hung."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.close(self._shutdown_deadline_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class StartedRun(Protocol):
+    """The result of a backend's launch."""
+
+    groups: dict[str, WorkerGroup]
+
+    def close(self, deadline_s: float) -> None: ...
+
+
+def launch_local(roles: Mapping[str, ClassWithInitArgs], options: LaunchOptions) -> LocalRun:
+    """Builds all roles in this process.  Raises ConfigError for more than one rank, WorkerError when a role cannot start."""
+    if options.placement:
+        raise ConfigError(f"backend=local has no second pool for {', '.join(options.placement)}; use backend=ray")
+    ranks = options.nnodes * options.ranks_per_node
+    if ranks != 1:
+        raise ConfigError(
+            f"trainer.backend=local runs one rank in this process, but trainer.nnodes={options.nnodes} x "
+            f"trainer.n_gpus_per_node={options.ranks_per_node} = {ranks}; set both to 1 or use trainer.backend=ray"
+        )
+    return LocalRun(roles, options)
 
 
 class LocalRun:
@@ -119,7 +144,7 @@ class LocalRun:
             raise
 
     def close(self, deadline_s: float = 60.0) -> None:
-        """Lets the workers release what they hold.  Failures of theirs are logged."""
+        """Lets the workers release their resources.  Failures of theirs are logged."""
         try:
             self._rank.close()
         except RemoteError as failure:
@@ -128,73 +153,79 @@ class LocalRun:
             self._env.__exit__(None, None, None)
 
 
-def launch_local(roles: Mapping[str, ClassWithInitArgs], options: LaunchOptions) -> LocalRun:
-    """Builds all roles in this process.  Raises ConfigError for more than one rank, WorkerError when a role cannot start."""
-    if options.placement:
-        raise ConfigError(f"backend=local has no second pool for {', '.join(options.placement)}; use backend=ray")
-    ranks = options.nnodes * options.ranks_per_node
-    if ranks != 1:
-        raise ConfigError(
-            f"trainer.backend=local runs one rank in this process, but trainer.nnodes={options.nnodes} x "
-            f"trainer.n_gpus_per_node={options.ranks_per_node} = {ranks}; set both to 1 or use trainer.backend=ray"
-        )
-    return LocalRun(roles, options)
+_in_worker: ContextVar[bool] = ContextVar("rlhub_in_worker", default=False)
+"""Whether a worker's method runs: the futures that it reads do not reach the driver."""
 
 
-class _LocalCall:
-    """One call, on its way from the loop of who calls to the actor's and back: each way is one message between the threads.
+class LocalWorkerGroup(WorkerGroup):
+    """A role in this process.  Groups of one `launch_local` share the rank's workers, as colocated roles share a process."""
 
-    A concurrent.futures.Future in between (asyncio.run_coroutine_threadsafe) costs a lock and a chain of callbacks on both
-    sides, several times what a short method takes.
-    """
+    def __init__(self, role: str, spec: ClassWithInitArgs, rank: RankWorkers, observers: Sequence[CallObserver] = ()) -> None:
+        super().__init__(role, spec.cls, observers)
+        self._rank = rank
+        self._workers = (WorkerInfo(rank=0, node="127.0.0.1", pid=os.getpid()),)
 
-    __slots__ = ("caller", "ended", "expired", "loop", "task", "work")
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return self._workers
 
-    def __init__(self, work: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> None:
-        self.work, self.loop = work, loop
-        self.caller = asyncio.get_running_loop()
-        self.ended: asyncio.Future[None] = self.caller.create_future()
-        self.task: asyncio.Task[Any] | None = None
-        self.expired = False
-
-    def send(self) -> bool:
-        """Sends the call; returns False if the actor's loop was closed a moment ago."""
+    def _send(self, request: Request) -> PendingCall:
+        share = request.ranks[0]
+        args = [_own_columns(value) for value in share.args]
+        kwargs = {name: _own_columns(value) for name, value in share.kwargs.items()}
+        start = time.monotonic()
+        inside = _in_worker.set(True)
         try:
-            self.loop.call_soon_threadsafe(self._start)
-        except RuntimeError:
-            self.work.close()
-            return False
+            output = self._rank.run(request.role, request.method, args, kwargs, materialize=request.materialize)
+        except RemoteError as failure:
+            return _Finished({}, failure)
+        finally:
+            _in_worker.reset(inside)
+        seconds = time.monotonic() - start
+        deadline = request.deadline
+        if seconds > deadline.seconds:
+            logger.warning("%s took %.1f s, its deadline is %g s (%s)", request.name, seconds, deadline.seconds, deadline.setting)
+        return _Finished({0: _own_columns(output)}, None)
+
+    def close(self, deadline_s: float = 60.0) -> None:
+        if not self._closed:
+            self._closed = True
+            self._rank.close()
+
+
+def _own_columns(value: Any) -> Any:
+    return value.select() if isinstance(value, DataProto) else value
+
+
+class _Finished(PendingCall):
+    """A call that has ended: its outputs, or the failure to raise whenever they are read."""
+
+    def __init__(self, outputs: dict[int, Any], failure: RemoteError | None) -> None:
+        self._outputs = outputs
+        self._failure = failure
+
+    def wait(self) -> dict[int, Any]:
+        if self._failure is not None:
+            raise self._failure.error from (self._failure.__cause__ or self._failure.cause)
+        return self._outputs
+
+    def done(self) -> bool:
         return True
 
-    def cancel(self) -> None:
-        """Cancels the method: the caller waits no longer."""
-        with suppress(RuntimeError):  # the loop is closed: nothing runs there
-            self.loop.call_soon_threadsafe(self._cancel)
+    def data_future(self, ranks: Sequence[int], watch: Watch) -> DataProtoFuture:
+        watch.end(self._failure and self._failure.error)
 
-    def expire(self) -> None:
-        """Ends the wait at the deadline, and cancels the method."""
-        if not self.ended.done():
-            self.expired = True
-            self.ended.set_result(None)
-            self.cancel()
+        def resolve(references: list[Any]) -> list[DataProto]:
+            self.wait()
+            if not _in_worker.get():
+                watch.receive(references)
+            return references
 
-    def _start(self) -> None:
-        self.task = self.loop.create_task(self.work)
-        self.task.add_done_callback(self._answer)
+        def measure(references: list[Any]) -> list[int]:
+            self.wait()
+            return list(map(len, references))
 
-    def _cancel(self) -> None:
-        if self.task is not None:  # the loop runs what it is sent in order, so the call has started
-            self.task.cancel()
-
-    def _answer(self, task: asyncio.Task[Any]) -> None:
-        if not task.cancelled():
-            task.exception()  # so that one whose caller has gone is not logged as never retrieved
-        with suppress(RuntimeError):  # the caller's loop is closed: nobody waits
-            self.caller.call_soon_threadsafe(self._settle)
-
-    def _settle(self) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
+        return DataProtoFuture([self._outputs.get(rank) for rank in ranks], resolve, measure)
 
 
 class LocalAsyncActor:
@@ -267,75 +298,57 @@ class LocalAsyncActor:
         return WorkerDiedError(f"it was ended while or before it ran {method}", role=self.name, rank=0, node="127.0.0.1")
 
 
-class StartedRun(Protocol):
-    """What a backend's launch returns."""
+class _LocalCall:
+    """One call on its way from the caller's loop to the actor's and back: each way is one message between the threads.
 
-    groups: dict[str, WorkerGroup]
-
-    def close(self, deadline_s: float) -> None: ...
-
-
-class Launched:
-    """The worker groups of a run by role.  A context manager; `close` ends all processes and may be called twice."""
-
-    def __init__(self, run: StartedRun, shutdown_deadline_s: float) -> None:
-        self._run: StartedRun | None = run
-        self._shutdown_deadline_s = shutdown_deadline_s
-        self.groups = run.groups
-
-    def close(self) -> None:
-        """Ends every process of the run within the shutdown deadline, also when some are dead or hung."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.close(self._shutdown_deadline_s)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-def launch(roles: Mapping[str, ClassWithInitArgs], options: LaunchOptions | None = None) -> Launched:
-    """Starts one process per rank that hosts every role (nnodes x ranks_per_node ranks), and returns the groups.
-
-    Raises ResourceError, DeadlineError, WorkerError (a role's constructor failed), ConfigError.  On any error nothing that
-    was started is left behind.
+    A concurrent.futures.Future in between (asyncio.run_coroutine_threadsafe) costs a lock and a chain of callbacks on both
+    sides, several times what a short method takes.
     """
-    options = options or LaunchOptions()
-    run: StartedRun
-    if options.backend == "local":
-        run = launch_local(roles, options)
-    elif options.backend == "ray":
-        from rlhub.single_controller.ray.group import launch_ray  # here, for the local backend must not need Ray
 
-        run = launch_ray(roles, options)
-    else:
-        raise _unknown(options.backend)
-    for group in run.groups.values():
-        group.deadline_s = options.deadline_s
-    return Launched(run, options.deadline_s.shutdown)
+    __slots__ = ("caller", "ended", "expired", "loop", "task", "work")
 
+    def __init__(self, work: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> None:
+        self.work, self.loop = work, loop
+        self.caller = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self.caller.create_future()
+        self.task: asyncio.Task[Any] | None = None
+        self.expired = False
 
-def start_async_actor(spec: ClassWithInitArgs, options: AsyncActorOptions, *, backend: Backend = "ray") -> AsyncActor:
-    """Starts it and waits until its object is built.  Under Ray the cluster must be connected.
+    def send(self) -> bool:
+        """Sends the call; returns False if the actor's loop was closed a moment ago."""
+        try:
+            self.loop.call_soon_threadsafe(self._start)
+        except RuntimeError:
+            self.work.close()
+            return False
+        return True
 
-    Raises WorkerError (the constructor failed), WorkerDiedError, DeadlineError, ResourceError (no cluster), ConfigError.
-    On any error nothing that was started is left behind.
-    """
-    if backend == "local":
-        return LocalAsyncActor(spec, options)
-    if backend == "ray":
-        from rlhub.single_controller.ray.async_actor import start_ray_actor
+    def cancel(self) -> None:
+        """Cancels the method: the caller waits no longer."""
+        with suppress(RuntimeError):  # the loop is closed: nothing runs there
+            self.loop.call_soon_threadsafe(self._cancel)
 
-        return start_ray_actor(spec, options)
-    raise _unknown(backend)
+    def expire(self) -> None:
+        """Ends the wait at the deadline, and cancels the method."""
+        if not self.ended.done():
+            self.expired = True
+            self.ended.set_result(None)
+            self.cancel()
 
+    def _start(self) -> None:
+        self.task = self.loop.create_task(self.work)
+        self.task.add_done_callback(self._answer)
 
-async def astart_async_actor(spec: ClassWithInitArgs, options: AsyncActorOptions, *, backend: Backend = "ray") -> AsyncActor:
-    """`start_async_actor` for an event loop; several may start at the same time."""
-    return await asyncio.to_thread(start_async_actor, spec, options, backend=backend)
+    def _cancel(self) -> None:
+        if self.task is not None:  # the loop runs what it is sent in order, so the call has started
+            self.task.cancel()
 
+    def _answer(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled():
+            task.exception()  # so that one whose caller has gone is not logged as never retrieved
+        with suppress(RuntimeError):  # the caller's loop is closed: nobody waits
+            self.caller.call_soon_threadsafe(self._settle)
 
-def _unknown(backend: str) -> ConfigError:
-    return ConfigError(f"no backend {backend!r}; known: ray, local")
+    def _settle(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)

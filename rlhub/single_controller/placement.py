@@ -1,4 +1,4 @@
-"""Where the replicas of the rollout service live: on GPUs of their own pool, on those of the actor's ranks, or simply on CPUs."""
+"""Places the replicas of the rollout service: on GPUs of their own pool, on those of the actor's ranks, or simply on CPUs."""
 
 from __future__ import annotations
 

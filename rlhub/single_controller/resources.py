@@ -1,4 +1,4 @@
-"""What a run or an actor asks for before any process exists: ranks, nodes, devices and deadlines, in plain values.
+"""The options of a run or an actor before any process exists: ranks, nodes, devices and deadlines, in plain values.
 
 The backends turn these into processes: `launch` takes LaunchOptions, `start_async_actor` AsyncActorOptions, and a ResourcePool
 says how many ranks live on which nodes.
@@ -24,7 +24,7 @@ MAIN_POOL = "main"
 
 @dataclass(slots=True, kw_only=True)
 class LaunchOptions:
-    """How the workers of a run are started.
+    """The options with which the workers of a run are started.
 
     nnodes, ranks_per_node: the main pool, which has one process per rank for all roles that `placement` does not name.
     pools, placement: further pools by name with their ranks per node, and role -> pool for roles that live there.  Each pool
@@ -53,7 +53,7 @@ class LaunchOptions:
 
 @dataclass(slots=True, kw_only=True)
 class AsyncActorOptions:
-    """How an actor is started.  The local backend uses name, device, plugins and max_concurrency.
+    """The options with which an actor is started.  The local backend uses name, device, plugins and max_concurrency.
 
     name: its role in errors, and its log file (`<name>.log` in log_dir).
     num_cpus, num_gpus: what it takes of the cluster (of its slot, where it has one).
@@ -79,7 +79,10 @@ class AsyncActorOptions:
 
 
 class ResourcePool:
-    """process_on_nodes: number of ranks on each node, nodes may differ; ranks are numbered node by node.
+    """A number of ranks on each of several nodes.
+
+    process_on_nodes: number of ranks on each node, nodes may differ; ranks are numbered node by node.
+
 
     max_colocate_count: how many worker groups may share one rank's device as separate processes.
     """

@@ -95,7 +95,7 @@ class Worker:
 
     context: WorkerContext
     closing: ExitStack
-    """What `close` releases, the last first: code that builds something registers its release here as soon as it exists."""
+    """The resources that `close` releases, the last first: code registers the release of each here as soon as it exists."""
     _meshes: dict[str, MeshInfo]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -152,7 +152,7 @@ class ClassWithInitArgs:
 
 
 class ColocatedClass:
-    """Role name -> worker class with its arguments, all to live in the same process on every rank."""
+    """Worker classes with their arguments by role, all to live in the same process on every rank."""
 
     def __init__(self, roles: Mapping[str, ClassWithInitArgs]) -> None:
         if not roles:

@@ -25,6 +25,7 @@ from rlhub.single_controller.calls import (
     WorkerInfo,
 )
 from rlhub.single_controller.decorator import DEFAULT_DEADLINE, DispatchMode, Mesh, MethodSpec, registered_methods
+from rlhub.single_controller.traffic import column_bytes
 from rlhub.single_controller.worker import MeshInfo
 
 
@@ -42,8 +43,8 @@ class GroupMethod:
 
     @property
     def submit(self) -> GroupMethod:
-        """The same method as a non-blocking one: it returns a DataProtoFuture where the mode collects DataProto, and a CallFuture
-        otherwise."""
+        """Returns the same method as a non-blocking one: a call gives a DataProtoFuture where the mode collects DataProto, else a
+        CallFuture."""
         return GroupMethod(self._group, self.name, self._spec, blocking=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,6 +55,7 @@ class GroupMethod:
         request.materialize = self._spec.materialize_futures
         request.as_data = mode.proto and not rank_zero and not self._blocking
         with group._watch(request, blocking=self._blocking) as watch:
+            watch.send(ranks)
             pending = group._send(request)
         if request.as_data:
             return pending.data_future(collected, watch)
@@ -103,6 +105,9 @@ class WorkerGroup(ABC):
     of its own (colocated roles before `spawn`).  deadline_s: the longest waits, which methods name when they are registered.
     """
 
+    _size_of: Callable[[Any], int] = staticmethod(column_bytes)
+    """Returns the bytes of an argument or a result on its way."""
+
     def __init__(self, role: str, worker_cls: type | None, observers: Sequence[CallObserver] = ()) -> None:
         self.role = role
         self.observers: list[CallObserver] = list(observers)
@@ -131,7 +136,7 @@ class WorkerGroup(ABC):
     @property
     @abstractmethod
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Where each rank lives, in rank order."""
+        """The place of each rank, in rank order."""
 
     @abstractmethod
     def _send(self, request: Request) -> PendingCall:
@@ -163,11 +168,13 @@ class WorkerGroup(ABC):
 
     def _watch(self, request: Request, *, blocking: bool) -> Watch:
         workers = tuple(self.workers[rank.rank] for rank in request.ranks)
-        return Watch(ObservedCall(role=self.role, method=request.method, blocking=blocking, workers=workers), self.observers)
+        call = ObservedCall(role=self.role, method=request.method, blocking=blocking, workers=workers)
+        return Watch(call, self.observers, self._size_of)
 
     def _execute(self, method: str, ranks: list[RankRequest], finish: Callable[[dict[int, Any]], Any]) -> CallFuture:
         request = self._request(method, ranks)
         with self._watch(request, blocking=False) as watch:
+            watch.send(ranks)
             return CallFuture(self._send(request), finish, watch)
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> CallFuture:
@@ -192,7 +199,7 @@ class WorkerGroup(ABC):
     execute_rank_zero = execute_rank_zero_async
 
     def mesh(self, name: str) -> Mesh:
-        """Returns the arrangement that the workers declared under `name`; asked for on first use, then cached."""
+        """Returns the arrangement that the workers declared under `name`; queried on first use, then cached."""
         if name not in self._meshes:
             self._meshes[name] = build_mesh(self.role, name, self.execute_all_sync("query_mesh", name))
         return self._meshes[name]

@@ -9,7 +9,7 @@
 Times are those of `time.perf_counter()`, in seconds; on Linux it is one clock for all processes of a machine, so a span that
 another process has measured there can be recorded as it is.  Only the newest spans are kept: a run may be long.
 
-CallTiming times worker-group calls in dispatch: the training loop itself holds no timers.
+CallTiming times worker-group calls in dispatch, and counts what they carry: the training loop itself does neither.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ STEPS = "steps"
 """The lane whose spans are the training steps."""
 TRAINER = "trainer"
 """The lane of what the training loop itself does between worker calls."""
+
+BYTES_OUT, BYTES_IN, CALLS = "perf/driver_bytes_out", "perf/driver_bytes_in", "perf/driver_calls"
+BYTES_PROMPTS = "perf/driver_bytes_prompts"
+GENERATION = "generate_sequences"
 
 MICROSECONDS = 1e6
 _PID = 1
@@ -105,6 +109,8 @@ class CallTiming:
     Calls that run at the same time share theirs: one counts from the end of the call that was read before it, so that the
     phases still add up to the time that passed.  on_phase: receives the method's name when a call starts.  record: receives
     each call's whole span, on the lane of its role.
+
+    It also counts the calls' traffic through the driver; see `traffic`.
     """
 
     def __init__(
@@ -114,8 +120,27 @@ class CallTiming:
         self._record = record
         self._on_phase = on_phase
         self._last_end = 0.0
+        self._lock = threading.Lock()
+        self._traffic: dict[str, float] = {}
+        self.reset_traffic()
+
+    def reset_traffic(self) -> None:
+        """Starts counting traffic from zero."""
+        with self._lock:
+            self._traffic = dict.fromkeys((BYTES_OUT, BYTES_IN, CALLS), 0.0)
+
+    def traffic(self) -> dict[str, float]:
+        """Returns perf/driver_{bytes_out,bytes_in,calls} since `reset_traffic`, and perf/driver_bytes_prompts where a worker
+        group generated: bytes of arguments and of results, and calls of ranks (a call of four ranks counts four)."""
+        with self._lock:
+            return dict(self._traffic)
+
+    def _count(self, name: str, amount: int) -> None:
+        with self._lock:
+            self._traffic[name] = self._traffic.get(name, 0.0) + amount
 
     def on_start(self, call: ObservedCall) -> None:
+        self._count(CALLS, len(call.workers))
         if self._on_phase is not None:
             self._on_phase(call.method)
 
@@ -126,6 +151,12 @@ class CallTiming:
         if error is None:
             self._timer.add(call.method, min(seconds, now - self._last_end))
         self._last_end = now
+
+    def on_transfer(self, call: ObservedCall, *, sent: int = 0, received: int = 0) -> None:
+        self._count(BYTES_OUT, sent)
+        self._count(BYTES_IN, received)
+        if call.method == GENERATION:
+            self._count(BYTES_PROMPTS, sent)
 
 
 def lanes_of(spans: Sequence[Span]) -> list[str]:

@@ -64,7 +64,8 @@ class Run:
 
     resolved: the whole configuration as plain values.  record: goes into the state of every checkpoint.  check: is called with
     the checkpoint to resume from, and raises where the run cannot resume from it.
-    Attributes: `calls` is the CallObserver that times and shows worker calls; `spans` records when each phase and call ran.
+    Attributes: `calls` is the CallObserver that times worker calls and counts what they carry; `spans` records when each phase
+    and call ran.
     """
 
     def __init__(
@@ -222,6 +223,7 @@ class Run:
         faults.begin_step(step)
         faults.at("driver.step")
         self.timers.drain()
+        self.calls.reset_traffic()
         self._step_started = time.perf_counter()
 
     def end_step(
@@ -249,7 +251,7 @@ class Run:
             with self.timers.measure("save"):
                 self._save(step, line.metrics, save, state)
             faults.at("driver.log")
-            line.metrics = {**line.metrics, **self.timers.drain()}
+            line.metrics = {**line.metrics, **self.timers.drain(), **self.calls.traffic()}
         self._lines.append(line)
         self._write_lines(wait=False)
         if stuck:
@@ -267,12 +269,12 @@ class Run:
         self.spans.record(STEPS, f"step {step}", self._step_started, time.perf_counter())
 
     def _timings(self, metrics: Metrics) -> dict[str, float]:
-        """Returns timing_s/... of the phases and of the whole step, and perf/throughput in tokens per second and device.
+        """Returns timing_s/... of the phases and of the whole step, the traffic through the driver, and perf/throughput.
 
-        The devices are the ranks of all pools.
+        Throughput is in tokens per second and device; the devices are the ranks of all pools.
         """
         seconds = time.perf_counter() - self._step_started
-        timings = {**self.timers.drain(), "timing_s/step": seconds, "perf/time_per_step": seconds}
+        timings = {**self.timers.drain(), "timing_s/step": seconds, "perf/time_per_step": seconds, **self.calls.traffic()}
         if "perf/total_num_tokens" in metrics:
             num_devices = sum(pool.ranks for pool in pools_of(self.config).values())
             timings["perf/throughput"] = float(metrics["perf/total_num_tokens"]) / (seconds * num_devices)

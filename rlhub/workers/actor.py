@@ -29,7 +29,7 @@ ACTOR = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
 
 
 class ActorPart(EngineWorker):
-    """What every worker with the actor can do, whatever else shares its process.  All methods run on every rank.
+    """Has the methods of every worker with the actor, whatever else shares its process.  All methods run on every rank.
 
     train: False builds no optimizer.  needs_reference: keep the starting policy here too.
     """
@@ -50,7 +50,7 @@ class ActorPart(EngineWorker):
         self._writer: tuple[str, WeightWriter] | None = None  # and its folder
 
     def _init_actor(self) -> None:
-        """Build the training engines (collective)."""
+        """Builds the training engines (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         self.engine = build_policy_engine(self.config, device=self.device, seed=self.runtime.seed, train=self.train)
         self.engine.initialize()
@@ -67,7 +67,7 @@ class ActorPart(EngineWorker):
         self.engine.offload()  # what generates in this process is built next, and takes a share of the memory
 
     def _build_reference(self) -> TrainEngine | None:
-        """The policy itself where it carries adapters (they are switched off), else a frozen copy."""
+        """Returns a frozen copy of the policy, or None where the policy's own engine is the reference: with its adapters off."""
         if not self.needs_reference or self.config.model.lora_rank > 0:
             return None
         reference = build_reference_engine(self.config, device=self.device, seed=self.runtime.seed)
@@ -77,7 +77,7 @@ class ActorPart(EngineWorker):
 
     @register(dispatch_mode=ACTOR, deadline="infer")
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """old_log_probs (rows, response) of the current policy, and sum_pi_squared where meta_info asks for it;
+        """Returns old_log_probs (rows, response) of the current policy, and sum_pi_squared where meta_info asks for it;
         meta_info["metrics"] are the throughput's."""
         release_idle_memory()
         started = time.perf_counter()
@@ -90,7 +90,7 @@ class ActorPart(EngineWorker):
 
     @register(dispatch_mode=ACTOR, deadline="infer")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """ref_log_prob (rows, response) of the frozen starting policy."""
+        """Returns ref_log_prob (rows, response) of the frozen starting policy."""
         release_idle_memory()
         engine = self.reference or self.engine
         outputs = engine.infer(dict(batch.batch.items()), outputs=("log_probs",), adapters=False)
@@ -100,8 +100,8 @@ class ActorPart(EngineWorker):
 
     @register(dispatch_mode=ACTOR, deadline="update")
     def update_actor(self, batch: DataProto) -> DataProto:
-        """All optimizer steps of the batch; meta_info["metrics"] are global.  NonFiniteError where they leave weights that are
-        not finite."""
+        """Takes all optimizer steps of the batch; meta_info["metrics"] are global.  Raises NonFiniteError where they leave
+        weights that are not finite."""
         release_idle_memory()
         started = time.perf_counter()
         metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
@@ -112,7 +112,7 @@ class ActorPart(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def write_weights(self, folder: str, version: int) -> SyncReport:
-        """Leave the policy's weights in the folder as `version` (collective); whoever generates with them goes on meanwhile."""
+        """Writes the policy's weights in the folder as `version` (collective); whoever generates with them goes on meanwhile."""
         release_idle_memory()
         check_finite(self.engine, "before the sync")
         if self._writer is None or self._writer[0] != folder:
@@ -123,23 +123,23 @@ class ActorPart(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def device_places(self) -> DevicePlace:
-        """Where this rank computes, for a replica of the rollout service beside it."""
+        """Returns where this rank computes, for a replica of the rollout service that shares its device."""
         return device_place(self.context)
 
 
 class ActorWorker(ActorPart):
-    """The actor alone; the rollout engines are on a pool of their own and get the weights sent."""
+    """Is the actor alone; the rollout engines are on a pool of their own and get the weights sent."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
-        """Build the training engines (collective)."""
+        """Builds the training engines (collective)."""
         self._init_actor()
         self.sender = WeightSender(self.engine, bucket_bytes=self.config.rollout.update_weights_bucket_mb << 20)
         self.closing.callback(self.sender.close)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, deadline="sync")
     def open_transfer(self, num_receivers: int) -> Rendezvous:
-        """Where the ranks of this group and `num_receivers` of the rollout's can meet."""
+        """Returns the address at which the ranks of this group and `num_receivers` of the rollout's can meet."""
         return open_rendezvous(self.context.node, self.world_size, num_receivers)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
@@ -149,7 +149,7 @@ class ActorWorker(ActorPart):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def sync_weights(self, version: int) -> SyncReport:
-        """Send the policy's weights as `version` (collective over both groups)."""
+        """Sends the policy's weights as `version` (collective over both groups)."""
         check_finite(self.engine, "before the sync")
         return self.sender.send(version)
 
@@ -158,7 +158,7 @@ REFERENCE = make_nd_compute_dataproto_dispatch_fn(mesh_name="reference")
 
 
 class ReferenceWorker(Worker):
-    """All methods run on every rank.  Of a policy with adapters it is the model under them."""
+    """Is the frozen starting policy, of a policy with adapters the model under them.  All methods run on every rank."""
 
     def __init__(self, config: ActorRolloutRefConfig, runtime: WorkerRuntime) -> None:
         self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora_rank=0))
@@ -167,7 +167,7 @@ class ReferenceWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
-        """Build the reference's engine (collective)."""
+        """Builds the reference's engine (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         self.engine = build_reference_engine(self.config, device=self.device, seed=self.runtime.seed)
         self.engine.initialize()
@@ -176,7 +176,7 @@ class ReferenceWorker(Worker):
 
     @register(dispatch_mode=REFERENCE, deadline="infer")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """ref_log_prob (rows, response) of the frozen starting policy."""
+        """Returns ref_log_prob (rows, response) of the frozen starting policy."""
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs",))
         self.engine.offload()
         return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})

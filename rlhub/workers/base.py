@@ -26,7 +26,7 @@ ADAPTER_FOLDER = "adapter"
 
 
 def save_engine(engine: TrainEngine, folder: Path, rank: int, num_ranks: int) -> list[FileEntry]:
-    """Every rank writes its shards; all ranks stream the full weights, rank 0 writes them, the adapter's alone too.  Returns
+    """Writes every rank's shards; all ranks stream the full weights, rank 0 writes them, the adapter's alone too.  Returns
     this rank's files.  NonFiniteError, before anything is written, where weights or optimizer state are not finite."""
     check_finite(engine, "before the save", optimizer=True)
     entries = write_shards(folder, rank, num_ranks, engine.state_shards())
@@ -55,7 +55,7 @@ def _write_adapter(folder: Path | None, adapter: Adapter) -> list[FileEntry]:
 
 
 def load_engine(engine: TrainEngine, folder: Path) -> None:
-    """Read this rank's slices from whatever ranks wrote them.  NonFiniteError where the weights are not finite."""
+    """Reads this rank's slices from whatever ranks wrote them.  Raises NonFiniteError where the weights are not finite."""
     scalars = folder / SCALARS
     if not scalars.is_file():
         raise CheckpointError(f"{scalars} is missing: {folder} is not a training checkpoint; use an earlier one")
@@ -75,7 +75,7 @@ class EngineWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="checkpoint")
     def save_checkpoint(self, folder: str) -> list[FileEntry]:
-        """This rank's shards below `folder`, and from rank 0 the weights under their Hugging Face names."""
+        """Writes this rank's shards below `folder`, and from rank 0 the weights under their Hugging Face names."""
         entries = save_engine(self.engine, Path(folder), self.rank, self.world_size)
         self.engine.offload()
         if self.rank == 0 and self.hf_model is not None:
@@ -84,6 +84,6 @@ class EngineWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="checkpoint")
     def load_checkpoint(self, folder: str) -> None:
-        """Weights, optimizer and schedule as they were saved, whatever the number of ranks then."""
+        """Loads weights, optimizer and schedule as they were saved, whatever the number of ranks then."""
         load_engine(self.engine, Path(folder))
         self.engine.offload()

@@ -67,7 +67,7 @@ class Written:
 
 
 class ExportWorker(Worker):
-    """One process, on the CPU."""
+    """Exports a checkpoint in one process, on the CPU."""
 
     def __init__(self, job: ExportJob) -> None:
         self.job = job
@@ -75,7 +75,7 @@ class ExportWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="checkpoint")
     def write(self) -> Written:
-        """Weights, configuration, tokenizer; holds one file's worth of weights at a time."""
+        """Writes weights, configuration and tokenizer; holds one file's worth of weights at a time."""
         with ShardReader(self.job.folder) as reader:
             weights = StoredModel(reader, read_adapter(self.job.folder))
             kind = weights.kind
@@ -87,7 +87,7 @@ class ExportWorker(Worker):
             return Written(num_tensors=len(weights.names), num_bytes=num_bytes, dtype=str(dtype).removeprefix("torch."))
 
     def _finite(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
-        """What passes is finite, in the dtype it is written in: fp16 ends at 65504.  Raises CheckpointError."""
+        """Yields the buckets; raises CheckpointError for one not finite in the dtype it is written in (fp16 ends at 65504)."""
         for bucket in buckets:
             cast = ((name, tensor if self.dtype is None else tensor.to(self.dtype)) for name, tensor in bucket)
             if found := nonfinite_names(cast):
@@ -98,7 +98,7 @@ class ExportWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="checkpoint")
     def verify(self) -> Verification:
-        """What plain transformers makes of the output, beside an engine that loads the checkpoint's own shards."""
+        """Compares plain transformers on the output with an engine that loads the checkpoint's own shards."""
         adapter = read_adapter(self.job.folder)
         model = replace(self.job.model, path=str(self.job.output), override_config={}, enable_gradient_checkpointing=False)
         if adapter is not None:
@@ -110,7 +110,7 @@ class ExportWorker(Worker):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class AdapterSettings:
-    """The LoRA adapters that a checkpoint holds next to the frozen weights.  targets: names of the adapted layers."""
+    """Describes the LoRA adapters that a checkpoint holds next to the frozen weights.  targets: names of the adapted layers."""
 
     rank: int
     alpha: float
@@ -118,7 +118,7 @@ class AdapterSettings:
 
 
 def read_adapter(folder: Path) -> AdapterSettings | None:
-    """From adapter_config.json; None where the checkpoint has no adapters."""
+    """Reads adapter_config.json; None where the checkpoint has no adapters."""
     path = folder / ADAPTER_FOLDER / "adapter_config.json"
     if not path.is_file():
         return None
@@ -130,7 +130,7 @@ def read_adapter(folder: Path) -> AdapterSettings | None:
 
 
 class StoredModel:
-    """The weights in a checkpoint's shards under their Hugging Face names, adapters merged."""
+    """Reads the weights of a checkpoint's shards under their Hugging Face names, adapters merged."""
 
     def __init__(self, reader: ShardReader, adapter: AdapterSettings | None) -> None:
         self.reader, self.adapter = reader, adapter
@@ -159,7 +159,7 @@ class StoredModel:
         return sum(torch.Size(self.reader.shape(WEIGHTS + name)).numel() for name in self.names)
 
     def buckets(self) -> Iterator[Bucket]:
-        """Each weight by itself."""
+        """Yields each weight by itself."""
         told, done, total = 0.0, 0, self.num_elements
         for number, name in enumerate(self.names, 1):
             tensor = self._weight(name)
@@ -239,14 +239,14 @@ def verify_export(
 
 
 def _first_lost(reader: ShardReader, folder: Path) -> str | None:
-    """A weight of the checkpoint that the exported files do not have; adapters are merged there."""
+    """Returns a weight of the checkpoint that the exported files do not have; adapters are merged there."""
     exported = {name for name, _ in _exported(folder)}
     stored = (name.removeprefix(WEIGHTS) for name in reader.names() if name.startswith(WEIGHTS))
     return next((name for name in stored if name not in exported and ADAPTERS not in name), None)
 
 
 def _engine(model: ModelConfig, kind: ModelKind, dtype: torch.dtype) -> TrainEngine:
-    """The default engine, without optimizer; the weights it starts from are all replaced by the checkpoint's."""
+    """Returns the default engine, without optimizer; the weights it starts from are all replaced by the checkpoint's."""
     ensure_process_group(CPU)
     section = FSDPConfig(model_dtype="fp64" if dtype == torch.float64 else "fp32")
     engine = TRAIN_ENGINES.get(SFTConfig().strategy)(model, section, None, kind=kind, device=CPU)
@@ -255,7 +255,7 @@ def _engine(model: ModelConfig, kind: ModelKind, dtype: torch.dtype) -> TrainEng
 
 
 def _reading(reader: ShardReader, rounded: torch.dtype | None) -> Callable[[Piece], Tensor]:
-    """Stored regions, rounded as the export's are, in the dtype the engine computes in."""
+    """Returns stored regions, rounded as the export's are, in the dtype the engine computes in."""
 
     def read(piece: Piece) -> Tensor:
         stored = reader.region(piece.name, piece.region)
@@ -265,7 +265,7 @@ def _reading(reader: ShardReader, rounded: torch.dtype | None) -> Callable[[Piec
 
 
 def _rows(config: Mapping[str, Any]) -> Rows:
-    """Random tokens, the same each time: every weight takes part, whatever the tokenizer."""
+    """Returns random tokens, the same each time: every weight takes part, whatever the tokenizer."""
     length = min(NUM_TOKENS, config.get("max_position_embeddings") or NUM_TOKENS)
     ids = torch.randint(0, int(config["vocab_size"]), (NUM_ROWS, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -274,7 +274,7 @@ def _rows(config: Mapping[str, Any]) -> Rows:
 
 @torch.no_grad()
 def _plain_outputs(model: ModelConfig, kind: ModelKind, dtype: torch.dtype, ids: Tensor) -> dict[str, Tensor]:
-    """What transformers' own model of the folder says, by the textbook."""
+    """Returns the outputs of transformers' own model of the folder, by the textbook."""
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code}
     if kind == "policy":
         log_p = AutoModelForCausalLM.from_pretrained(model.path, **options).eval()(ids).logits[:, :-1].log_softmax(-1)
@@ -285,7 +285,7 @@ def _plain_outputs(model: ModelConfig, kind: ModelKind, dtype: torch.dtype, ids:
 
 
 def _compare_weights(engine: TrainEngine, folder: Path, rounded: torch.dtype) -> tuple[int, str | None]:
-    """(how many were compared, the first that differs in words): the engine's weights against the exported files."""
+    """Returns (how many were compared, the first that differs in words): the engine's weights against the exported files."""
     exported = dict(_exported(folder))
     count = 0
     for bucket in engine.named_weights():

@@ -103,7 +103,7 @@ class PaddedCompletions:
 def pad_completions(
     completions: Sequence[Completion], *, pad_id: int, with_log_probs: bool, widest: Callable[[int], int]
 ) -> PaddedCompletions:
-    """Right pads to one width; `widest` turns this rank's longest length into that of all ranks."""
+    """Pads completions on the right to one width; `widest` turns this rank's longest length into that of all ranks."""
     lengths = np.fromiter((len(c.token_ids) for c in completions), dtype=np.int64, count=len(completions))
     width = max(widest(int(lengths.max(initial=0))), 1)
     filled = np.arange(width)[None, :] < lengths[:, None]
@@ -140,7 +140,7 @@ def training_columns(prompts: Tensor, prompt_mask: Tensor, padded: PaddedComplet
 
 
 def spoil_weights(engine: RolloutEngine, rank: int) -> None:
-    """Where the fault plan says so, changes an engine's first weight after it was compared with the trainer's."""
+    """Changes, where the fault plan says so, an engine's first weight after it was compared with the trainer's."""
     if (kind := faults.at("engine.weights", rank=rank)) is not None:
         first = next(engine.live_weights()).tensor
         with torch.no_grad():
@@ -148,7 +148,7 @@ def spoil_weights(engine: RolloutEngine, rank: int) -> None:
 
 
 def spoil_log_probs(completions: Sequence[Completion], rank: int) -> None:
-    """Where the fault plan says so, changes the first completion's log-probs, which are then not those of its tokens."""
+    """Changes, where the fault plan says so, the first completion's log-probs, which are then not those of its tokens."""
     if completions and (kind := faults.at("engine.log_probs", rank=rank)) is not None:
         wrong = torch.nan if kind == "nonfinite" else WRONG_BY
         completions[0].log_probs = [value - wrong for value in completions[0].log_probs]

@@ -1,15 +1,14 @@
-"""Actor, rollout engine and reference in one process per rank, with the resharding of the policy's weights inside it.
+"""The workers of every role beside actor, reference and rollout alone: thin shells, whose methods hand rows to an engine and wrap
+what it returns.
 
-§§ critic: The critic's worker: a value model behind a training engine.
-
-§§ reward_model: The workers of models that score: a frozen sequence classifier behind a training engine, and a judge, a rollout engine with a
-model of its own, whose weights never change.
-
-§§ supervised: The workers of supervised training: fine-tuning on responses, DPO on a policy with a frozen reference, and a reward model by
-Bradley-Terry.
-
-Thin shells.  With preference pairs a batch has a row a pair, so dispatch over ranks never separates one; an engine is given two
-rows for each.
+- `ActorRolloutRefWorker`: actor, rollout engine and reference in one process per rank, with the resharding of the policy's
+  weights inside it.
+- `CriticWorker`: a value model behind a training engine.
+- `RewardModelWorker`, `JudgeWorker`: models that score and whose weights never change, a sequence classifier behind a training
+  engine, and a rollout engine with a model of its own.
+- `SFTWorker`, `DPOWorker`, `RewardTrainingWorker`: supervised training on responses, on preference pairs with a frozen reference,
+  and of a reward model by Bradley-Terry.  A batch of pairs has one row a pair, so dispatch over ranks never separates one; an
+  engine is given two rows for each.
 """
 
 from __future__ import annotations
@@ -66,11 +65,11 @@ from rlhub.workers.rollout import RolloutPart
 
 
 class ActorRolloutRefWorker(ActorPart, RolloutPart, MemoryHolder):
-    """Training and generation take turns on the same devices.  All methods run on every rank."""
+    """Trains and generates in turns on the same devices.  All methods run on every rank."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
-        """Build all engines (collective)."""
+        """Builds all engines (collective)."""
         self._init_actor()
         self._init_rollout()
         self.rollout_asleep = False
@@ -85,7 +84,7 @@ class ActorRolloutRefWorker(ActorPart, RolloutPart, MemoryHolder):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="sync")
     def sync_weights(self, version: int) -> SyncReport:
-        """Publish the policy's weights to the rollout engine as `version`, checked weight by weight."""
+        """Publishes the policy's weights to the rollout engine as `version`, checked weight by weight."""
         check_finite(self.engine, "before the sync")
         self.rollout_asleep = False
         report = self.sharding.sync(version)
@@ -93,7 +92,7 @@ class ActorRolloutRefWorker(ActorPart, RolloutPart, MemoryHolder):
         return report
 
     def release_memory(self) -> None:
-        """Give the GPU memory of the rollout engine to training; it wakes with the next weights."""
+        """Gives the GPU memory of the rollout engine to training; it wakes with the next weights."""
         if self.device.type == "cuda" and self.config.rollout.free_cache_engine and not self.rollout_asleep:
             self.rollout.sleep()
             self.rollout_asleep = True
@@ -107,7 +106,7 @@ CRITIC = make_nd_compute_dataproto_dispatch_fn(mesh_name="critic")
 
 
 class CriticWorker(EngineWorker):
-    """All methods run on every rank."""
+    """Trains the value model.  All methods run on every rank."""
 
     hf_kind: ModelKind = "value"
 
@@ -118,7 +117,7 @@ class CriticWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
-        """Build the value model's engine (collective)."""
+        """Builds the value model's engine (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         self.engine = build_value_engine(self.config, device=self.device, seed=self.runtime.seed)
         self.engine.initialize()
@@ -133,14 +132,14 @@ class CriticWorker(EngineWorker):
 
     @register(dispatch_mode=CRITIC, deadline="infer")
     def compute_values(self, batch: DataProto) -> DataProto:
-        """values (rows, response), of the state before each response token."""
+        """Returns values (rows, response), of the state before each response token."""
         release_idle_memory()
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("values",))
         return DataProto.from_dict(tensors={"values": outputs["values"]})
 
     @register(dispatch_mode=CRITIC, deadline="update")
     def update_critic(self, batch: DataProto) -> DataProto:
-        """All optimizer steps of the batch; meta_info["metrics"] are global."""
+        """Takes all optimizer steps of the batch; meta_info["metrics"] are global."""
         release_idle_memory()
         started = time.perf_counter()
         metrics = self.updater.update(dict(batch.batch.items()), batch.meta_info["num_mini_batches"])
@@ -155,7 +154,7 @@ REWARD_MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model")
 
 
 class RewardModelWorker(EngineWorker):
-    """All methods run on every rank."""
+    """Scores texts with a frozen sequence classifier.  All methods run on every rank."""
 
     def __init__(self, config: RewardModelConfig, runtime: WorkerRuntime) -> None:
         self.config, self.runtime = config, runtime
@@ -163,7 +162,7 @@ class RewardModelWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
-        """Build the reward model's engine (collective)."""
+        """Builds the reward model's engine (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         self.engine = build_reward_engine(self.config, device=self.device, seed=self.runtime.seed)
         self.engine.initialize()
@@ -172,7 +171,7 @@ class RewardModelWorker(EngineWorker):
 
     @register(dispatch_mode=REWARD_MODEL, deadline="infer")
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """rm_scores (rows,), read at the last attended token of input_ids (rows, tokens)."""
+        """Returns rm_scores (rows,), read at the last attended token of input_ids (rows, tokens)."""
         rows = {name: batch.batch[name] for name in ("input_ids", "attention_mask")}
         scores = self.engine.infer(rows, outputs=("scores",))["scores"]
         self.engine.offload()
@@ -183,7 +182,8 @@ JUDGE = make_nd_compute_dataproto_dispatch_fn(mesh_name="judge")
 
 
 class JudgeWorker(Worker):
-    """All methods run on every rank.  rollout: the policy's settings, for what the judge has none of its own."""
+    """Generates judgements with a model of its own.  All methods run on every rank.  rollout: the policy's settings, for what the
+    judge has none of its own."""
 
     def __init__(self, config: JudgeConfig, rollout: RolloutConfig, runtime: WorkerRuntime) -> None:
         self.config, self.runtime = config, runtime
@@ -200,7 +200,7 @@ class JudgeWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
-        """Build the engine with the checkpoint's weights (collective)."""
+        """Builds the engine with the checkpoint's weights (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         model = self.config.model.as_model()
         self.vocabulary = read_vocabulary(model, load_tokenizer(model.path, trust_remote_code=model.trust_remote_code))
@@ -224,7 +224,8 @@ class JudgeWorker(Worker):
 
     @register(dispatch_mode=JUDGE, deadline="generate")
     def generate_judgements(self, prompts: DataProto) -> DataProto:
-        """judge.n completions per prompt, neighbours in prompt order: responses (rows * n, max_tokens) and response_length."""
+        """Returns judge.n completions per prompt, neighbours in prompt order: responses (rows * n, max_tokens) and
+        response_length."""
         columns, config = prompts.batch, self.config
         requests = generation_requests(
             columns["prompts"],
@@ -255,7 +256,7 @@ MODEL = make_nd_compute_dataproto_dispatch_fn(mesh_name="model")
 
 
 class PreferenceWorker(EngineWorker):
-    """What both have in common; a subclass builds `engine` and `loss`.  All methods run on every rank."""
+    """Trains on preference pairs; a subclass builds `engine` and `loss`.  All methods run on every rank."""
 
     loss: PairLoss
 
@@ -265,18 +266,18 @@ class PreferenceWorker(EngineWorker):
         self.hf_model = config.model
 
     def _start(self, engine: TrainEngine) -> None:
-        """Initialize the engine that is trained (collective)."""
+        """Initializes the engine that is trained (collective)."""
         self.engine = engine
         self.engine.initialize()
         self._register_dispatch_collect_info("model", self.engine.dp_rank, self.engine.is_collect)
 
     def _rows(self, batch: DataProto) -> dict[str, Tensor]:
-        """What engine and loss read, two rows a pair."""
+        """Returns what engine and loss read, two rows a pair."""
         return interleave(dict(batch.batch.items()))
 
     @register(dispatch_mode=MODEL, deadline="update")
     def train_step(self, batch: DataProto) -> DataProto:
-        """One optimizer step over the pairs; meta_info["metrics"] are global: means over the pairs."""
+        """Takes one optimizer step over the pairs; meta_info["metrics"] are global: means over the pairs."""
         step = take_pair_step(self.engine, self._rows(batch), self.loss)
         check_finite(self.engine, "after the update")
         metrics = {
@@ -291,14 +292,14 @@ class PreferenceWorker(EngineWorker):
 
     @register(dispatch_mode=MODEL, deadline="infer")
     def evaluate(self, batch: DataProto) -> DataProto:
-        """meta_info["metrics"]: sums over all ranks' pairs, and their `count`."""
+        """Returns meta_info["metrics"]: sums over all ranks' pairs, and their `count`."""
         sums = evaluate_pairs(self.engine, self._rows(batch), self.loss)
         names = {"count": "count", "loss": "loss", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
         return DataProto(meta_info={"metrics": {name: sums[key] for key, name in names.items()}})
 
 
 class DPOWorker(PreferenceWorker):
-    """The policy, and the reference: a frozen copy, or the policy itself with its adapters off."""
+    """Trains the policy against the reference: a frozen copy, or the policy itself with its adapters off."""
 
     def __init__(self, config: DPOConfig, runtime: WorkerRuntime) -> None:
         super().__init__(config, runtime)
@@ -306,7 +307,7 @@ class DPOWorker(PreferenceWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
-        """Build the engines (collective)."""
+        """Builds the engines (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         self.loss = DPOLoss(self.config.dpo)
         self._start(build_dpo_engine(self.config, device=self.device, seed=self.runtime.seed))
@@ -325,7 +326,7 @@ class DPOWorker(PreferenceWorker):
 
 
 class RewardTrainingWorker(PreferenceWorker):
-    """A sequence classifier with one label."""
+    """Trains a sequence classifier with one label."""
 
     hf_kind: ModelKind = "reward"
 
@@ -335,14 +336,14 @@ class RewardTrainingWorker(PreferenceWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
-        """Build the engine (collective)."""
+        """Builds the engine (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         self.loss = RewardLoss()
         self._start(build_rm_engine(self.config, device=self.device, seed=self.runtime.seed))
 
 
 class SFTWorker(EngineWorker):
-    """All methods run on every rank."""
+    """Trains on the responses of a data set.  All methods run on every rank."""
 
     def __init__(self, config: SFTConfig, runtime: WorkerRuntime) -> None:
         self.config, self.runtime = config, runtime
@@ -351,7 +352,7 @@ class SFTWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:
-        """Build the engine (collective)."""
+        """Builds the engine (collective)."""
         ensure_process_group(self.device, timeout_s=self.runtime.deadline_s)
         self.engine = build_sft_engine(self.config, device=self.device, seed=self.runtime.seed)
         self.engine.initialize()
@@ -359,7 +360,7 @@ class SFTWorker(EngineWorker):
 
     @register(dispatch_mode=MODEL, deadline="update")
     def train_step(self, batch: DataProto) -> DataProto:
-        """One optimizer step over the batch; meta_info["metrics"] are global."""
+        """Takes one optimizer step over the batch; meta_info["metrics"] are global."""
         rows = dict(batch.batch.items())
         steps = take_steps(self.engine, rows, sft_loss, num_mini_batches=1, epochs=1, scale=1.0, outputs=("log_probs",))
         check_finite(self.engine, "after the update")
@@ -377,7 +378,7 @@ class SFTWorker(EngineWorker):
 
     @register(dispatch_mode=MODEL, deadline="infer")
     def evaluate(self, batch: DataProto) -> DataProto:
-        """meta_info["metrics"]: the summed negative log-likelihood and the `count` of tokens, over all ranks."""
+        """Returns meta_info["metrics"]: the summed negative log-likelihood and the `count` of tokens, over all ranks."""
         mask = batch.batch["response_mask"]
         log_probs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs",))["log_probs"]
         local = torch.stack([-masked_sum(log_probs.double(), mask), mask.sum().double()])

@@ -38,7 +38,7 @@ DIFFERS: dict[str, tuple[str, str]] = {
     "clip_cov, a share at random": (f"{_HERE}.policy_losses.covariance", "Here tokens are selected once for each mini-batch"),
     "geo_mean, weighted": (f"{_HERE}.policy_losses.geo_mean", "Here each token keeps its own advantage and weight"),
     "cispo": (f"{_HERE}.policy_losses.cispo", "bound it below at 0.8"),
-    "aggregation seq-mean-token-sum-norm, no factor given": (f"{_HERE}.aggregation", "never the padded width"),
+    "aggregation seq-mean-token-sum-norm, no factor given": (f"{_HERE}.masked", "never the padded width"),
 }
 """Case -> (module, words of a docstring in it)."""
 

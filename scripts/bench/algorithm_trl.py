@@ -201,14 +201,14 @@ def clipped_losses(dtype: torch.dtype) -> Iterator[Case]:
         theirs="bnpo in two micro-batches",
         rlhub=vanilla(TOKENS),
         trl=theirs("bnpo", cuts=2),
-        differs=(f"{_HERE}.aggregation", "the gradient does not depend on how the mini-batch is cut"),
+        differs=(f"{_HERE}.masked", "the gradient does not depend on how the mini-batch is cut"),
     )
     yield Case(
         mine=f"vanilla, {ROWS}, a row without tokens",
         theirs="grpo",
         rlhub=vanilla(ROWS, empty),
         trl=theirs("grpo", empty),
-        differs=(f"{_HERE}.aggregation", "B excludes fully masked rows"),
+        differs=(f"{_HERE}.masked", "B excludes fully masked rows"),
     )
 
 
@@ -301,7 +301,7 @@ def corrections(dtype: torch.dtype) -> Iterator[Case]:
         theirs=mask,
         rlhub=passed,
         trl=lambda: trl.off_policy_kept(b, b.per_row, OFF_POLICY),
-        differs=(f"{_HERE}.correction.rejection", "None of these rules looks at advantages"),
+        differs=(f"{_HERE}.correction.correct", "None of these rules looks at advantages"),
     )
 
 

@@ -4,8 +4,9 @@
 
 Lines are physical ones and `__init__.py` files are not counted as files.  An importer of a module is another file of the package
 that imports it (at any depth, under TYPE_CHECKING too), takes one of its names through a package's `__init__`, or names it in
-a registry's lazy row ("rlhub.x.y:attr") or in the text of a program that it starts.  Small files are those under 60 lines outside the folders whose rule is one algorithm a
-file.
+a registry's lazy row ("rlhub.x.y:attr") or in the text of a program that it starts.  A registered part, which a lazy row names,
+is a file of its own by the rule "one file and one registration" and may have that one importer.  Small files are those under 60
+lines outside the folders whose rule is one algorithm a file.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ BOUNDS: dict[str, Bound] = {
     "large files": at_most(0),
     "modules with one importer": at_most(50),
     "modules with one importer, %": at_most(15),
+    "unregistered ones of these, %": at_most(10),
     "import cycles": at_most(0),
     "classes of one name": at_most(5),
     "docstrings beginning with Of": at_most(0),
@@ -67,6 +69,7 @@ class House:
     readme_lines: int = 0
     trees: dict[str, ast.Module] = field(init=False)
     importers: dict[str, set[str]] = field(init=False)
+    registered: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.trees = {name: ast.parse(text) for name, text in self.modules.items()}
@@ -74,22 +77,30 @@ class House:
         for name in self.trees:
             for imported in self.imports(name):
                 self.importers[imported].add(name)
+        rows = (text for name in self.trees for text in self.strings(name) if LAZY_ROW.fullmatch(text))
+        self.registered = {row.partition(":")[0] for row in rows}
 
     def imports(self, name: str, *, lazy: bool = True) -> Iterator[str]:
         """The modules that this one imports; a name taken through a package's `__init__` counts as its module too.
 
         lazy: the modules of its registry's lazy rows as well.
         """
-        texts = {id(node.value) for node in ast.walk(self.trees[name]) if isinstance(node, ast.Expr)}  # docstrings only tell
         for node in ast.walk(self.trees[name]):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names if alias.name in self.trees)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 for alias in node.names:
                     yield from (found for found in self.origins(node.module, alias.name) if found != name)
-            elif lazy and isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
-                named = [node.value.partition(":")[0]] if LAZY_ROW.fullmatch(node.value) else PROGRAM.findall(node.value)
-                yield from (module for module in named if module in self.trees)
+        for text in self.strings(name) if lazy else ():
+            named = [text.partition(":")[0]] if LAZY_ROW.fullmatch(text) else PROGRAM.findall(text)
+            yield from (module for module in named if module in self.trees)
+
+    def strings(self, name: str) -> Iterator[str]:
+        """Yields the texts in a module's code; docstrings only tell."""
+        docstrings = {id(node.value) for node in ast.walk(self.trees[name]) if isinstance(node, ast.Expr)}
+        for node in ast.walk(self.trees[name]):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                yield node.value
 
     def origins(self, module: str, attribute: str) -> Iterator[str]:
         """The modules that `from module import attribute` reads."""
@@ -122,7 +133,12 @@ class House:
         return [name for name in self.files if self.num_lines(name) > LARGE_LINES]
 
     def one_importer(self) -> list[str]:
+        """Returns the files that only one other imports, registered parts too."""
         return [name for name in self.files if len(self.importers[name]) == 1]
+
+    def unregistered(self) -> list[str]:
+        """Returns the files that only one other imports, and that are no registered parts."""
+        return [name for name in self.one_importer() if name not in self.registered]
 
     def same_names(self) -> list[str]:
         """`Name: module, module` for each public or private class that stands in several modules."""
@@ -228,6 +244,7 @@ def figures(house: House) -> dict[str, float]:
         "large files": len(house.large()),
         "modules with one importer": one_importer,
         "modules with one importer, %": 100 * one_importer / len(lines),
+        "unregistered ones of these, %": 100 * len(house.unregistered()) / len(lines),
         "import cycles": len(house.cycles()),
         "classes of one name": len(house.same_names()),
         "docstrings beginning with Of": len(house.of_docstrings()),

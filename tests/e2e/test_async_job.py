@@ -86,6 +86,7 @@ def check_metrics(rows: Sequence[dict[str, Any]]) -> None:
     for name in ("rollout/idle_share", "trainer/idle_share", "rollout/wasted_token_share"):
         assert 0 <= rows[4][name] < 1
     assert rows[4]["rollout/pause_s"] > 0
+    assert all(row[f"perf/driver_{name}"] > 0 for row in rows[1:] for name in ("bytes_out", "bytes_in", "calls"))
     assert 0 <= rows[4]["rollout/in_flight_share"] <= 1, "none when all that may be in work is done"
 
 

@@ -119,6 +119,7 @@ EVERY_STEP = (
     "critic/score/mean", "critic/rewards/mean", "critic/advantages/mean", "critic/returns/mean",
     "timing_s/step", "timing_s/generate_sequences", "timing_s/update_actor", "timing_s/reward",
     "perf/throughput", "perf/time_per_step", "perf/tflops/actor",
+    *(f"perf/driver_{what}" for what in ("bytes_out", "bytes_in", "bytes_prompts", "calls")),
     *(f"timing_per_token_ms/{phase}" for phase in ("gen", "adv", "update_actor")),
 )  # fmt: skip
 WITH_CRITIC = (

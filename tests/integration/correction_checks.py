@@ -67,7 +67,7 @@ def gradient(path: str, settings: dict[str, Any], gap: float, case: dict[str, An
     rows["old_log_probs"] = rows["rollout_log_probs"] if config.bypass_mode else pi
     if config.proximal != "old_log_probs":
         del rows["old_log_probs"]
-    batch = DataProto.from_dict(tensors=rows)
+    batch = DataProto.from_dict(tensors=rows | {"learn_mask": rows["response_mask"]})
     metrics = {} if config.in_update else measure_mismatch(batch)
     metrics |= correct_batch(batch, config)
     engine = make_engine(path, micro_batch=MicroBatchConfig(**case.get("micro", {})))

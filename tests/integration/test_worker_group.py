@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from rlhub.errors import ConfigError, DispatchError
 from rlhub.protocol import DataProto, DataProtoFuture
 from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, ObservedCall, launch
+from rlhub.single_controller.calls import Watch
 from rlhub.single_controller.ray import (
     ProcessOptions,
     RayClassWithInitArgs,
@@ -24,6 +26,8 @@ from rlhub.single_controller.ray import (
     merge_resource_pool,
     split_resource_pool,
 )
+from rlhub.tracking.spans import CallTiming
+from rlhub.utils.timing import PhaseTimer
 from tests.integration.controller_workers import Probe, Second
 
 RANKS = 4
@@ -172,6 +176,8 @@ def test_observers_and_deadlines(fused: RayWorkerGroup) -> None:
         def on_end(self, call: ObservedCall, seconds: float, error: BaseException | None) -> None:
             seen.append((f"{call.role}.{call.method}", seconds))
 
+        def on_transfer(self, call: ObservedCall, *, sent: int = 0, received: int = 0) -> None: ...
+
     actor = fused.spawn({"actor"})["actor"]
     actor.observers.append(Recorder())
     actor.sleep_on(0, 0.2)
@@ -179,6 +185,43 @@ def test_observers_and_deadlines(fused: RayWorkerGroup) -> None:
     assert len(seen) == 1
     future.get()
     assert [name for name, _ in seen] == ["actor.sleep_on", "actor.double_later"] and all(s >= 0.2 for _, s in seen)
+
+
+def moved(parts: Sequence[DataProto]) -> tuple[int, int]:
+    """Bytes of the heads and of the out-of-band buffers in which these batches travel, from real pickles."""
+    buffers: list[pickle.PickleBuffer] = []
+    heads = [pickle.dumps(part, protocol=5, buffer_callback=buffers.append) for part in parts]
+    return sum(map(len, heads)), sum(buffer.raw().nbytes for buffer in buffers)
+
+
+def check_traffic(timing: CallTiming, sent: Sequence[DataProto], received: Sequence[DataProto]) -> None:
+    """Compares the counts since the last look with the batches that went out and came in."""
+    found = timing.traffic()
+    timing.reset_traffic()
+    for name, parts in (("bytes_out", sent), ("bytes_in", received)):
+        heads, buffers = moved(parts)
+        assert buffers <= found[f"perf/driver_{name}"] <= buffers + heads, (name, found, heads, buffers)
+        assert heads <= 700 * len(parts)
+
+
+@pytest.mark.parametrize("rows", [40, 60_000])
+def test_the_bytes_of_a_call_are_those_that_ray_moves(fused: RayWorkerGroup, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor, timing, data = fused.spawn({"actor"})["actor"], CallTiming(PhaseTimer()), batch(rows)
+    actor.mesh("actor")
+    actor.observers.append(timing)
+    check_traffic(timing, data.chunk(4), actor.double(data).chunk(4))
+    # Two ranks of a shard get one object where it is large, and each its own inside the call where it is small.
+    check_traffic(timing, data.chunk(2) * (1 if rows > 4096 else 2), actor.on_mesh(data).chunk(2))
+    future = actor.double_later(data)
+    check_traffic(timing, data.chunk(4), [])
+    out = actor.double(future)
+    check_traffic(timing, [], out.chunk(4))
+    assert future.num_rows() == rows
+    check_traffic(timing, [], [])
+    check_traffic(timing, [], future.get().chunk(4))
+    with pytest.raises(AssertionError):  # the control: a call that is not counted
+        monkeypatch.setattr(Watch, "receive", lambda self, values: None)
+        check_traffic(timing, data.chunk(4), actor.double(data).chunk(4))
 
 
 def test_worker_env_may_not_override_the_rank(ray_cluster: None) -> None:

@@ -28,7 +28,7 @@ class CPGDKnobs:
 
 
 def cpgd(inputs: AdvantageInputs, knobs: CPGDKnobs) -> AdvantageOutputs:
-    """A_i = (R_i - mean_g) times the chosen weight on every model token of sample i.
+    """Returns A_i = (R_i - mean_g) times the chosen weight on every model token of sample i.
 
     Exactly 0 for a group of equal rewards and for a group of one, both counted.  Groups without any model token do not
     count in the scale.
@@ -46,7 +46,7 @@ def cpgd(inputs: AdvantageInputs, knobs: CPGDKnobs) -> AdvantageOutputs:
 
 
 def spread_scale(stats: GroupStatistics, response_mask: Tensor) -> float:
-    """Number of groups / number of groups with spread, at most 3; 3 where none has."""
+    """Returns the number of groups / the number of groups with spread, at most 3; 3 where none has."""
     tokens = stats.total(response_mask.sum(1).to(torch.float64))
     first = 1 / stats.size  # each row is this share of its group, so the shares of a group add to 1
     groups = torch.where(tokens > 0, first, 0.0).sum()

@@ -20,7 +20,7 @@ class GAEKnobs:
 
 
 def gae(inputs: AdvantageInputs, knobs: GAEKnobs) -> AdvantageOutputs:
-    """A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; returns = A + V; A is then whitened.
+    """Returns A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; returns = A + V; A is then whitened.
 
     inputs: rewards and values (batch, response); the scans run over model tokens only: at a masked token V_{t+1} and
     A_{t+1} pass through unchanged, so tool output between turns neither discounts nor bootstraps.

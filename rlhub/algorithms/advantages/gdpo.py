@@ -27,7 +27,8 @@ class GDPOKnobs:
 
 
 def gdpo(inputs: AdvantageInputs, knobs: GDPOKnobs) -> AdvantageOutputs:
-    """A_i = sum_k w_k (r_{k,i} - mean_g r_k) / (std_g r_k + 1e-6) on every model token, whitened over the batch's model tokens.
+    """Returns A_i = sum_k w_k (r_{k,i} - mean_g r_k) / (std_g r_k + 1e-6) on every model token, whitened over the batch's model
+    tokens.
 
     inputs: reward_components, by name (batch,).  token_level_rewards are not read, hence neither is a KL in the reward: use
     the KL loss.  A component is exactly 0 where it is equal within the group and in a group of one.
@@ -49,7 +50,7 @@ def gdpo(inputs: AdvantageInputs, knobs: GDPOKnobs) -> AdvantageOutputs:
 
 
 def component_weights(present: list[str], wanted: dict[str, float]) -> dict[str, float]:
-    """The weight of each component that counts; ValueError for a wanted one that the scorer did not give."""
+    """Returns the weight of each component that counts; ValueError for a wanted one that the scorer did not give."""
     missing = [name for name in wanted if name not in present]
     if missing or not present:
         given = f"it returned {', '.join(sorted(present))}" if present else "it returned none"

@@ -7,7 +7,8 @@ from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
 
 
 def gpg(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
-    """A_i = alpha (R_i - mean_g) on every model token of sample i; alpha = B / (B - M) makes up for groups without a gradient.
+    """Returns A_i = alpha (R_i - mean_g) on every model token of sample i; alpha = B / (B - M) makes up for groups without a
+    gradient.
 
     B: samples with model tokens; M: those among them whose group has no spread, being of equal rewards or of one sample.
     Where no group has spread, all is 0.  Elsewhere alpha is B over the number of samples with a non-zero reward, which

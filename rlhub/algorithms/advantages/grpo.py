@@ -17,7 +17,7 @@ class GRPOKnobs:
 
 
 def grpo(inputs: AdvantageInputs, knobs: GRPOKnobs) -> AdvantageOutputs:
-    """A_i = (R_i - mean_g) / (std_g + 1e-6) on every model token of sample i; the standard deviation is unbiased.
+    """Returns A_i = (R_i - mean_g) / (std_g + 1e-6) on every model token of sample i; the standard deviation is unbiased.
 
     The 1e-6 only keeps the division finite (elsewhere 1e-4 is added, which damps groups whose rewards barely differ).
     Exactly 0 for a group whose rewards are all equal (rounding noise over 1e-6 would otherwise be a large advantage) and

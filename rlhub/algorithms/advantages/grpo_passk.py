@@ -18,7 +18,8 @@ class GRPOPassKKnobs:
 
 
 def grpo_passk(inputs: AdvantageInputs, knobs: GRPOPassKKnobs) -> AdvantageOutputs:
-    """A = R_max - R_2nd on every model token of a group's best sample, 0 on the others; divided by std_g + 1e-6 like grpo.
+    """Returns A = R_max - R_2nd on every model token of a group's best sample, 0 on the others; divided by std_g + 1e-6 like
+    grpo.
 
     Two samples that share the best reward leave nobody ahead: 0.  0 also for equal rewards and for a group of one, both
     counted (elsewhere a group of one, which one lost sample can make, is an error).

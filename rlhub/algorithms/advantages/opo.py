@@ -9,7 +9,7 @@ from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
 
 
 def opo(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
-    """A_i = R_i - b_g on every model token of sample i, b_g = sum L_i R_i / sum L_i over the group, L_i its model tokens.
+    """Returns A_i = R_i - b_g on every model token of sample i, b_g = sum L_i R_i / sum L_i over the group, L_i its model tokens.
 
     The weight stands for the squared norm of a sample's gradient, taken to grow with its length.  Exactly 0 for a group of
     equal rewards; in a group of one the baseline is 0 and A = R_i, as in the published implementation.  Both are counted.

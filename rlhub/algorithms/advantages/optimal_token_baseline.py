@@ -22,7 +22,7 @@ class OptimalTokenBaselineKnobs:
 
 
 def optimal_token_baseline(inputs: AdvantageInputs, knobs: OptimalTokenBaselineKnobs) -> AdvantageOutputs:
-    """A_t = G_t - B_t on model tokens, with B_t = sum_i G_{i,t} W_{i,t} / sum_i W_{i,t} over the group.
+    """Returns A_t = G_t - B_t on model tokens, with B_t = sum_i G_{i,t} W_{i,t} / sum_i W_{i,t} over the group.
 
     W_t = w_1 + ... + w_t over model tokens, w = 1 - 2 pi + sum_v pi_v^2: the squared norm of the token's score in logits,
     pi = exp(old_log_probs).  t counts model tokens, so rows with tool output between turns meet at equal positions of
@@ -42,7 +42,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, knobs: OptimalTokenBaselineK
 
 
 def cumulative_score_norms(log_probs: Tensor, sum_pi_squared: Tensor, mask: Tensor) -> Tensor:
-    """W_t, (batch, response) float64, 0 outside the mask."""
+    """Returns W_t, (batch, response) float64, 0 outside the mask."""
     norms = 1 - 2 * masked(log_probs, mask).double().exp() + masked(sum_pi_squared, mask).double()
     noise = NOISE_EPS * torch.finfo(sum_pi_squared.dtype).eps
     norms = torch.where(norms.abs() > noise, norms, torch.zeros_like(norms))
@@ -50,7 +50,7 @@ def cumulative_score_norms(log_probs: Tensor, sum_pi_squared: Tensor, mask: Tens
 
 
 def weighted_means(values: Tensor, weights: Tensor, keep: Tensor, group: Tensor) -> Tensor:
-    """Per model token, the weighted mean of `values` over the group's rows at the same count of model tokens, (batch,
+    """Returns, per model token, the weighted mean of `values` over the group's rows at the same count of model tokens, (batch,
     response) float64; 0 where one row alone is left or the weights add to 0.  values and weights are 0 outside `keep`."""
     _, index = torch.unique(group, return_inverse=True)
     width = keep.shape[1]

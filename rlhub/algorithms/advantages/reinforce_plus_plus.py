@@ -17,7 +17,7 @@ class ReinforcePlusPlusKnobs:
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, knobs: ReinforcePlusPlusKnobs) -> AdvantageOutputs:
-    """G_t = r_t + gamma G_{t+1}, carried through masked spans unchanged; A = G whitened over the batch's model tokens.
+    """Returns G_t = r_t + gamma G_{t+1}, carried through masked spans unchanged; A = G whitened over the batch's model tokens.
 
     returns = G.  The paper's per-token KL belongs into the reward (algorithm.use_kl_in_reward).
     """

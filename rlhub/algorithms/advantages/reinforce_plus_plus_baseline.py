@@ -8,7 +8,7 @@ from rlhub.algorithms.masked import whiten
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
-    """A = R_i - mean_g on every model token of sample i, whitened over the batch's model tokens.
+    """Returns A = R_i - mean_g on every model token of sample i, whitened over the batch's model tokens.
 
     R_i - mean_g is exactly 0 for equal rewards and for a group of one (elsewhere R_i), both counted; whitening then moves
     these zeros with all others, by the batch's token mean.

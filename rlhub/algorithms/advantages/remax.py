@@ -16,8 +16,8 @@ class ReMaxKnobs:
 
 
 def remax(inputs: AdvantageInputs, knobs: ReMaxKnobs) -> AdvantageOutputs:
-    """A_t = G_t - b_i on model tokens, G_t = r_t + gamma G_{t+1} carried through masked spans, b_i the reward of the greedy
-    response to sample i's prompt.
+    """Returns A_t = G_t - b_i on model tokens, G_t = r_t + gamma G_{t+1} carried through masked spans, b_i the reward of the
+    greedy response to sample i's prompt.
 
     inputs: baseline_rewards (batch,).  returns = G.
     """

@@ -7,7 +7,7 @@ from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
 
 
 def rloo(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
-    """A_i = R_i - mean of the others = n / (n - 1) (R_i - mean_g) on every model token of sample i.
+    """Returns A_i = R_i - mean of the others = n / (n - 1) (R_i - mean_g) on every model token of sample i.
 
     Exactly 0 for a group of equal rewards and for a group of one; both are counted in the metrics.
     """

@@ -1,12 +1,12 @@
 """The rollout correction as it is configured: from log-ratios to token weights and kept tokens.
 
-Used twice: on the driver over a whole batch before the update, and, where the old log-probs have no pass of their own, in the
-update on the whole rows of a micro-batch (then without what needs the whole batch, which the configuration's checks refuse).
+`correct` is used twice: on the driver over a whole batch before the update, and, where the old log-probs have no pass of their
+own, in the update on the whole rows of a micro-batch (then without what needs the whole batch, which the configuration's checks
+refuse).  Weights are in weights.py; rejection is here: of tokens or sequences whose probabilities differ too much between
+trainer and rollout engine (MIS, Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the
+training-inference mismatch").
 
-§§ rejection: Rejection of tokens or sequences whose probabilities differ too much between trainer and rollout engine (MIS, Liu et al.
-2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch").
-
-Rule = what is measured of each token, and how a row's tokens are put together.  With l = log pi - log mu clamped to +-20:
+A rule says what is measured of each token, and how a row's tokens are put together.  With l = log pi - log mu clamped to +-20:
 k1 = -l, held to the band log lower <= -l <= log upper, that is lower <= mu / pi <= upper; k2 = l^2 / 2 and k3 = exp(l) - 1 - l,
 held below upper.  `token`: each token by itself; `seq_sum`, `seq_mean`, `seq_max`: the row's sum, mean, largest, for all of it.
 Bounds are inclusive.  None of these rules looks at advantages (the off-policy mask of DeepSeek-V3.2 is the upper bound of
@@ -34,6 +34,70 @@ from torch import Tensor
 from rlhub.algorithms.correction.weights import RATIOS, bounded, mean_weight, normalized, outside
 from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked, masked_sum
 from rlhub.config.sections.rollout_correction import RATIO_RULES, Bounds, RolloutCorrectionConfig, rejection_bounds, weight_bounds
+
+
+@dataclass(slots=True, kw_only=True)
+class Correction:
+    """weights: (rows, response) float64, 0 outside the mask, or None without `rollout_is`.  keep: (rows, response) bool, the
+    model tokens that no rule rejected.  sums: token sums by metric name; divided by the number of model tokens they are
+    means and shares, and they add up over micro-batches and ranks.  scale: what batch normalisation divided by, or None."""
+
+    weights: Tensor | None
+    keep: Tensor
+    sums: dict[str, Tensor]
+    scale: Tensor | None = None
+
+
+def correct(config: RolloutCorrectionConfig, log_ratio: Tensor, mask: Tensor, advantages: Tensor | None = None) -> Correction:
+    """Returns weights and rejection from l = log pi_old - log mu, all (rows, response).  advantages: read where M2PO is on.
+
+    Weights and rules see every model token, whether or not another rule rejects it (a sequence's ratio is that of all of
+    its tokens); M2PO sees what the rules have left.
+    """
+    rejected, sums = ~mask.bool(), {}
+    for rule, bounds in rejection_bounds(config.rollout_rs, config.rollout_rs_threshold).items():
+        passed = kept(log_ratio, mask, rule, bounds)
+        rejected = rejected | ~passed
+        sums[f"correction/rejected/{rule}"] = masked_sum((~passed).double(), mask)
+    keep = ~rejected
+    if config.m2po_threshold is not None:
+        assert advantages is not None
+        before, keep = keep, m2po_kept(log_ratio, advantages, keep, config.m2po_threshold)
+        sums["correction/rejected/m2po"] = (before & ~keep).double().sum()
+    weights = scale = None
+    used = keep
+    if config.rollout_is is not None:
+        bounds = weight_bounds(config.rollout_is_threshold)
+        ratios = RATIOS[config.rollout_is](log_ratio, mask)
+        weights = bounded(ratios, mask, bounds)
+        if config.rollout_is_batch_normalize:
+            scale = mean_weight(weights, mask, config.rollout_is)
+            weights = normalized(weights, mask, config.rollout_is)
+        sums["correction/outside_share"] = outside(ratios, mask, bounds).double().sum()
+        sums["correction/weight_mean"] = weights.sum()
+        used = keep & (weights > 0)
+    sums["mismatch/masked_share"] = masked_sum((~used).double(), mask)
+    return Correction(weights=weights, keep=keep, sums=sums, scale=scale)
+
+
+def token_factors(correction: Correction) -> Tensor:
+    """Returns one factor for each token's loss, (rows, response) float64: its weight (1 without weights), 0 where it was
+    rejected."""
+    keep = correction.keep.double()
+    return keep if correction.weights is None else torch.where(correction.keep, correction.weights, keep)
+
+
+def kept(log_ratio: Tensor, mask: Tensor, rule: str, bounds: Bounds) -> Tensor:
+    """Returns the model tokens that pass one rule, (rows, response) bool.  A rule measures all model tokens of its row."""
+    measure, combine = RULES[rule]
+    clamped = masked(log_ratio, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    values = combine(measure(clamped), mask)
+    if rule in RATIO_RULES:
+        assert bounds.lower is not None
+        passed = (values >= math.log(bounds.lower)) & (values <= math.log(bounds.upper))
+    else:
+        passed = values <= bounds.upper
+    return torch.logical_and(passed, mask.bool())
 
 
 def _reversed(log_ratio: Tensor) -> Tensor:
@@ -80,19 +144,6 @@ RULES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Te
 }
 
 
-def kept(log_ratio: Tensor, mask: Tensor, rule: str, bounds: Bounds) -> Tensor:
-    """Returns the model tokens that pass one rule, (rows, response) bool.  A rule measures all model tokens of its row."""
-    measure, combine = RULES[rule]
-    clamped = masked(log_ratio, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    values = combine(measure(clamped), mask)
-    if rule in RATIO_RULES:
-        assert bounds.lower is not None
-        passed = (values >= math.log(bounds.lower)) & (values <= math.log(bounds.upper))
-    else:
-        passed = values <= bounds.upper
-    return torch.logical_and(passed, mask.bool())
-
-
 def m2po_kept(log_ratio: Tensor, advantages: Tensor, mask: Tensor, threshold: float) -> Tensor:
     """Returns the model tokens that stay, (rows, response) bool: of the candidates the largest l^2 are dropped until the mean of
     the rest is at most `threshold`; other model tokens always stay.
@@ -118,53 +169,3 @@ def candidates(log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 def second_moment(log_ratio: Tensor, chosen: Tensor) -> Tensor:
     """Returns the mean of l^2 over the chosen tokens, 0 without any; scalar."""
     return masked(log_ratio, chosen).square().sum() / chosen.sum().clamp(min=1)
-
-
-@dataclass(slots=True, kw_only=True)
-class Correction:
-    """weights: (rows, response) float64, 0 outside the mask, or None without `rollout_is`.  keep: (rows, response) bool, the
-    model tokens that no rule rejected.  sums: token sums by metric name; divided by the number of model tokens they are
-    means and shares, and they add up over micro-batches and ranks.  scale: what batch normalisation divided by, or None."""
-
-    weights: Tensor | None
-    keep: Tensor
-    sums: dict[str, Tensor]
-    scale: Tensor | None = None
-
-
-def correct(config: RolloutCorrectionConfig, log_ratio: Tensor, mask: Tensor, advantages: Tensor | None = None) -> Correction:
-    """Weights and rejection from l = log pi_old - log mu, all (rows, response).  advantages: read where M2PO is on.
-
-    Weights and rules see every model token, whether or not another rule rejects it (a sequence's ratio is that of all of
-    its tokens); M2PO sees what the rules have left.
-    """
-    rejected, sums = ~mask.bool(), {}
-    for rule, bounds in rejection_bounds(config.rollout_rs, config.rollout_rs_threshold).items():
-        passed = kept(log_ratio, mask, rule, bounds)
-        rejected = rejected | ~passed
-        sums[f"correction/rejected/{rule}"] = masked_sum((~passed).double(), mask)
-    keep = ~rejected
-    if config.m2po_threshold is not None:
-        assert advantages is not None
-        before, keep = keep, m2po_kept(log_ratio, advantages, keep, config.m2po_threshold)
-        sums["correction/rejected/m2po"] = (before & ~keep).double().sum()
-    weights = scale = None
-    used = keep
-    if config.rollout_is is not None:
-        bounds = weight_bounds(config.rollout_is_threshold)
-        ratios = RATIOS[config.rollout_is](log_ratio, mask)
-        weights = bounded(ratios, mask, bounds)
-        if config.rollout_is_batch_normalize:
-            scale = mean_weight(weights, mask, config.rollout_is)
-            weights = normalized(weights, mask, config.rollout_is)
-        sums["correction/outside_share"] = outside(ratios, mask, bounds).double().sum()
-        sums["correction/weight_mean"] = weights.sum()
-        used = keep & (weights > 0)
-    sums["mismatch/masked_share"] = masked_sum((~used).double(), mask)
-    return Correction(weights=weights, keep=keep, sums=sums, scale=scale)
-
-
-def token_factors(correction: Correction) -> Tensor:
-    """One factor for each token's loss, (rows, response) float64: its weight (1 without weights), 0 where it was rejected."""
-    keep = correction.keep.double()
-    return keep if correction.weights is None else torch.where(correction.keep, correction.weights, keep)

@@ -18,17 +18,18 @@ SMALLEST_MEAN = 1e-8  # a batch whose weights are all zero stays as it is
 
 
 def log_ratios(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """l = sg(log pi) - log mu, (rows, response) float64, 0 where mask is 0 whatever stands there."""
+    """Returns l = sg(log pi) - log mu, (rows, response) float64, 0 where mask is 0 whatever stands there."""
     return masked(log_probs.detach().double() - rollout_log_probs.detach().double(), mask)
 
 
 def token_ratios(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """exp(l_t), l clamped to +-20; (rows, response), 0 outside the mask."""
+    """Returns exp(l_t), l clamped to +-20; (rows, response), 0 outside the mask."""
     return masked(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(), mask)
 
 
 def sequence_ratios(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """exp(sum_t l_t m_t) of each row on all of its tokens, the sum clamped to +-20; (rows, response), 0 outside the mask."""
+    """Returns exp(sum_t l_t m_t) of each row on all of its tokens, the sum clamped to +-20; (rows, response), 0 outside the
+    mask."""
     total = masked_sum(log_ratio, mask, dim=1).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return masked(total.exp()[:, None].expand_as(log_ratio), mask)
 
@@ -37,7 +38,7 @@ RATIOS = {"token": token_ratios, "sequence": sequence_ratios}
 
 
 def outside(ratios: Tensor, mask: Tensor, bounds: Bounds) -> Tensor:
-    """The tokens whose ratio is beyond the bounds, (rows, response) bool."""
+    """Returns the tokens whose ratio is beyond the bounds, (rows, response) bool."""
     beyond = ratios > bounds.upper
     if bounds.lower is not None:
         beyond = beyond | (ratios < bounds.lower)
@@ -45,14 +46,15 @@ def outside(ratios: Tensor, mask: Tensor, bounds: Bounds) -> Tensor:
 
 
 def bounded(ratios: Tensor, mask: Tensor, bounds: Bounds) -> Tensor:
-    """min(ratio, upper); with a lower bound the ratio inside [lower, upper] and 0 outside."""
+    """Returns min(ratio, upper); with a lower bound the ratio inside [lower, upper] and 0 outside."""
     if bounds.lower is None:
         return ratios.clamp(max=bounds.upper)
     return torch.where(outside(ratios, mask, bounds), torch.zeros_like(ratios), ratios)
 
 
 def mean_weight(weights: Tensor, mask: Tensor, level: str) -> Tensor:
-    """What batch normalisation divides by: the mean over tokens, or over the sequences that have any (each counts once)."""
+    """Returns the divisor of batch normalisation, the mean over tokens, or over the sequences that have any (each counts
+    once)."""
     if level == "sequence":  # equal on all of a row's tokens
         present = mask.bool().any(1)
         return masked_sum(masked(weights, mask).amax(1), present) / present.sum().clamp(min=1)
@@ -60,13 +62,13 @@ def mean_weight(weights: Tensor, mask: Tensor, level: str) -> Tensor:
 
 
 def normalized(weights: Tensor, mask: Tensor, level: str) -> Tensor:
-    """weights / their mean over the WHOLE batch, after truncation; unchanged where that mean is 0."""
+    """Returns weights / their mean over the WHOLE batch, after truncation; unchanged where that mean is 0."""
     mean = mean_weight(weights, mask, level)
     return torch.where(mean > SMALLEST_MEAN, weights / mean.clamp(min=SMALLEST_MEAN), weights)
 
 
 def proximal_log_probs(log_probs: Tensor, rollout_log_probs: Tensor, staleness: Tensor, mask: Tensor) -> Tensor:
-    """log pi_prox = log mu + ((d - 1) / d) (sg log pi - log mu) for d >= 1, sg log pi for d = 0.
+    """Returns log pi_prox = log mu + ((d - 1) / d) (sg log pi - log mu) for d >= 1, sg log pi for d = 0.
 
     log_probs (current policy), rollout_log_probs (mu), mask: (rows, response).  staleness: d, whole policy versions, (rows,
     response) or (rows,).  Returns (rows, response) in log_probs' dtype, without gradient, 0 outside the mask.

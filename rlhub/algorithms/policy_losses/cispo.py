@@ -22,7 +22,7 @@ class CISPOKnobs:
 
 
 def cispo(inputs: PolicyLossInputs, knobs: CISPOKnobs) -> PolicyLossOutputs:
-    """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi, times the weight; the log-ratio clamped to +-20.
+    """Returns -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi, times the weight; the log-ratio clamped to +-20.
 
     All tensors (rows, response).  pg_clipfrac: tokens whose weight is clipped; they still learn.
     """

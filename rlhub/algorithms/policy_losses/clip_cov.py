@@ -37,14 +37,15 @@ class ClipCovKnobs:
 
 
 def select(inputs: SelectionInputs, knobs: ClipCovKnobs) -> Tensor:
-    """A random share of the tokens with covariance in (lb, ub); (rows, response) uint8."""
+    """Returns a random share of the tokens with covariance in (lb, ub); (rows, response) uint8."""
     covariance = token_covariance(inputs)
     band = (covariance > knobs.clip_cov_lb) & (covariance < knobs.clip_cov_ub) & inputs.response_mask.bool()
     return choose(band, quota(knobs.clip_cov_ratio, inputs.response_mask), inputs.keys)
 
 
 def clip_cov(inputs: PolicyLossInputs, knobs: ClipCovKnobs) -> PolicyLossOutputs:
-    """max(-A rho, -A clip(rho, 1 - eps_low, 1 + eps_high)) times the weight, 0 on selected tokens.  All tensors (rows, response).
+    """Returns max(-A rho, -A clip(rho, 1 - eps_low, 1 + eps_high)) times the weight, 0 on selected tokens.  All tensors (rows,
+    response).
 
     pg_clipfrac: tokens that either clip leaves without gradient; cov_selected: those left out by covariance.
     """

@@ -16,7 +16,8 @@ from rlhub.algorithms.masked import masked, masked_sum
 
 
 def token_covariance(inputs: SelectionInputs) -> Tensor:
-    """(A - mean A)(log pi - mean log pi), means over the mini-batch's tokens; (rows, response) float64, 0 outside the mask."""
+    """Returns (A - mean A)(log pi - mean log pi), means over the mini-batch's tokens; (rows, response) float64, 0 outside the
+    mask."""
     mask = inputs.response_mask
     count = mask.double().sum().clamp(min=1)
 
@@ -28,12 +29,13 @@ def token_covariance(inputs: SelectionInputs) -> Tensor:
 
 
 def quota(share: float, mask: Tensor) -> int:
-    """How many tokens that share of the mini-batch is: rounded down, at least one."""
+    """Returns the number of tokens in that share of the mini-batch, rounded down, at least one."""
     return max(int(share * int(mask.bool().sum().item())), 1)
 
 
 def choose(candidates: Tensor, count: int, keys: Tensor, score: Tensor | None = None) -> Tensor:
-    """1 on `count` of the candidates (all, if fewer): those of highest score, or of lowest key among equals or without scores.
+    """Returns 1 on `count` of the candidates (all, if fewer): those of highest score, or of lowest key among equals or without
+    scores.
 
     candidates: (rows, response) bool; keys, score: (rows, response) float64.  Returns (rows, response) uint8.
     """

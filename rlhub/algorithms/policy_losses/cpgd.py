@@ -29,8 +29,8 @@ class CPGDKnobs:
 
 
 def cpgd(inputs: PolicyLossInputs, knobs: CPGDKnobs) -> PolicyLossOutputs:
-    """-A clip(log pi) + lambda sg(min(rho - 1, drift_bound)) log pi, times the weight; clip: for A > 0 at most
-    log pi_old + log(1 + eps_high), else at least log pi_old + log(1 - eps_low).
+    """Returns -A clip(log pi) + lambda sg(min(rho - 1, drift_bound)) log pi, times the weight; clip: for A > 0 at most log pi_old
+    + log(1 + eps_high), else at least log pi_old + log(1 - eps_low).
 
     All tensors (rows, response).  The drift's gradient is that of KL(pi_old, pi) up to its bound.  rho's logarithm is clamped
     to +-20.  policy_drift: rho - 1 as bounded.

@@ -31,7 +31,7 @@ class Limits:
 
 
 def divergence_bounded(inputs: PolicyLossInputs, limits: Limits, divergence: Divergence) -> PolicyLossOutputs:
-    """-A sg(min(pi / mu, ratio_cap)) log pi, times the weight, 0 for dropped tokens.  All tensors (rows, response).
+    """Returns -A sg(min(pi / mu, ratio_cap)) log pi, times the weight, 0 for dropped tokens.  All tensors (rows, response).
 
     Dropped: A > 0, pi > mu and divergence > high, or A < 0, pi < mu and divergence > low.  log pi - log mu is clamped to +-20.
     pg_clipfrac: tokens dropped; pg_ratio_capped: tokens kept whose ratio was capped.

@@ -24,12 +24,12 @@ class DPPOKLKnobs:
 
 
 def bernoulli_kl(log_probs: Tensor, anchor: Tensor) -> Tensor:
-    """KL(mu, pi) between (sampled token, any other): mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))."""
+    """Returns KL(mu, pi) between (sampled token, any other): mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))."""
     others, others_anchor = (-torch.expm1(x.clamp(max=0)) + OTHERS_EPS for x in (log_probs, anchor))
     return anchor.exp() * (anchor - log_probs) + others_anchor * (others_anchor / others).log()
 
 
 def dppo_kl(inputs: PolicyLossInputs, knobs: DPPOKLKnobs) -> PolicyLossOutputs:
-    """-A sg(min(pi / mu, ratio_cap)) log pi, tokens dropped by Bernoulli KL; see `divergence_bounded`."""
+    """Returns -A sg(min(pi / mu, ratio_cap)) log pi, tokens dropped by Bernoulli KL; see `divergence_bounded`."""
     limits = Limits(low=knobs.divergence_low, high=knobs.divergence_high, ratio_cap=knobs.ratio_cap)
     return divergence_bounded(inputs, limits, bernoulli_kl)

@@ -21,11 +21,11 @@ class DPPOTVKnobs:
 
 
 def total_variation(log_probs: Tensor, anchor: Tensor) -> Tensor:
-    """abs(pi - mu) of the sampled token: the total variation between (it, any other token) under the two policies."""
+    """Returns abs(pi - mu) of the sampled token: the total variation between (it, any other token) under the two policies."""
     return (log_probs.exp() - anchor.exp()).abs()
 
 
 def dppo_tv(inputs: PolicyLossInputs, knobs: DPPOTVKnobs) -> PolicyLossOutputs:
-    """-A sg(min(pi / mu, ratio_cap)) log pi, tokens dropped by total variation; see `divergence_bounded`."""
+    """Returns -A sg(min(pi / mu, ratio_cap)) log pi, tokens dropped by total variation; see `divergence_bounded`."""
     limits = Limits(low=knobs.divergence_low, high=knobs.divergence_high, ratio_cap=knobs.ratio_cap)
     return divergence_bounded(inputs, limits, total_variation)

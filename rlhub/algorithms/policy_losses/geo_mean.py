@@ -27,8 +27,8 @@ class GeoMeanKnobs:
 
 
 def geo_mean(inputs: PolicyLossInputs, knobs: GeoMeanKnobs) -> PolicyLossOutputs:
-    """-A exp(mean_t d_t), times the weight; d = log pi - log pi_old clipped by the sign of A: min(d, clip_high) for A > 0,
-    max(d, -clip_low) for A < 0, both for A = 0 (such a token must not drive the ratio of its row).
+    """Returns -A exp(mean_t d_t), times the weight; d = log pi - log pi_old clipped by the sign of A: min(d, clip_high) for A >
+    0, max(d, -clip_low) for A < 0, both for A = 0 (such a token must not drive the ratio of its row).
 
     All tensors (rows, response), whole rows: each token's loss has gradient in all tokens of its row.  The mean is clamped to
     +-20, without gradient beyond.

@@ -24,8 +24,8 @@ class GSPOKnobs:
 
 
 def gspo(inputs: PolicyLossInputs, knobs: GSPOKnobs) -> PolicyLossOutputs:
-    """max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), times the weight; s has the value of s_i and the token's gradient:
-    s_i = exp(mean_t (log pi - log pi_old)), log s_{i,t} = log pi - sg(log pi) + sg(log s_i).
+    """Returns max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), times the weight; s has the value of s_i and the token's
+    gradient: s_i = exp(mean_t (log pi - log pi_old)), log s_{i,t} = log pi - sg(log pi) + sg(log s_i).
 
     All tensors (rows, response), whole rows.  log s_i is clamped to +-20, without gradient beyond.
     """

@@ -32,13 +32,14 @@ class KLCovKnobs:
 
 
 def select(inputs: SelectionInputs, knobs: KLCovKnobs) -> Tensor:
-    """The share of tokens with the highest covariance, equal ones by random key; (rows, response) uint8."""
+    """Returns the share of tokens with the highest covariance, equal ones by random key; (rows, response) uint8."""
     tokens = inputs.response_mask.bool()
     return choose(tokens, quota(knobs.kl_cov_ratio, tokens), inputs.keys, token_covariance(inputs))
 
 
 def kl_cov(inputs: PolicyLossInputs, knobs: KLCovKnobs) -> PolicyLossOutputs:
-    """-A rho, plus ppo_kl_coef abs(log pi - log pi_old) on selected tokens, times the weight.  All tensors (rows, response).
+    """Returns -A rho, plus ppo_kl_coef abs(log pi - log pi_old) on selected tokens, times the weight.  All tensors (rows,
+    response).
 
     rho's logarithm is clamped to +-20, the penalty's is not.  There is no clip: pg_clipfrac is the share of penalised tokens.
     """

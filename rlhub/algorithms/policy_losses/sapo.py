@@ -29,7 +29,8 @@ class SAPOKnobs:
 
 
 def sapo(inputs: PolicyLossInputs, knobs: SAPOKnobs) -> PolicyLossOutputs:
-    """-A sigmoid(tau (rho - 1)) 4 / tau, times the weight; rho = exp(log-ratio clamped to +-20).  All tensors (rows, response).
+    """Returns -A sigmoid(tau (rho - 1)) 4 / tau, times the weight; rho = exp(log-ratio clamped to +-20).  All tensors (rows,
+    response).
 
     The gradient is -A rho 4 p (1 - p), p = sigmoid(tau (rho - 1)): the plain one at rho = 1.  pg_gate: 4 p (1 - p), the part of
     the gradient that passes.  There is no hard clip: pg_clipfrac is the share of tokens where less than half of it passes.

@@ -33,7 +33,7 @@ class VanillaKnobs:
 
 
 def vanilla(inputs: PolicyLossInputs, knobs: VanillaKnobs) -> PolicyLossOutputs:
-    """max(-A rho, -A clip(rho, 1 - eps_low, 1 + eps_high)), and for A < 0 at most -A c, times the weight.
+    """Returns max(-A rho, -A clip(rho, 1 - eps_low, 1 + eps_high)), and for A < 0 at most -A c, times the weight.
 
     rho = exp(log pi - log pi_old), the log-ratio clamped to +-20.  All tensors (rows, response).  pg_clipfrac_lower: tokens
     that the dual clip bounds.

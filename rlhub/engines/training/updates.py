@@ -66,9 +66,10 @@ StepLoss = Callable[[ForwardOutputs, Rows, Denominators], LossOutput]
 class PolicyUpdater:
     """Steps a policy loss, with optional entropy bonus and KL loss, over the mini-batches of a batch.
 
-    Every rank calls `update` together.  Columns read: input_ids, attention_mask, response_mask, advantages, and if present
-    old_log_probs, ref_log_prob, rollout_log_probs, importance_weights, selected, staleness, mini_batch.  Without
-    old_log_probs, the policy being stepped is the policy at the start of the update (see `Requirements`).
+    Every rank calls `update` together.  Columns read: input_ids, attention_mask, loss_mask (without it response_mask, so that
+    every token of the model trains), advantages, and if present old_log_probs, ref_log_prob, rollout_log_probs,
+    importance_weights, selected, staleness, mini_batch.  Without old_log_probs, the policy being stepped is the policy at the
+    start of the update (see `Requirements`).
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class PolicyUpdater:
 
     def update(self, rows: Rows, num_mini_batches: int) -> dict[str, float]:
         """Takes all optimizer steps of this batch; returns metrics, which are equal on every rank."""
-        extremes = Extremes()
+        extremes, rows = Extremes(), counting(rows, "loss_mask")
         steps = take_steps(
             self.engine,
             rows,
@@ -239,7 +240,7 @@ def policy_metrics(steps: list[StepSums]) -> dict[str, float]:
 class ValueUpdater:
     """Steps the clipped value loss over the mini-batches of a batch.
 
-    Columns read: input_ids, attention_mask, response_mask, values, returns, mini_batch.
+    Columns read: input_ids, attention_mask, learn_mask (without it response_mask), values, returns, mini_batch.
     """
 
     def __init__(self, engine: TrainEngine, config: CriticConfig, *, loss_agg_mode: str, scale: float) -> None:
@@ -250,7 +251,7 @@ class ValueUpdater:
         assert self.config.ppo_epochs is not None, "derived when the configuration is loaded"
         steps = take_steps(
             self.engine,
-            rows,
+            counting(rows, "learn_mask"),
             self._loss,
             num_mini_batches=num_mini_batches,
             epochs=self.config.ppo_epochs,
@@ -294,6 +295,14 @@ def sft_loss(outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -
     """Returns the negative log-likelihood of the response tokens, averaged over all tokens of the step."""
     assert outputs.log_probs is not None
     return LossOutput(loss=aggregate(-outputs.log_probs, micro["response_mask"], "token-mean", denominators))
+
+
+def counting(rows: Rows, mask: str) -> Rows:
+    """Returns the rows with their column `mask`, if they have it, as response_mask: an engine computes only the tokens of
+    response_mask, and a loss counts no others."""
+    if mask not in rows:
+        return rows
+    return {name: column for name, column in rows.items() if name != mask} | {"response_mask": rows[mask]}
 
 
 def take_steps(

@@ -1,1 +1,1 @@
-"""How engines, checkpoints and resharding speak of weights: pieces and regions of named tensors, and one fingerprint of all."""
+"""The language of engines, checkpoints and resharding for weights: pieces and regions of named tensors, and fingerprints."""

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors, and whether they are finite, at memory speed.
+"""Fingerprints of tensors, and a check that they are finite, at memory speed.
 
 Equal bytes give equal fingerprints, and one changed element is noticed.  On CPU this is XXH3 (about twice the speed of a copy);
 on accelerators a position-weighted checksum that runs where the data is.  The two differ, so only fingerprints of tensors on

@@ -1,12 +1,9 @@
-"""Pieces of named tensors: what training engines, rollout engines, resharding and checkpoints say to each other about weights.
+"""Pieces of named tensors, in which training engines, rollout engines, resharding and checkpoints describe weights.
 
 Names and shapes are those of the Hugging Face checkpoint (`model.layers.0.mlp.experts.3.up_proj.weight`, unfused), whatever a
-backend fuses or splits in memory.
-
-§§ regions: Boxes inside tensors: the arithmetic behind resharding and checkpoints.
-
-A region is a half-open range for each dimension of a named tensor's full shape.  Whatever a backend does to a weight (rows,
-columns, heads, experts, flat ranges of an optimizer) comes down to regions, so one kind of code moves all of them.
+backend fuses or splits in memory.  A piece lies in a region: a half-open range for each dimension of the tensor's full shape.
+Whatever a backend does to a weight (rows, columns, heads, experts, flat ranges of an optimizer) comes down to regions, so one
+kind of code moves all of them; the arithmetic of regions is in the second half of this file.
 """
 
 from __future__ import annotations
@@ -20,6 +17,66 @@ from torch import Tensor
 
 Region = tuple[tuple[int, int], ...]
 """(start, stop) for each dimension, 0 <= start <= stop; () is a scalar."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class PieceInfo:
+    """The description of a Piece, without its data.  shape: that of the full tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    region: Region
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return num_elements(self.region) * self.dtype.itemsize
+
+
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """A part of a named tensor in the memory of this process.
+
+    tensor: a live VIEW with the region's sizes (any strides): writing to it changes the backend's weight.  shape: that of
+    the full tensor.  A process may hold several pieces of one tensor; they do not overlap.
+    """
+
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    region: Region
+
+    def __post_init__(self) -> None:
+        assert tuple(self.tensor.shape) == sizes(self.region), (self.name, tuple(self.tensor.shape), self.region)
+
+    @property
+    def info(self) -> PieceInfo:
+        return PieceInfo(name=self.name, shape=self.shape, region=self.region, dtype=self.tensor.dtype)
+
+
+def whole_piece(name: str, tensor: Tensor) -> Piece:
+    """Returns the piece that is all of a tensor."""
+    shape = tuple(tensor.shape)
+    return Piece(name=name, tensor=tensor, shape=shape, region=whole(shape))
+
+
+def by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    """Returns the pieces of each tensor, in the order given."""
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.name, []).append(piece)
+    return found
+
+
+def views(pieces: Iterable[Piece], region: Region) -> Iterator[tuple[Tensor, Region]]:
+    """Yields a live view of each piece of one tensor in a region, and its place counted from the region's first corner.
+
+    A planned transfer may span several pieces, for neighbours were merged: a copy goes piece by piece.
+    """
+    for piece in pieces:
+        common = intersection(piece.region, region)
+        if common is not None:
+            yield take(piece.tensor, relative(common, piece.region)), relative(common, region)
 
 
 def whole(shape: Sequence[int]) -> Region:
@@ -62,7 +119,7 @@ def take(tensor: Tensor, region: Region) -> Tensor:
 
 
 def remainder(region: Region, taken: Region) -> list[Region]:
-    """Returns what is left of `region` without `taken` (inside it), in at most two boxes a dimension."""
+    """Returns the rest of `region` without `taken` (inside it), in at most two boxes a dimension."""
     left: list[Region] = []
     rest = list(region)
     for dim, ((start, stop), (first, last)) in enumerate(zip(region, taken, strict=True)):
@@ -145,63 +202,3 @@ def flat_regions(shape: Sequence[int], start: int, stop: int) -> list[Region]:
         boxes.append(((first, last), *whole(shape[1:])))
     boxes += [((last, last + 1), *inner) for inner in flat_regions(shape[1:], 0, stop - last * row)]
     return boxes
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class PieceInfo:
-    """The description of a Piece, without its data.  shape: of the full tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    region: Region
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return num_elements(self.region) * self.dtype.itemsize
-
-
-@dataclass(slots=True, kw_only=True)
-class Piece:
-    """A part of a named tensor, held by this process.
-
-    tensor: a live VIEW with the region's sizes (any strides): writing to it changes the backend's weight.  shape: of the
-    full tensor.  A process may hold several pieces of one tensor; they do not overlap.
-    """
-
-    name: str
-    tensor: Tensor
-    shape: tuple[int, ...]
-    region: Region
-
-    def __post_init__(self) -> None:
-        assert tuple(self.tensor.shape) == sizes(self.region), (self.name, tuple(self.tensor.shape), self.region)
-
-    @property
-    def info(self) -> PieceInfo:
-        return PieceInfo(name=self.name, shape=self.shape, region=self.region, dtype=self.tensor.dtype)
-
-
-def whole_piece(name: str, tensor: Tensor) -> Piece:
-    """Returns the piece that is all of a tensor."""
-    shape = tuple(tensor.shape)
-    return Piece(name=name, tensor=tensor, shape=shape, region=whole(shape))
-
-
-def by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
-    """Returns the pieces of each tensor, in the order given."""
-    found: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        found.setdefault(piece.name, []).append(piece)
-    return found
-
-
-def views(pieces: Iterable[Piece], region: Region) -> Iterator[tuple[Tensor, Region]]:
-    """Yields what pieces of one tensor have of a region: a live view, and where it lies counted from the region's first corner.
-
-    A planned transfer may span several pieces, for neighbours were merged: a copy goes piece by piece.
-    """
-    for piece in pieces:
-        common = intersection(piece.region, region)
-        if common is not None:
-            yield take(piece.tensor, relative(common, piece.region)), relative(common, region)

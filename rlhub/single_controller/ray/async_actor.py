@@ -1,14 +1,13 @@
 """An AsyncActor in a process of its own: an asyncio Ray actor that ends with the driver, also when the driver is killed.
 
 `RayAsyncActor` is the caller's side; `ActorProcess` is the Ray actor, in whose process the object lives.  The object is built and
-called on the actor's event loop, which is not in the process's main thread.  The two talk through exchange.py.
+called on the actor's event loop, which is not in the process's main thread.
 
-§§ exchange: Many small calls of one Ray actor, carried by few large ones.
-
-A call of a Ray actor costs about a millisecond, whatever it carries.  So one call (`collect`) takes along all requests that have
-come up, waits in the actor, and brings back all results there are; requests that come up meanwhile travel together in
-another (`deliver`).  The reference of `collect` is awaited; when the process dies it fails, and with it all pending calls.
-Measured with 200 pending calls that return at once: 1,000 a second with one Ray call each, 7,000 a second this way.
+A call of a Ray actor costs about a millisecond, whatever it carries, so many calls of the object share few calls of Ray.  One
+call (`collect`) takes along all requests that have come up, waits in the actor, and brings back all results there are; requests
+that come up meanwhile travel together in another (`deliver`).  The reference of `collect` is awaited; when the process dies it
+fails, and with it all pending calls.  Measured with 200 pending calls that return at once: 1,000 a second with one Ray call each,
+7,000 a second this way.
 """
 
 from __future__ import annotations
@@ -57,9 +56,45 @@ logger = logging.getLogger(__name__)
 _OWN_CALLS = 1000
 """Limit on the actor's `deliver` and `collect` calls, which return at once or wait idly; `ActorObject` limits the object's."""
 
+
 _REAP_S = 30.0
+
+
 _COPIES: dict[str | None, int] = {None: 1, "lost": 0, "duplicate": 2}
 """Number of times that a reply is sent, by the fault that strikes it."""
+
+
+_SETTLE_TURNS = 4
+"""Turns of the event loop from an answer until its receiver, through a task runner, has sent its next request: after so many
+the answers' successors travel in one Ray call, instead of one each."""
+
+
+_MAIN = b"__main__"
+"""Name of the main script's module in a pickle; other processes have another one."""
+
+
+CANCEL = b""
+"""Stands in place of a request, and ends the call of that number."""
+
+
+Message = tuple[int, bytes]
+"""A request (the pickled method, arguments, keywords, the sender's step) or CANCEL, by the number of its call.  Tuples, because
+Ray pickles these ten times as fast as dataclasses."""
+
+
+Reply = tuple[int, bool, bytes]
+"""The end of a call, by its number: whether it failed, and its pickled result or RemoteError."""
+
+
+def start_ray_actor(spec: ClassWithInitArgs, options: AsyncActorOptions) -> RayAsyncActor:
+    """Starts an actor; see `start_async_actor`."""
+    check_worker_env(options.worker_env)
+    check_cluster()
+    if not ray.is_initialized():
+        raise ResourceError(f"no Ray cluster for {options.name}: call `launch` or `rlhub.single_controller.ray.connect` first")
+    actor = RayAsyncActor(options)
+    actor.start(spec)
+    return actor
 
 
 class RayAsyncActor:
@@ -174,17 +209,6 @@ class RayAsyncActor:
             logger.warning("could not look for what %s left behind: %s", self.name, error)
 
 
-def start_ray_actor(spec: ClassWithInitArgs, options: AsyncActorOptions) -> RayAsyncActor:
-    """See `start_async_actor`."""
-    check_worker_env(options.worker_env)
-    check_cluster()
-    if not ray.is_initialized():
-        raise ResourceError(f"no Ray cluster for {options.name}: call `launch` or `rlhub.single_controller.ray.connect` first")
-    actor = RayAsyncActor(options)
-    actor.start(spec)
-    return actor
-
-
 def _create(options: AsyncActorOptions, marker: str) -> Any:
     placement: dict[str, Any] = {}
     if options.slot is not None:
@@ -211,121 +235,6 @@ def _create(options: AsyncActorOptions, marker: str) -> Any:
 
 def _nothing() -> None:
     """Does nothing when a start fails: `start` cleans up."""
-
-
-class _Replies:
-    """The replies that one caller's event loop has not fetched yet."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Reply] = []
-        self.filled = asyncio.Event()
-
-    def add(self, reply: Reply) -> None:
-        self.waiting.append(reply)
-        self.filled.set()
-
-    def take(self) -> list[Reply]:
-        taken, self.waiting = self.waiting, []
-        self.filled.clear()
-        return taken
-
-
-class ActorProcess:
-    """The Ray actor; see the module docstring.  max_concurrency: methods of the object that run at the same time."""
-
-    def __init__(self, max_concurrency: int) -> None:
-        self._max_concurrency = max_concurrency
-        self._context = WorkerContext()
-        self._replies: defaultdict[str, _Replies] = defaultdict(_Replies)
-        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
-
-    async def identity(self) -> ProcessIdentity:
-        """Returns where this process is."""
-        return own_identity()
-
-    async def prepare(self, setup: ProcessSetup) -> None:
-        """Takes the environment, log file and import path, and imports the plugins."""
-        self._context = setup.context
-        prepare_process(setup)
-
-    async def build(self, spec: ClassWithInitArgs) -> None:
-        """Constructs the object."""
-        self._object = ActorObject(self._max_concurrency)
-        await self._object.build(spec, self._context)
-
-    async def linger(self) -> None:
-        """Never returns: the call fails when the process dies, which wakes whoever awaits it."""
-        await asyncio.Event().wait()
-
-    async def deliver(self, key: str, messages: list[Message]) -> None:
-        """Starts these calls, or cancels them; returns at once."""
-        for number, payload in messages:
-            place = (key, number)
-            if payload != CANCEL:
-                self._running[place] = asyncio.create_task(self._run(place, payload))
-            elif place in self._running:
-                self._running[place].cancel()
-
-    async def collect(self, key: str, messages: list[Message]) -> list[Reply]:
-        """Does as `deliver`, then returns all replies there are; waits for the first."""
-        await self.deliver(key, messages)
-        replies = self._replies[key]
-        await replies.filled.wait()
-        return replies.take()
-
-    async def _run(self, place: tuple[str, int], payload: bytes) -> None:
-        key, number = place
-        method = "request"
-        value, failure = None, None
-        try:
-            method, args, kwargs, step = pickle.loads(payload)
-            faults.begin_step(step)
-            value = await self._object.run(method, args, kwargs)
-        except RemoteError as error:
-            failure = error
-        except asyncio.CancelledError:
-            failure = self._object.cancelled_itself(method)
-        except Exception as error:  # noqa: BLE001 - the boundary of a process: it is raised at the caller's
-            failure = describe_failure(error, self._context, method)
-        finally:
-            del self._running[place]
-        reply = pack_reply(number, value, failure, lambda error: describe_failure(error, self._context, method))
-        for _ in range(_COPIES[faults.at("replica.reply")]):
-            self._replies[key].add(reply)
-
-
-_SETTLE_TURNS = 4
-"""Turns of the event loop from an answer until its receiver, through a task runner, has sent its next request: after so many
-the answers' successors travel in one Ray call, instead of one each."""
-
-_MAIN = b"__main__"
-"""Name of the main script's module in a pickle; other processes have another one."""
-
-CANCEL = b""
-"""Instead of a request: end the call of that number."""
-
-
-Message = tuple[int, bytes]
-"""A request (the pickled method, arguments, keywords, the sender's step) or CANCEL, by the number of its call.  Tuples, because
-Ray pickles these ten times as fast as dataclasses."""
-
-Reply = tuple[int, bool, bytes]
-"""The end of a call, by its number: whether it failed, and its pickled result or RemoteError."""
-
-
-@dataclass(slots=True)
-class _PendingCall:
-    method: str
-    future: asyncio.Future[Any]
-
-
-def pack(value: Any) -> bytes:
-    """Pickles a value.  What the main script or a function defines goes by value, which only the slower cloudpickle does."""
-    try:
-        payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception:  # noqa: BLE001 - a user's object may raise anything while it is pickled; cloudpickle then says what
-        payload = _MAIN
-    return bytes(cloudpickle.dumps(value)) if _MAIN in payload else payload  # type: ignore[no-untyped-call]
 
 
 class CallChannel(Listener):
@@ -429,6 +338,102 @@ class CallChannel(Listener):
             call.future.set_exception(self._explain(value, call.method))
         else:
             call.future.set_result(value)
+
+
+@dataclass(slots=True)
+class _PendingCall:
+    method: str
+    future: asyncio.Future[Any]
+
+
+class ActorProcess:
+    """The Ray actor; see the module docstring.  max_concurrency: methods of the object that run at the same time."""
+
+    def __init__(self, max_concurrency: int) -> None:
+        self._max_concurrency = max_concurrency
+        self._context = WorkerContext()
+        self._replies: defaultdict[str, _Replies] = defaultdict(_Replies)
+        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
+
+    async def identity(self) -> ProcessIdentity:
+        """Returns where this process is."""
+        return own_identity()
+
+    async def prepare(self, setup: ProcessSetup) -> None:
+        """Takes the environment, log file and import path, and imports the plugins."""
+        self._context = setup.context
+        prepare_process(setup)
+
+    async def build(self, spec: ClassWithInitArgs) -> None:
+        """Constructs the object."""
+        self._object = ActorObject(self._max_concurrency)
+        await self._object.build(spec, self._context)
+
+    async def linger(self) -> None:
+        """Never returns: the call fails when the process dies, which wakes its caller."""
+        await asyncio.Event().wait()
+
+    async def deliver(self, key: str, messages: list[Message]) -> None:
+        """Starts these calls, or cancels them; returns at once."""
+        for number, payload in messages:
+            place = (key, number)
+            if payload != CANCEL:
+                self._running[place] = asyncio.create_task(self._run(place, payload))
+            elif place in self._running:
+                self._running[place].cancel()
+
+    async def collect(self, key: str, messages: list[Message]) -> list[Reply]:
+        """Does as `deliver`, then returns all replies there are; waits for the first."""
+        await self.deliver(key, messages)
+        replies = self._replies[key]
+        await replies.filled.wait()
+        return replies.take()
+
+    async def _run(self, place: tuple[str, int], payload: bytes) -> None:
+        key, number = place
+        method = "request"
+        value, failure = None, None
+        try:
+            method, args, kwargs, step = pickle.loads(payload)
+            faults.begin_step(step)
+            value = await self._object.run(method, args, kwargs)
+        except RemoteError as error:
+            failure = error
+        except asyncio.CancelledError:
+            failure = self._object.cancelled_itself(method)
+        except Exception as error:  # noqa: BLE001 - the boundary of a process: it is raised at the caller's
+            failure = describe_failure(error, self._context, method)
+        finally:
+            del self._running[place]
+        reply = pack_reply(number, value, failure, lambda error: describe_failure(error, self._context, method))
+        for _ in range(_COPIES[faults.at("replica.reply")]):
+            self._replies[key].add(reply)
+
+
+class _Replies:
+    """The replies that one caller's event loop has not fetched yet."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Reply] = []
+        self.filled = asyncio.Event()
+
+    def add(self, reply: Reply) -> None:
+        self.waiting.append(reply)
+        self.filled.set()
+
+    def take(self) -> list[Reply]:
+        taken, self.waiting = self.waiting, []
+        self.filled.clear()
+        return taken
+
+
+def pack(value: Any) -> bytes:
+    """Pickles a value.  What the main script or a function defines goes by value, which only the slower cloudpickle does."""
+    try:
+        payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception:  # noqa: BLE001 - a user's object may raise anything while it is pickled; cloudpickle then says what
+        payload = _MAIN
+    return bytes(cloudpickle.dumps(value)) if _MAIN in payload else payload  # type: ignore[no-untyped-call]
 
 
 def pack_reply(number: int, value: Any, failure: RemoteError | None, describe: Callable[[Exception], RemoteError]) -> Reply:

@@ -1,4 +1,4 @@
-"""Start or join a Ray cluster, with settings that suit one training job.
+"""Starts or joins a Ray cluster, with settings that suit one training job.
 
 A cluster started here listens on loopback, has no dashboard and none of the helper processes that serve it, does not report
 usage, runs its workers at normal priority and counts logical CPUs, so that more CPU ranks than cores still start.  It ends with
@@ -58,13 +58,13 @@ EXCLUDES = (
     ".git", ".venv*", "venv", "checkpoints", "outputs", "wandb", "logs", "__pycache__", "*.egg-info",
     ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "*.safetensors", "*.bin", "*.parquet", ".env",
 )  # fmt: skip
-"""gitignore patterns.  Data and weights are read from paths that all nodes see, not shipped with the code."""
+"""Patterns in the form of gitignore.  Data and weights are read from paths that all nodes see, not shipped with the code."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Connection:
-    """owned: this process started the cluster (so it may size it, and stops it).  joined: it was joined here.  reaper: ends what
-    is left of an owned cluster when this process is killed."""
+    """The cluster of this process.  owned: it was started here (so it may be sized, and is stopped).  joined: it was joined here.
+    reaper: the process that ends the rest of an owned cluster when this one is killed."""
 
     owned: bool
     joined: bool = False
@@ -145,7 +145,7 @@ def build_runtime_env(working_dir: str | Path, env_vars: Mapping[str, str] | Non
 
 
 def _join(address: ClusterAddress, options: Mapping[str, Any], deadline_s: float) -> None:
-    """Joins the cluster; Ray itself is asked only when the head answers.  Should it hang all the same, its thread is left."""
+    """Joins the cluster; Ray itself is called only when the head answers.  Should it hang all the same, its thread is left."""
     ends = time.monotonic() + deadline_s
     late = f"not done after {deadline_s:g} s (trainer.deadline_s.resources)"
     logger.info("joining the Ray cluster at %s (%s)", address.given, address.source)

@@ -13,12 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
-import torch
 
 from rlhub.errors import DispatchError, ResourceError
-from rlhub.protocol import DataProto
 from rlhub.single_controller.calls import CallObserver, PendingCall, RankRequest, Request, WorkerInfo
 from rlhub.single_controller.ray.cluster import Connection, connect
 from rlhub.single_controller.ray.pending import Gather, RankOutput
@@ -26,12 +23,11 @@ from rlhub.single_controller.ray.pool import RayResourcePool, ResourcePoolManage
 from rlhub.single_controller.ray.process import CallHeader
 from rlhub.single_controller.ray.processes import ProcessOptions, RayProcesses
 from rlhub.single_controller.resources import MAIN_POOL, LaunchOptions
+from rlhub.single_controller.traffic import SHARE_BYTES, column_bytes, pickled_bytes
 from rlhub.single_controller.worker import ClassWithInitArgs, ColocatedClass, check_worker_env, create_colocated_worker_cls
 from rlhub.single_controller.worker_group import WorkerGroup
 from rlhub.utils import faults
 
-SHARE_BYTES = 32 * 1024
-"""Values at least this large are stored once when several ranks get them; smaller ones cost less inside the call."""
 SHORTEST_CLOSE_S = 5.0
 """A pool gets at least so long to end, however long the others took."""
 
@@ -49,6 +45,8 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 class RayWorkerGroup(WorkerGroup):
     """One role on every rank of a pool, or several colocated ones (then use `spawn` or `fuse`)."""
 
+    _size_of = staticmethod(pickled_bytes)
+
     def __init__(
         self,
         resource_pool: RayResourcePool,
@@ -59,7 +57,7 @@ class RayWorkerGroup(WorkerGroup):
         processes: RayProcesses | None = None,
         observers: Sequence[CallObserver] = (),
     ) -> None:
-        """processes: those on the pool that were asked for and not started yet; None asks for them here."""
+        """Starts the processes and builds the roles in them.  processes: those created on the pool; None creates them."""
         roles = _roles_of(ray_cls_with_init, name_prefix)
         single = isinstance(ray_cls_with_init, ClassWithInitArgs)
         super().__init__("+".join(roles), next(iter(roles.values())).cls if single else None, observers)
@@ -130,7 +128,7 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def failed(self) -> bool:
-        """Whether a rank is known to be dead or hanging."""
+        """Returns whether a rank is known to be dead or hanging."""
         return self._processes.failed
 
     def close(self, deadline_s: float = 60.0) -> None:
@@ -185,24 +183,9 @@ class _Shared:
 
     def _shared(self, value: Any) -> Any:
         key = id(value)
-        if key not in self._stored and self._uses[key] > 1 and approximate_bytes(value) >= SHARE_BYTES:
+        if key not in self._stored and self._uses[key] > 1 and column_bytes(value) >= SHARE_BYTES:
             self._stored[key] = ray.put(value)
         return self._stored.get(key, value)
-
-
-def approximate_bytes(value: Any) -> int:
-    """Returns the size of the arrays and strings in a value, down to containers of containers; other objects count nothing."""
-    if isinstance(value, DataProto):
-        return approximate_bytes(value.non_tensor_batch) + approximate_bytes(value.tensors())
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return int(value.nbytes)
-    if isinstance(value, str | bytes | bytearray):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(approximate_bytes, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(approximate_bytes, value))
-    return 0
 
 
 class RayRun:
@@ -229,7 +212,7 @@ class RayRun:
 
 
 def launch_ray(roles: Mapping[str, ClassWithInitArgs], options: LaunchOptions) -> RayRun:
-    """See `rlhub.single_controller.launch.launch`."""
+    """Starts all roles of a run; see `rlhub.single_controller.launch.launch`."""
     check_worker_env(options.worker_env)
     mapping = {role: options.placement.get(role, MAIN_POOL) for role in roles}
     asked = {MAIN_POOL: [options.ranks_per_node] * options.nnodes, **options.pools}

@@ -1,6 +1,6 @@
-"""Where a cluster is and what it has: the head that is to be joined, whether it answers, and the nodes as typed rows.
+"""Finds the head of a cluster that is to be joined, checks that it answers, and lists the nodes as typed rows.
 
-The head is asked before Ray is, which tries a wrong address for minutes; Ray's own functions for nodes carry no types.
+The head is checked before Ray is called, which tries a wrong address for minutes; Ray's own functions for nodes carry no types.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TRUE = ("1", "true", "True")
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ClusterAddress:
-    """A cluster to join.  given: as Ray takes it.  source: the setting or the variable it is from."""
+    """A cluster to join.  given: the address as Ray takes it.  source: the setting or the variable it is from."""
 
     given: str
     host: str

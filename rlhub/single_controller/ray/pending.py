@@ -1,4 +1,4 @@
-"""Pending calls of Ray actors: wait with a deadline, fail fast, and raise typed errors."""
+"""Pending calls of Ray actors, which wait with a deadline, fail fast, and raise typed errors."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Gather(PendingCall):
         return self.failed or not self._open or self._seconds_left() <= 0 or loss() is not None
 
     def wait(self) -> dict[int, Any]:
-        """See PendingCall; raises ClusterLostError, too."""
+        """Waits as PendingCall says; raises ClusterLostError, too."""
         if self._late is not None:
             raise self._late
         while self._open and not grace_is_over(self._grace_ends, self.has_lost):
@@ -136,7 +136,7 @@ class Gather(PendingCall):
         return self._outputs
 
     def has_lost(self) -> bool:
-        """See PendingCall; asks about the workers on this machine: process numbers of others mean nothing here."""
+        """Returns what PendingCall says of the workers on this machine: process numbers of others mean nothing here."""
         here = own_address()
         late = [worker for rank in self._late_ranks() if (worker := self._workers[rank]).node == here]
         return any(os.path.isfile(worker.log) and not _lives(worker.pid) for worker in late)
@@ -219,7 +219,10 @@ class PartReader:
 
     def resolve(self, parts: list[RankOutput]) -> list[DataProto]:
         """Returns the batches, in order."""
-        return self._read(parts, [part.data for part in parts])
+        batches: list[DataProto] = self._read(parts, [part.data for part in parts])
+        if self._watch is not None:
+            self._watch.receive(batches)
+        return batches
 
     def measure(self, parts: list[RankOutput]) -> list[int]:
         """Returns the rows of each, without fetching the batches."""

@@ -1,4 +1,4 @@
-"""Placement groups behind resource pools: which bundle of which node each rank runs in.
+"""Reserves the places of resource pools as placement groups, and gives each rank a bundle of a node.
 
 One placement group per node entry, packed strictly, ordered by node address, so that ranks fall on the same nodes again
 when a job is restarted.
@@ -107,7 +107,7 @@ class RayResourcePool(ResourcePool):
         return False
 
     def _ordered(self, groups: Sequence[PlacementGroup]) -> list[RankSlot]:
-        """Returns the slots, node entries of equal size sorted by address; the sizes stay in the order asked for."""
+        """Returns the slots, node entries of equal size sorted by address; the sizes stay in their order."""
         addresses = {node.node_id: node.address for node in live_nodes()}
         placed = [placement_group_table(group)["bundles_to_node_id"] for group in groups]
         order = sorted(range(len(groups)), key=lambda i: (_address_key(addresses[placed[i][0]]), placed[i][0]))
@@ -194,7 +194,7 @@ def _over(pool: RayResourcePool, slots: list[RankSlot]) -> RayResourcePool:
 
 
 class ResourcePoolManager:
-    """Pools by name and which pool each role lives in.
+    """The pools of a run by name, and the pool of each role.
 
     resource_pool_spec: pool name -> ranks per node.  mapping: role -> pool name.  options: keywords of RayResourcePool.
     """

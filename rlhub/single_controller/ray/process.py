@@ -29,7 +29,7 @@ from rlhub.utils.ports import free_port
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ProcessIdentity:
-    """What the driver must know of a fresh process to place it.  free_port: free on its node a moment ago."""
+    """The facts of a fresh process that the driver needs to place it.  free_port: free on its node a moment ago."""
 
     node_id: str
     node_ip: str
@@ -40,8 +40,8 @@ class ProcessIdentity:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ProcessSetup:
-    """How a process becomes a rank.  log_file: "" keeps Ray's own log files.  log_level: of the worker's root logger.  faults:
-    the run's fault plan."""
+    """The settings that make a process a rank.  log_file: "" keeps Ray's own log files.  log_level: that of the worker's root
+    logger.  faults: the run's fault plan."""
 
     context: WorkerContext
     env: dict[str, str]
@@ -126,7 +126,7 @@ def _configure_logging(setup: ProcessSetup) -> None:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class CallHeader:
-    """What to run.  The values follow as arguments of the actor call, because Ray fetches references only there; the last
+    """The method to run.  The values follow as arguments of the actor call, because Ray fetches references only there; the last
     `len(keywords)` of them are keyword arguments.
 
     as_data: the output is a batch; its number of rows travels apart, so it can be had without them.  reply: False keeps the

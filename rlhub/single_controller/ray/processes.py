@@ -41,7 +41,7 @@ _STARTING = "workers"
 
 @dataclass(slots=True, kw_only=True)
 class ProcessOptions:
-    """How processes are started.
+    """The options with which processes are started.
 
     name: names the processes' logs (`<name>-rank<r>.log` in log_dir) and, when detached, the actors (`<name>-<rank>`).
     worker_env: added to every process.  python_path: import path entries added in every process.
@@ -59,8 +59,8 @@ class ProcessOptions:
 
 
 class RayProcesses:
-    """See the module docstring.  Constructing it asks for the processes and returns at once; `start` waits until they run and
-    makes them ranks.  On any error those that were started are ended."""
+    """The processes of a pool.  The constructor requests them and returns at once; `start` waits until they run and makes them
+    ranks.  On any error those that were started are ended."""
 
     def __init__(self, pool: RayResourcePool, options: ProcessOptions) -> None:
         check_worker_env(options.worker_env)

@@ -1,7 +1,7 @@
 """Ends what a run started: every process that carries the run's marker in its environment, children's children included.
 
 Ray kills its own workers, but not what they started (engines, reward children, servers), and a worker that was killed
-cannot clean up after itself.  The marker is inherited, so such processes are found whoever their parent now is.
+cannot clean up after itself.  The marker is inherited, so such processes are found whatever their parent now is.
 """
 
 from __future__ import annotations

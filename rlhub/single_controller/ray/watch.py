@@ -104,12 +104,12 @@ def loss() -> ClusterLostError | None:
 
 
 def head_answers() -> bool:
-    """Returns whether the head of the cluster that is watched answers now; asked where it may have ended since the last look."""
+    """Returns whether the head of the cluster that is watched answers now; it may have ended since the last look."""
     return _current is None or silence(_current.host, _current.port, ANSWER_S) is None
 
 
 def while_it_lives(ask: Callable[[], object]) -> None:
-    """Asks the head for something, but waits no longer when the cluster is lost meanwhile: Ray would, for a minute or more."""
+    """Calls the head, but waits no longer when the cluster is lost meanwhile: Ray would, for a minute or more."""
     asking = threading.Thread(target=ask, name="ask-head", daemon=True)
     asking.start()
     while asking.is_alive() and loss() is None:

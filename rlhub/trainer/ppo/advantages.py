@@ -1,16 +1,16 @@
-"""From scores to advantages: the KL penalty and whitening of token rewards, the estimator, and which rows may train.
+"""From scores to advantages, and how far the policy that sampled is from the one that is trained.
 
-All of it is the algorithms' own functions (rlhub.algorithms) over the columns of one training batch, on the driver.
+All of it is the algorithms' own functions (rlhub.algorithms) over the columns of one training batch, on the driver, so that it
+depends on no rank and no micro-batch.
 
-§§ correction: The rollout engine's policy against the trained one: how far apart they are, a bound on that, and the correction for it.
+`AdvantageEstimation` does the KL penalty and the whitening of token rewards, the estimator, and says which rows may train.
 
-Everything here is computed on the driver over the whole batch, so that it depends on no rank and no micro-batch.
-
-- Measured: log-probs of the same tokens by both, as mismatch/*.
-- Bounded: fingerprints prove that an engine has received the weights.  What happens to them afterwards, or a kernel that
-  computes something else, shows only in the log-probs of the tokens it samples: beyond the bound they are another model's.
-- Corrected: after the advantages, because a group's baseline uses all of its samples, and after the critic's update, which
-  learns from all of them: what is rejected leaves only the policy's loss.
+The rollout engine's policy is compared with the trainer's by the log-probs of the sampled tokens:
+- `measure_mismatch` reports their distance as mismatch/*.
+- `MismatchBound` stops the run beyond a bound.  Fingerprints prove that an engine has received the weights; what happens to them
+  afterwards, or a kernel that computes something else, shows only in the log-probs of the tokens it samples.
+- `correct_batch` weights and rejects tokens: after the advantages, because a group's baseline uses all of its samples, and after
+  the critic's inputs are taken, because it learns from all of them.  What is rejected leaves only the policy's loss.
 """
 
 from __future__ import annotations
@@ -54,13 +54,6 @@ from rlhub.utils.timing import PhaseTimer
 logger = logging.getLogger(__name__)
 
 
-def build_kl_controller(config: KLControlConfig) -> KLController:
-    """Returns the controller of the KL-in-reward coefficient."""
-    if config.type == "adaptive":
-        return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
-    return FixedKLController(config.kl_coef)
-
-
 @dataclass(slots=True)
 class AdvantageEstimation:
     """The chosen estimator with its knobs, and the coefficient of the KL in the reward, which moves from step to step."""
@@ -80,34 +73,35 @@ class AdvantageEstimation:
         self._knobs = knobs_for(knobs_class, algorithm, algorithm.adv_kwargs, where="algorithm.adv_kwargs")
 
     def __call__(self, batch: DataProto) -> dict[str, float]:
-        """Adds token_level_rewards, advantages and returns (rows, response), and returns the metrics of the batch.
+        """Adds token_level_rewards, advantages, returns and learn_mask (rows, response), and returns the metrics of the batch.
 
-        Rows that must not train leave response_mask: samples without a valid score, or without a token of the model's to put it
-        on, before the estimator; truncated ones (if asked) after it, since their reward counts.
+        Rows that must not train are no part of learn_mask: samples without a valid score, or without a token of the model's to
+        put it on, which the estimator does not see either; and truncated ones (if asked), which it sees, since their reward
+        counts.
         """
-        columns, algorithm = batch.batch, self.config.algorithm
-        columns["valid"] = columns["valid"] & columns["response_mask"].bool().any(1)
-        columns["token_level_rewards"], metrics = self._penalize(batch)
-        columns["response_mask"] = columns["response_mask"] * columns["valid"][:, None].long()
-        if algorithm.whiten_rewards:
-            columns["token_level_rewards"] = whiten_rewards(columns["token_level_rewards"], columns["response_mask"])
+        columns = batch.batch
+        valid = columns["valid"] & columns["response_mask"].bool().any(1)
+        scored = columns["response_mask"] * valid[:, None].long()
+        rewards, metrics = self._penalize(batch)
+        columns["token_level_rewards"] = whiten_rewards(rewards, scored) if self.config.algorithm.whiten_rewards else rewards
         with self.timers.measure("advantages"):
-            outputs = self._estimator(self._inputs(batch), self._knobs)
+            outputs = self._estimator(self._inputs(batch, valid, scored), self._knobs)
         columns["advantages"], columns["returns"] = outputs.advantages, outputs.returns
-        metrics |= outputs.metrics | batch_metrics(batch)
-        check_advantages(batch, metrics)
-        if self.config.actor_rollout_ref.actor.mask_truncated:
-            columns["response_mask"] = columns["response_mask"] * (columns["finish_reason"] == 0)[:, None].long()
-        metrics["actor/masked_samples"] = float((~columns["response_mask"].any(1)).sum().item())
+        metrics |= outputs.metrics | batch_metrics(batch, valid)
+        check_advantages(batch, scored, metrics)
+        truncated_learn = not self.config.actor_rollout_ref.actor.mask_truncated
+        columns["learn_mask"] = scored if truncated_learn else scored * (columns["finish_reason"] == 0)[:, None].long()
+        metrics["actor/masked_samples"] = float((~columns["learn_mask"].any(1)).sum().item())
         return metrics
 
-    def _inputs(self, batch: DataProto) -> AdvantageInputs:
-        """Returns what the estimator reads; what it does not require is None."""
+    def _inputs(self, batch: DataProto, valid: Tensor, scored: Tensor) -> AdvantageInputs:
+        """Returns what the estimator reads; what it does not require is None.  valid: (rows,) bool; scored: (rows, response), the
+        tokens of valid rows."""
         columns, needs = batch.batch, self.needs
         return AdvantageInputs(
             token_level_rewards=columns["token_level_rewards"],
-            response_mask=columns["response_mask"],
-            group=own_group_when_invalid(columns["uid"], columns["valid"]),
+            response_mask=scored,
+            group=own_group_when_invalid(columns["uid"], valid),
             values=columns["values"] if needs.values else None,
             old_log_probs=columns["old_log_probs"] if needs.old_log_probs or needs.bypass else None,
             sum_pi_squared=columns["sum_pi_squared"] if needs.sum_pi_squared else None,
@@ -129,27 +123,16 @@ class AdvantageEstimation:
         return rewards, metrics
 
 
+def build_kl_controller(config: KLControlConfig) -> KLController:
+    """Returns the controller of the KL-in-reward coefficient."""
+    if config.type == "adaptive":
+        return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
+    return FixedKLController(config.kl_coef)
+
+
 def reward_components(batch: DataProto) -> dict[str, Tensor]:
     """Returns the scorer's own numbers by name, (rows,) float64: columns `reward/<name>` of the batch."""
     return {name.removeprefix(COMPONENT): column for name, column in batch.batch.items() if name.startswith(COMPONENT)}
-
-
-def check_advantages(batch: DataProto, metrics: Mapping[str, float]) -> None:
-    """Raises RewardError where rewards are too large for advantages in float32.  What a model's own numbers (values, log-probs)
-    have spoilt is left to the update, which skips a step that is not finite."""
-    ends = [f"critic/{name}/{end}" for name in ("advantages", "returns") for end in ("max", "min")]
-    if all(math.isfinite(metrics.get(end, 0.0)) for end in ends):
-        return
-    columns = batch.batch
-    predicted = [columns[name] for name in ("values", "old_log_probs", "ref_log_prob") if name in columns.keys()]
-    bad = columns["response_mask"].bool() & ~(columns["advantages"].isfinite() & columns["returns"].isfinite())
-    if bad.any() and all(bool(masked(column, columns["response_mask"]).isfinite().all()) for column in predicted):
-        row = int(bad.any(1).nonzero()[0])
-        scores = columns["scores"]
-        raise RewardError(
-            f"row {row}: with a reward of {float(scores[row]):g}, in a batch whose rewards reach {float(scores.abs().max()):g}, "
-            "its advantages are not finite in float32, whose largest number is 3.4e+38. Scale the rewards down"
-        )
 
 
 def own_group_when_invalid(uid: Tensor, valid: Tensor) -> Tensor:
@@ -157,12 +140,24 @@ def own_group_when_invalid(uid: Tensor, valid: Tensor) -> Tensor:
     return torch.where(valid, uid, -1 - torch.arange(len(uid)))
 
 
-BY_PRECISION = {"float32": (1e-3, 0.1), "16 bits": (0.1, 1.0)}
-"""Nats a token to warn at and to stop at, of tokens from the very weights that are trained.  Sound engines: 1e-8 to 1e-5 with
-float32 on both sides, 1e-3 to 0.02 with bfloat16 on one (mixtures of experts the most)."""
-DRIFT = 0.5
-"""Nats a token by which the policy itself may have moved in one version: far more than an update that still learns."""
-OF_VERSION = "mismatch/kl/staleness_"
+def check_advantages(batch: DataProto, scored: Tensor, metrics: Mapping[str, float]) -> None:
+    """Raises RewardError where rewards are too large for advantages in float32.  scored: the tokens that the estimator read.
+
+    What a model's own numbers (values, log-probs) have spoilt is left to the update, which skips a step that is not finite.
+    """
+    ends = [f"critic/{name}/{end}" for name in ("advantages", "returns") for end in ("max", "min")]
+    if all(math.isfinite(metrics.get(end, 0.0)) for end in ends):
+        return
+    columns = batch.batch
+    predicted = [columns[name] for name in ("values", "old_log_probs", "ref_log_prob") if name in columns.keys()]
+    bad = scored.bool() & ~(columns["advantages"].isfinite() & columns["returns"].isfinite())
+    if bad.any() and all(bool(masked(column, scored).isfinite().all()) for column in predicted):
+        row = int(bad.any(1).nonzero()[0])
+        scores = columns["scores"]
+        raise RewardError(
+            f"row {row}: with a reward of {float(scores[row]):g}, in a batch whose rewards reach {float(scores.abs().max()):g}, "
+            "its advantages are not finite in float32, whose largest number is 3.4e+38. Scale the rewards down"
+        )
 
 
 def measure_mismatch(batch: DataProto) -> dict[str, float]:
@@ -197,6 +192,16 @@ def add_staleness(batch: DataProto) -> None:
     columns = batch.batch
     if "policy_version" in columns.keys():
         columns["staleness"] = (batch.meta_info["policy_version"] - columns["policy_version"]).clamp(min=0)
+
+
+BY_PRECISION = {"float32": (1e-3, 0.1), "16 bits": (0.1, 1.0)}
+"""Nats a token to warn at and to stop at, of tokens from the very weights that are trained.  Sound engines: 1e-8 to 1e-5 with
+float32 on both sides, 1e-3 to 0.02 with bfloat16 on one (mixtures of experts the most)."""
+
+DRIFT = 0.5
+"""Nats a token by which the policy itself may have moved in one version: far more than an update that still learns."""
+
+OF_VERSION = "mismatch/kl/staleness_"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -258,19 +263,20 @@ def _is_exact(config: PPOConfig) -> bool:
 
 
 def correct_batch(batch: DataProto, config: RolloutCorrectionConfig) -> dict[str, float]:
-    """Adds importance_weights (rows, response), takes rejected tokens out of response_mask; returns correction/* and
-    mismatch/masked_share.  Where the update corrects, this only prepares it."""
-    if config.in_update:
+    """Adds importance_weights and loss_mask (rows, response), which is learn_mask without rejected tokens; returns correction/*
+    and mismatch/masked_share.  Where the update corrects, this only prepares it."""
+    columns, mask = batch.batch, batch.batch["learn_mask"]
+    if config.in_update or not config.active:
+        columns["loss_mask"] = mask
+        if not config.in_update:
+            return {"mismatch/masked_share": 0.0}
         add_staleness(batch)
         return {}
-    if not config.active:
-        return {"mismatch/masked_share": 0.0}
-    columns, mask = batch.batch, batch.batch["response_mask"]
     log_ratio = log_ratios(columns["old_log_probs"], columns["rollout_log_probs"], mask)
     correction = correct(config, log_ratio, mask, columns["advantages"])
     if correction.weights is not None:
         columns["importance_weights"] = correction.weights.to(columns["old_log_probs"].dtype)
-    columns["response_mask"] = mask * correction.keep.to(mask.dtype)
+    columns["loss_mask"] = mask * correction.keep.to(mask.dtype)
     return correction_metrics(correction, mask)
 
 

@@ -30,13 +30,13 @@ def spread(prefix: str, values: Tensor) -> dict[str, float]:
     return {f"{prefix}/mean": values.mean(dtype=torch.float64).item(), f"{prefix}/max": high.item(), f"{prefix}/min": low.item()}
 
 
-def batch_metrics(batch: DataProto) -> dict[str, float]:
+def batch_metrics(batch: DataProto, valid: Tensor) -> dict[str, float]:
     """Returns reward/..., critic/{score,rewards,advantages,returns,values}/..., response_length/... and prompt_length/....
 
-    Samples without a valid score count in lengths only: the 0 that stands in for their score would pass for a bad answer.
+    valid: (rows,) bool.  Samples without a valid score count in lengths only: the 0 that stands in for their score would pass for
+    a bad answer.
     """
     columns = batch.batch
-    valid = columns["valid"]
     mask = columns["response_mask"].bool() & valid[:, None]
     scores = columns["scores"][valid].double()
     lengths = columns["response_length"].float()

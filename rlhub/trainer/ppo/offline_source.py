@@ -34,7 +34,7 @@ RECORDINGS = "batches"
 
 @dataclass(slots=True, kw_only=True)
 class CollectedSource:
-    """The SampleSource of training batches out of files that another job writes while this one trains.
+    """Is the SampleSource of training batches out of files that another job writes while this one trains.
 
     The loader stays where it is.  write: the training ranks leave their weights in a folder, which the collecting job waits for.
     """
@@ -50,7 +50,7 @@ class CollectedSource:
     _published: int | None = field(init=False, default=None)
 
     def publish(self) -> None:
-        """The weights are in the folder when this returns."""
+        """Writes the weights; they are in the folder when this returns."""
         folder = self.config.actor_rollout_ref.rollout.weights_folder
         assert folder is not None, "checked before start"
         if self._published != self.policy_version:
@@ -73,7 +73,7 @@ class CollectedSource:
         return Samples(batch=batch)
 
     def select(self, samples: Samples) -> DataProto:
-        """All of them."""
+        """Returns all samples."""
         return samples.batch
 
     def trained(self, step: int) -> None:
@@ -116,7 +116,7 @@ def batch_file(folder: Path, step: int) -> Path:
 
 @dataclass(slots=True)
 class RecordingSource:
-    """Another source, whose training batches are written to the folder, scored."""
+    """Wraps another source and writes its training batches, scored, to the folder."""
 
     source: SampleSource
     folder: Path
@@ -163,7 +163,7 @@ class RecordingSource:
 
 @dataclass(slots=True)
 class ReplaySource:
-    """The SampleSource of the recorded batches of a folder.  No prompts are drawn: the loader stays where it is."""
+    """Is the SampleSource of the recorded batches of a folder.  No prompts are drawn: the loader stays where it is."""
 
     folder: Path
     loader: PromptLoader
@@ -171,7 +171,7 @@ class ReplaySource:
     metrics: dict[str, float] = field(init=False, default_factory=dict)
 
     def publish(self) -> None:
-        """Nothing generates."""
+        """Does nothing: nothing generates."""
 
     def sample(self, prompts: Iterator[DataProto], step: int) -> Samples:
         """Raises DataError where the recording ends."""
@@ -184,7 +184,7 @@ class ReplaySource:
         return Samples(batch=DataProto.load_from_disk(path))
 
     def select(self, samples: Samples) -> DataProto:
-        """The batch as it was recorded."""
+        """Returns the batch as it was recorded."""
         return samples.batch
 
     def trained(self, step: int) -> None:

@@ -21,10 +21,10 @@ PUBLICATION = "publication"
 
 
 class Replicas(Protocol):
-    """What takes the weights, on its event loop: the rollout service's router."""
+    """Takes the weights, on its event loop: the rollout service's router."""
 
     async def update(self, folder: str, version: int) -> Sequence[tuple[str, UpdateReport]]:
-        """Every living replica generates with the version in `folder` from now on; returns what each reports, by its name."""
+        """Gives every living replica the version in `folder` to generate with; returns what each reports, by its name."""
         ...
 
     def metrics(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ OWN_NUMBERS = ("acc", "overlong", "overlong_reward", "function", "model", "judge
 
 @dataclass(slots=True, kw_only=True)
 class Requirements:
-    """What the training step computes.
+    """Says what the training step computes.
 
     values: a critic predicts them.  reference: log-probs of the frozen starting policy are read.  old_log_probs: the policy has
     a forward pass of its own before the update; sum_pi_squared: which also gives that.  bypass: the rollout's log-probs stand in

@@ -4,7 +4,8 @@ the reward that an estimator or the group filter reads.
 The training step scores every response once, wherever it was sampled.  A reward function may have judged a finished episode
 before (episode_scoring.py): then the batch carries what it returned, and only what is made of it for the batch is left.
 
-§§ reward: The run's reward, put together: the function's processes, the roles that score with models, and one manager over them.
+The reward itself is put together here too: the processes of the reward function, the roles that score with models, and one
+manager over all of them (`RewardParts`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ COUNTS = FAILED
 
 @dataclass(slots=True, kw_only=True)
 class Samples:
-    """What a source has sampled.
+    """Holds what a source has sampled.
 
     batch: the samples of each prompt side by side.  greedy: the most likely response to each of these prompts, in their order;
     None where no estimator compares with it.
@@ -193,7 +194,7 @@ REWARD_MODEL_ROLE, JUDGE_ROLE = "reward_model", "judge"
 
 @dataclass(slots=True, kw_only=True)
 class RewardParts:
-    """The parts of the reward that are built before any worker starts, so that their errors come first.
+    """Holds the parts of the reward that are built before any worker starts, so that their errors come first.
 
     function: None if its weight is 0.  rendering: None feeds the policy's tokens to the reward model.
     """

@@ -6,15 +6,13 @@ What is computed follows from what the chosen algorithm requires (requirements.p
 business of a SampleSource: no algorithm, backend or environment is named here.  Calls of workers are timed where they are
 dispatched; saving, validation and logging belong to the loop around the step (trainer.py).
 
-§§ mini_batches: Mini-batches: which rows make which optimizer step, which rank holds them, and which of their tokens the loss chose.
+The rows of each optimizer step are fixed by the order in which prompts were drawn (or a shuffle seeded by the step), never by
+the number of ranks.  Within a mini-batch `arrange` deals them to the ranks by length, so that every rank has about the same
+number of tokens, and reorders the batch until each rank's part is contiguous, which is what workers receive.
 
-Mini-batches are fixed by the order in which prompts were drawn (or a shuffle seeded by the step), never by the number of
-ranks.  Within each mini-batch rows are dealt to the ranks by length, so that every rank has about the same number of tokens.
-Workers receive contiguous parts, so the batch is reordered until each rank's part is contiguous.
-
-Some policy losses choose tokens from a whole mini-batch, before it is cut over ranks and micro-batches.  That choice is a
-function of the run's seed, the step and the samples alone: rows are put in the order in which the samples were drawn, and each
-token's random key belongs to its sample and position.
+Some policy losses choose tokens from a whole mini-batch before it is cut over ranks and micro-batches.  That choice is a
+function of the run's seed, the step and the samples alone: `select_tokens` puts rows in the order in which the samples were
+drawn, and each token's random key belongs to its sample and position.
 """
 
 from __future__ import annotations
@@ -43,48 +41,6 @@ from rlhub.trainer.ppo.scoring import Samples, Scorer, merge_scorings
 from rlhub.utils.balance import partition
 from rlhub.utils.seeding import Purpose, uniforms
 from rlhub.utils.timing import PhaseTimer
-
-
-class SampleSource(Protocol):
-    """Where the samples of a step come from: the one thing in which schedules differ.
-
-    policy_version: the number of training steps behind the policy's weights, 0 at the start.
-    metrics: of the present step's sampling.
-    """
-
-    @property
-    def policy_version(self) -> int: ...
-
-    @property
-    def metrics(self) -> dict[str, float]: ...
-
-    def publish(self) -> None:
-        """Whatever generates gets the policy's weights as `policy_version`; nothing is done where it has them already."""
-        ...
-
-    def sample(self, prompts: Iterator[DataProto], step: int) -> Samples:
-        """Returns samples of further prompts for training step `step` (from 1).  prompts: endless, the same at each call."""
-        ...
-
-    def select(self, samples: Samples) -> DataProto | None:
-        """Returns the training batch out of this step's scored samples, or None where further ones must be sampled."""
-        ...
-
-    def trained(self, step: int) -> None:
-        """Step `step` is over: what was sampled for it is trained, and the policy is one version newer."""
-        ...
-
-    def save(self, folder: Path) -> list[FileEntry]:
-        """Writes what is too much for `state` below a checkpoint's folder."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Returns the position in the prompts ("loader") and what else must be remembered, JSON-able."""
-        ...
-
-    def load_state(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Goes on from `state` and what `save` wrote; called before anything else."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -174,6 +130,48 @@ class TrainingStep:
         )
 
 
+class SampleSource(Protocol):
+    """Gives the samples of a step: the one thing in which schedules differ.
+
+    policy_version: the number of training steps behind the policy's weights, 0 at the start.
+    metrics: of the present step's sampling.
+    """
+
+    @property
+    def policy_version(self) -> int: ...
+
+    @property
+    def metrics(self) -> dict[str, float]: ...
+
+    def publish(self) -> None:
+        """Sends the policy's weights to the rollout engines as `policy_version`; nothing is done where they have them already."""
+        ...
+
+    def sample(self, prompts: Iterator[DataProto], step: int) -> Samples:
+        """Returns samples of further prompts for training step `step` (from 1).  prompts: endless, the same at each call."""
+        ...
+
+    def select(self, samples: Samples) -> DataProto | None:
+        """Returns the training batch out of this step's scored samples, or None where further ones must be sampled."""
+        ...
+
+    def trained(self, step: int) -> None:
+        """Takes notice that step `step` is over: its samples are trained, and the policy is one version newer."""
+        ...
+
+    def save(self, folder: Path) -> list[FileEntry]:
+        """Writes what is too much for `state` below a checkpoint's folder."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Returns the position in the prompts ("loader") and what else must be remembered, JSON-able."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Goes on from `state` and what `save` wrote; called before anything else."""
+        ...
+
+
 def add_outputs(batch: DataProto, passes: Sequence[DataProtoFuture]) -> dict[str, float]:
     """Waits for forward passes, adds the columns that they return to the batch, and returns their metrics."""
     metrics: dict[str, float] = {}
@@ -184,11 +182,16 @@ def add_outputs(batch: DataProto, passes: Sequence[DataProtoFuture]) -> dict[str
     return metrics
 
 
-# The columns that each worker call reads: only these travel.
+# The columns that each worker call reads: only these travel.  response_mask are the tokens of the model as they were generated,
+# learn_mask those of the rows that train, loss_mask those of them that the policy's loss counts: none is ever written again.
 
-MODEL = ("input_ids", "attention_mask", "response_mask")
-POLICY = (*MODEL, "mini_batch", "advantages", "old_log_probs", "ref_log_prob", "importance_weights", "selected", "staleness")
-VALUE = (*MODEL, "critic_mini_batch", "values", "returns")
+TOKENS = ("input_ids", "attention_mask")
+MODEL = (*TOKENS, "response_mask")
+VALUE = (*TOKENS, "learn_mask", "critic_mini_batch", "values", "returns")
+POLICY = (
+    *(*TOKENS, "loss_mask", "mini_batch", "advantages"),
+    *("old_log_probs", "ref_log_prob", "importance_weights", "selected", "staleness"),
+)
 
 
 def view(batch: DataProto, names: tuple[str, ...], **meta: object) -> DataProto:
@@ -230,34 +233,9 @@ def count(batch: DataProto, column: str) -> int:
     return int(batch.batch[column].max().item()) + 1
 
 
-def part_sizes(num_rows: int, num_parts: int) -> list[int]:
-    """Returns the sizes of `DataProto.chunk`: they differ by at most one, larger ones first."""
-    base, more = divmod(num_rows, num_parts)
-    return [base + (part < more) for part in range(num_parts)]
-
-
-def mini_batch_ids(num_rows: int, rows_per_mini_batch: int, shuffle_seed: int | None) -> Tensor:
-    """Returns the optimizer step that each row belongs to, (rows,) int64."""
-    ids = torch.arange(num_rows) // rows_per_mini_batch
-    if shuffle_seed is None:
-        return ids
-    return ids[torch.randperm(num_rows, generator=torch.Generator().manual_seed(shuffle_seed))]
-
-
-def capacities_of(mini_batch_sizes: list[int], num_ranks: int) -> list[list[int]]:
-    """Returns the rows of each mini-batch on each rank: as even as possible, and summing over mini-batches to `part_sizes`."""
-    targets = part_sizes(sum(mini_batch_sizes), num_ranks)
-    plan = []
-    for size in mini_batch_sizes:
-        row = [size // num_ranks] * num_ranks
-        plan.append(row)
-        targets = [target - given for target, given in zip(targets, row, strict=True)]
-    for row, size in zip(plan, mini_batch_sizes, strict=True):
-        for _ in range(size % num_ranks):
-            rank = max(range(num_ranks), key=lambda r: (targets[r], -r))
-            row[rank] += 1
-            targets[rank] -= 1
-    return plan
+def number_samples(batch: DataProto) -> None:
+    """Adds `sample_index` (rows,) int64, the samples' numbers as they were drawn: before rows are dealt to the ranks."""
+    batch.batch["sample_index"] = torch.arange(len(batch))
 
 
 def arrange(
@@ -295,15 +273,40 @@ def arrange(
     return batch
 
 
-def number_samples(batch: DataProto) -> None:
-    """Adds `sample_index` (rows,) int64, the samples' numbers as they were drawn: before rows are dealt to the ranks."""
-    batch.batch["sample_index"] = torch.arange(len(batch))
+def mini_batch_ids(num_rows: int, rows_per_mini_batch: int, shuffle_seed: int | None) -> Tensor:
+    """Returns the optimizer step that each row belongs to, (rows,) int64."""
+    ids = torch.arange(num_rows) // rows_per_mini_batch
+    if shuffle_seed is None:
+        return ids
+    return ids[torch.randperm(num_rows, generator=torch.Generator().manual_seed(shuffle_seed))]
+
+
+def capacities_of(mini_batch_sizes: list[int], num_ranks: int) -> list[list[int]]:
+    """Returns the rows of each mini-batch on each rank: as even as possible, and summing over mini-batches to `part_sizes`."""
+    targets = part_sizes(sum(mini_batch_sizes), num_ranks)
+    plan = []
+    for size in mini_batch_sizes:
+        row = [size // num_ranks] * num_ranks
+        plan.append(row)
+        targets = [target - given for target, given in zip(targets, row, strict=True)]
+    for row, size in zip(plan, mini_batch_sizes, strict=True):
+        for _ in range(size % num_ranks):
+            rank = max(range(num_ranks), key=lambda r: (targets[r], -r))
+            row[rank] += 1
+            targets[rank] -= 1
+    return plan
+
+
+def part_sizes(num_rows: int, num_parts: int) -> list[int]:
+    """Returns the sizes of `DataProto.chunk`: they differ by at most one, larger ones first."""
+    base, more = divmod(num_rows, num_parts)
+    return [base + (part < more) for part in range(num_parts)]
 
 
 def select_tokens(batch: DataProto, config: PPOConfig, step: int) -> Tensor:
     """Returns (rows, response), 1 on the tokens that the loss chose in each mini-batch; in the order of the batch's rows.
 
-    batch: needs sample_index, mini_batch, old_log_probs, advantages and response_mask as the update will read it.
+    batch: needs sample_index, mini_batch, old_log_probs, advantages and loss_mask.
     """
     actor, columns = config.actor_rollout_ref.actor, batch.batch
     name = actor.policy_loss.loss_mode
@@ -311,14 +314,14 @@ def select_tokens(batch: DataProto, config: PPOConfig, step: int) -> Tensor:
     assert select is not None, f"{name} selects no tokens"
     kwargs, where = actor.policy_loss.kwargs, "actor_rollout_ref.actor.policy_loss.kwargs"
     knobs = knobs_for(POLICY_LOSSES.knobs_class(name), actor, kwargs, where=where)
-    selected = torch.zeros(columns["response_mask"].shape, dtype=torch.uint8)
+    selected = torch.zeros(columns["loss_mask"].shape, dtype=torch.uint8)
     for mini_batch in columns["mini_batch"].unique():
         rows = (columns["mini_batch"] == mini_batch).nonzero().squeeze(1)
         rows = rows[columns["sample_index"][rows].argsort()]
         inputs = SelectionInputs(
             old_log_probs=columns["old_log_probs"][rows],
             advantages=columns["advantages"][rows],
-            response_mask=columns["response_mask"][rows],
+            response_mask=columns["loss_mask"][rows],
             keys=token_keys(config.trainer.seed, step, columns["sample_index"][rows].numpy(), selected.shape[1]),
         )
         selected[rows] = select(inputs, knobs).to(torch.uint8)

@@ -7,10 +7,8 @@ The same for every bound on staleness.  At 0 the executor starts the next step's
 which makes batches and weights those of whole-batch generation; at 1 generation is one step ahead, and beyond that fully
 asynchronous: a larger bound only lets the executor start prompts earlier.
 
-§§ prompt_progress: The way of each prompt through a run of episodes: where in the data it came from, and how it ended.
-
-LoaderPositions lets a resumed run draw from the first prompt that has not ended.  PromptLog writes prompts.jsonl, one line a
-prompt, whatever was killed in between:
+A prompt can be followed through such a run.  `LoaderPositions` lets a resumed run draw from the first prompt that has not ended,
+and `PromptLog` writes prompts.jsonl, one line a prompt, whatever was killed in between:
 
     {"ordinal": 17, "end": "trained", "step": 3, "reason": ""}
 """
@@ -53,13 +51,14 @@ from rlhub.utils.timing import PhaseTimer
 
 ROLLOUTS_FILE = "rollouts.json"
 """In a checkpoint's folder: prompts that have been drawn and have not ended."""
+
 MAY_TRAIN = "may_train"
 """Column (rows,) bool: false for a sample whose tokens are all beyond the bound on staleness."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StreamSource:
-    """The SampleSource of the asynchronous schedules.
+    """Is the SampleSource of the asynchronous schedules.
 
     outcomes: what the reward function returned for each finished group.  actor_pools: their metrics are reported too.
     """
@@ -95,7 +94,7 @@ class StreamSource:
             self.publisher.wait()
 
     def arrived(self, version: int) -> None:
-        """Generation has this version from now on.  Called on the event loop: training does not wait for it."""
+        """Takes notice that replicas generate with this version.  Called on the event loop: training does not wait for it."""
         self.executor.set_version(version)
         frontier = self.executor.first_ordinal
         self.positions.forget(frontier)
@@ -122,13 +121,13 @@ class StreamSource:
         return Samples(batch=batch, greedy=baselines)
 
     def select(self, samples: Samples) -> DataProto:
-        """All of them: groups without signal were turned down as they finished."""
+        """Returns all samples: groups without signal were turned down as they finished."""
         columns = samples.batch.batch
         columns["valid"] = columns["valid"] & columns.pop(MAY_TRAIN)
         return samples.batch
 
     def trained(self, step: int) -> None:
-        """The prompts of this step have ended."""
+        """Takes notice that the prompts of this step have ended."""
         self.policy_version = step
         self.executor.trained(step)
 
@@ -167,7 +166,7 @@ class StreamSource:
         return [write_file(folder / ROLLOUTS_FILE, json.dumps(rollouts).encode("utf-8"))]
 
     def state(self) -> dict[str, Any]:
-        """The position is that of the first prompt that had not ended when `save` looked."""
+        """Returns the position of the first prompt that had not ended when `save` looked."""
         return {
             "loader": self.positions.state(self._frontier),
             "policy_version": self.policy_version,
@@ -187,7 +186,7 @@ class StreamSource:
 
 
 def complete_rewards(groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None]) -> None:
-    """Where some workflows of the batch set rewards of their own, gives the other samples what the reward function scored.
+    """Gives samples without rewards the reward function's, where some workflows of the batch set rewards of their own.
 
     Raises RewardError for one whose scoring failed: the policy for failures is that of a batch that is scored as a whole.
     """
@@ -274,11 +273,11 @@ class PromptLog:
         self._taken: dict[int, int] = {}  # ordinal -> the step that trains it, until it has
 
     def start(self) -> None:
-        """A run begins: lines that an earlier run left here are not its own."""
+        """Begins the log of a run: lines that an earlier run left here are not its own."""
         self.path.unlink(missing_ok=True)
 
     def take(self, step: int, ordinals: Iterable[int]) -> None:
-        """These prompts train in this step, and end with it."""
+        """Notes that these prompts train in this step, and end with it."""
         self.step = step
         self._taken.update(dict.fromkeys(ordinals, step))
 

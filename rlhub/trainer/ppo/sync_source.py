@@ -78,7 +78,7 @@ class Generator:
 
 @dataclass(slots=True)
 class SyncSource:
-    """The SampleSource of the synchronous schedule."""
+    """Is the SampleSource of the synchronous schedule."""
 
     config: PPOConfig
     loader: PromptLoader
@@ -95,13 +95,13 @@ class SyncSource:
         self._dynamic_sampling = DynamicSampling(self.config) if self.config.algorithm.filter_groups.enable else None
 
     def publish(self) -> None:
-        """The rollout engines generate with the actor's present weights when this returns, checked weight by weight."""
+        """Sends the actor's present weights to the rollout engines, checked weight by weight; they then generate with them."""
         if self._published != self.policy_version:
             self.weights.sync(self.policy_version)
             self._published = self.policy_version
 
     def sample(self, prompts: Iterator[DataProto], step: int) -> Samples:
-        """One generation, of the next batch of prompts."""
+        """Generates once, for the next batch of prompts."""
         batch = next(prompts)
         return Samples(
             batch=self.generator.training(batch),
@@ -109,7 +109,7 @@ class SyncSource:
         )
 
     def select(self, samples: Samples) -> DataProto | None:
-        """The generation as it is, or what dynamic sampling makes of this one and those before it."""
+        """Returns the generation as it is, or what dynamic sampling makes of this one and those before it."""
         if self._dynamic_sampling is None:
             return samples.batch
         batch = self._dynamic_sampling.add(samples.batch)
@@ -122,11 +122,11 @@ class SyncSource:
             self.policy_version = step
 
     def save(self, folder: Path) -> list[FileEntry]:
-        """Everything is in `state`."""
+        """Writes nothing: everything is in `state`."""
         return []
 
     def state(self) -> dict[str, Any]:
-        """The loader stands where the next batch begins."""
+        """Returns the loader's state, which stands where the next batch begins."""
         return {"loader": self.loader.state(), "policy_version": self.policy_version}
 
     def load_state(self, state: Mapping[str, Any], folder: Path) -> None:

@@ -1,8 +1,6 @@
-"""PPOTrainer: the fit loop around the training step.
+"""PPOTrainer, the fit loop around the training step, and how it is built from a resolved configuration: data, reward, workers.
 
 resume -> (validate) -> for each step: train, [validate], [save], log
-
-§§ build: From a resolved configuration to a trainer: data, reward, workers.
 """
 
 from __future__ import annotations
@@ -48,113 +46,90 @@ from rlhub.workers.rollout import RolloutWorker
 
 
 @dataclass(slots=True, kw_only=True)
-class PPOData:
-    """The driver's data: tokenizer, training prompts and validation batches."""
+class PPOTrainer:
+    """Owns the order of things; the parts do the work.  `fit` returns the last step taken."""
 
-    tokenizer: Any
+    config: PPOConfig
+    run: Run
     loader: PromptLoader
-    val_batches: Sequence[DataProto]
+    train_step: TrainingStep
+    validation: ValidationSchedule | None
+    groups: WorkerGroups
     total_steps: int
 
+    @property
+    def source(self) -> SampleSource:
+        return self.train_step.source
 
-def build_data(config: PPOConfig) -> PPOData:
-    """Reads the files; DataError names file, row and column of what is unusable."""
-    model, data = config.actor_rollout_ref.model, config.data
-    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    assert data.train_files is not None, "checked when the configuration is loaded"
-    dataset = PromptDataset(data, data.train_files, tokenizer, vocab_size=read_vocabulary(model, tokenizer).size)
-    loader = PromptLoader(dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, drop_last=True)
-    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
-    val_batches: Sequence[DataProto] = ()
-    if data.val_files:
-        val_batches = load_validation(config, tokenizer)
-    return PPOData(tokenizer=tokenizer, loader=loader, val_batches=val_batches, total_steps=total_steps)
+    def fit(self) -> int:
+        """Trains to `total_steps`, from the newest checkpoint if the run has one."""
+        step = self.restore()
+        if step == 0:
+            self.before_training()
+        prompts = self.loader.endless()
+        stopping = self.run.stop_requested
+        while step < self.total_steps and not stopping:
+            step += 1
+            self.run.begin_step(step)
+            metrics = self.train_step(step, prompts)
+            self.source.trained(step)
+            metrics["training/epoch"] = float(self.loader.epoch)
+            metrics["training/policy_version"] = float(self.source.policy_version)
+            last = step == self.total_steps
+            late = self.validate(step) if self.run.due(self.config.trainer.test_freq, step, last=last) else None
+            stopping = self.run.stop_requested  # asked once a step, so that the step after which the run stops is saved
+            self.run.end_step(step, metrics, save=self.save, state=self.state, last=last or stopping, late=late)
+        return step
 
+    def before_training(self) -> None:
+        """Validates the untrained policy, as step 0."""
+        self.run.begin_step(0)
+        report = self.validate(0) if self.config.trainer.val_before_train else None
+        if report is not None:
+            self.run.log(0, report.result())
 
-def load_validation(config: PPOConfig, tokenizer: Any) -> list[DataProto]:
-    """Returns the validation prompts in batches, with ordinals of their own."""
-    data, vocabulary = config.data, read_vocabulary(config.actor_rollout_ref.model, tokenizer)
-    assert data.val_files is not None, "the caller has asked"
-    dataset = PromptDataset(data, data.val_files, tokenizer, vocab_size=vocabulary.size)
-    size = data.val_batch_size or len(dataset)
-    batches = list(PromptLoader(dataset, size, shuffle=False, drop_last=False))
-    for batch in batches:
-        batch.batch["ordinal"] = batch.batch["ordinal"] + VALIDATION_ORDINALS
-    return batches
+    def validate(self, step: int) -> LateReport | None:
+        """Validates the policy as it is after this step; None where there is nothing to validate on."""
+        if self.validation is None:
+            return None
+        self.source.publish()
+        return LateReport(step=step, run=self.run, future=self.validation.begin(self.source.policy_version))
 
+    def save(self, folder: Path) -> list[FileEntry]:
+        """Writes every model that is trained, each rank its part, below `folder`."""
+        return [*self.groups.save(folder), *self.source.save(folder)]
 
-def worker_runtime(config: PPOConfig) -> WorkerRuntime:
-    """Returns what every worker knows of the run."""
-    return WorkerRuntime(
-        device=config.trainer.device,
-        seed=config.trainer.seed,
-        max_prompt_length=config.data.max_prompt_length,
-        max_response_length=config.data.max_response_length,
-        deadline_s=config.trainer.deadline_s.update,
-    )
+    def state(self) -> dict[str, Any]:
+        """Returns what the driver must remember besides the workers' weights."""
+        return {"kl_coef": self.train_step.compute_advantages.kl_controller.value} | self.source.state()
 
-
-def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Validator:
-    """Returns a validator over data.val_files, with workers that cannot train."""
-    model = config.actor_rollout_ref.model
-    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    batches = load_validation(config, tokenizer)
-    parts = prepare_reward(config, tokenizer)
-    stack.callback(parts.close)
-    runtime = worker_runtime(config)
-    roles = reward_roles(config, runtime) | ({} if is_async(config) else policy_roles(config, runtime, train=False))
-    launched = stack.enter_context(launch_workers(roles, config.trainer, run=run)).groups if roles else {}
-    reward = parts.manager(launched)
-    num_shown = config.trainer.log_val_generations or sum(len(batch) for batch in batches)
-    samples: ValidationSamples
-    if is_async(config):
-        samples = build_evaluation_samples(config, runtime, tokenizer, reward, run, stack)
-    else:
-        groups = groups_of(launched)
-        groups.weights.sync(0)
-        samples = Generator(groups.rollout, config.actor_rollout_ref.rollout)
-    return Validator(batches, samples, reward, tokenizer, run.timers, num_shown, config.reward_model)
+    def restore(self) -> int:
+        """Loads the checkpoint the run resumes from; returns its step, 0 for a fresh start."""
+        checkpoint = self.run.checkpoint
+        if checkpoint is None:
+            return 0
+        self.groups.load(checkpoint.path)
+        self.source.load_state(checkpoint.state, checkpoint.path)
+        self.train_step.compute_advantages.kl_controller.value = checkpoint.state["kl_coef"]
+        return checkpoint.step
 
 
-def policy_roles(
-    config: PPOConfig, runtime: WorkerRuntime, *, train: bool = True, needs_reference: bool = False
-) -> dict[str, ClassWithInitArgs]:
-    """Returns the roles of actor, rollout and, where it is read, reference: together, or apart on pools of their own."""
-    section, trainer = config.actor_rollout_ref, config.trainer
-    own_rollout, own_reference = (is_separate(trainer, role) for role in (ROLLOUT_ROLE, REFERENCE_ROLE))
-    serves = is_async(config) or bool(trainer.replay_from)  # what generates, if anything does, is no role of the workers'
-    actor = ClassWithInitArgs(
-        ActorWorker if own_rollout or serves else ActorRolloutRefWorker,
-        section,
-        runtime,
-        train=train,
-        needs_reference=needs_reference and not own_reference,
-        correction=config.algorithm.rollout_correction,
-    )
-    roles = {actor_role(trainer): actor}
-    if own_rollout and not serves:
-        roles[ROLLOUT_ROLE] = ClassWithInitArgs(RolloutWorker, section, runtime)
-    if needs_reference and own_reference:
-        roles[REFERENCE_ROLE] = ClassWithInitArgs(ReferenceWorker, section, runtime)
-    return roles
+@dataclass(slots=True, kw_only=True)
+class LateReport:
+    """Is a step's validation, which may still run; see run.LateMetrics."""
 
+    step: int
+    run: Run
+    future: Future[ValidationReport]
 
-def worker_roles(config: PPOConfig, total_steps: int) -> dict[str, ClassWithInitArgs]:
-    """Returns the policy's roles, the critic where the estimator requires values, and what scores."""
-    needs = requirements(config)
-    runtime = worker_runtime(config)
-    actor, critic = config.actor_rollout_ref.actor, config.critic
-    actor.optim.total_training_steps = total_steps * num_mini_batches(config) * actor.ppo_epochs
-    roles = policy_roles(config, runtime, needs_reference=needs.reference)
-    if needs.values:
-        critic.optim.total_training_steps = total_steps * critic_mini_batches(config) * (critic.ppo_epochs or 1)
-        roles[CRITIC_ROLE] = ClassWithInitArgs(CriticWorker, critic, runtime, loss_agg_mode=actor.loss_agg_mode)
-    return roles | reward_roles(config, runtime)
+    def done(self) -> bool:
+        return self.future.done()
 
-
-def start_workers(config: PPOConfig, total_steps: int, run: Run) -> Launched:
-    """Launches the roles and builds their models."""
-    return launch_workers(worker_roles(config, total_steps), config.trainer, run=run)
+    def result(self) -> Metrics:
+        """Returns its metrics; the samples go to the run folder."""
+        report = self.future.result()
+        self.run.log_generations(self.step, report.samples)
+        return report.metrics
 
 
 def build_trainer(config: PPOConfig, data: PPOData, run: Run, stack: ExitStack) -> PPOTrainer:
@@ -219,88 +194,111 @@ def build_schedule(
     return SyncSource(config, data.loader, generator, groups.weights), blocking if data.val_batches else None
 
 
-@dataclass(slots=True, kw_only=True)
-class PPOTrainer:
-    """Owns the order of things; the parts do the work.  `fit` returns the last step taken."""
+def start_workers(config: PPOConfig, total_steps: int, run: Run) -> Launched:
+    """Launches the roles and builds their models."""
+    return launch_workers(worker_roles(config, total_steps), config.trainer, run=run)
 
-    config: PPOConfig
-    run: Run
+
+def worker_roles(config: PPOConfig, total_steps: int) -> dict[str, ClassWithInitArgs]:
+    """Returns the policy's roles, the critic where the estimator requires values, and what scores."""
+    needs = requirements(config)
+    runtime = worker_runtime(config)
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    actor.optim.total_training_steps = total_steps * num_mini_batches(config) * actor.ppo_epochs
+    roles = policy_roles(config, runtime, needs_reference=needs.reference)
+    if needs.values:
+        critic.optim.total_training_steps = total_steps * critic_mini_batches(config) * (critic.ppo_epochs or 1)
+        roles[CRITIC_ROLE] = ClassWithInitArgs(CriticWorker, critic, runtime, loss_agg_mode=actor.loss_agg_mode)
+    return roles | reward_roles(config, runtime)
+
+
+def policy_roles(
+    config: PPOConfig, runtime: WorkerRuntime, *, train: bool = True, needs_reference: bool = False
+) -> dict[str, ClassWithInitArgs]:
+    """Returns the roles of actor, rollout and, where it is read, reference: together, or apart on pools of their own."""
+    section, trainer = config.actor_rollout_ref, config.trainer
+    own_rollout, own_reference = (is_separate(trainer, role) for role in (ROLLOUT_ROLE, REFERENCE_ROLE))
+    serves = is_async(config) or bool(trainer.replay_from)  # what generates, if anything does, is no role of the workers'
+    actor = ClassWithInitArgs(
+        ActorWorker if own_rollout or serves else ActorRolloutRefWorker,
+        section,
+        runtime,
+        train=train,
+        needs_reference=needs_reference and not own_reference,
+        correction=config.algorithm.rollout_correction,
+    )
+    roles = {actor_role(trainer): actor}
+    if own_rollout and not serves:
+        roles[ROLLOUT_ROLE] = ClassWithInitArgs(RolloutWorker, section, runtime)
+    if needs_reference and own_reference:
+        roles[REFERENCE_ROLE] = ClassWithInitArgs(ReferenceWorker, section, runtime)
+    return roles
+
+
+def worker_runtime(config: PPOConfig) -> WorkerRuntime:
+    """Returns what every worker knows of the run."""
+    return WorkerRuntime(
+        device=config.trainer.device,
+        seed=config.trainer.seed,
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        deadline_s=config.trainer.deadline_s.update,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class PPOData:
+    """Holds the driver's data: tokenizer, training prompts and validation batches."""
+
+    tokenizer: Any
     loader: PromptLoader
-    train_step: TrainingStep
-    validation: ValidationSchedule | None
-    groups: WorkerGroups
+    val_batches: Sequence[DataProto]
     total_steps: int
 
-    @property
-    def source(self) -> SampleSource:
-        return self.train_step.source
 
-    def fit(self) -> int:
-        """Trains to `total_steps`, from the newest checkpoint if the run has one."""
-        step = self.restore()
-        if step == 0:
-            self.before_training()
-        prompts = self.loader.endless()
-        stopping = self.run.stop_requested
-        while step < self.total_steps and not stopping:
-            step += 1
-            self.run.begin_step(step)
-            metrics = self.train_step(step, prompts)
-            self.source.trained(step)
-            metrics["training/epoch"] = float(self.loader.epoch)
-            metrics["training/policy_version"] = float(self.source.policy_version)
-            last = step == self.total_steps
-            late = self.validate(step) if self.run.due(self.config.trainer.test_freq, step, last=last) else None
-            stopping = self.run.stop_requested  # asked once a step, so that the step after which the run stops is saved
-            self.run.end_step(step, metrics, save=self.save, state=self.state, last=last or stopping, late=late)
-        return step
-
-    def before_training(self) -> None:
-        """Step 0: what the untrained policy can do."""
-        self.run.begin_step(0)
-        report = self.validate(0) if self.config.trainer.val_before_train else None
-        if report is not None:
-            self.run.log(0, report.result())
-
-    def validate(self, step: int) -> LateReport | None:
-        """Validates the policy as it is after this step; None where there is nothing to validate on."""
-        if self.validation is None:
-            return None
-        self.source.publish()
-        return LateReport(step=step, run=self.run, future=self.validation.begin(self.source.policy_version))
-
-    def save(self, folder: Path) -> list[FileEntry]:
-        """Every rank of every model that is trained writes its part below `folder`."""
-        return [*self.groups.save(folder), *self.source.save(folder)]
-
-    def state(self) -> dict[str, Any]:
-        """Returns what the driver must remember besides the workers' weights."""
-        return {"kl_coef": self.train_step.compute_advantages.kl_controller.value} | self.source.state()
-
-    def restore(self) -> int:
-        """Loads the checkpoint the run resumes from; returns its step, 0 for a fresh start."""
-        checkpoint = self.run.checkpoint
-        if checkpoint is None:
-            return 0
-        self.groups.load(checkpoint.path)
-        self.source.load_state(checkpoint.state, checkpoint.path)
-        self.train_step.compute_advantages.kl_controller.value = checkpoint.state["kl_coef"]
-        return checkpoint.step
+def build_data(config: PPOConfig) -> PPOData:
+    """Reads the files; DataError names file, row and column of what is unusable."""
+    model, data = config.actor_rollout_ref.model, config.data
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    assert data.train_files is not None, "checked when the configuration is loaded"
+    dataset = PromptDataset(data, data.train_files, tokenizer, vocab_size=read_vocabulary(model, tokenizer).size)
+    loader = PromptLoader(dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, drop_last=True)
+    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
+    val_batches: Sequence[DataProto] = ()
+    if data.val_files:
+        val_batches = load_validation(config, tokenizer)
+    return PPOData(tokenizer=tokenizer, loader=loader, val_batches=val_batches, total_steps=total_steps)
 
 
-@dataclass(slots=True, kw_only=True)
-class LateReport:
-    """A step's validation, which may still run; see run.LateMetrics."""
+def load_validation(config: PPOConfig, tokenizer: Any) -> list[DataProto]:
+    """Returns the validation prompts in batches, with ordinals of their own."""
+    data, vocabulary = config.data, read_vocabulary(config.actor_rollout_ref.model, tokenizer)
+    assert data.val_files is not None, "the caller has asked"
+    dataset = PromptDataset(data, data.val_files, tokenizer, vocab_size=vocabulary.size)
+    size = data.val_batch_size or len(dataset)
+    batches = list(PromptLoader(dataset, size, shuffle=False, drop_last=False))
+    for batch in batches:
+        batch.batch["ordinal"] = batch.batch["ordinal"] + VALIDATION_ORDINALS
+    return batches
 
-    step: int
-    run: Run
-    future: Future[ValidationReport]
 
-    def done(self) -> bool:
-        return self.future.done()
-
-    def result(self) -> Metrics:
-        """Returns its metrics; the samples go to the run folder."""
-        report = self.future.result()
-        self.run.log_generations(self.step, report.samples)
-        return report.metrics
+def build_evaluation(config: PPOConfig, run: Run, stack: ExitStack) -> Validator:
+    """Returns a validator over data.val_files, with workers that cannot train."""
+    model = config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    batches = load_validation(config, tokenizer)
+    parts = prepare_reward(config, tokenizer)
+    stack.callback(parts.close)
+    runtime = worker_runtime(config)
+    roles = reward_roles(config, runtime) | ({} if is_async(config) else policy_roles(config, runtime, train=False))
+    launched = stack.enter_context(launch_workers(roles, config.trainer, run=run)).groups if roles else {}
+    reward = parts.manager(launched)
+    num_shown = config.trainer.log_val_generations or sum(len(batch) for batch in batches)
+    samples: ValidationSamples
+    if is_async(config):
+        samples = build_evaluation_samples(config, runtime, tokenizer, reward, run, stack)
+    else:
+        groups = groups_of(launched)
+        groups.weights.sync(0)
+        samples = Generator(groups.rollout, config.actor_rollout_ref.rollout)
+    return Validator(batches, samples, reward, tokenizer, run.timers, num_shown, config.reward_model)

@@ -3,9 +3,8 @@
 A sample whose scoring failed is what it is in training, by reward_model.on_error: the end of the run, a score of 0, or (mask) no
 sample at all.  validation_metrics.py says what is reported.
 
-§§ validation_schedule: When validation runs: while training waits, or concurrently with it on a pinned version of the policy.
-
-Concurrent validation runs in a thread; its metrics are logged with the step they belong to, whose line waits for them.
+A schedule runs it while training waits (`BlockingValidation`), or in a thread on a pinned version of the policy while training
+goes on (`ConcurrentValidation`); the metrics are then logged with the step they belong to, whose line waits for them.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class WeightSync:
     groups: Sequence[WorkerGroup]
 
     def sync(self, version: int) -> None:
-        """Every engine generates with the actor's present weights, as `version`, from now on; checked weight by weight."""
+        """Gives every engine the actor's present weights, as `version`, checked weight by weight."""
         wait_all(group.sync_weights.submit(version) for group in self.groups)
 
 
@@ -49,11 +49,11 @@ class WorkerGroups:
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
-        """The groups whose state a checkpoint holds, by its folder."""
+        """Returns the groups whose state a checkpoint holds, by its folder."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
     def save(self, folder: Path) -> list[FileEntry]:
-        """Every rank of every model that is trained writes its part below `folder`; returns what was written."""
+        """Writes every model that is trained, each rank its part, below `folder`; returns what was written."""
         saved = wait_all(group.save_checkpoint.submit(str(folder / name)) for name, group in self.trained.items())
         return [entry for ranks in saved for entries in ranks for entry in entries]
 

@@ -296,6 +296,8 @@ def test_observers_see_start_and_end_of_every_call() -> None:
             assert seconds >= 0
             self.events.append(("end", f"{call.role}.{call.method}", type(error)))
 
+        def on_transfer(self, call: ObservedCall, *, sent: int = 0, received: int = 0) -> None: ...
+
     group, recorder = RecordingGroup(2), Recorder()
     group.observers.append(recorder)
     group.one_to_all(1)

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from rlhub.checkpoint.files import FileEntry
 from rlhub.checkpoint.store import Checkpoint
 from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.errors import CheckpointError, ConfigError, NonFiniteError, RewardError, RunFolderError
+from rlhub.single_controller import ObservedCall, WorkerInfo
 from rlhub.tracking.metrics_log import read_metrics
 from rlhub.tracking.tracker import Metrics
 from rlhub.trainer.run import Run, StopSignals
@@ -81,6 +83,27 @@ def test_throughput_is_per_second_and_device_of_all_pools(tmp_path: Path, monkey
         (row,) = read_metrics(run.folder.metrics)
     assert row["timing_s/step"] == row["perf/time_per_step"] == 4.0
     assert row["perf/throughput"] == pytest.approx(1200 / (4 * 10))
+
+
+def test_a_steps_line_has_the_traffic_of_its_calls_and_of_its_save(tmp_path: Path) -> None:
+    config = TrainerConfig(default_local_dir=str(tmp_path / "run"), logger=[])
+    call = ObservedCall(role="actor", method="save_checkpoint", blocking=True, workers=(WorkerInfo(rank=0, node="n", pid=1),))
+
+    def save(folder: Path) -> list[FileEntry]:
+        run.calls.on_start(call)
+        run.calls.on_transfer(call, sent=5, received=7)
+        return []
+
+    with Run(config, {}, 2) as run:
+        run.calls.on_transfer(call, sent=1000)  # before the first step
+        run.start()
+        for step in (1, 2):
+            run.begin_step(step)
+            run.calls.on_transfer(call, sent=10 * step)
+            run.end_step(step, {}, save=save, state=dict, last=step == 2)
+        rows = read_metrics(run.folder.metrics)
+    names = ("perf/driver_bytes_out", "perf/driver_bytes_in", "perf/driver_calls")
+    assert [[row[name] for name in names] for row in rows] == [[10, 0, 0], [25, 7, 1]]
 
 
 def test_a_save_waits_for_what_is_late(tmp_path: Path) -> None:

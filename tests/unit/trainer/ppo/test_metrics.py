@@ -61,35 +61,39 @@ EXPECTED = {
 }
 
 
+def measured(batch: DataProto) -> dict[str, float]:
+    return batch_metrics(batch, batch.batch["valid"])
+
+
 @pytest.mark.parametrize("outside", [NAN, 0.0, 1e9])
 def test_batch_metrics(outside: float) -> None:
-    assert batch_metrics(batch_of(outside=outside)) == pytest.approx(EXPECTED)
+    assert measured(batch_of(outside=outside)) == pytest.approx(EXPECTED)
 
 
 def test_a_mask_that_lets_padding_through_shows() -> None:
     """The control: were the empty row's tokens counted, the metrics would tell."""
     batch = batch_of(outside=1e9)
     batch.batch["response_mask"] = torch.ones(4, 2).long()
-    assert batch_metrics(batch)["critic/advantages/max"] == 1e9
+    assert measured(batch)["critic/advantages/max"] == 1e9
 
 
 def test_a_score_that_is_not_valid_would_show() -> None:
     """The control: the fourth row's numbers are far outside the others'."""
     batch = batch_of()
     batch.batch["valid"] = torch.ones(4, dtype=torch.bool)
-    metrics = batch_metrics(batch)
+    metrics = measured(batch)
     assert (metrics["critic/score/min"], metrics["critic/advantages/max"]) == (-9.0, pytest.approx(7e7))
 
 
 def test_without_a_critic_there_are_no_values() -> None:
-    metrics = batch_metrics(batch_of(values=False))
+    metrics = measured(batch_of(values=False))
     assert metrics == pytest.approx({name: value for name, value in EXPECTED.items() if not name.startswith("critic/values")})
 
 
 def test_a_batch_whose_responses_are_all_empty() -> None:
     batch = batch_of()
     batch.batch["response_mask"] = torch.zeros(4, 2).long()
-    metrics = batch_metrics(batch)
+    metrics = measured(batch)
     assert not any(name.startswith(("critic/advantages", "critic/returns", "critic/values")) for name in metrics)
     assert metrics["critic/rewards/max"] == 0.0
 
@@ -114,7 +118,7 @@ def test_means_of_the_largest_floats_are_finite() -> None:
     for name in ("advantages", "returns", "values", "token_level_rewards"):
         batch.batch[name] = torch.full((4, 2), 3e38)
     batch.batch["scores"] = torch.tensor([3e38, 3e38, -1e38, 0.0])
-    metrics = batch_metrics(batch)
+    metrics = measured(batch)
     assert all(map(math.isfinite, metrics.values())), metrics
     scores = [float(x) for x in batch.batch["scores"][:3].double()]
     mean = math.fsum(scores) / 3
@@ -126,7 +130,7 @@ def test_means_of_the_largest_floats_are_finite() -> None:
 def test_a_batch_without_any_valid_score_has_no_mean_reward() -> None:
     batch = batch_of()
     batch.batch["valid"] = torch.zeros(4, dtype=torch.bool)
-    assert all(map(math.isfinite, batch_metrics(batch).values())) and "reward/mean" not in batch_metrics(batch)
+    assert all(map(math.isfinite, measured(batch).values())) and "reward/mean" not in measured(batch)
 
 
 def test_milliseconds_per_token_of_the_phases_that_ran() -> None:

@@ -31,7 +31,8 @@ from rlhub.utils.timing import PhaseTimer
 from tests.unit.algorithms import references
 
 ROWS, PROMPT, RESPONSE = 8, 3, 5
-MODEL = {"input_ids", "attention_mask", "response_mask"}
+TOKENS = {"input_ids", "attention_mask"}
+MODEL = TOKENS | {"response_mask"}
 
 
 @dataclass
@@ -117,8 +118,9 @@ def log_probs_of(group: FakeGroup, batch: DataProto) -> DataProto:
 
 
 def token_value(columns: dict[str, Tensor], factor: float) -> Tensor:
-    """factor * token under the mask, 0 elsewhere."""
-    return masked(factor * columns["input_ids"][:, PROMPT:].float(), columns["response_mask"])
+    """factor * token under the mask of the call, 0 elsewhere."""
+    (mask,) = [column for name, column in columns.items() if name.endswith("_mask") and name != "attention_mask"]
+    return masked(factor * columns["input_ids"][:, PROMPT:].float(), mask)
 
 
 @dataclass
@@ -333,8 +335,8 @@ def test_while_the_critic_warms_up_the_policy_stays() -> None:
 def check_sent(run: Run, policy: set[str]) -> None:
     """Forward passes get the model's inputs, updates what they read, and nothing else travels."""
     expected = {
-        "actor.update_actor": MODEL | {"mini_batch", "advantages"} | policy,
-        "critic.update_critic": MODEL | {"mini_batch", "values", "returns"},
+        "actor.update_actor": TOKENS | {"loss_mask", "mini_batch", "advantages"} | policy,
+        "critic.update_critic": TOKENS | {"learn_mask", "mini_batch", "values", "returns"},
     }
     for call in run.calls[len(START) :]:
         assert set(call.columns) == expected.get(call.name, MODEL), call.name
@@ -406,7 +408,7 @@ def test_rows_without_a_valid_reward_move_nobodys_baseline_and_do_not_train() ->
     """Groups of four: a missing sample leaves a spread."""
     run = learn(config_of(samples=4), invalid={1, 6})
     check_advantages(run, {1, 6})
-    mask = run.sent("actor.update_actor").columns["response_mask"]
+    mask = run.sent("actor.update_actor").columns["loss_mask"]
     assert mask.sum(1).tolist() == [0 if row in (1, 6) else LENGTHS[row] for row in range(ROWS)]
     assert run.metrics["actor/masked_samples"] == 2.0
 
@@ -429,7 +431,8 @@ def test_a_response_of_which_the_model_wrote_nothing_moves_nobodys_baseline(monk
     run = learn(config_of())
     columns = run.batch.batch
     place = {row: index for index, row in enumerate(columns["row"].tolist())}
-    assert not columns["valid"][place[2]] and columns["valid"].sum() == ROWS - 1
+    trained = columns["learn_mask"].any(1)
+    assert not trained[place[2]] and trained.sum() == ROWS - 1
     assert not columns["advantages"][place[3]].any(), "it is alone in its group now"
     assert run.metrics["reward/mean"] == pytest.approx((sum(SCORES) - SCORES[2]) / (ROWS - 1))
 
@@ -464,8 +467,8 @@ def test_forward_passes_and_the_critic_see_every_token_but_only_valid_rows_train
     run = learn(config_of("gae", mini=2), invalid={3})
     for name in ("actor.compute_log_prob", "critic.compute_values"):
         assert run.sent(name).columns["response_mask"].sum(1).tolist() == LENGTHS
-    for name in ("critic.update_critic", "actor.update_actor"):
-        assert run.sent(name).columns["response_mask"][3].sum() == 0
+    for name, mask in (("critic.update_critic", "learn_mask"), ("actor.update_actor", "loss_mask")):
+        assert run.sent(name).columns[mask].sum(1).tolist() == [0 if row == 3 else length for row, length in enumerate(LENGTHS)]
 
 
 @pytest.mark.parametrize("masked_out", [False, True])
@@ -475,7 +478,7 @@ def test_truncated_rows_are_left_out_of_the_loss_if_asked_but_not_of_the_baselin
     config.actor_rollout_ref.actor.mask_truncated = masked_out
     run = learn(config)
     check_advantages(run, set())
-    lengths = run.sent("actor.update_actor").columns["response_mask"].sum(1).tolist()
+    lengths = run.sent("actor.update_actor").columns["loss_mask"].sum(1).tolist()
     assert lengths == [0 if masked_out and row in (1, 4) else LENGTHS[row] for row in range(ROWS)]
     assert run.metrics["actor/masked_samples"] == (2.0 if masked_out else 0.0)
 

@@ -25,7 +25,7 @@ from rlhub.trainer.ppo.stream_source import PromptLog, StreamSource, complete_re
 from rlhub.utils.timing import PhaseTimer
 from tests.support.episodes import Immediate, Policy, executing, parts
 from tests.unit.trainer.ppo.test_episode_scoring import group
-from tests.unit.trainer.ppo.test_prompt_progress import loader
+from tests.unit.trainer.ppo.test_stream_source_prompts import loader
 
 BATCH = 4
 

@@ -194,5 +194,7 @@ def test_an_observer_can_stop_a_call() -> None:
 
         def on_end(self, call: ObservedCall, seconds: float, error: BaseException | None) -> None: ...
 
+        def on_transfer(self, call: ObservedCall, *, sent: int = 0, received: int = 0) -> None: ...
+
     with run(observers=[Stopper()]) as launched, pytest.raises(RuntimeError, match="not now"):
         launched.groups["actor"].add(1)

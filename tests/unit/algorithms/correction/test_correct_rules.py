@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhub.algorithms.correction import correct as rejection
+from rlhub.algorithms.correction import correct
 from rlhub.algorithms.correction.correct import candidates, kept, m2po_kept, second_moment
 from rlhub.config.sections.rollout_correction import DIVERGENCE_RULES, RATIO_RULES, Bounds
 from tests.unit.algorithms.cases import catches, few
@@ -31,7 +31,7 @@ def test_rules(setting) -> None:
 
 
 def test_the_table_has_the_rules_that_the_settings_know() -> None:
-    assert set(rejection.RULES) == set(RATIO_RULES) | set(DIVERGENCE_RULES) == set(RULES)
+    assert set(correct.RULES) == set(RATIO_RULES) | set(DIVERGENCE_RULES) == set(RULES)
 
 
 def test_broken_rules_are_caught() -> None:

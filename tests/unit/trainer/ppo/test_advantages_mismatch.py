@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from rlhub.algorithms.registry import POLICY_LOSSES
 from rlhub.config.rules.parallel import derive
@@ -24,9 +27,10 @@ from rlhub.trainer.ppo.advantages import (
     mismatch_by_staleness,
 )
 from rlhub.trainer.ppo.requirements import requirements
+from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.step import policy_inputs
 from rlhub.trainer.preflight import checks as preflight
-from tests.unit.trainer.ppo.test_step import LENGTHS, learn
+from tests.unit.trainer.ppo.test_step import LENGTHS, FakeSource, Run, learn
 from tests.unit.trainer.ppo.test_step import config_of as step_config
 
 OLD = [[-1.0, -2.0, -3.0], [-1.0, -1.5, 0.0]]
@@ -43,6 +47,7 @@ def batch_of(**columns: torch.Tensor) -> DataProto:
         "old_log_probs": old,
         "rollout_log_probs": old - torch.tensor(RATIO).log(),
         "response_mask": torch.tensor(MASK),
+        "learn_mask": torch.tensor(MASK),
         "advantages": torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]]),
         "mini_batch": torch.zeros(2, dtype=torch.int64),
     }
@@ -64,13 +69,14 @@ def config_of(mini: int = 8, **changes: object) -> PPOConfig:
 # Columns and metrics
 
 
-def test_weights_become_a_column_and_rejected_tokens_leave_the_mask() -> None:
+def test_weights_become_a_column_and_rejected_tokens_leave_the_loss() -> None:
     batch = batch_of()
     metrics = correct_batch(batch, settings(rollout_is="token", rollout_rs=["token_k1"], rollout_rs_threshold=["0.2_2.0"]))
     weights = batch.batch["importance_weights"]
     torch.testing.assert_close(weights, torch.tensor([[2.0, 1.0, 0.25], [1.0, 0.9, 0.0]]), rtol=1e-5, atol=0)
     assert weights.dtype == torch.float32
-    assert batch.batch["response_mask"].tolist() == [[1, 1, 0], [1, 1, 0]] and batch.batch["response_mask"].dtype == torch.int64
+    assert batch.batch["loss_mask"].tolist() == [[1, 1, 0], [1, 1, 0]] and batch.batch["loss_mask"].dtype == torch.int64
+    assert batch.batch["learn_mask"].tolist() == batch.batch["response_mask"].tolist() == MASK
     assert metrics == pytest.approx(
         {
             "correction/rejected/token_k1": 1 / 5,
@@ -97,7 +103,7 @@ def test_m2po_reads_the_advantages() -> None:
     batch = batch_of()
     metrics = correct_batch(batch, settings(m2po_threshold=0.04))
     # the same sign: 3.0 (A = 1) and 0.9 (A = -1); only the second's log^2 is under 0.04
-    assert batch.batch["response_mask"].tolist() == [[0, 1, 1], [1, 1, 0]]
+    assert batch.batch["loss_mask"].tolist() == [[0, 1, 1], [1, 1, 0]]
     assert metrics["correction/rejected/m2po"] == metrics["mismatch/masked_share"] == 1 / 5
     assert "importance_weights" not in batch.batch.keys()
 
@@ -105,7 +111,7 @@ def test_m2po_reads_the_advantages() -> None:
 def test_a_rejected_batch_is_left_without_tokens_and_without_an_error() -> None:
     batch = batch_of()
     metrics = correct_batch(batch, settings(rollout_is="token", rollout_rs=["seq_max_k2"], rollout_rs_threshold=["1e-9"]))
-    assert not batch.batch["response_mask"].any() and metrics["mismatch/masked_share"] == 1.0
+    assert not batch.batch["loss_mask"].any() and metrics["mismatch/masked_share"] == 1.0
     assert "correction/weight_max" not in metrics
 
 
@@ -113,7 +119,7 @@ def test_nothing_configured_changes_nothing_and_says_that_nothing_is_masked() ->
     batch = batch_of()
     before = set(batch.batch.keys())
     assert correct_batch(batch, settings()) == {"mismatch/masked_share": 0.0}
-    assert set(batch.batch.keys()) == before and batch.batch["response_mask"].tolist() == MASK
+    assert set(batch.batch.keys()) - before == {"loss_mask"} and batch.batch["loss_mask"].tolist() == MASK
 
 
 def test_mismatch_has_the_extremes_of_the_weight() -> None:
@@ -134,7 +140,7 @@ def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_and_travel_once(
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     needs = requirements(config_of(bypass_mode=True))
     assert correct_batch(batch, settings(bypass_mode=True, rollout_rs=["token_k2"], rollout_rs_threshold=["0.1"])) == {}
-    assert batch.batch["response_mask"].tolist() == MASK
+    assert batch.batch["loss_mask"].tolist() == MASK
     sent = policy_inputs(batch, needs).batch
     assert torch.equal(sent["old_log_probs"], batch.batch["rollout_log_probs"])
     assert "rollout_log_probs" not in sent.keys()
@@ -242,13 +248,85 @@ def test_rejected_rows_leave_the_policys_loss_alone_not_the_baseline_and_not_the
     config.algorithm.rollout_correction = settings(rollout_is="token", rollout_rs=["seq_sum_k1"], rollout_rs_threshold=["1.18"])
     run = learn(config)
     assert torch.equal(run.batch.batch["advantages"], plain.batch.batch["advantages"])
-    assert run.sent("critic.update_critic").columns["response_mask"].sum(1).tolist() == LENGTHS
+    assert run.sent("critic.update_critic").columns["learn_mask"].sum(1).tolist() == LENGTHS
     sent = run.sent("actor.update_actor").columns
-    assert sent["response_mask"].sum(1).tolist() == [length if length <= 3 else 0 for length in LENGTHS]
-    weights = sent["importance_weights"][sent["response_mask"].bool()]
+    assert sent["loss_mask"].sum(1).tolist() == [length if length <= 3 else 0 for length in LENGTHS]
+    weights = sent["importance_weights"][sent["loss_mask"].bool()]
     torch.testing.assert_close(weights, torch.full_like(weights, math.exp(0.05)), rtol=1e-5, atol=0)
     assert "actor.compute_log_prob" in run.names() and "actor.compute_log_prob" not in plain.names()
     assert run.metrics["mismatch/masked_share"] == sum(n for n in LENGTHS if n > 3) / sum(LENGTHS)
+
+
+@dataclass
+class Writes:
+    """Counts how often the step writes each column of its batch."""
+
+    batch: TensorDict | None = None
+    names: list[str] = field(default_factory=list)
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        written, select = TensorDict.__setitem__, FakeSource.select
+
+        def note(columns: TensorDict, name: str, value: torch.Tensor) -> None:
+            if columns is self.batch:
+                self.names.append(name)
+            written(columns, name, value)
+
+        def chosen(source: FakeSource, samples: Samples) -> DataProto | None:
+            batch = select(source, samples)
+            self.batch = None if batch is None else batch.batch
+            self.names += [] if self.batch is None else self.batch.keys()
+            return batch
+
+        monkeypatch.setattr(TensorDict, "__setitem__", note)
+        monkeypatch.setattr(FakeSource, "select", chosen)
+
+
+MASKS: list[dict[str, Any]] = [
+    {},
+    {"rollout_is": "token", "rollout_rs": ["seq_sum_k1"], "rollout_rs_threshold": ["1.18"]},
+    {"bypass_mode": True},
+    {"m2po_threshold": 0.04},
+]
+
+
+def check_masks(run: Run, writes: Writes, rejected: set[int]) -> None:
+    """Row 3 has no valid score, rows 1 and 4 were truncated."""
+    everything, untaught = dict(enumerate(LENGTHS)), {1, 3, 4}
+    calls = {"actor.compute_log_prob": "response_mask", "critic.compute_values": "response_mask"}
+    calls |= {"critic.update_critic": "learn_mask", "actor.update_actor": "loss_mask"}
+    without = {"response_mask": set[int](), "learn_mask": untaught, "loss_mask": untaught | rejected}
+    for call in [call for call in run.calls if call.name in calls]:
+        mask = calls[call.name]
+        assert call.columns[mask].sum(1).tolist() == [0 if r in without[mask] else n for r, n in everything.items()], call.name
+    assert run.batch.batch["response_mask"].sum(1).tolist() == LENGTHS
+    assert len(writes.names) == len(set(writes.names)), sorted(name for name in writes.names if writes.names.count(name) > 1)
+    assert {"learn_mask", "loss_mask", "advantages"} <= set(writes.names)
+    assert run.metrics["actor/masked_samples"] == len(untaught)
+
+
+@pytest.mark.parametrize("correction", MASKS)
+def test_every_reader_gets_its_own_mask_and_no_column_is_written_twice(
+    correction: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, writes = step_config("gae"), Writes()
+    config.actor_rollout_ref.actor.mask_truncated = True
+    config.algorithm.whiten_rewards = True
+    config.algorithm.rollout_correction = settings(**correction)
+    writes.watch(monkeypatch)
+    check_masks(learn(config, invalid={3}), writes, {5} if "rollout_rs" in correction else set())
+
+
+@pytest.mark.parametrize("name", ["response_mask", "learn_mask"])
+def test_a_correction_that_writes_the_mask_that_it_has_read_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rewriting(batch: DataProto, config: RolloutCorrectionConfig) -> dict[str, float]:
+        metrics = correct_batch(batch, config)
+        batch.batch[name] = batch.batch["loss_mask"]
+        return metrics
+
+    monkeypatch.setattr("rlhub.trainer.ppo.step.correct_batch", rewriting)
+    with pytest.raises(AssertionError):
+        test_every_reader_gets_its_own_mask_and_no_column_is_written_twice(MASKS[1], monkeypatch)
 
 
 def test_in_bypass_mode_no_pass_is_made_and_the_update_gets_the_rollouts_log_probs() -> None:

@@ -116,7 +116,7 @@ def drawn_batch(*, num_ranks: int, shuffle_seed: int | None = None) -> DataProto
         {
             "who": torch.arange(ROWS),
             "attention_mask": torch.cat([torch.ones(ROWS, PROMPT).long(), mask], 1),
-            "response_mask": mask,
+            "loss_mask": mask,
             "advantages": advantages,
             "old_log_probs": log_probs,
         }
@@ -135,7 +135,7 @@ def gradient(name: str, batch: DataProto, selected: Tensor, num_ranks: int, micr
     log_probs = torch.zeros(ROWS, RESPONSE).uniform_(-2, 0, generator=torch.Generator().manual_seed(2)).requires_grad_()
     total = torch.zeros_like(log_probs)
     in_step = batch.batch["mini_batch"] == 1
-    mask = batch.batch["response_mask"]
+    mask = batch.batch["loss_mask"]
     counts = Denominators(tokens=float(mask[in_step].sum()), sequences=float(mask[in_step].any(1).sum()))
     for part in torch.arange(ROWS).chunk(num_ranks):
         for rows in part[in_step[part]].split(micro_rows):
@@ -156,7 +156,7 @@ def gradient(name: str, batch: DataProto, selected: Tensor, num_ranks: int, micr
 def test_tokens_and_gradient_are_the_same_on_any_number_of_ranks(name: str, shuffle_seed: int | None) -> None:
     alone = drawn_batch(num_ranks=1, shuffle_seed=shuffle_seed)
     chosen = select_tokens(alone, config_for(name), step=7)
-    assert 0 < chosen.sum() < alone.batch["response_mask"].sum()
+    assert 0 < chosen.sum() < alone.batch["loss_mask"].sum()
     expected = gradient(name, alone, chosen, 1, ROWS)
     for num_ranks in (1, 2, 4):
         batch = drawn_batch(num_ranks=num_ranks, shuffle_seed=shuffle_seed)
@@ -184,8 +184,8 @@ def test_each_mini_batch_selects_its_share_of_its_own_tokens() -> None:
     selected = select_tokens(batch, config_for("kl_cov"), step=1)
     for index in range(ROWS // MINI):
         rows = batch.batch["mini_batch"] == index
-        assert selected[rows].sum() == int(0.25 * int(batch.batch["response_mask"][rows].sum()))
-    assert not masked(selected, 1 - batch.batch["response_mask"]).any()
+        assert selected[rows].sum() == int(0.25 * int(batch.batch["loss_mask"][rows].sum()))
+    assert not masked(selected, 1 - batch.batch["loss_mask"]).any()
 
 
 def test_another_step_or_seed_draws_other_tokens() -> None:
@@ -211,7 +211,7 @@ def test_a_step_sends_the_selection_and_makes_the_pass_it_reads(dp_size: int) ->
     run = learn(config, dp_size=dp_size)
     assert "actor.compute_log_prob" in run.names()
     sent = run.sent("actor.update_actor").columns
-    assert sent["selected"].sum() == sent["response_mask"].sum() // 2
+    assert sent["selected"].sum() == sent["loss_mask"].sum() // 2
     assert "sample_index" not in sent and "old_log_probs" in sent
 
 
