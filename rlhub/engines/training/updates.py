@@ -58,14 +58,18 @@ from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
 from rlhub.engines.training.base import ForwardOutputs, LossOutput, Rows, StepReport, TrainEngine
 from rlhub.registry import knobs_for
 
+PAIR = 2  # rows of a preference pair
+StepLoss = Callable[[ForwardOutputs, Rows, Denominators], LossOutput]
+"""A loss of one micro-batch, given the denominators of its optimizer step."""
+
 
 class PolicyUpdater:
-    """Policy loss, optional entropy bonus and KL loss, stepped over the mini-batches of a batch.
+    """Steps a policy loss, with optional entropy bonus and KL loss, over the mini-batches of a batch.
 
-    Every rank calls `update` together.  Columns read: input_ids, attention_mask, loss_mask (response_mask where there is none,
-    and every token of the model trains), advantages, and when present old_log_probs (absent: the policy at the start of the
-    update is the one being stepped, see `Requirements`), ref_log_prob, rollout_log_probs, importance_weights, selected,
-    staleness, mini_batch.
+    Every rank calls `update` together.  Columns read: input_ids, attention_mask, loss_mask (without it response_mask, so that
+    every token of the model trains), advantages, and if present old_log_probs, ref_log_prob, rollout_log_probs,
+    importance_weights, selected, staleness, mini_batch.  Without old_log_probs, the policy being stepped is the policy at the
+    start of the update (see `Requirements`).
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class PolicyUpdater:
         self.kl = KL_ESTIMATORS.get(config.kl_loss_type) if config.use_kl_loss else None
 
     def update(self, rows: Rows, num_mini_batches: int) -> dict[str, float]:
-        """Takes all optimizer steps of this batch; returns metrics, the same on every rank."""
+        """Takes all optimizer steps of this batch; returns metrics, which are equal on every rank."""
         extremes, rows = Extremes(), counting(rows, "loss_mask")
         steps = take_steps(
             self.engine,
@@ -122,7 +126,7 @@ class PolicyUpdater:
         if self.config.entropy_coeff:
             loss = loss - self.config.entropy_coeff * aggregate(outputs.entropy, mask, mode, denominators)
         if self.kl is not None:
-            # Masked before, not after: the gradient of a masked value that is not finite would be 0 * NaN.
+            # Mask the inputs and not the result: the gradient of a masked value that is not finite would be 0 * NaN.
             kl = self.kl(masked(outputs.log_probs, mask), masked(micro["ref_log_prob"], mask))
             loss = loss + self.config.kl_loss_coef * aggregate(kl, mask, mode, denominators)
             sums["kl_loss"] = masked_sum(kl.detach(), mask)
@@ -135,18 +139,8 @@ class PolicyUpdater:
         return LossOutput(loss=loss, sums=sums)
 
 
-@dataclass(slots=True, kw_only=True)
-class Anchored:
-    """The log-probs that the policy loss compares with and token weights, (rows, response), no gradient.  weights: None where
-    nothing is weighted."""
-
-    old_log_probs: Tensor
-    weights: Tensor | None
-    sums: dict[str, Tensor]
-
-
 class UpdateCorrection:
-    """Old log-probs and token weights of a micro-batch, by the configured mode.
+    """Computes old log-probs and token weights of a micro-batch, in the configured mode.
 
     loss_requires: the `requires` of the policy loss's registry row.
     """
@@ -157,9 +151,11 @@ class UpdateCorrection:
         self.applied = dataclasses.replace(config, rollout_is=None) if config.bypass_mode and self.own_ratio else config
 
     def anchor(self, log_probs: Tensor, micro: Rows) -> Anchored:
-        """Returns the anchor of a micro-batch.  log_probs: the current policy's, (rows, response).  Reads old_log_probs and
-        importance_weights where present, in bypass mode old_log_probs (which is mu), with A-3PO rollout_log_probs and, where
-        present, staleness."""
+        """Returns the anchor of a micro-batch.
+
+        Columns read: old_log_probs and importance_weights if present; in bypass mode old_log_probs, which is mu; with A-3PO
+        rollout_log_probs and, if present, staleness.  log_probs: those of the current policy, (rows, response).
+        """
         current, mask = log_probs.detach(), micro["response_mask"]
         if not self.config.in_update:
             first_step = "old_log_probs" not in micro
@@ -177,36 +173,52 @@ class UpdateCorrection:
         return Anchored(old_log_probs=old, weights=weights, sums=correction.sums)
 
     def behaviour(self, rows: Rows) -> Tensor | None:
-        """Returns log mu, (rows, response), where the mismatch is measured in the update; None where the driver measures it."""
+        """Returns log mu, (rows, response), if the mismatch is measured in the update; None if the driver measures it."""
         if self.config.bypass_mode:
             return rows["old_log_probs"]
         measured_before = "old_log_probs" in rows and not self.config.in_update
         return rows["rollout_log_probs"] if "rollout_log_probs" in rows and not measured_before else None
 
 
+@dataclass(slots=True, kw_only=True)
+class Anchored:
+    """The anchor of a policy loss: the log-probs that it compares with, and token weights, both (rows, response) without
+    gradient.
+
+    weights: None if no token is weighted.
+    """
+
+    old_log_probs: Tensor
+    weights: Tensor | None
+    sums: dict[str, Tensor]
+
+
 class Extremes:
-    """Smallest and largest weight pi / mu of the batch's first optimizer step.  They do not add up over micro-batches as a
-    LossOutput's sums do, so they are collected here and cost one small all-reduce when the batch is done."""
+    """The smallest and largest weight pi / mu of the batch's first optimizer step.
+
+    They do not add up over micro-batches as a LossOutput's sums do, so they are collected here and reduced once, at the end of
+    the batch.
+    """
 
     def __init__(self) -> None:
         self._step: Denominators | None = None
         self._pair: Tensor | None = None
 
     def add(self, step: Denominators, pair: Tensor) -> None:
-        """Adds the pair of one micro-batch.  step: of the optimizer; only the first is on the sampled policy."""
+        """Adds the pair of one micro-batch.  step: its optimizer step; only the first one uses the policy that sampled."""
         if self._step is None:
             self._step, self._pair = step, pair
         elif self._step is step and self._pair is not None:
             self._pair = torch.maximum(self._pair, pair)
 
     def metrics(self, engine: TrainEngine) -> dict[str, float]:
-        """Returns metrics over all ranks, since only those that end a pipeline have outputs; every rank calls it."""
+        """Returns the metrics over all ranks, because only the last ranks of a pipeline have outputs; every rank calls it."""
         pair = torch.full((2,), -math.inf, dtype=torch.float64, device=engine.device) if self._pair is None else self._pair
         return extreme_metrics(engine.reduce(pair, op="max", every_rank=True))
 
 
 def policy_metrics(steps: list[StepSums]) -> dict[str, float]:
-    """Means over the optimizer steps of one batch (skipped steps are counted, and left out of the means)."""
+    """Returns means over the optimizer steps of one batch.  Skipped steps are counted, and left out of the means."""
     done = [step for step in steps if not step.report.skipped]
     metrics = {"actor/skipped_steps": float(len(steps) - len(done)), "actor/optimizer_steps": float(len(done))}
     if steps:
@@ -226,14 +238,16 @@ def policy_metrics(steps: list[StepSums]) -> dict[str, float]:
 
 
 class ValueUpdater:
-    """Clipped value loss stepped over the mini-batches of a batch.  Columns read: input_ids, attention_mask, learn_mask
-    (response_mask where there is none), values, returns, mini_batch."""
+    """Steps the clipped value loss over the mini-batches of a batch.
+
+    Columns read: input_ids, attention_mask, learn_mask (without it response_mask), values, returns, mini_batch.
+    """
 
     def __init__(self, engine: TrainEngine, config: CriticConfig, *, loss_agg_mode: str, scale: float) -> None:
         self.engine, self.config, self.mode, self.scale = engine, config, loss_agg_mode, scale
 
     def update(self, rows: Rows, num_mini_batches: int) -> dict[str, float]:
-        """Takes all optimizer steps of this batch; returns metrics, the same on every rank."""
+        """Takes all optimizer steps of this batch; returns metrics, which are equal on every rank."""
         assert self.config.ppo_epochs is not None, "derived when the configuration is loaded"
         steps = take_steps(
             self.engine,
@@ -254,8 +268,10 @@ class ValueUpdater:
 
 
 def value_metrics(steps: list[StepSums]) -> dict[str, float]:
-    """Returns means over the steps.  vf_explained_var: 1 - mean squared error / variance of the returns (1 is perfect, 0 no
-    better than their mean)."""
+    """Returns means over the optimizer steps of one batch.
+
+    vf_explained_var is 1 - mean squared error / variance of the returns: 1 is perfect, 0 is no better than their mean.
+    """
     done = [step for step in steps if not step.report.skipped]
     metrics = {"critic/skipped_steps": float(len(steps) - len(done)), "critic/optimizer_steps": float(len(done))}
     if steps:
@@ -275,37 +291,28 @@ def value_metrics(steps: list[StepSums]) -> dict[str, float]:
     return metrics
 
 
+def sft_loss(outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
+    """Returns the negative log-likelihood of the response tokens, averaged over all tokens of the step."""
+    assert outputs.log_probs is not None
+    return LossOutput(loss=aggregate(-outputs.log_probs, micro["response_mask"], "token-mean", denominators))
+
+
 def counting(rows: Rows, mask: str) -> Rows:
-    """Returns the rows with their column `mask`, where they have it, as response_mask: an engine computes the tokens of
-    response_mask alone, and a loss counts no others."""
+    """Returns the rows with their column `mask`, if they have it, as response_mask: an engine computes only the tokens of
+    response_mask, and a loss counts no others."""
     if mask not in rows:
         return rows
     return {name: column for name, column in rows.items() if name != mask} | {"response_mask": rows[mask]}
 
 
-def sft_loss(outputs: ForwardOutputs, micro: Rows, denominators: Denominators) -> LossOutput:
-    """Returns the negative log-likelihood of the response tokens, averaged over all of the step's tokens."""
-    assert outputs.log_probs is not None
-    return LossOutput(loss=aggregate(-outputs.log_probs, micro["response_mask"], "token-mean", denominators))
-
-
-StepLoss = Callable[[ForwardOutputs, Rows, Denominators], LossOutput]
-
-
-@dataclass(slots=True, kw_only=True)
-class StepSums:
-    """The results of one optimizer step: its global sums, its token count and the optimizer's report."""
-
-    sums: dict[str, float]
-    denominators: Denominators
-    report: StepReport
-
-
 def take_steps(
     engine: TrainEngine, rows: Rows, loss: StepLoss, *, num_mini_batches: int, epochs: int, scale: float, outputs: tuple[str, ...]
 ) -> list[StepSums]:
-    """Takes one optimizer step for each mini-batch of each epoch.  A mini-batch without a token to learn from takes none: the
-    optimizer's momentum and decay would move the weights."""
+    """Takes one optimizer step for each mini-batch of each epoch.
+
+    A mini-batch without a token to learn from takes no step, because the optimizer's momentum and decay would move the
+    weights.
+    """
     steps = []
     for mini in mini_batches(rows, num_mini_batches, epochs):
         denominators = count_denominators(engine, mini["response_mask"], scale)
@@ -316,12 +323,17 @@ def take_steps(
     return steps
 
 
-def _with_denominators(loss: StepLoss, denominators: Denominators, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
-    return loss(outputs, micro, denominators)
+@dataclass(slots=True, kw_only=True)
+class StepSums:
+    """The result of one optimizer step: its global sums, its denominators, and the optimizer's report."""
+
+    sums: dict[str, float]
+    denominators: Denominators
+    report: StepReport
 
 
 def mini_batches(rows: Rows, num_mini_batches: int, epochs: int) -> Iterator[dict[str, Tensor]]:
-    """Yields this rank's rows of every optimizer step, in order; a step may have no rows here."""
+    """Yields this rank's rows of every optimizer step, in order; a step may have no rows on this rank."""
     for _ in range(epochs):
         for index in range(num_mini_batches):
             if num_mini_batches == 1:
@@ -336,47 +348,26 @@ def select_rows(rows: Rows, keep: Tensor) -> dict[str, Tensor]:
 
 
 def count_denominators(engine: TrainEngine, response_mask: Tensor, scale: float) -> Denominators:
-    """Counts model tokens and non-empty rows of the step over all ranks."""
+    """Counts the model's tokens and the non-empty rows of a step over all ranks."""
     local = torch.stack([response_mask.sum(), response_mask.any(dim=1).sum()]).double()
     tokens, sequences = engine.reduce(local).tolist()
     return Denominators(tokens=tokens, sequences=sequences, scale=scale)
 
 
-class PairLoss(Protocol):
-    """outputs: those that the engine computes.  Called with one micro-batch of interleaved rows and the step's number of pairs;
-    the sums it returns are sums over pairs."""
-
-    outputs: tuple[str, ...]
-
-    def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput: ...
-
-
-@dataclass(slots=True, kw_only=True)
-class PairStep:
-    """The results of one optimizer step: global sums over pairs, the number of pairs, and the optimizer's report."""
-
-    sums: dict[str, float]
-    num_pairs: float
-    report: StepReport
-
-
-PAIR = 2
+def _with_denominators(loss: StepLoss, denominators: Denominators, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
+    return loss(outputs, micro, denominators)
 
 
 def take_pair_step(engine: TrainEngine, rows: Rows, loss: PairLoss) -> PairStep:
-    """Takes one optimizer step over interleaved rows; every rank calls, also one without rows."""
+    """Takes one optimizer step over interleaved rows.  Every rank calls it, also one without rows."""
     num_pairs = count_pairs(engine, rows)
     sums = engine.forward_backward(rows, partial(_with_num_pairs, loss, num_pairs), outputs=loss.outputs, rows_per_unit=PAIR)
     return PairStep(sums=sums, num_pairs=num_pairs, report=engine.optimizer_step())
 
 
-def _with_num_pairs(loss: PairLoss, num_pairs: float, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
-    return loss(outputs, micro, num_pairs)
-
-
 @torch.no_grad()
 def evaluate_pairs(engine: TrainEngine, rows: Rows, loss: PairLoss) -> dict[str, float]:
-    """Returns global sums over pairs: `count`, `loss` and the loss's own; every rank calls."""
+    """Returns global sums over pairs: `count`, `loss`, and the sums of the loss itself.  Every rank calls it."""
     outputs = ForwardOutputs(**engine.infer(rows, outputs=loss.outputs))
     result = loss(outputs, rows, 1.0)
     sums = {"count": real_pairs(rows).sum(), "loss": result.loss, **result.sums}
@@ -385,11 +376,31 @@ def evaluate_pairs(engine: TrainEngine, rows: Rows, loss: PairLoss) -> dict[str,
     return dict(zip(names, totals.tolist(), strict=True))
 
 
-class DPOLoss:
-    """Any preference loss on the log-probs of whole answers.  Columns read: response_mask, ref_log_prob (rows,), the
-    reference's log-probs of whole answers.
+class PairLoss(Protocol):
+    """A loss of one micro-batch of interleaved rows, given the step's number of pairs; its sums are sums over pairs.
 
-    Sums: DPO's implicit rewards beta (log pi(y) - log pi_ref(y)) as rewards/..., and log-probs as logps/...
+    outputs: the outputs that the engine computes for it.
+    """
+
+    outputs: tuple[str, ...]
+
+    def __call__(self, outputs: ForwardOutputs, micro: Rows, num_pairs: float) -> LossOutput: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class PairStep:
+    """The result of one optimizer step: its global sums over pairs, the number of pairs, and the optimizer's report."""
+
+    sums: dict[str, float]
+    num_pairs: float
+    report: StepReport
+
+
+class DPOLoss:
+    """Any preference loss on the log-probs of whole answers.
+
+    Columns read: response_mask, and ref_log_prob (rows,), the reference's log-probs of whole answers.  Sums: DPO's implicit
+    rewards beta (log pi(y) - log pi_ref(y)) as rewards/..., and log-probs as logps/...
     """
 
     outputs: tuple[str, ...] = ("log_probs",)
@@ -416,8 +427,10 @@ class DPOLoss:
 
 
 class RewardLoss:
-    """Bradley-Terry on the scores of whole answers.  Column read when present: margin (rows,), the same in both rows of a
-    pair.  Sums: the scores as rewards/..."""
+    """The Bradley-Terry loss on the scores of whole answers.
+
+    Column read if present: margin (rows,), equal in both rows of a pair.  Sums: the scores as rewards/...
+    """
 
     outputs: tuple[str, ...] = ("scores",)
 
@@ -431,25 +444,25 @@ class RewardLoss:
 
 
 def _rewards(chosen: Tensor, rejected: Tensor, real: Tensor) -> dict[str, Tensor]:
-    """Returns sums over pairs; a tie is half right."""
+    """Returns sums over pairs; a tie counts as half right."""
     right = (chosen > rejected).to(chosen.dtype) + 0.5 * (chosen == rejected).to(chosen.dtype)
     values = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected, "accuracies": right}
     return {f"rewards/{name}": masked(value, real).sum() for name, value in values.items()}
 
 
 def interleave(pairs: Rows) -> dict[str, Tensor]:
-    """Returns (pairs, 2, ...) columns as rows 2i (chosen) and 2i + 1 (rejected), and (pairs,) columns with each entry twice."""
+    """Returns columns (pairs, 2, ...) as rows 2i (chosen) and 2i + 1 (rejected), and columns (pairs,) with each entry twice."""
     return {name: column.flatten(0, 1) if column.dim() > 1 else column.repeat_interleave(PAIR) for name, column in pairs.items()}
 
 
 def split(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits (rows,) into chosen and rejected, (pairs,) each."""
+    """Splits (rows,) into the chosen and the rejected answers, (pairs,) each."""
     chosen, rejected = rows.view(-1, PAIR).unbind(1)
     return chosen, rejected
 
 
 def real_pairs(micro: Rows) -> Tensor:
-    """Returns (pairs,): False for the filler rows of a rank that has none left."""
+    """Returns a boolean (pairs,), which is False for the filler rows of a rank without rows left."""
     chosen, rejected = split(micro["attention_mask"].any(dim=1))
     return chosen & rejected
 
@@ -460,5 +473,9 @@ def count_pairs(engine: TrainEngine, rows: Rows) -> float:
 
 
 def sequence_log_probs(log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """Returns sum_t m_t log pi(y_t), (rows,) float64: the losses read small differences of large sums."""
+    """Returns sum_t m_t log pi(y_t), (rows,) float64, because the losses read small differences of large sums."""
     return masked_sum(log_probs.double(), response_mask, dim=1)
+
+
+def _with_num_pairs(loss: PairLoss, num_pairs: float, outputs: ForwardOutputs, micro: Rows) -> LossOutput:
+    return loss(outputs, micro, num_pairs)
