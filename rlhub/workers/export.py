@@ -58,8 +58,8 @@ class ExportJob:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Written:
-    """dtype: that of the most bytes, as torch calls it."""
+class ExportedWeights:
+    """The weights that an export has written.  dtype: the torch name of the dtype with the most bytes."""
 
     num_tensors: int
     num_bytes: int
@@ -74,7 +74,7 @@ class ExportWorker(Worker):
         self.dtype = None if job.dtype is None else DTYPES[job.dtype]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="checkpoint")
-    def write(self) -> Written:
+    def write(self) -> ExportedWeights:
         """Writes weights, configuration and tokenizer; holds one file's worth of weights at a time."""
         with ShardReader(self.job.folder) as reader:
             weights = StoredModel(reader, read_adapter(self.job.folder))
@@ -84,7 +84,7 @@ class ExportWorker(Worker):
             write_hf_weights(self.job.output, buckets, max_shard_bytes=self.job.max_shard_bytes, dtype=self.dtype)
             dtype = self.dtype or weights.dtype
             num_bytes = weights.num_elements * dtype.itemsize
-            return Written(num_tensors=len(weights.names), num_bytes=num_bytes, dtype=str(dtype).removeprefix("torch."))
+            return ExportedWeights(num_tensors=len(weights.names), num_bytes=num_bytes, dtype=str(dtype).removeprefix("torch."))
 
     def _finite(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
         """Yields the buckets; raises CheckpointError for one not finite in the dtype it is written in (fp16 ends at 65504)."""

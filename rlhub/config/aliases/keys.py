@@ -19,13 +19,13 @@ TRAINED = (ACTOR, "critic.", "")
 """Prefixes of the keys of models that are trained."""
 
 ANY = object()
-"""Stands for every value in `Foreign.same`."""
+"""Stands for every value in `KeyAlias.same`."""
 AS_DEFAULT = object()
-"""Stands in `Spelling.ours` for the default: the key counts as not given."""
+"""Stands in `ValueAlias.ours` for the default: the key counts as not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
+class KeyAlias:
     """A key of other frameworks.
 
     key: a pattern.  same: values that are the behaviour here anyway, which are accepted silently (a text may be a pattern).
@@ -48,7 +48,7 @@ class Foreign:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spelling:
+class ValueAlias:
     """Values of other frameworks, for the keys that match the pattern `key`, and our value for them."""
 
     key: str
@@ -68,22 +68,22 @@ def _equal(item: Any, value: Any) -> bool:
 _A, _REF, _R, _M = ACTOR, REFERENCE, ROLLOUT, MODEL
 
 
-def _note(key: str, text: str, *same: Any) -> Foreign:
+def _note(key: str, text: str, *same: Any) -> KeyAlias:
     """Returns the row of a key that is accepted with a warning; the values `same` are accepted silently."""
-    return Foreign(key=key, same=same, note=text)
+    return KeyAlias(key=key, same=same, note=text)
 
 
-def _refused(key: str, text: str, *same: Any) -> Foreign:
+def _refused(key: str, text: str, *same: Any) -> KeyAlias:
     """Returns the row of a key that is refused; the values `same` are accepted silently."""
-    return Foreign(key=key, same=same, instead=text)
+    return KeyAlias(key=key, same=same, instead=text)
 
 
-def _silent(key: str) -> Foreign:
+def _silent(key: str) -> KeyAlias:
     """Returns the row of a key whose every value is accepted silently."""
-    return Foreign(key=key, same=(ANY,))
+    return KeyAlias(key=key, same=(ANY,))
 
 
-def _notes(keys: Sequence[str], text: str, *same: Any) -> tuple[Foreign, ...]:
+def _notes(keys: Sequence[str], text: str, *same: Any) -> tuple[KeyAlias, ...]:
     return tuple(_note(key, text, *same) for key in keys)
 
 
@@ -223,7 +223,7 @@ FOREIGN = (
     _refused("engine", "the training engine is `strategy` (fsdp2 or megatron)", "fsdp*"),
     _refused("engine.*", "engines are configured by strategy, fsdp_config and megatron", None, False),
     # the actor, the reference and the critic
-    Foreign(
+    KeyAlias(
         key=f"{_REF}strategy",
         same=(None,),
         as_key=f"{_A}strategy",
@@ -347,7 +347,7 @@ FOREIGN = (
         for key in ("train_max_samples", "val_max_samples")
     ),
     _refused("data.tokenizer", _OUTSIDE, None),
-    Foreign(key="data.trust_remote_code", same=(False,), as_key=f"{_M}trust_remote_code", instead=f"set {_M}trust_remote_code"),
+    KeyAlias(key="data.trust_remote_code", same=(False,), as_key=f"{_M}trust_remote_code", instead=f"set {_M}trust_remote_code"),
     _silent("data.custom_cls.name"),
     *(
         _refused(f"data.{key}.*", "rows come from parquet or jsonl files, in an order drawn from data.seed", None)
@@ -371,7 +371,7 @@ FOREIGN = (
     _refused("data.pad_mode", "rows are packed, or padded where model.use_remove_padding=false", "no_padding", "right", None),
     # rewards
     _silent(f"{OVERLONG}.log"),  # the penalty is always among the metrics
-    Foreign(
+    KeyAlias(
         key="reward_model.reward_kwargs.max_resp_len",
         same=(None,),
         as_key="data.max_response_length",

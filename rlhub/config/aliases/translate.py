@@ -24,8 +24,8 @@ from rlhub.config.aliases.keys import (
     OVERLONG,
     ROLLOUT,
     TRAINED,
-    Foreign,
-    Spelling,
+    KeyAlias,
+    ValueAlias,
 )
 from rlhub.config.schema import scalar, setting
 
@@ -86,21 +86,21 @@ ALIASES = {
 """Other spellings of keys, and ours; keys below a spelling are translated with it."""
 
 SPELLINGS = (
-    Spelling(key=f"{CORRECTION}rollout_is", given=(False,), ours=None),
-    Spelling(key=f"{CORRECTION}rollout_rs", given=(False,), ours=None),
-    Spelling(key="*model_dtype", given=("bfloat16",), ours="bf16"),
-    Spelling(key="*model_dtype", given=("float32",), ours="fp32"),
-    Spelling(key="*optim.total_training_steps", given=(-1,), ours=None),
-    Spelling(key="*optim.lr_warmup_steps", given=(None,), ours=AS_DEFAULT),
-    Spelling(key="*optim.lr_scheduler_type", given=(None,), ours=AS_DEFAULT),
-    Spelling(key="*recompute_granularity", given=(None,), ours=AS_DEFAULT),
-    Spelling(key="data.seed", given=(None,), ours=AS_DEFAULT),
-    Spelling(key="custom_reward_function.name", given=(None,), ours=AS_DEFAULT),
-    Spelling(key="trainer.save_freq", given=(False,), ours=-1),
-    Spelling(key="trainer.test_freq", given=(False,), ours=-1),
-    Spelling(key="trainer.total_training_steps", given=(-1,), ours=None),
-    Spelling(key="trainer.ray_init", given=(None,), ours=AS_DEFAULT),
-    Spelling(key=f"{_R}max_num_batched_tokens", given=(None,), ours=AS_DEFAULT),
+    ValueAlias(key=f"{CORRECTION}rollout_is", given=(False,), ours=None),
+    ValueAlias(key=f"{CORRECTION}rollout_rs", given=(False,), ours=None),
+    ValueAlias(key="*model_dtype", given=("bfloat16",), ours="bf16"),
+    ValueAlias(key="*model_dtype", given=("float32",), ours="fp32"),
+    ValueAlias(key="*optim.total_training_steps", given=(-1,), ours=None),
+    ValueAlias(key="*optim.lr_warmup_steps", given=(None,), ours=AS_DEFAULT),
+    ValueAlias(key="*optim.lr_scheduler_type", given=(None,), ours=AS_DEFAULT),
+    ValueAlias(key="*recompute_granularity", given=(None,), ours=AS_DEFAULT),
+    ValueAlias(key="data.seed", given=(None,), ours=AS_DEFAULT),
+    ValueAlias(key="custom_reward_function.name", given=(None,), ours=AS_DEFAULT),
+    ValueAlias(key="trainer.save_freq", given=(False,), ours=-1),
+    ValueAlias(key="trainer.test_freq", given=(False,), ours=-1),
+    ValueAlias(key="trainer.total_training_steps", given=(-1,), ours=None),
+    ValueAlias(key="trainer.ray_init", given=(None,), ours=AS_DEFAULT),
+    ValueAlias(key=f"{_R}max_num_batched_tokens", given=(None,), ours=AS_DEFAULT),
 )
 """Values that other command lines spell in another way."""
 
@@ -175,7 +175,7 @@ def names_in_full(key: str) -> bool:
 
 
 @functools.cache
-def _row(key: str) -> Foreign | None:
+def _row(key: str) -> KeyAlias | None:
     return next((row for row in FOREIGN if row.covers(key)), None)
 
 

@@ -150,7 +150,7 @@ class UpdateCorrection:
         self.own_ratio = "weights" not in loss_requires
         self.applied = dataclasses.replace(config, rollout_is=None) if config.bypass_mode and self.own_ratio else config
 
-    def anchor(self, log_probs: Tensor, micro: Rows) -> Anchored:
+    def anchor(self, log_probs: Tensor, micro: Rows) -> AnchoredLogProbs:
         """Returns the anchor of a micro-batch.
 
         Columns read: old_log_probs and importance_weights if present; in bypass mode old_log_probs, which is mu; with A-3PO
@@ -160,7 +160,7 @@ class UpdateCorrection:
         if not self.config.in_update:
             first_step = "old_log_probs" not in micro
             old = current if first_step else micro["old_log_probs"]
-            return Anchored(old_log_probs=old, weights=micro.get("importance_weights"), sums={})
+            return AnchoredLogProbs(old_log_probs=old, weights=micro.get("importance_weights"), sums={})
         mu = self.behaviour(micro)
         assert mu is not None
         if self.config.bypass_mode:
@@ -170,7 +170,7 @@ class UpdateCorrection:
             old = measured = proximal_log_probs(current, mu, staleness, mask)
         correction = correct(self.applied, log_ratios(measured, mu, mask), mask)
         weights = token_factors(correction).to(current.dtype) if self.applied.active else None
-        return Anchored(old_log_probs=old, weights=weights, sums=correction.sums)
+        return AnchoredLogProbs(old_log_probs=old, weights=weights, sums=correction.sums)
 
     def behaviour(self, rows: Rows) -> Tensor | None:
         """Returns log mu, (rows, response), if the mismatch is measured in the update; None if the driver measures it."""
@@ -181,7 +181,7 @@ class UpdateCorrection:
 
 
 @dataclass(slots=True, kw_only=True)
-class Anchored:
+class AnchoredLogProbs:
     """The anchor of a policy loss: the log-probs that it compares with, and token weights, both (rows, response) without
     gradient.
 

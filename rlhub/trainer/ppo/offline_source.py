@@ -1,6 +1,6 @@
 """Sources of training batches that no engine of this job generates.
 
-    collecting job: prompts -> episodes -> <rollout.trajectories_folder> -> CollectedSource: steps -> <rollout.weights_folder>
+    collecting job: prompts -> episodes -> <rollout.trajectories_folder> -> OfflineSource: steps -> <rollout.weights_folder>
     an earlier run: RecordingSource -> <run folder>/batches -> ReplaySource: the same steps again
 
 The collecting job takes its weights from the weights folder, and bounds staleness by itself, by the newest version it finds
@@ -33,7 +33,7 @@ RECORDINGS = "batches"
 
 
 @dataclass(slots=True, kw_only=True)
-class CollectedSource:
+class OfflineSource:
     """Is the SampleSource of training batches out of files that another job writes while this one trains.
 
     The loader stays where it is.  write: the training ranks leave their weights in a folder, which the collecting job waits for.
@@ -95,11 +95,11 @@ class CollectedSource:
 
 def build_collected(
     config: PPOConfig, loader: PromptLoader, tokenizer: Any, write: Callable[[str, int], object], timers: PhaseTimer
-) -> CollectedSource:
+) -> OfflineSource:
     """Returns the source of a configuration that config.rules.asynchronous has passed."""
     rollout = config.actor_rollout_ref.rollout
     assert rollout.trajectories_folder is not None
-    return CollectedSource(
+    return OfflineSource(
         config=config,
         loader=loader,
         reader=TrajectoryReader(rollout.trajectories_folder),

@@ -44,7 +44,7 @@ class Bytes:
 
 
 @dataclass(slots=True, kw_only=True)
-class Tenant:
+class DeviceModel:
     """A model that shares a rank's GPU.
 
     key: key of its section; whole: its bytes while it trains; on_gpu: the bytes that stay on the GPU while others compute;
@@ -114,7 +114,7 @@ def check_memory(config: PPOConfig | SFTConfig | DPOConfig | RMConfig, device_gb
 
     config: a derived configuration without other problems.
     """
-    pools: dict[str, list[Tenant]] = {}
+    pools: dict[str, list[DeviceModel]] = {}
     for engine, trained in _models(config):
         scores = engine.role in ("critic", "reward_model") or isinstance(config, RMConfig)
         tenant = _tenant(engine, trained, role_ranks(config.trainer, engine.role).count, language_model=not scores)
@@ -148,14 +148,14 @@ def _num_params(model: ModelConfig, *, language_model: bool = True) -> int | Non
         return None
 
 
-def _tenant(engine: Engine, trained: bool, num_ranks: int, *, language_model: bool) -> Tenant | None:
+def _tenant(engine: Engine, trained: bool, num_ranks: int, *, language_model: bool) -> DeviceModel | None:
     """Returns the engine's model as a tenant of its GPUs, or None where the size of the model is not known."""
     model = engine.role_model.model
     num_params = _num_params(model, language_model=language_model)
     if num_params is None:
         return None
     held = bytes_of(engine.section, num_params, num_ranks, trained and model.lora_rank == 0)
-    return Tenant(key=engine.key, whole=held, on_gpu=at_rest(engine.section, held), trained=trained)
+    return DeviceModel(key=engine.key, whole=held, on_gpu=at_rest(engine.section, held), trained=trained)
 
 
 def _shares(config: PPOConfig) -> dict[str, list[Share]]:
@@ -197,7 +197,7 @@ def _check_share(share: Share, device: float) -> list[str]:
     ]
 
 
-def _check_pool(tenants: Sequence[Tenant], shares: Sequence[Share], device: float, gpus_key: str) -> list[str]:
+def _check_pool(tenants: Sequence[DeviceModel], shares: Sequence[Share], device: float, gpus_key: str) -> list[str]:
     """Returns the problems of one pool at two moments: while an engine generates, and in each optimizer step."""
     found, rest = [], sum(_total(tenant.on_gpu) for tenant in tenants)
     more = f"{gpus_key} (more GPUs)"
@@ -222,13 +222,13 @@ def _check_pool(tenants: Sequence[Tenant], shares: Sequence[Share], device: floa
     return found
 
 
-def _present(tenants: Sequence[Tenant], stepping: Tenant | None) -> list[tuple[str, Bytes]]:
+def _present(tenants: Sequence[DeviceModel], stepping: DeviceModel | None) -> list[tuple[str, Bytes]]:
     """Returns key and bytes of the models on the GPU while `stepping` takes its optimizer step; None: while none does."""
     held = [(tenant.key, tenant.whole if tenant is stepping else tenant.on_gpu) for tenant in tenants]
     return [(key, size) for key, size in held if _total(size)]
 
 
-def _exceeds(tenants: Sequence[Tenant], stepping: Tenant | None, shares: Sequence[Share], device: float) -> bool:
+def _exceeds(tenants: Sequence[DeviceModel], stepping: DeviceModel | None, shares: Sequence[Share], device: float) -> bool:
     models = sum(_total(held) for _, held in _present(tenants, stepping))
     return models + sum(share.bytes(device) for share in shares) > device
 
@@ -237,7 +237,9 @@ def _total(held: Bytes) -> float:
     return held.params + held.grads + held.states
 
 
-def _sentence(when: str, tenants: Sequence[Tenant], stepping: Tenant | None, shares: Sequence[Share], device: float) -> str:
+def _sentence(
+    when: str, tenants: Sequence[DeviceModel], stepping: DeviceModel | None, shares: Sequence[Share], device: float
+) -> str:
     terms = [_term(key, held) for key, held in _present(tenants, stepping)] + [_share(share, device) for share in shares]
     return f"GPU memory: {when} a GPU would have to hold {' + '.join(terms)}, more than its {device / GIB:.1f} GiB"
 
@@ -254,7 +256,7 @@ def _share(share: Share, device: float) -> str:
     return f"{share.bytes(device) / GIB:.1f} GiB by {share.key}={share.share}"
 
 
-def _offloads(tenant: Tenant) -> list[str]:
+def _offloads(tenant: DeviceModel) -> list[str]:
     """Returns the settings that offload a part of the model, with the GiB that each saves."""
     rest = tenant.on_gpu
     saved = {"optimizer_offload": rest.states, "param_offload": rest.params, "grad_offload": rest.grads}

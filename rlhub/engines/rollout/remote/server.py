@@ -313,7 +313,7 @@ class Staging:
         return sorted(int(number) for number in numbers if number.isdigit())
 
 
-class Loaded(NamedTuple):
+class LoadedVersion(NamedTuple):
     """Identifies the weights that a server has loaded.  unique: a random id, so that two loads of equal weights differ."""
 
     version: int
@@ -328,7 +328,7 @@ class WeightsRecord:
     untrusted: a record to ignore, because it was written before this engine connected.
     """
 
-    def __init__(self, file: int, untrusted: Loaded | None) -> None:
+    def __init__(self, file: int, untrusted: LoadedVersion | None) -> None:
         self._file = file
         recorded = _read_record(file)
         self.loaded = recorded if recorded != untrusted else None
@@ -339,7 +339,7 @@ class WeightsRecord:
 
     def end(self, version: int, fingerprint: str) -> None:
         """Records that the server has loaded these weights."""
-        os.pwrite(self._file, json.dumps(Loaded(version, fingerprint, uuid.uuid4().hex)).encode(), 0)
+        os.pwrite(self._file, json.dumps(LoadedVersion(version, fingerprint, uuid.uuid4().hex)).encode(), 0)
 
 
 class WeightsLock:
@@ -351,7 +351,7 @@ class WeightsLock:
 
     def __init__(self, folder: Path, name: str, timeout_s: float) -> None:
         self._path, self._timeout_s = folder / f".{name}", timeout_s
-        self._untrusted: Loaded | None = None
+        self._untrusted: LoadedVersion | None = None
 
     def arrive(self) -> None:
         """Notes the present record as untrusted.  Call once the server answers."""
@@ -392,9 +392,9 @@ class WeightsLock:
             time.sleep(LOCK_POLL_S)
 
 
-def _read_record(file: int) -> Loaded | None:
+def _read_record(file: int) -> LoadedVersion | None:
     """Returns the recorded weights, or None for an empty or damaged record."""
     try:
-        return Loaded(*json.loads(os.pread(file, os.fstat(file).st_size, 0)))
+        return LoadedVersion(*json.loads(os.pread(file, os.fstat(file).st_size, 0)))
     except (ValueError, TypeError):  # empty, or cut short by a writer that was killed
         return None

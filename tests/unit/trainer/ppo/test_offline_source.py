@@ -14,7 +14,7 @@ from rlhub.errors import WorkflowError
 from rlhub.models.tokenizer import Vocabulary
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.trajectory_files import TrajectoryReader, TrajectoryWriter
-from rlhub.trainer.ppo.offline_source import CollectedSource
+from rlhub.trainer.ppo.offline_source import OfflineSource
 from rlhub.utils.timing import PhaseTimer
 
 
@@ -39,10 +39,10 @@ def settings(folder: Path) -> PPOConfig:
     return config
 
 
-def source(folder: Path, written: list[int]) -> CollectedSource:
+def source(folder: Path, written: list[int]) -> OfflineSource:
     config = settings(folder)
     loader: Any = SimpleNamespace(state=lambda: {"consumed": 0}, load_state=lambda state: None)
-    return CollectedSource(
+    return OfflineSource(
         config=config,
         loader=loader,
         reader=TrajectoryReader(str(folder / "trajectories")),
@@ -72,7 +72,7 @@ def test_batches_come_in_the_order_of_the_files_and_a_stopped_run_goes_on(tmp_pa
         again.sample(iter(()), 4)
 
 
-def first_tokens(source: CollectedSource, step: int) -> list[int]:
+def first_tokens(source: OfflineSource, step: int) -> list[int]:
     """Takes a step, as the trainer does; returns what it trained on."""
     source.publish()
     source.publish()  # the weights are there: nothing is written
