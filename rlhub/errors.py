@@ -1,8 +1,7 @@
-"""The one exception tree of rlhub.
+"""The exception tree of rlhub.
 
-Every error a user can meet derives from `RlhubError` and, where the standard library has a fitting class, from that too,
-so `except ValueError` and `except TimeoutError` keep working.  All of them cross process boundaries: they pickle with
-their fields.
+Every error that a user can see derives from `RlhubError` and, where the standard library has a fitting class, from that too, so
+that `except ValueError` and `except TimeoutError` work.  All of them cross process boundaries: they pickle with their fields.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def _rebuild(cls: type[RlhubError], args: tuple[Any, ...], fields: dict[str, Any
 
 
 class ConfigError(RlhubError, ValueError):
-    """One or more settings are wrong; `problems` lists all of them, each naming its key and remedy."""
+    """One or more settings are wrong; `problems` lists all of them, each with its key and remedy."""
 
     problems: tuple[str, ...]
 
@@ -49,11 +48,20 @@ class RegistryError(RlhubError, LookupError):
 
 
 class ProtocolError(RlhubError, ValueError):
-    """A DataProto would be inconsistent: the message names the offending column."""
+    """A DataProto would be inconsistent; the message names the column."""
+
+
+class ColumnStoreError(RlhubError, LookupError):
+    """A process has not, or no longer, the columns of a batch that is held by reference.  Field `key`: the batch."""
+
+    key: str
+
+    def __init__(self, message: str, *, key: str = "") -> None:
+        super().__init__(message, key=key)
 
 
 class DataError(RlhubError, ValueError):
-    """A data file, row or column is unusable: the message names file, row and column."""
+    """A data file, row or column cannot be used; the message names file, row and column."""
 
 
 class DispatchError(RlhubError, ValueError):
@@ -61,15 +69,15 @@ class DispatchError(RlhubError, ValueError):
 
 
 class ResourceError(RlhubError, RuntimeError):
-    """The cluster cannot give what was asked; says what was asked, what there is, and which knob to turn."""
+    """The cluster lacks requested resources; the message names the request, the cluster's resources and the setting to change."""
 
 
 class ClusterLostError(RlhubError, ConnectionError):
-    """The cluster's head does not answer any more, and nothing can be placed or told without it; names address and remedy."""
+    """The cluster's head no longer answers, so that no worker can be started or reached; the message names address and remedy."""
 
 
 class DeadlineError(RlhubError, TimeoutError):
-    """A named wait passed its deadline.  Fields: `name`, `seconds`."""
+    """A wait missed its deadline.  Fields: `name` of the wait, `seconds` of the deadline."""
 
     name: str
     seconds: float
@@ -79,7 +87,7 @@ class DeadlineError(RlhubError, TimeoutError):
 
 
 class WorkerError(RlhubError, RuntimeError):
-    """A worker raised.  Fields: `role`, `rank`, `node`, `remote_type`, `remote_traceback`."""
+    """A worker raised an exception.  Fields: `role`, `rank`, `node`, `remote_type` (its class), `remote_traceback`."""
 
     role: str
     rank: int
@@ -98,7 +106,7 @@ class WorkerError(RlhubError, RuntimeError):
 
 
 class WorkerDiedError(WorkerError):
-    """A worker process ended while (or before) it was called."""
+    """A worker process ended before or during a call."""
 
 
 class WeightMismatchError(RlhubError, RuntimeError):
@@ -111,8 +119,10 @@ class WeightMismatchError(RlhubError, RuntimeError):
 
 
 class NonFiniteError(RlhubError, FloatingPointError):
-    """Training has left the numbers: weights are NaN or infinite, or update after update would make them so.  Field `weights`:
-    names of those that are, () where none is."""
+    """Weights are NaN or infinite, or update after update would make them so.
+
+    Field `weights`: names of the weights that are not finite, () where all are.
+    """
 
     weights: tuple[str, ...]
 
@@ -131,7 +141,7 @@ class PolicyMismatchError(RlhubError, RuntimeError):
 
 
 class ReshardError(RlhubError, ValueError):
-    """Weights cannot be moved from one layout to another: they are not the same model's.  Field `weight`: the tensor's name."""
+    """Weights cannot be moved to another layout, because the two are not the same model's.  Field `weight`: the tensor's name."""
 
     weight: str
 
@@ -140,12 +150,14 @@ class ReshardError(RlhubError, ValueError):
 
 
 class EngineError(RlhubError, RuntimeError):
-    """A training or rollout engine cannot do what was asked in its present state."""
+    """A training or rollout engine cannot serve a call in its present state."""
 
 
 class RequestError(EngineError, ValueError):
-    """A request for generation cannot be served by this engine, whatever its state: the request is at fault and the engine goes
-    on.  Field `param`: what of it, as it is called in an OpenAI request; "" where that has no name."""
+    """A request for generation is wrong, so that this engine can never serve it; the engine continues with others.
+
+    Field `param`: the wrong part, by its name in an OpenAI request; "" where it has none there.
+    """
 
     param: str
 
@@ -154,28 +166,28 @@ class RequestError(EngineError, ValueError):
 
 
 class VersionError(RlhubError, ValueError):
-    """Weights are not newer than those that an engine has."""
+    """The published weights are not newer than those of the engine."""
 
 
 class CheckpointError(RlhubError, RuntimeError):
-    """A checkpoint is incomplete, corrupt or does not fit: the message names folder, file and remedy."""
+    """A checkpoint is incomplete, corrupt or does not fit the job; the message names folder, file and remedy."""
 
 
 class RewardError(RlhubError, RuntimeError):
-    """A reward function failed and the policy says to stop."""
+    """A scorer failed, and the policy for failures stops the run."""
 
 
 class WorkflowError(RlhubError, RuntimeError):
-    """Episodes cannot go on: they keep failing, or what runs them has ended.  The last failure is its cause."""
+    """Episodes cannot continue: they keep failing, or the process that runs them has ended.  Its cause is the last failure."""
 
 
 class RunFolderError(RlhubError, RuntimeError):
-    """A run folder is in use by another run, or cannot be written; the message names the folder and the remedy."""
+    """A run folder is used by another run, or cannot be written; the message names the folder and the remedy."""
 
 
 class InjectedFaultError(RlhubError, RuntimeError):
-    """A fault that trainer.faults planned has struck."""
+    """A fault of the plan trainer.faults has struck."""
 
 
 class LoadError(RlhubError, ImportError):
-    """A function or module that the user named cannot be loaded; the message carries the cause's traceback."""
+    """A function or module that the user named cannot be loaded; the message has the traceback of the cause."""

@@ -1,13 +1,13 @@
-"""Named, lazily loaded parts: how one file and one registration adds an algorithm, engine, reward or tracker.
+"""Registries of named parts, which load on first use: one file and one registration add an algorithm, engine, reward or tracker.
 
-A `Registry` row is either the object itself (decorator) or a `"module:attribute"` string that is imported on first use.
-Rows carry what callers must know without importing anything heavy: `requires` (batch columns or roles the part needs) and
-the knobs' class as a string, so `--help` and the checks before start load no torch.
+A row of a `Registry` has either the object itself (decorator) or a `"module:attribute"` string, which is imported on first use.
+Rows have what callers need before they import a part: `requires` (batch columns or roles that the part needs) and the knobs'
+class as a string, so that `--help` and the checks before the start load no torch.
 
-A part's own knobs are a dataclass beside it.  A knob is looked up in the part's free-form kwargs (`algorithm.adv_kwargs`,
-`actor.policy_loss.kwargs`), then as a field of the same name in the config section it belongs to, and else has the default of its
-dataclass.  So established keys such as `algorithm.gamma` reach every algorithm that has a knob of that name, and no algorithm is
-named here.
+A part's knobs are a dataclass in its own file.  The value of a knob comes from the part's free-form kwargs
+(`algorithm.adv_kwargs`, `actor.policy_loss.kwargs`), else from the field of the same name in the part's config section, else from
+the dataclass's default.  So established keys such as `algorithm.gamma` reach every algorithm with a knob of that name, and no
+algorithm is named here.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ K = TypeVar("K")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'grpo'?"` for the closest known name, or an empty string."""
+    """Returns `"; did you mean 'grpo'?"` with the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def load_object(target: str) -> Any:
-    """Import `"package.module:attribute"` and return the attribute."""
+    """Imports the module of `"package.module:attribute"` and returns the attribute."""
     module_name, _, attribute = target.partition(":")
     if not attribute:
         raise RegistryError(f"{target!r} is not of the form 'module:attribute'")
@@ -44,9 +44,10 @@ def load_object(target: str) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class Row(Generic[T]):
-    """One registered part: its name, where it is, what it needs and where its knobs' dataclass is.
+    """One registered part.
 
-    companions: further functions of the same part by role, objects or "module:attribute" strings.
+    target: the part, or its "module:attribute" string; requires: the names of what the part needs, in its registry's own terms;
+    knobs: the dataclass of its knobs; companions: further functions of the part by role, as objects or such strings.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Row(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Name -> part.  `kind` is the noun used in errors, for example "advantage estimator"."""
+    """Maps names to parts.  kind: the noun for a part in errors, for example "advantage estimator"."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -71,7 +72,7 @@ class Registry(Generic[T]):
         knobs: str | type | None = None,
         companions: Mapping[str, Any] | None = None,
     ) -> Callable[[T], T]:
-        """Decorator: register the decorated object under `name`."""
+        """Returns a decorator that registers the decorated object under `name`."""
 
         def decorate(value: T) -> T:
             row = Row(name=name, target=value, requires=frozenset(requires), knobs=knobs, companions=companions or {})
@@ -89,7 +90,7 @@ class Registry(Generic[T]):
         knobs: str | None = None,
         companions: Mapping[str, str] | None = None,
     ) -> None:
-        """Register `"module:attribute"` under `name`; imported on the first `get`."""
+        """Registers `"module:attribute"` under `name`; the first `get` imports it."""
         self._add(Row(name=name, target=target, requires=frozenset(requires), knobs=knobs, companions=companions or {}))
 
     def _add(self, row: Row[T]) -> None:
@@ -99,7 +100,7 @@ class Registry(Generic[T]):
         self._rows[row.name] = row
 
     def row(self, name: str) -> Row[T]:
-        """The row itself, without importing the part."""
+        """Returns the row of a name, without importing the part.  Raises RegistryError for an unknown name."""
         if name not in self._rows:
             article = "an" if self.kind[0] in "aeiou" else "a"
             raise RegistryError(
@@ -109,23 +110,24 @@ class Registry(Generic[T]):
         return self._rows[name]
 
     def get(self, name: str) -> T:
-        """The part, imported if needed."""
+        """Returns the part, and imports it if needed."""
         row = self.row(name)
         if isinstance(row.target, str):
             row.target = load_object(row.target)
         return row.target  # type: ignore[return-value]
 
     def knobs_class(self, name: str) -> type | None:
-        """The dataclass of the part's own knobs (imports it), or None."""
+        """Imports and returns the dataclass of the part's knobs, or None."""
         row = self.row(name)
         return load_object(row.knobs) if isinstance(row.knobs, str) else row.knobs
 
     def companion(self, name: str, role: str) -> Any | None:
-        """The part's companion in that role (imports it), or None."""
+        """Imports and returns the part's companion in that role, or None."""
         companion = self.row(name).companions.get(role)
         return load_object(companion) if isinstance(companion, str) else companion
 
     def names(self) -> list[str]:
+        """Returns the registered names, sorted."""
         return sorted(self._rows)
 
     def __contains__(self, name: object) -> bool:
@@ -133,7 +135,7 @@ class Registry(Generic[T]):
 
 
 def _same_target(old: Any, new: Any) -> bool:
-    """A lazy row may be replaced by the very object it points to (its module registers itself on import)."""
+    """Returns True where both are the same part; a module that registers its part on import may replace the part's lazy row."""
     if isinstance(old, str) and not isinstance(new, str):
         return old == f"{getattr(new, '__module__', '')}:{getattr(new, '__qualname__', '')}"
     if isinstance(new, str) and not isinstance(old, str):

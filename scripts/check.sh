@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What to run before every commit, under 90 s: lint, format, types, architecture and unit tests.  Runs all, then says what failed.
+# What to run before every commit, under 150 s on two cores: lint, format, types, architecture and unit tests.
+# Runs all, then says what failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 SECONDS=0

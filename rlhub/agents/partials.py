@@ -36,20 +36,20 @@ class Attempt:
     """Forwards the tokens of one attempt to the follower of a completion that may take several attempts, and counts them."""
 
     def __init__(self, follow: Follow) -> None:
-        self._follow, self._num_told = follow, 0
+        self._follow, self._num_sent = follow, 0
 
     def __call__(self, progress: Progress) -> None:
-        self._num_told += len(progress.token_ids)
+        self._num_sent += len(progress.token_ids)
         self._follow(progress)
 
-    def tell_rest(self, part: Completion) -> None:
+    def send_rest(self, part: Completion) -> None:
         """Forwards the tokens of the attempt that its engine has not streamed, before the next attempt streams any."""
-        if len(part.token_ids) > self._num_told:
+        if len(part.token_ids) > self._num_sent:
             self._follow(
                 Progress(
-                    token_ids=part.token_ids[self._num_told :],
-                    log_probs=part.log_probs[self._num_told :],
-                    versions=part.versions[self._num_told :],
+                    token_ids=part.token_ids[self._num_sent :],
+                    log_probs=part.log_probs[self._num_sent :],
+                    versions=part.versions[self._num_sent :],
                 )
             )
 
@@ -59,7 +59,7 @@ class TrackedEngine:
 
     def __init__(self, engine: EpisodeEngine, data: EpisodeData) -> None:
         self._engine, self._data = engine, data
-        # A first generation that is complete is not asked for again: what comes then is the second.
+        # A first generation that is complete is not requested again: the next request is the second generation.
         self._first = data.partial is None or data.partial.finish_reason == "abort"
         self._running: dict[asyncio.Future[None], str] = {}
         self._awaited: set[asyncio.Future[None]] = set()
@@ -104,7 +104,7 @@ class TrackedEngine:
                 part = await self._engine.agenerate(request, params)
             else:
                 part = await self._engine.agenerate(request, params, attempt)
-                attempt.tell_rest(part)
+                attempt.send_rest(part)
             return part, end in self._awaited
         finally:
             del self._running[end]

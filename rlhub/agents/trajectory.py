@@ -24,7 +24,7 @@ def last_written(response_mask: Sequence[int]) -> int | None:
 class Trajectory:
     """The tokens of one episode with their origin, log-probs and rewards.
 
-    prompt_ids: the tokens that the first generation was conditioned on. response_ids: all tokens after them, in order.
+    prompt_ids: the tokens that the first generation was conditioned on.  response_ids: all tokens after them, in order.
 
     response_mask, rollout_log_probs, versions: one entry per response token.  The mask is 1 for tokens that the policy wrote;
     their log-prob is that of the distribution sampled from, and their version is the policy version that sampled them.  For all
@@ -70,7 +70,7 @@ class Trajectory:
 
     @property
     def first_version(self) -> int:
-        """The policy version of the first token that the policy wrote; staleness counts from it."""
+        """Returns the policy version of the first token that the policy wrote; staleness counts from it."""
         return self.versions[self.response_mask.index(1)]
 
     def set_reward(self, reward: float) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.masked import masked
+from rlhub.algorithms.row_statistics import row_sums
 from rlhub.errors import ProtocolError
 
 
@@ -50,7 +51,17 @@ class AdvantageInputs:
     def outcome_rewards(self) -> Tensor:
         """Returns R_i = sum_t r_{i,t}, (batch,).  It is float64, so that samples with the same few rewards at other places have
         exactly equal outcomes."""
-        return self.token_level_rewards.sum(1, dtype=torch.float64)
+        return row_sums(self.token_level_rewards, self.response_mask)
+
+    def samples(self) -> SampleInputs:
+        """Returns what estimators of one number a sample read."""
+        assert self.group is not None, "the estimator requires groups"
+        return SampleInputs(rewards=self.outcome_rewards(), group=self.group, num_tokens=self.response_mask.sum(1))
+
+    def broadcast(self, outputs: SampleOutputs) -> AdvantageOutputs:
+        """Returns each sample's advantage on all of its model tokens, as advantages and as returns."""
+        advantages = self.on_tokens(outputs.advantages)
+        return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=outputs.metrics)
 
     def on_tokens(self, per_sample: Tensor) -> Tensor:
         """Returns A_{i,t} = a_i m_{i,t}, (batch, response) in the rewards' dtype, for a (batch,); 0 outside the mask whatever a_i
@@ -70,8 +81,29 @@ def refuse_lost_rewards(rewards: Tensor, mask: Tensor) -> None:
         raise ProtocolError(
             f"row {row}, token {token}: a reward of {float(rewards[row, token]):g} stands where response_mask is 0, so it would "
             f"train nothing ({len(lost)} such tokens). Put rewards on tokens that the model wrote: the reward of a whole "
-            "response on the last of them, as Trajectory.set_reward and rewards.naive.on_last_token do"
+            "response on the last of them, as Trajectory.set_reward and rewards.managers.on_last_token do"
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleInputs:
+    """One number a row of the whole training batch: all that an estimator's companion `per_sample(inputs, knobs)` reads.
+
+    rewards: (batch,) float64, the outcome R_i = sum_t r_{i,t}.  group: (batch,) int64, equal for samples of one prompt.
+    num_tokens: (batch,) int64, the model's tokens; 0 for a sample without a valid score, which is a group of its own.
+    """
+
+    rewards: Tensor
+    group: Tensor
+    num_tokens: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleOutputs:
+    """advantages: (batch,) float64, the same on every model token of a sample; metrics by name."""
+
+    advantages: Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """How far the rollout engine's probabilities are from the trainer's, measured every step.
 
 mu is the behaviour policy (the rollout engine's log-probs of the tokens it sampled), pi the trainer's policy with the same
-weights.  Token sums first, so they add up over micro-batches and ranks; then the metrics from the sums.  Extremes do not add
-up: they are combined by a maximum of their own.
+weights.  First come sums of each row's tokens, which add up over the rows of a batch (row_statistics.py) as over micro-batches
+and ranks; then the metrics from the sums.  Extremes do not add up: they are combined by a maximum of their own.
 """
 
 from __future__ import annotations
@@ -13,29 +13,41 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked, masked_sum
+from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked
+from rlhub.algorithms.row_statistics import pairwise_sum, row_sums
 
 OLDEST_BUCKET = 8
 """Tokens so many versions old, or more, are counted together."""
 
 
-def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Returns sums over model tokens; log_probs and rollout_log_probs (rows, response), no gradient kept.
+def added(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the sums over the batch of (rows,) columns, added in the order of the rows."""
+    return {name: pairwise_sum(column) for name, column in rows.items()}
 
-    In float64: the differences measured are near float32's rounding.
+
+def mismatch_rows(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Returns sums over each row's model tokens, (rows,); log_probs, rollout_log_probs (rows, response), no gradient kept.
+
+    They are float64: the differences measured are near float32's rounding.
     """
     pi, mu = masked(log_probs.detach().double(), mask), masked(rollout_log_probs.double(), mask)
     log_ratio = (pi - mu).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    weight = masked(log_ratio.exp(), mask)
-    return {
-        "mismatch_tokens": mask.to(pi.dtype).sum(),
-        "mismatch_log_pi": pi.sum(),
-        "mismatch_log_mu": mu.sum(),
-        "mismatch_k3": masked_sum(weight - log_ratio - 1, mask),
-        "mismatch_abs": log_ratio.abs().sum(),
-        "mismatch_weight": weight.sum(),
-        "mismatch_weight_squared": weight.square().sum(),
+    weight = log_ratio.exp()
+    columns = {
+        "mismatch_tokens": torch.ones_like(pi),
+        "mismatch_log_pi": pi,
+        "mismatch_log_mu": mu,
+        "mismatch_k3": weight - log_ratio - 1,
+        "mismatch_abs": log_ratio.abs(),
+        "mismatch_weight": weight,
+        "mismatch_weight_squared": weight.square(),
     }
+    return {name: row_sums(column, mask) for name, column in columns.items()}
+
+
+def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Returns `mismatch_rows` added over the rows, float64 scalars."""
+    return added(mismatch_rows(log_probs, rollout_log_probs, mask))
 
 
 def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
@@ -56,19 +68,26 @@ def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def staleness_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, staleness: Tensor) -> dict[str, Tensor]:
-    """Returns sums over the model tokens of each age: `mismatch_tokens_<s>` and `mismatch_kl_<s>` (log mu - log pi), float64.
+def staleness_rows(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, staleness: Tensor) -> dict[str, Tensor]:
+    """Returns sums over each row's model tokens of each age, (rows,) float64: `mismatch_tokens_<s>` and `mismatch_kl_<s>` (log mu
+    - log pi).
 
     staleness: whole policy versions, (rows, response) or (rows,); its values outside the mask do not count.
     """
     difference = masked(rollout_log_probs.double(), mask) - masked(log_probs.detach().double(), mask)
     versions = staleness if staleness.dim() == 2 else staleness[:, None]
-    ages = versions.clamp(0, OLDEST_BUCKET).expand_as(difference).long().flatten()
+    ages = versions.clamp(0, OLDEST_BUCKET).expand_as(difference)
     found: dict[str, Tensor] = {}
-    for name, values in (("mismatch_tokens", mask.to(difference.dtype)), ("mismatch_kl", difference)):
-        totals = difference.new_zeros(OLDEST_BUCKET + 1).index_add(0, ages, values.flatten())
-        found |= {f"{name}_{age}": total for age, total in enumerate(totals)}
+    for age in range(OLDEST_BUCKET + 1):
+        of_age = mask.bool() & (ages == age)
+        found[f"mismatch_tokens_{age}"] = of_age.sum(1).double()
+        found[f"mismatch_kl_{age}"] = row_sums(difference, of_age)
     return found
+
+
+def staleness_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, staleness: Tensor) -> dict[str, Tensor]:
+    """Returns `staleness_rows` added over the rows, float64 scalars."""
+    return added(staleness_rows(log_probs, rollout_log_probs, mask, staleness))
 
 
 def staleness_metrics(sums: Mapping[str, float]) -> dict[str, float]:

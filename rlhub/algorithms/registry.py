@@ -2,11 +2,14 @@
 
 `requires` of an advantage estimator: "values" (a critic must predict them), "groups" (several samples per prompt),
 "old_log_probs" and "sum_pi_squared" (a forward pass of its own before the update), "baseline_rewards" (a greedy response per
-prompt), "reward_components" (the scorer's own numbers by name), "components_only" (and nothing of the token-level rewards).
-Of a policy loss: "old_log_probs" (as above),
-"rollout_log_probs" (of the policy that sampled) and "weights" (the loss has no ratio pi / pi_old of its own, so that only
-importance weights can correct samples of another policy).  Its companion "select" chooses tokens once per mini-batch, before
-it is cut.  Of a KL estimator: "value_only", where the gradient of its value is not that of the KL, so that it suits the reward.
+prompt), "reward_components" (the scorer's own numbers by name), "components_only" (and nothing of the token-level rewards).  Its
+companion "per_sample" is the estimator on one number a row (inputs.SampleInputs), for those whose advantage is the same on all
+tokens of a sample.
+
+Of a policy loss: "old_log_probs" (as above), "rollout_log_probs" (of the policy that sampled) and "weights" (the loss has no
+ratio pi / pi_old of its own, so that only importance weights can correct samples of another policy).  Its companion "select"
+chooses tokens once per mini-batch, before it is cut.  Of a KL estimator: "value_only", where the gradient of its value is not
+that of the KL, so that it suits the reward.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from rlhub.registry import Registry
 _HERE = "rlhub.algorithms"
 
 ADVANTAGE_ESTIMATORS: Registry[Any] = Registry("advantage estimator")
+_ONE_NUMBER_A_SAMPLE = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "cpgd")
 for _name, _requires, _class in (
     ("gae", {"values"}, "GAEKnobs"),
     ("grpo", {"groups"}, "GRPOKnobs"),
@@ -34,7 +38,11 @@ for _name, _requires, _class in (
 ):
     _module = f"{_HERE}.advantages.{_name}"
     ADVANTAGE_ESTIMATORS.add_lazy(
-        _name, f"{_module}:{_name}", requires=_requires, knobs=f"{_module}:{_class}" if _class else None
+        _name,
+        f"{_module}:{_name}",
+        requires=_requires,
+        knobs=f"{_module}:{_class}" if _class else None,
+        companions={"per_sample": f"{_module}:per_sample"} if _name in _ONE_NUMBER_A_SAMPLE else None,
     )
 
 POLICY_LOSSES: Registry[Any] = Registry("policy loss")

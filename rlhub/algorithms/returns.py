@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.inputs import PolicyLossOutputs
-from rlhub.algorithms.masked import masked, masked_sum, whiten
+from rlhub.algorithms.masked import masked, masked_sum
+from rlhub.algorithms.row_statistics import batch_moments, row_moments, whitened
 
 
 def whiten_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
@@ -22,9 +23,8 @@ def whiten_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
     It is the reward whitening of PPO from human preferences (Ziegler et al. 2019, arXiv 1909.08593, its published code; described
     in Huang et al. 2024, arXiv 2403.17031, "reward whitening").
     """
-    wide = masked(rewards, response_mask).double()
-    mean = masked_sum(wide, response_mask) / response_mask.sum().clamp(min=1)
-    return masked(whiten(wide, response_mask) + mean, response_mask).to(rewards.dtype)
+    wide, moments = rewards.double(), batch_moments(row_moments(rewards, response_mask))
+    return masked(whitened(wide, response_mask, moments) + moments.mean, response_mask).to(rewards.dtype)
 
 
 def rewards_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:

@@ -1,5 +1,14 @@
-"""Typed configuration: one dataclass file per section, and the loader that fills them from YAML and the command line.
+"""Typed configuration: one file of dataclasses per section, and the loader that fills them from YAML and the command line.
 
-Nothing here imports torch or ray, and Hydra only when a configuration is composed: `--help` and the checks before start
-must be quick, and must work where the heavy packages are broken.
+sections/    the settings, their defaults and their documentation
+rules/       derived settings, and the rules between settings
+schema.py    the types of settings, with their ranges
+compose.py   YAML files and overrides, composed with Hydra
+load.py      the typed configuration, with all problems at once
+aliases/     keys and values of other frameworks' command lines
+cli.py       the command line of every main
+devices.py   this machine's GPUs
+
+Nothing here imports torch or ray, and Hydra is imported only when a configuration is composed: `--help` and the checks before the
+start must be quick, and must work where the heavy packages are broken.
 """

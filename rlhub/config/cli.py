@@ -1,7 +1,8 @@
 """The command line of every main: `run(ConfigClass, "yaml_name", main, description=...)`.
 
-Help must be instant and errors must be readable, so the parser is our own: Hydra composes but does not own the program.  A
-configuration is printed as the YAML of a run (secrets blanked), all settings as a list with defaults, meaning and type.
+Help must be instant and errors must be readable, so the parser is our own, and Hydra only composes the configuration.
+`--cfg job` prints the configuration of a run as YAML, without secrets; `--help` lists all settings with default, meaning and
+type.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 from rlhub.config import load
 from rlhub.config.compose import example_names, is_ours
 from rlhub.config.rules import checks, effects
-from rlhub.config.rules.parallel import derive
+from rlhub.config.rules.derive import derive
 from rlhub.config.schema import describe, leaves, scalar, sections, to_dict
 from rlhub.errors import ConfigError, DataError, NonFiniteError, ResourceError, RlhubError, WorkerError
 from rlhub.utils.redact import redact
@@ -27,14 +28,14 @@ _WIDTH = 130
 
 
 def to_yaml(config: Any) -> str:
-    """The whole configuration; values that look like secrets (in `ray_init`, ...) are blanked."""
-    import yaml  # an eighth of the time --help may take
+    """Returns the whole configuration as YAML; values that look like secrets (in `ray_init`, ...) are blanked."""
+    import yaml  # takes an eighth of the time that --help may take
 
     return str(yaml.safe_dump(redact(to_dict(config)), sort_keys=False, allow_unicode=True, width=_WIDTH))
 
 
 def settings(cls: type) -> str:
-    """Every setting of a config class, grouped by section: name, default, meaning, type."""
+    """Returns the list of all settings of a config class, grouped by section: name, default, meaning, type."""
     lines: list[str] = []
     group = None
     for leaf in leaves(cls):
@@ -56,9 +57,9 @@ EXIT_USAGE = 2  # as argparse and most shells' tools: the command, not the progr
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
 
 Preflight = Callable[[C, frozenset[str]], list[str]]
-"""(derived configuration, keys the user set) -> problems.  Must not load torch or start anything."""
+"""(derived configuration, keys that the user set) -> problems.  It must neither load torch nor start a process."""
 Ready = Callable[[C], list[str]]
-"""(checked configuration) -> what this machine's accounts lack, such as a login; asked last, and only of a run that may start."""
+"""(checked configuration) -> problems of this machine's accounts, such as a missing login.  It runs after all other checks."""
 
 _USAGE = """\
 Settings are given as key=value{example}
@@ -66,7 +67,7 @@ Settings are given as key=value{example}
 start it with `defaults: [{name}, _self_]`.  --config-path means the same as --config-dir, but where the file is ours it may
 name a folder that is not here.  Without data or model of your own: bash scripts/quickstart.sh{machines}"""
 _EXAMPLE = ", for example\n  data.train_files=train.parquet data.val_files=[a.parquet,b.jsonl] trainer.total_epochs=3"
-"""For the mains that train; a main without data has one in its description."""
+"""The example in the usage of mains that train; a main without data has one in its description."""
 _MACHINES = "Starting points for real machines, with the reason for every line: --config-name=NAME, of "
 
 
@@ -81,12 +82,12 @@ def run(
     required: Sequence[str] | None = None,
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Parse `argv` (default: the process's), build and check the configuration, call `main(config)`.
+    """Parses `argv` (None: the process's own), builds and checks the configuration, and calls `main(config)`.
 
-    required: settings that must be given; default: what training needs.
-    Returns the exit status: main's (None is 0), or after printing what is wrong: 2 for
-    configuration, data or resources, also where a worker found it, 1 for any other error of rlhub (a worker's carries its
-    remote traceback), 130 for a Ctrl-C that stops at once.
+    required: settings that must be given; None: those that training needs.
+    Returns the exit status: main's (None is 0), or after printing the error 2 for a problem of configuration, data or resources,
+    also where a worker found it, 1 for any other error of rlhub (a worker's has its remote traceback), and 130 for a Ctrl-C that
+    stops at once.
     """
     arguments = _parse(config_name, description, sys.argv[1:] if argv is None else argv, config_class)
     if isinstance(arguments, int):
@@ -116,13 +117,13 @@ def run(
         fault = _at_fault(error)
         sys.stderr.write(f"error: {fault}\n")
         return EXIT_USAGE if isinstance(fault, ConfigError | DataError | ResourceError) else EXIT_FAILURE
-    except KeyboardInterrupt:  # a request of the user's, not a fault whose place a traceback would help to find
+    except KeyboardInterrupt:  # a request of the user's, for which a traceback is no help
         sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED
 
 
 def _folder_here(folder: str | None, config_name: str) -> str | None:
-    """`--config-path`, or None where that folder is another framework's and not here, and ours has a file of the name."""
+    """Returns `--config-path`, or None where that folder does not exist and `trainer_configs` has a file of the name."""
     if folder is None or Path(folder).is_dir() or not is_ours(config_name):
         return folder
     logging.getLogger(__name__).info("--config-path %s: not here, --config-name %s means rlhub's own", folder, config_name)
@@ -130,7 +131,7 @@ def _folder_here(folder: str | None, config_name: str) -> str | None:
 
 
 def _at_fault(error: RlhubError) -> BaseException:
-    """Returns what a worker found wrong in a setting, data or weights: where in the worker it was would not help."""
+    """Returns the error that a worker raised about a setting, data or weights, without its traceback; else `error` itself."""
     cause = error.__cause__
     return cause if isinstance(error, WorkerError) and isinstance(cause, ConfigError | DataError | NonFiniteError) else error
 
@@ -145,9 +146,9 @@ def prepare(
     required: Sequence[str] | None = None,
     only_show: bool = False,
 ) -> C:
-    """A loaded, derived and checked configuration; raises ConfigError with every problem, warns of settings without effect.
+    """Returns the loaded, derived and checked configuration, and warns about settings without effect.
 
-    only_show: what is merely incomplete or inconsistent is no error.
+    Raises ConfigError with all problems.  only_show: incomplete or inconsistent settings are no error.
     """
     logger = logging.getLogger(__name__)
     loaded = load.collect(config_class, config_name, overrides, config_dir=config_dir)
@@ -202,7 +203,7 @@ def _has_section(config_class: type, name: str) -> bool:
 
 
 def _machines(config_class: type) -> str:
-    """Lists the examples in trainer_configs, all of which are configurations of a policy and its rollout."""
+    """Returns the list of examples in trainer_configs, which are all configurations of a policy and its rollout."""
     if not _has_section(config_class, "actor_rollout_ref"):
         return ""
     names = textwrap.fill(_MACHINES + ", ".join(example_names()), TEXT_WIDTH, break_on_hyphens=False)
@@ -210,13 +211,13 @@ def _machines(config_class: type) -> str:
 
 
 def _program() -> str | None:
-    """How this program is called: `python -m package.module` where it was; None: argparse's own guess."""
+    """Returns `python -m package.module` where the program was called so; None: argparse finds the name."""
     spec = sys.modules["__main__"].__spec__
     return f"python -m {spec.name}" if spec is not None else None
 
 
 def _write(text: str) -> None:
-    """To standard output; a reader that has seen enough (`--help | head`) is no error."""
+    """Writes to standard output; a reader that closes the pipe early (`--help | head`) is no error."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -225,6 +226,6 @@ def _write(text: str) -> None:
 
 
 def _configure_logging() -> None:
-    """Warnings and progress to stderr, unless the embedding program has set logging up."""
+    """Sends warnings and progress to stderr, unless the embedding program has configured logging."""
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")

@@ -1,11 +1,11 @@
-"""Hydra's part: YAML files and command-line overrides become one flat mapping of what the user said.
+"""Composes YAML files and command-line overrides into nested containers of the user's settings, with Hydra.
 
-The YAML files are beside the package in a source tree, inside it in a wheel.  Hydra stops at the first bad override, so each is
-parsed on its own first and all faults are collected.  Every override is handed on as `++key=value`: whether a key exists is for
-the loader to say, which knows the types and can suggest.
+The YAML files are next to the package in a source tree, and inside it in a wheel.  Hydra stops at the first bad override, so
+each override is parsed on its own first and all problems are collected.  Every override is passed on as `++key=value`: the
+loader knows the settings and their types, and reports unknown keys with suggestions.
 
-A file that builds on no other needs nothing of Hydra but its parser of overrides.  It is put together here, for each of
-Hydra's compositions also makes one of its own settings (logging, launchers, sweepers: a dozen files), which nobody reads.
+A file that builds on no other file needs only Hydra's parser of overrides and is composed here, since each composition of Hydra
+also composes Hydra's own settings (logging, launchers, sweepers: a dozen files), which nothing reads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def config_dir() -> Path:
-    """The folder `trainer_configs`."""
+    """Returns the folder `trainer_configs`."""
     package = Path(__file__).resolve().parents[1]
     for place in (package / "trainer_configs", package.parent / "trainer_configs"):
         if (place / "ppo.yaml").is_file():
@@ -42,17 +42,17 @@ def example_names() -> list[str]:
 
 
 def is_ours(config_name: str) -> bool:
-    """Whether `trainer_configs` has a file of that name, with or without .yaml."""
+    """Returns True where `trainer_configs` has a file of that name, with or without .yaml."""
     return (config_dir() / f"{config_name.removesuffix('.yaml')}.yaml").is_file()
 
 
 REFERENCE = re.compile(r"\$\{(\w+)\.[\w.]+\}")
-"""An interpolation that names a setting in full; its first part is a top-level section."""
+"""An interpolation with the full key of a setting, whose first part is a top-level section."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Said:
-    """One override.  text: as Hydra is to read it; plain: it sets a key, and does not choose a file or delete anything."""
+    """One override.  text: the form that Hydra reads; plain: it sets a key, and neither chooses a file nor deletes a key."""
 
     text: str
     parsed: Override
@@ -60,9 +60,9 @@ class _Said:
 
 
 def compose(config_name: str, overrides: Sequence[str], folder: str | None, problems: list[str]) -> dict[str, Any]:
-    """The composed YAML plus overrides as nested plain containers, interpolations unresolved.
+    """Returns the composed YAML with the overrides as nested plain containers, with unresolved interpolations.
 
-    folder: a folder of the user's own YAML files, searched before ours.  Faults go to `problems`.
+    folder: a folder of the user's own YAML files, which is searched before ours.  Problems are appended to `problems`.
     """
     from hydra.errors import HydraException  # hydra costs 0.2 s, which --help must not pay
     from omegaconf import OmegaConf
@@ -81,7 +81,7 @@ def compose(config_name: str, overrides: Sequence[str], folder: str | None, prob
     if file is not None and not file.is_file():
         if folder is None or len(folders) > 1:
             problems.append(_no_such_file(config_name, folders))
-        file = None  # the rest of the command is looked at all the same
+        file = None  # the rest of the command is still checked
     try:
         composed = _put_together(file, said)
         if composed is None and file is not None:
@@ -97,7 +97,7 @@ def compose(config_name: str, overrides: Sequence[str], folder: str | None, prob
 
 
 def _no_such_file(config_name: str, folders: Sequence[Path]) -> str:
-    """Says where a file was looked for, and which there are."""
+    """Returns the message for a missing file, with the searched folders and the files there are."""
     names = [*sorted({file.stem for place in folders for file in place.glob("*.yaml")}), *example_names()]
     places = " and ".join(str(place) for place in folders)
     hint = "" if len(folders) > 1 else "; for a file of your own name its folder with --config-dir"
@@ -116,8 +116,10 @@ def _by_hydra(config_name: str, said: Sequence[_Said], folders: Sequence[Path]) 
 
 
 def _put_together(file: Path | None, said: Sequence[_Said]) -> Any | None:
-    """The file (None: an empty one) with the overrides as Hydra would merge them; None where that takes Hydra, or Hydra's words
-    for what is wrong."""
+    """Returns the file (None: an empty one) with the overrides merged as Hydra merges them.
+
+    Returns None where only Hydra can compose it, or where Hydra's error is needed.
+    """
     from hydra.core.utils import setup_globals
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -166,19 +168,19 @@ def _checked(overrides: Sequence[str], folders: Sequence[Path], problems: list[s
 
 
 def _unreadable(text: str, error: Exception) -> str:
-    """What to write instead; a secret is not repeated, nor are the parser's words, which may hold a part of it."""
+    """Returns the message for an override that cannot be parsed, without a secret or the parser's text, which may repeat it."""
     shown = redact_override(text)
     return f"cannot read {shown!r} as key=value{_quoting_hint(shown) or (': ' + _first_line(error) if shown == text else '')}"
 
 
 def _home_expanded(text: str) -> str:
-    """`key=~/folder` as a shell would hand it over if the key were a variable of its own: Hydra has another use for `~`."""
+    """Returns `key=~/folder` with the home folder in place of `~`, which the shell leaves and Hydra reads as a deletion."""
     key, sign, value = text.partition("=")
     return f"{key}={Path(value).expanduser()}" if sign and (value == "~" or value.startswith("~/")) else text
 
 
 def _is_group(key: str, folders: Sequence[Path]) -> bool:
-    """A folder of alternatives (`optim=tiny` chooses optim/tiny.yaml), not a setting."""
+    """Returns True for a folder of alternatives (`optim=tiny` chooses optim/tiny.yaml), which is not a setting."""
     return any((folder / key.partition("@")[0]).is_dir() for folder in folders)
 
 
@@ -196,7 +198,7 @@ def _first_line(error: Exception) -> str:
 
 
 def resolve(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """`values` with interpolations (`${trainer.project_name}`) replaced."""
+    """Returns `values` with their interpolations (`${trainer.project_name}`) resolved."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -214,7 +216,7 @@ def resolve(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
 
 
 def _involved(values: Mapping[str, Any]) -> list[str]:
-    """The sections that interpolations are in or refer to; all, where one says otherwise than `${section.name}` what it means."""
+    """Returns the sections that hold interpolations or to which they refer; all sections, where one is not `${section.name}`."""
     texts = {key: [text for text in _texts(value) if "${" in text] for key, value in values.items()}
     named: set[str] = set()
     for text in (text for found in texts.values() for text in found):
@@ -226,7 +228,7 @@ def _involved(values: Mapping[str, Any]) -> list[str]:
 
 
 def _texts(value: Any) -> list[str]:
-    """All strings in nested containers."""
+    """Returns all strings in nested containers."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""What this machine computes on, found without loading torch.
+"""Finds this machine's GPUs and their driver without loading torch.
 
-As a program, which scripts/setup_env.sh runs before it installs anything, it fails with what keeps the GPUs from being used.
+As a program, which scripts/setup_env.sh runs before it installs anything, it fails with the reason why the GPUs cannot be used.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ driver, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
 driver.cuDriverGetVersion(ctypes.byref(version))
 sys.stdout.write(f"{driver.cuInit(0)} {version.value}")
 """
-"""What cuInit returns, and the newest CUDA version of the driver's library as 1000 x major + 10 x minor."""
+"""Program that prints what cuInit returns, and the newest CUDA version of the driver's library as 1000 x major + 10 x minor."""
 
 
 @functools.cache
 def count_gpus() -> int:
-    """CUDA GPUs this process may use: those of the machine, cut down by CUDA_VISIBLE_DEVICES."""
+    """Returns the number of CUDA GPUs that this process may use: the machine's, limited by CUDA_VISIBLE_DEVICES."""
     found = len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
     if found == 0 and any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/dxg")):  # dxg: Windows' Linux
         found = sum(line.startswith("GPU ") for line in _nvidia_smi("-L"))
@@ -43,7 +43,7 @@ def count_gpus() -> int:
 
 
 def _nvidia_smi(*arguments: str) -> list[str]:
-    """The lines it prints; none where it fails."""
+    """Returns the lines that nvidia-smi prints; [] where it fails."""
     try:
         asked = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=NVIDIA_SMI_DEADLINE_S, check=False
@@ -55,7 +55,7 @@ def _nvidia_smi(*arguments: str) -> list[str]:
 
 @functools.cache
 def gpu_memory_gb() -> float | None:
-    """Memory in GiB of this machine's largest GPU, as nvidia-smi says; None where it does not."""
+    """Returns the memory in GiB of this machine's largest GPU from nvidia-smi; None where that fails."""
     sizes = [line.strip() for line in _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")]
     return max((int(mib) / 1024 for mib in sizes if mib.isdigit()), default=None)
 
@@ -70,10 +70,10 @@ def driver_version() -> str | None:
 
 @functools.cache
 def driver_problem() -> str | None:
-    """What keeps programs built for our CUDA version from using this machine's GPUs, and the remedy; None: nothing.
+    """Returns the reason why programs for our CUDA version cannot use this machine's GPUs, and the remedy; None if they can.
 
-    The driver's own library is asked, which knows best (a package for data centers lets old drivers run newer CUDA), in another
-    process: one that has initialized CUDA must not fork.
+    It calls the driver's own library, since a package for data centers lets old drivers run newer CUDA, and does so in another
+    process, since one that has initialized CUDA must not fork.
     """
     command = [sys.executable, "-I", "-c", ASK_DRIVER]
     try:
@@ -100,7 +100,7 @@ def driver_problem() -> str | None:
 
 @functools.cache
 def torch_has_cuda() -> bool:
-    """Whether the installed torch is a CUDA build, read from its version file."""
+    """Returns True where the installed torch is a CUDA build, according to its version file."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

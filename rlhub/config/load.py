@@ -1,10 +1,10 @@
-"""Defaults + YAML + command line -> one typed configuration, with every problem reported at once.
+"""Loads defaults, YAML and the command line into one typed configuration, and reports all problems at once.
 
-The dataclasses hold the defaults, YAML and overrides what differs.  Nothing is ever dropped: a key that is not ours is an
-error with the nearest key of ours or the reason why there is none.
+The dataclasses hold the defaults; YAML and overrides hold the differences.  No key is dropped: an unknown key is an error with
+the nearest known key, or with the reason why there is none.
 
-Values become the fields' types by rules that neither lose nor guess: `1e3` is an int where one is wanted, `1.5` is not; `True` is
-never a number; a number is a string where one is wanted, a lone item a list of one where a list is.
+Values are converted to the fields' types without loss and without guessing: `1e3` is an int where an int is expected, `1.5` is
+not; `True` is never a number; a number becomes a string, and a single item a list of one, where that is expected.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ C = TypeVar("C")
 
 
 class _MismatchError(ValueError):
-    """The value is not of the wanted type; the message says why if that is not obvious."""
+    """The value is not of the expected type; the message has the reason if that is not obvious."""
 
 
 def build(cls: type[C], values: Mapping[str, Any], problems: list[str], *, prefix: str = "") -> C:
-    """An instance of `cls`.  A faulty or absent value is replaced by the default, and a faulty one named in `problems`.
+    """Returns an instance of `cls`, with the default in place of an absent or wrong value, and appends wrong ones to `problems`.
 
-    Unknown keys are not looked at: the loader has reported those with the keys as the user wrote them.
+    Unknown keys are ignored: the loader has reported them with the keys as the user wrote them.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     arguments: dict[str, Any] = {}
@@ -67,7 +67,7 @@ def build(cls: type[C], values: Mapping[str, Any], problems: list[str], *, prefi
 
 
 def convert(annotation: Any, value: Any) -> Any:
-    """`value` as `annotation` wants it; raises ValueError if it cannot be."""
+    """Returns `value` converted to the type `annotation`; raises ValueError if it cannot be converted."""
     choices = options(annotation)
     if value is None:
         if type(None) in choices or Any in choices:
@@ -121,7 +121,7 @@ def _choice(choices: tuple[Any, ...], value: Any) -> Any:
 
 
 def _refuse_nan(value: Any, where: str = "") -> None:
-    """Refuses NaN in a mapping whose keys are the user's own: what a number means there is not known, but NaN means nothing."""
+    """Raises _MismatchError for NaN in a mapping with keys of the user's own, where no range is known but NaN is never valid."""
     if isinstance(value, Mapping | list | tuple):
         for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             _refuse_nan(inner, f"{where}.{name}" if where else str(name))
@@ -147,7 +147,7 @@ def _scalar(wanted: Any, value: Any, *, infinite: bool) -> Any:
 
 
 def _finite(value: int | float, *, infinite: bool) -> float:
-    """As a float; infinity where it means that there is no limit."""
+    """Returns the value as a float.  infinite: infinity is allowed."""
     try:
         number = float(value)
     except OverflowError:
@@ -167,17 +167,20 @@ INHERITED = {
     "ref_fsdp_config": "fsdp_config",
     "ref_megatron": "megatron",
 }
-"""Optional section -> the section whose values it takes, field by field, where the user said nothing."""
+"""Optional sections, and the section whose values each takes, field by field, where the user set none."""
 
 SHORTEST_PART = 3
-"""Characters; shorter ones are part of too many names to be a hint."""
+"""Least characters of a part of a name that is a hint; shorter parts occur in too many names."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadedConfig(Generic[C]):
-    """config: typed, faulty settings at their defaults; set_keys: what the user set (YAML or command line);
-    problems: all faults found; faulty: the keys they are about (cross-checks that involve these would only confuse);
-    notes: of keys that are accepted and have no effect here, why."""
+    """A loaded configuration with its problems.
+
+    config: typed, with wrong settings at their defaults; set_keys: the keys that the user set (YAML or command line); problems:
+    all problems of the settings; faulty: the keys of those problems, for which rules between settings would only confuse; notes:
+    warnings about keys that are accepted and have no effect here.
+    """
 
     config: C
     set_keys: frozenset[str]
@@ -187,7 +190,7 @@ class LoadedConfig(Generic[C]):
 
 
 def load(cls: type[C], config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> C:
-    """The configuration, derived fields still open (see `derive`).  Raises ConfigError with all problems."""
+    """Returns the configuration, in which `derive` has not yet filled the open fields.  Raises ConfigError with all problems."""
     loaded = collect(cls, config_name, overrides, config_dir=config_dir)
     if loaded.problems:
         raise ConfigError(loaded.problems)
@@ -195,14 +198,17 @@ def load(cls: type[C], config_name: str, overrides: Sequence[str] = (), *, confi
 
 
 def collect(cls: type[C], config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> LoadedConfig[C]:
-    """As `load`, but returns the problems with what could be made of the rest."""
+    """As `load`, but returns the problems together with the configuration of all other settings."""
     problems: list[str] = []
     tree = compose.compose(config_name, overrides, config_dir, problems)
     return interpret(cls, tree, problems)
 
 
 def interpret(cls: type[C], tree: Mapping[str, Any], problems: list[str]) -> LoadedConfig[C]:
-    """What the user said, as nested containers, over the defaults; `problems` are those found before."""
+    """Returns the configuration of the user's settings over the defaults.
+
+    tree: the user's settings as nested containers; problems: those found before, to which this function appends.
+    """
     free = free_keys(cls)
     given = _lifted(dict(flatten(tree, free)), free)
     said = _below_free(foreign.resolve_aliases(given, problems), free)
@@ -238,14 +244,14 @@ def interpret(cls: type[C], tree: Mapping[str, Any], problems: list[str]) -> Loa
 
 
 def validate(config: Any) -> list[str]:
-    """Types and ranges of a configuration built in code; [] if all is well."""
+    """Returns the problems of types and ranges in a configuration built in code; [] if there are none."""
     problems: list[str] = []
     build(type(config), to_dict(config), problems)
     return problems
 
 
 def flatten(tree: Mapping[str, Any], stop: frozenset[str] = frozenset(), prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(full key, value) of a nested mapping; the keys in `stop` keep their mappings whole."""
+    """Yields (full key, value) of a nested mapping; mappings at the keys in `stop` stay whole."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value and key not in stop:
@@ -255,12 +261,12 @@ def flatten(tree: Mapping[str, Any], stop: frozenset[str] = frozenset(), prefix:
 
 
 def free_keys(cls: type) -> frozenset[str]:
-    """The settings that are mappings whose keys are not ours."""
+    """Returns the keys of settings that are mappings with keys of the user's own."""
     return frozenset(leaf.key for leaf in leaves(cls) if is_free(leaf.annotation))
 
 
 def _lifted(said: Mapping[str, Any], free: frozenset[str]) -> dict[str, Any]:
-    """Flat settings, with those inside a free mapping that are other frameworks' taken out as keys of their own."""
+    """Returns the flat settings, in which other frameworks' settings inside a free mapping become keys of their own."""
     found: dict[str, Any] = {}
     for key, value in said.items():
         found[key] = _taken_out(value, key, found) if key in free and isinstance(value, Mapping) else value
@@ -279,7 +285,7 @@ def _taken_out(tree: Mapping[str, Any], prefix: str, found: dict[str, Any]) -> d
 
 
 def _below_free(said: Mapping[str, Any], free: frozenset[str]) -> dict[str, Any]:
-    """Flat settings with those that an alias has put below a free mapping inside it."""
+    """Returns the flat settings, in which settings that an alias has put below a free mapping are inside that mapping."""
     merged = {key: dict(value) if key in free and isinstance(value, Mapping) else value for key, value in said.items()}
     for key in said:
         owner = next((name for name in free if key.startswith(f"{name}.")), None)
@@ -290,7 +296,7 @@ def _below_free(said: Mapping[str, Any], free: frozenset[str]) -> dict[str, Any]
 
 
 def _complete(cls: type, accepted: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values: defaults, inherited sections, then what the user said."""
+    """Returns the nested values: the defaults, then inherited sections, then the user's settings."""
     tree = to_dict(cls())
     for key, value in accepted.items():
         if not any(key == target or key.startswith(f"{target}.") for target in INHERITED):
@@ -331,7 +337,8 @@ def _report_unknown(key: str, known: set[str], problems: list[str], faulty: set[
 
 
 def nearest(key: str, known: set[str]) -> list[str]:
-    """Up to three full keys that `key` may have meant: a part of a name, a slip in one, a misplaced name, or a slip anywhere."""
+    """Returns up to three known keys that the user may have meant: a part of a name, a typo in one, a misplaced name, or a typo
+    anywhere."""
     parent, _, name = key.rpartition(".")
     while parent and parent not in known:
         parent, _, above = parent.rpartition(".")
@@ -350,5 +357,5 @@ def nearest(key: str, known: set[str]) -> list[str]:
 
 
 def _is_part(name: str, whole: str) -> bool:
-    """Whether `whole` begins with `name`, or has all of its words and more."""
+    """Returns True where `whole` begins with `name`, or has all of its words."""
     return len(name) >= SHORTEST_PART and (whole.startswith(name) or set(name.split("_")) <= set(whole.split("_")))

@@ -1,7 +1,7 @@
-"""What the section files are written with, and how the loader and `--help` read them.
+"""The types with which the sections are written, and the functions by which the loader and `--help` read them.
 
-A configuration is a tree of dataclasses.  A field's type carries its range (`Annotated` with `Range`), the string under
-the field is its documentation, so meaning, range and default of a setting each live in exactly one place.
+A configuration is a tree of dataclasses.  A field's type has its range (`Annotated` with `Range`), and the string below the field
+is its documentation, so that meaning, range and default of a setting are each in exactly one place.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rlhub.utils.redact import redact, redact_override
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Range of a number; None is open.  ge, le include the end, gt, lt do not.
+    """The range of a number; an end that is None is open.  ge and le include the end, gt and lt do not.
 
     off: a number outside the range that is allowed and switches the setting off.  infinite: infinity is allowed and means no
-    limit; elsewhere it is refused, as NaN is everywhere.
+    limit; other ranges refuse it, and all refuse NaN.
     """
 
     ge: float | None = None
@@ -36,7 +36,7 @@ class Range:
     infinite: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether `value` is inside; NaN never is."""
+        """Returns True where `value` is in the range, which NaN never is."""
         return value == self.off or (
             not math.isnan(value)
             and (self.infinite or not math.isinf(value))
@@ -57,8 +57,7 @@ def _number(value: float) -> str:
 
 
 LARGEST_INT = 2**63 - 1
-"""What files, tensors and other programs hold."""
-
+"""Largest integer that files, tensors and other programs can hold."""
 
 PositiveInt = Annotated[int, Range(ge=1)]
 NonNegativeInt = Annotated[int, Range(ge=0)]
@@ -74,7 +73,7 @@ PositiveUnitFloat = Annotated[float, Range(gt=0, le=1)]
 
 @dataclass(slots=True, kw_only=True)
 class Leaf:
-    """One setting: its full key, type, default (as YAML would hold it) and documentation."""
+    """One setting: its full key, type, default (as YAML holds it) and documentation."""
 
     key: str
     annotation: Any
@@ -84,14 +83,14 @@ class Leaf:
 
 @functools.cache
 def hints(cls: type) -> dict[str, Any]:
-    """Field name -> resolved type of a config dataclass, ranges included."""
+    """Returns the resolved types of a config dataclass by field name, ranges included."""
     resolved = typing.get_type_hints(cls, include_extras=True)
     return {field.name: resolved[field.name] for field in dataclasses.fields(cls)}
 
 
 @functools.cache
 def section_class(annotation: Any) -> type | None:
-    """The dataclass of a sub-section (also of an optional one), or None for a plain setting."""
+    """Returns the dataclass of a sub-section, also of an optional one, or None for a plain setting."""
     for option in options(annotation):
         if dataclasses.is_dataclass(option) and isinstance(option, type):
             return option
@@ -99,31 +98,31 @@ def section_class(annotation: Any) -> type | None:
 
 
 def options(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; a one-tuple of anything else."""
+    """Returns the members of a union; any other annotation as a tuple of one."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)
 
 
 def is_free(annotation: Any) -> bool:
-    """Whether the setting is a mapping whose keys are not ours (`ray_init`, `adv_kwargs`, ...)."""
+    """Returns True for a mapping whose keys are not settings of rlhub (`ray_init`, `adv_kwargs`, ...)."""
     return any(typing.get_origin(option) is dict for option in options(annotation))
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """A field's default; every config field has one."""
+    """Returns a field's default; every config field has one."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config dataclass as nested plain containers."""
+    """Returns a config dataclass as nested plain containers."""
     return dataclasses.asdict(config)
 
 
 def leaves(cls: type, prefix: str = "") -> Iterator[Leaf]:
-    """All settings of a config class in the order of the files; optional sub-sections are listed with their own fields."""
+    """Yields all settings of a config class in the order of the files, those of optional sub-sections included."""
     yield from _leaves(cls, cls(), prefix)
 
 
@@ -139,7 +138,7 @@ def _leaves(cls: type, instance: Any, prefix: str) -> Iterator[Leaf]:
 
 
 def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """(full key, class) of every sub-section."""
+    """Yields (full key, class) of every sub-section."""
     for name, annotation in hints(cls).items():
         section = section_class(annotation)
         if section is not None:
@@ -149,7 +148,7 @@ def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
 
 @functools.cache
 def docs(cls: type) -> dict[str, str]:
-    """Field name -> the string literal under the field, read from the source; {} if there is no source."""
+    """Returns the string literals below the fields, read from the source, by field name; {} if there is no source."""
     try:
         body = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body[0]
     except (OSError, TypeError):
@@ -164,7 +163,7 @@ def docs(cls: type) -> dict[str, str]:
 
 
 def scalar(value: Any) -> str:
-    """A value as it would be written on the command line."""
+    """Returns a value as it is written on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
@@ -175,12 +174,12 @@ def scalar(value: Any) -> str:
 
 
 def setting(key: str, value: Any) -> str:
-    """`key=value` for messages, without secrets."""
+    """Returns `key=value` for messages, without secrets."""
     return redact_override(f"{key}={scalar(redact(value, key.rpartition('.')[2]))}")
 
 
 def describe(annotation: Any) -> str:
-    """A type for people: "int >= 1, or null"; "one of fp32, bf16"."""
+    """Returns a type in words: "int >= 1, or null"; "one of fp32, bf16"."""
     return ", or ".join(_describe_one(option) for option in options(annotation))
 
 

@@ -1,11 +1,10 @@
 """Data files -> rows -> token ids -> batches in a resumable order.
 
-files       rows of parquet and jsonl; checks before start (no torch)
-tokenizing  prompt text or chat messages -> token ids; length policy
-order       the order of rows: seed, epoch, cursor
-prompts     PromptDataset, PromptLoader: prompts for reinforcement learning
-sft         SFTDataset, SFTLoader: demonstrations with a loss mask
-preference  PreferenceDataset: pairs of a chosen and a rejected answer
+files.py        rows of parquet and jsonl files; checks before the start, without torch
+tokenizing.py   prompt text or chat messages -> token ids; the policy for lengths
+order.py        the resumable order of rows: seed, epoch, cursor
+prompts.py      PromptDataset and PromptLoader: prompts for reinforcement learning
+supervised.py   SFTDataset, demonstrations with a loss mask; PreferenceDataset, pairs of a chosen and a rejected answer
 """
 
 from rlhub.data.files import AGENT_NAME, check_columns, check_files, has_column, load_rows

@@ -36,7 +36,7 @@ class DataRow:
         return DataError(f"{self.file}, row {self.number}, column {column!r}: {text}")
 
     def get(self, column: str) -> Any:
-        """Returns the column's value.  DataError when the row has no such column or nothing in it."""
+        """Returns the column's value.  Raises DataError when the row has no such column or null in it."""
         if column not in self.values:
             raise self.problem(column, f"missing{suggest(column, self.values)}; columns: {', '.join(self.values) or 'none'}")
         value = self.values[column]
@@ -52,7 +52,7 @@ def file_list(files: str | Sequence[str] | None) -> list[Path]:
 
 
 def load_rows(files: str | Sequence[str]) -> list[DataRow]:
-    """Returns all rows of the files, in order.  DataError names a file that is missing, unreadable or empty."""
+    """Returns all rows of the files, in order.  Raises DataError, which names it, for a missing, unreadable or empty file."""
     paths = file_list(files)
     if not paths:
         raise DataError("no data files are given")
@@ -98,7 +98,7 @@ def check_columns(files: str | Sequence[str] | None, split: str, columns: Mappin
 
 
 def has_column(files: str | Sequence[str] | None, column: str) -> bool:
-    """Returns whether any of the files has the column; a file that cannot be read has none."""
+    """Returns True where one of the files has the column; a file that cannot be read has none."""
     for path in file_list(files):
         try:
             if column in _columns(path):

@@ -1,6 +1,6 @@
-"""The order of rows: a function of seed, epoch and cursor, so that a run can stop and go on anywhere.
+"""The order of rows is a function of seed, epoch and cursor, so that a run can stop and resume anywhere.
 
-Every prompt of a run has a running number, its ordinal; the noise of its samples is seeded by it.
+Every prompt of a run has a running number, its ordinal, which seeds the noise of its samples.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhub.utils.seeding import permutation
 
 
 class IndexedData(Protocol):
-    """A data set as a loader reads it: rows, their batches, and a fingerprint of them all."""
+    """A data set as a loader reads it: rows, their batches, and a fingerprint of all rows."""
 
     fingerprint: str
 
@@ -32,7 +32,7 @@ class ResumableLoader:
         while loader.epoch < total_epochs:
             for batch in loader: ...
 
-    The state that `state()` gives while a batch is being used is the state after that batch: loading it goes on with the next.
+    While a batch is used, `state()` returns the state after that batch: a loader that loads it continues with the next batch.
     Each batch has a column `ordinal` (rows,) int64.
     """
 
@@ -53,7 +53,7 @@ class ResumableLoader:
         self._consumed = 0
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Returns the number of batches in an epoch."""
         return len(self.dataset) // self.batch_size if self.drop_last else -(-len(self.dataset) // self.batch_size)
 
     def __iter__(self) -> Iterator[DataProto]:
@@ -90,7 +90,8 @@ class ResumableLoader:
 
     @property
     def extras_fingerprint(self) -> str | None:
-        """A fingerprint of the columns that rewards and workflows read besides prompt and ground truth; None: no such columns."""
+        """The fingerprint of the columns that rewards and workflows read besides prompt and ground truth; None without such
+        columns."""
         return None
 
     def state(self) -> dict[str, Any]:
@@ -105,7 +106,7 @@ class ResumableLoader:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from `state`.  DataError when the data or its order are no longer the same."""
+        """Continues from `state`.  Raises DataError when the data or their order have changed."""
         if state["dataset_hash"] != self.dataset.fingerprint:
             raise DataError(
                 "the data set is not the one the run was started with (its rows, tokenizer, prompt template or length settings "

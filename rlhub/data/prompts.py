@@ -1,4 +1,4 @@
-"""Prompts for reinforcement learning: token ids left padded, and the columns that rewards read."""
+"""Prompts for reinforcement learning: left-padded token ids, and the columns that rewards read."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""Demonstrations for supervised fine-tuning: prompt and response, or chat messages, with a mask over the tokens to be learned.
+"""The data of supervised training: demonstrations (SFTDataset) and preference pairs (PreferenceDataset), tokenized.
 
-Batches have the shape of rollouts (prompts left padded, responses right padded), so one engine trains on both.  Prompts are
-tokenized exactly as for generation, and answers as they follow them: what is learned is what will be sampled.
+A demonstration is a prompt with a response, or a conversation, with a mask over the tokens that are learned.  A preference pair
+is a prompt with a chosen and a rejected answer, which both follow the same prompt tokens, as the losses assume.
 
-§§ preference: Preference pairs: a prompt with an answer that was chosen and one that was rejected.
-
-Both answers of a pair follow the same prompt tokens, for the losses are derived for that; prompts and answers are tokenized
-as generation would meet them.
+Batches have the shape of rollouts (prompts left padded, responses right padded), so that one engine trains on both.  Prompts are
+tokenized exactly as for generation, and answers as they follow them, so that a model learns the tokens it will sample.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import torch
 from rlhub.config.sections.preference import PreferenceDataConfig
 from rlhub.config.sections.sft import SFTDataConfig
 from rlhub.data.files import DataRow, load_rows
-from rlhub.data.order import ResumableLoader
 from rlhub.data.prompts import fingerprint_of
 from rlhub.data.tokenizing import (
     Tokenizer,
@@ -50,21 +47,20 @@ logger = logging.getLogger(__name__)
 
 
 MESSAGES = "messages"
-"""Column of whole conversations."""
-
+"""Column with whole conversations."""
 TOOLS = "tools"
-"""Column of the tools that a conversation may use: a list of JSON schemas, for the chat template to describe."""
+"""Column with the tools of a conversation: a list of JSON schemas, which the chat template describes to the model."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Demonstration:
-    """Token ids and, for each, 1 if it is to be learned."""
+    """Token ids, and for each token 1 if it is learned, else 0."""
 
     tokens: list[int]
     learned: list[int]
 
     def start(self) -> int:
-        """Returns where the response begins: at the first learned token, but never at the first token, which nothing predicts."""
+        """Returns the index of the response's first token: the first learned one, but never 0, since nothing predicts token 0."""
         return max(1, self.learned.index(1))
 
 
@@ -72,9 +68,9 @@ class SFTDataset:
     """All demonstrations of the files, tokenized.
 
     A row has `config.prompt_key` (text or chat messages) and `config.response_key` (text), or `messages` with at least one
-    assistant turn (and `tools`, if it uses some).  Learned are the response's or the assistant turns' tokens, the
+    assistant turn (and `tools`, if it uses some).  The tokens of the response or of the assistant's turns are learned, the
     end-of-sequence token included.  Rows longer than `config.max_length` tokens are an error or cut by `config.truncation`.
-    DataError names file, row and column.  vocab_size: see PromptDataset.
+    Raises DataError, which names file, row and column.  vocab_size: see PromptDataset.
     """
 
     def __init__(
@@ -117,10 +113,6 @@ class SFTDataset:
         return DataProto.from_dict({key: torch.from_numpy(column) for key, column in columns.items()})
 
 
-class SFTLoader(ResumableLoader):
-    """Batches of demonstrations in a resumable order; see ResumableLoader and SFTDataset.batch."""
-
-
 def _of_pairs(config: SFTDataConfig, tokenizer: Tokenizer, rows: Sequence[DataRow]) -> list[Demonstration]:
     _, prompts = encode_prompts(tokenizer, rows, config.prompt_key, None)
     texts = [checked_text(row, config.response_key, row.get(config.response_key)) for row in rows]
@@ -132,7 +124,7 @@ def _of_pairs(config: SFTDataConfig, tokenizer: Tokenizer, rows: Sequence[DataRo
 
 
 def _of_messages(tokenizer: Tokenizer, row: DataRow) -> Demonstration:
-    """Returns the conversation up to its last assistant turn, tokenized as generation would meet it turn by turn."""
+    """Returns the conversation up to its last assistant turn, tokenized as generation sees it turn by turn."""
     pieces = _pieces(tokenizer, row, checked_messages(row, MESSAGES, row.get(MESSAGES)))
     item = _whole(tokenizer, pieces) or _piecewise(tokenizer, pieces)
     item.tokens = ended(tokenizer, item.tokens)
@@ -218,7 +210,7 @@ def _cut(config: SFTDataConfig, row: DataRow, item: Demonstration) -> Demonstrat
 
 @dataclass(slots=True, kw_only=True)
 class Pair:
-    """Token ids, and the margin by which the chosen answer should win (0 where the data say nothing)."""
+    """Token ids of a preference pair, and the margin by which the chosen answer should win (0 where the data have none)."""
 
     prompt: list[int]
     chosen: list[int]
@@ -232,8 +224,8 @@ class PreferenceDataset:
     A row has a prompt (text or chat messages) and two answers: texts, or messages.  Messages are the assistant's alone, after
     a prompt of messages, or two whole conversations that differ in their last message; `prompt_key` is not read then.
     The end-of-sequence token belongs to an answer.  Pairs over `config.max_length` tokens are an error or cut by
-    `config.truncation`; pairs whose answers are the same say nothing, are counted and left out.  margin_key: column of
-    margins.  DataError names file, row and column.  vocab_size: see PromptDataset.
+    `config.truncation`; pairs whose answers are the same teach nothing, and are counted and left out.  margin_key: column of
+    margins.  Raises DataError, which names file, row and column.  vocab_size: see PromptDataset.
     """
 
     def __init__(
@@ -301,7 +293,7 @@ def _tokenized(config: PreferenceDataConfig, tokenizer: Tokenizer, rows: Sequenc
 
 
 def _with_prompt(config: PreferenceDataConfig, row: DataRow) -> DataRow:
-    """Returns the row, for conversations with the messages that both begin with as its prompt, and one message an answer."""
+    """Returns the row, where conversations become a prompt of the messages they share and one message for each answer."""
     chosen, rejected = row.get(config.chosen_key), row.get(config.rejected_key)
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise row.problem(config.rejected_key, f"must have the form of {config.chosen_key!r}: both texts, or both messages")
@@ -315,7 +307,7 @@ def _with_prompt(config: PreferenceDataConfig, row: DataRow) -> DataRow:
 
 
 def _conversation(config: PreferenceDataConfig, row: DataRow, column: str) -> list[dict[str, Any]]:
-    """Returns the column's messages: at least two, the last the assistant's."""
+    """Returns the column's messages: at least two, of which the last is the assistant's."""
     messages = checked_messages(row, column, row.get(column))
     if len(messages) == 1 and messages[0]["role"] == "assistant":
         messages = [*checked_messages(row, config.prompt_key, row.get(config.prompt_key)), *messages]
@@ -325,7 +317,7 @@ def _conversation(config: PreferenceDataConfig, row: DataRow, column: str) -> li
 
 
 def _answer(tokenizer: Tokenizer, row: DataRow, column: str, prompt_key: str, prompt: str) -> str:
-    """Returns the answer's text as it follows the prompt's.  row: one of `_with_prompt`."""
+    """Returns the answer's text as it follows the prompt's text.  row: as `_with_prompt` returned it."""
     value = row.values[column]
     if isinstance(value, str):
         return checked_text(row, column, value)
@@ -336,7 +328,7 @@ def _answer(tokenizer: Tokenizer, row: DataRow, column: str, prompt_key: str, pr
 
 
 def _cut_pair(config: PreferenceDataConfig, row: DataRow, pair: Pair) -> Pair:
-    """Cuts a pair to `config.max_length`, or raises DataError.  "left" takes the same tokens from the prompt for both answers."""
+    """Cuts a pair to `config.max_length`, or raises DataError.  "left" cuts the same tokens of the prompt for both answers."""
     size = len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
     excess, limit = size - config.max_length, f"data.max_length={config.max_length}"
     if excess <= 0:

@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
 
 def pad_id(tokenizer: Tokenizer) -> int:
-    """Returns the id that fills short rows.  DataError if the tokenizer has none."""
+    """Returns the id that fills short rows.  Raises DataError if the tokenizer has none."""
     found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if found is None:
         raise DataError("the tokenizer has neither a pad token nor an end-of-sequence token to pad with")
@@ -50,7 +50,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bo
 
 
 def checked_text(row: DataRow, column: str, value: Any) -> str:
-    """Returns `value`; DataError unless it is text that can be written as UTF-8 and is not blank."""
+    """Returns `value`.  Raises DataError unless it is text that can be written as UTF-8 and is not blank."""
     if not isinstance(value, str):
         raise row.problem(column, f"must be text, got {type(value).__name__} {value!r:.80}")
     try:
@@ -135,7 +135,7 @@ def encode_prompts(
 
 
 def check_vocabulary(rows: Sequence[DataRow], column: str, ids: Sequence[Sequence[int]], vocab_size: int | None) -> None:
-    """Raises DataError for the first row with a token id that the model has no embedding for.  vocab_size: None if not known."""
+    """Raises DataError for the first row with a token id for which the model has no embedding.  vocab_size: None if unknown."""
     if vocab_size is None:
         return
     for row, tokens in zip(rows, ids, strict=True):
@@ -149,8 +149,11 @@ def check_vocabulary(rows: Sequence[DataRow], column: str, ids: Sequence[Sequenc
 
 
 def end_of_answer(text: str, start: int, eos: str | None) -> int:
-    """Returns where the answer from `start` on ends.  Templates write e.g. a line break after the end-of-sequence token (or
-    another token that ends a turn), which a model never gets to sample."""
+    """Returns the end of the answer that begins at `start`.
+
+    Templates write for example a line break after the end-of-sequence token (or another token that ends a turn), which a model
+    never samples.
+    """
     found = text.rfind(eos, start) if eos else -1
     return max(start, len(text.rstrip())) if found < 0 or eos is None else found + len(eos)
 

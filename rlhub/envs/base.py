@@ -31,7 +31,7 @@ class EnvDiedError(EnvError):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ImageObservation:
-    """An image. pixels: (height, width, channels) uint8. text: a description; a policy that takes no images reads only this."""
+    """An image.  pixels: (height, width, channels) uint8.  text: a description; a policy that takes no images reads only this."""
 
     pixels: np.ndarray
     text: str = ""
@@ -46,8 +46,8 @@ StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 class EnvironmentLimits:
     """The limits of an environment.
 
-    reset_timeout_s: time limit of all calls except steps. step_timeout_s: time limit of a step or a tool call. memory_gb: address
-    space of its process, in GiB.
+    reset_timeout_s: time limit of all calls except steps.  step_timeout_s: time limit of a step or a tool call.  memory_gb:
+    address space of its process, in GiB.
     """
 
     reset_timeout_s: float = 60.0
@@ -56,7 +56,7 @@ class EnvironmentLimits:
 
     @property
     def longest_s(self) -> float:
-        """The longer of the two time limits."""
+        """Returns the longer of the two time limits."""
         return max(self.reset_timeout_s, self.step_timeout_s)
 
     def timeout_s(self, method: str) -> float:
@@ -98,7 +98,7 @@ class StepEnvironment(ABC):
 
     @abstractmethod
     async def step(self, action: Any) -> StepResult:
-        """Takes an action. terminated: the episode has reached its end. truncated: it was cut off."""
+        """Takes an action.  terminated: the episode has reached its end.  truncated: it was cut off."""
 
     async def get_state(self) -> Any:
         """Returns the whole state as JSON-able values.  Raises EnvError if the environment cannot save it."""

@@ -116,7 +116,7 @@ async def _execute(environment: Environment, tool_name: str, tool_args: Mapping[
         return {TIMED_OUT: str(error)}
     except RlhubError as error:
         result = ToolResult(text=f"Error: {error}", failed=True)
-    except Exception as error:  # noqa: BLE001  boundary to code of the user's
+    except Exception as error:  # noqa: BLE001  boundary to the user's code
         result = ToolResult(text=f"Error: {type(error).__name__}: {error}", failed=True)
     text = {"text": result.text, "failed": result.failed}
     return text | {"reward": float(result.reward), "done": bool(result.done), "metrics": dict(result.metrics)}

@@ -31,7 +31,7 @@ class GuessNumber:
         self._steps = 0
 
     def reset(self, *, seed: int | None, options: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
-        """Begins a game. options: `number` sets the hidden number."""
+        """Begins a game.  options: `number` sets the hidden number."""
         self._number = int((options or {}).get("number", random.Random(seed).randint(1, self._largest)))
         self._steps = 0
         return f"I think of a number from 1 to {self._largest}. What is it?", {}

@@ -26,11 +26,11 @@ DIGITS = 4  # of the numbers in a text observation
 
 
 class GymnasiumEnvironment:
-    """An environment of gymnasium as a simulator. id, make_kwargs: the arguments of gymnasium.make.
+    """An environment of gymnasium as a simulator.  id, make_kwargs: the arguments of gymnasium.make.
 
     actions: words for the actions of a discrete environment, in their order; without them an action is a number in the text.
     Actions of any other space are JSON. Text that is no action is answered with a note and a reward of `invalid_reward`, without
-    a step. describe: text before the first observation.
+    a step.  describe: text before the first observation.
     """
 
     def __init__(

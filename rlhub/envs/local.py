@@ -18,7 +18,7 @@ from rlhub.errors import DeadlineError
 
 
 class LocalEnvironment(StepEnvironment):
-    """Runs a simulator in threads. timeout_s: time limit of one call in seconds."""
+    """Runs a simulator in threads.  timeout_s: time limit of one call in seconds."""
 
     def __init__(self, simulator: Any, *, timeout_s: float) -> None:
         self._simulator, self._timeout_s = simulator, timeout_s

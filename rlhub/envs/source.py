@@ -38,14 +38,14 @@ PARAMETERS = ("operation", "arguments")
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EnvironmentSpec:
-    """The environment that a lease asks for, and how it runs.  It is sent to the process that runs it.
+    """The environment of a lease, and how it runs.  It is sent to the process that runs it.
 
     name: registered, `module:name` or `path/to/file.py:name`, called with `settings`.
 
     num_workers: the number of processes that run it, in this process or in each environment actor; 0: it runs without processes
     of its own and with any number of leases.  Only a call that hangs in such a process can be ended.
 
-    env: environment variables that these processes receive although their names look like secrets. offers_tools: it is an
+    env: environment variables that these processes receive although their names look like secrets.  offers_tools: it is an
     `Environment`; without processes of its own it runs on the event loop.
     """
 
@@ -58,12 +58,12 @@ class EnvironmentSpec:
 
     @property
     def places(self) -> int:
-        """The maximum number of leases at once in one process or actor; 0 for no limit."""
+        """Returns the maximum number of leases at once in one process or actor, 0 for no limit."""
         return self.num_workers
 
     @property
     def key(self) -> str:
-        """A text that is equal for equal specs."""
+        """Returns a text that is equal for equal specs."""
         return repr(self)
 
 
@@ -129,7 +129,7 @@ class LocalEnvironmentSource:
 
     @property
     def pools(self) -> list[EnvironmentPool]:
-        """All pools that exist."""
+        """Returns all pools that exist."""
         return list(self._pools.values())
 
     async def aclose(self) -> None:
@@ -141,8 +141,8 @@ class LocalEnvironmentSource:
 class EnvironmentPool:
     """Runs environments in killable processes, each leased to one episode at a time.  It belongs to one event loop.
 
-    target: `module:name` or `path/to/file.py:name`, called with `settings` in each process. offers_tools: it builds an
-    `Environment`, a new one for every lease; otherwise a simulator, which serves one lease after the other. env: environment
+    target: `module:name` or `path/to/file.py:name`, called with `settings` in each process.  offers_tools: it builds an
+    `Environment`, a new one for every lease; otherwise a simulator, which serves one lease after the other.  env: environment
     variables that the processes receive although their names look like secrets.
     """
 
@@ -168,7 +168,7 @@ class EnvironmentPool:
 
     @property
     def num_alive(self) -> int:
-        """The number of running processes."""
+        """Returns the number of running processes."""
         return sum(process is not None and not process.dead for process in self._processes)
 
     @asynccontextmanager
@@ -231,7 +231,7 @@ class EnvironmentProcess:
 
     @classmethod
     async def start(cls, making: Mapping[str, Any], limits: EnvironmentLimits, access: Access) -> EnvironmentProcess:
-        """Starts a process and builds the environment in it. making: the arguments of the operation "make" in child.py.  Raises
+        """Starts a process and builds the environment in it.  making: the arguments of the operation "make" in child.py.  Raises
         LoadError."""
         target = making["target"]
         spawning = asyncio.ensure_future(asyncio.to_thread(spawn, SERVE, PARAMETERS, memory_gb=limits.memory_gb, access=access))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlhub.errors import ProtocolError
 
@@ -97,24 +98,41 @@ def same_array(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 def num_bytes(column: Tensor) -> int:
-    """Returns the bytes of a column's elements, and of its offsets where it is jagged."""
-    jagged: Any = column
-    return int(jagged.values().nbytes + jagged.offsets().nbytes if column.is_nested else column.nbytes)
+    """Returns the bytes of a column's elements, and of its rows' lengths where it is jagged."""
+    return sum(part.nbytes for part in dense_rows(column)) if column.is_nested else column.nbytes
 
 
 def take_rows(column: Tensor, rows: Tensor) -> Tensor:
-    """Copy of those rows of a column, which stays jagged where its rows differ in length."""
+    """Returns a copy of those rows of a column, which stays jagged where its rows differ in length."""
+    rows = rows.to(column.device)
     if not column.is_nested:
-        return column.index_select(0, rows.to(column.device))
-    parts = column.unbind()
-    return _jagged([parts[row] for row in rows.tolist()], like=column)
+        return column.index_select(0, rows)
+    values, starts, lengths = _jagged_parts(column)
+    starts, lengths = starts[rows], lengths[rows]
+    ends = lengths.cumsum(0)
+    # Element i of the result is element i of its row's values, counted from where that row's elements begin here.
+    shifts = torch.repeat_interleave(starts - ends + lengths, lengths)
+    return jagged(values.index_select(0, shifts + torch.arange(len(shifts), device=column.device)), lengths)
 
 
-def _jagged(rows: list[Tensor], *, like: Tensor) -> Tensor:
-    """A jagged tensor of these rows; `like` says what rows there are none of."""
-    if not rows:
-        return torch.nested.nested_tensor_from_jagged(like.values()[:0], torch.zeros(1, dtype=torch.int64, device=like.device))
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+def jagged(values: Tensor, lengths: Tensor) -> Tensor:
+    """Returns the jagged column whose rows lie in `values` one after another."""
+    column: Tensor = torch.nested.nested_tensor_from_jagged(values, pad(lengths.cumsum(0), (1, 0)))
+    return column
+
+
+def _jagged_parts(column: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the values of a jagged column, and for each row its first element in them and its length."""
+    offsets = column.offsets()
+    return column.values(), offsets[:-1], offsets.diff() if column.lengths() is None else column.lengths()
+
+
+def dense_rows(column: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the values of a jagged column, its rows one after another without gaps, and their lengths (rows,)."""
+    values, starts, lengths = _jagged_parts(column)
+    if len(values) == int(lengths.sum()) and bool((starts == lengths.cumsum(0) - lengths).all()):
+        return values, lengths
+    return dense_rows(take_rows(column, torch.arange(len(lengths))))
 
 
 def row_shape(column: Tensor) -> tuple[Any, ...]:
@@ -152,7 +170,8 @@ def join_tensors(parts: Sequence[Tensor]) -> Tensor:
         return parts[0]
     dtype = parts[0].dtype
     if parts[0].is_nested:
-        return _jagged([row for part in parts for row in part.unbind()], like=parts[0])
+        values, lengths = zip(*map(dense_rows, parts), strict=True)
+        return jagged(join_tensors(values), torch.cat(lengths))
     plain = all(part.device.type == "cpu" and not part.requires_grad for part in parts)
     if not plain or parts[0].dim() == 0:
         return torch.cat(list(parts))
@@ -239,10 +258,15 @@ def num_array_rows(arrays: Mapping[str, np.ndarray]) -> int:
 
 
 def all_gather_rows(tensor: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Returns every rank's rows of `tensor` (rows, ...), in rank order; `counts` are the ranks' numbers of rows.
+    """Returns every rank's rows of `tensor` (rows, ...), jagged or not, in rank order; `counts` are the ranks' numbers of rows.
 
     Every rank of `group` calls; blocking.  Rows are padded to the longest for the collective.
     """
+    if tensor.is_nested:
+        values, own_lengths = dense_rows(tensor)
+        lengths = all_gather_rows(own_lengths, counts, group)
+        gathered = all_gather_rows(values, [int(part.sum()) for part in lengths], group)
+        return list(map(jagged, gathered, lengths))
     padded = tensor.new_zeros((max(counts), *tensor.shape[1:]))
     padded[: len(tensor)] = tensor
     gathered = [torch.empty_like(padded) for _ in counts]
@@ -252,7 +276,8 @@ def all_gather_rows(tensor: Tensor, counts: Sequence[int], group: dist.ProcessGr
 
 def leading_shape(key: str, column: Tensor, num_dims: int) -> tuple[int, ...]:
     """Returns the first dimensions of a column.  Raises ProtocolError for a nested tensor that has no rows to move."""
-    if column.is_nested and (column.layout != torch.jagged or num_dims > 1):
+    # The length of a jagged dimension is symbolic; rows that differ in another dimension than their first cannot be joined.
+    if column.is_nested and (column.layout != torch.jagged or num_dims > 1 or isinstance(column.shape[1], int)):
         raise ProtocolError(
             f"column {key!r} is a nested tensor of layout {column.layout} with {num_dims} batch dimensions wanted; rows of "
             "different lengths need torch.nested.nested_tensor(rows, layout=torch.jagged), with one batch dimension"

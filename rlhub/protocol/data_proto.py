@@ -41,6 +41,7 @@ from rlhub.protocol.columns import (
     object_array,
     pick,
     row_numbers,
+    row_shape,
     same_array,
     same_tensor,
     same_value,
@@ -466,8 +467,7 @@ def all_gather_data_proto(data: DataProto, group: dist.ProcessGroup | None = Non
     Every rank of `group` calls; blocking.  Ranks may have different numbers of rows, but the same columns.
     """
     columns = data.tensors()
-    check_rectangular(columns, "all_gather_data_proto")
-    spec = {key: (column.dtype, tuple(column.shape[1:])) for key, column in columns.items()}
+    spec = {key: (column.dtype, row_shape(column)) for key, column in columns.items()}
     shared: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(shared, (len(data), spec, data.non_tensor_batch, data.meta_info), group=group)
     if any(other != spec for _, other, _, _ in shared):

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhub.protocol.columns import RAW_VIEWS, object_array
+from rlhub.protocol.columns import RAW_VIEWS, dense_rows, jagged, object_array
 from rlhub.protocol.readonly_tensor import ReadOnlyTensor, guard
 
 _TAG = "$type"
@@ -157,8 +157,8 @@ def pack_tensor(tensor: Tensor, protocol: int = 5) -> Packed:
     """
     tensor = tensor.detach()
     if tensor.is_nested:
-        jagged: Any = tensor.cpu()
-        return "jagged", pack_tensor(jagged.values(), protocol), pack_tensor(jagged.offsets(), protocol)
+        values, lengths = dense_rows(tensor)
+        return "jagged", pack_tensor(values, protocol), pack_tensor(lengths, protocol)
     if tensor.layout != torch.strided:
         return "other", tensor.cpu()
     plain = tensor.plain if isinstance(tensor, ReadOnlyTensor) else tensor
@@ -175,8 +175,7 @@ def unpack_tensor(packed: Packed) -> Tensor:
     """Returns the tensor of `pack_tensor`: a read-only view where the received bytes are read-only, else a plain tensor."""
     tensor: Tensor
     if packed[0] == "jagged":
-        tensor = torch.nested.nested_tensor_from_jagged(unpack_tensor(packed[1]).clone(), unpack_tensor(packed[2]).clone())
-        return tensor
+        return jagged(unpack_tensor(packed[1]).clone(), unpack_tensor(packed[2]).clone())
     if packed[0] == "other":
         tensor = packed[1]
         return tensor

@@ -1,11 +1,16 @@
-"""Scores of responses: reward functions in killable children, and the managers that turn scores into rewards.
+"""Scores of responses: reward functions in killable processes, and the managers that turn scores into rewards.
 
-base: the interface of managers, and the policy for failures.  registry: names of managers and scorers, and the scorer that a
-row's data source chooses.  build: from configuration to a manager.  naive, dapo: managers.  combine: one reward out of a
-function, a reward model and a judge.  pool: scores from a function in killable children.  gsm8k, math: scorers; answers is what
-they read answers with. judge, judge_prompt: a language model as judge.  rendering: texts of a batch in another model's tokens.
+base.py           the interface of managers, and the policy for failed scores
+registry.py       the names of managers and scorers, and the scorer of each data source
+managers.py       the managers naive and dapo, built from a configuration
+combine.py        one reward out of a function, a reward model and a judge; the judge itself
+judge_prompt.py   the judge's prompt, and the score in its answer
+pool.py           scores from a function in killable processes
+answers.py        final answers in texts; the scorers gsm8k and exact
+math.py           the scorer math
+rendering.py      the texts of a batch in another model's tokens
 
-The names below load on first use, because the children import the scorers of this package and must not load torch.
+The names below load on first use, because the killable processes import this package's scorers and must not load torch.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Final answers in worked solutions: where a text states one, and the number it states.
+"""Finds the final answers of worked solutions, and scores them: the scorers `gsm8k` and `exact`.
 
-An answer is stated as `#### x`, `\boxed{x}`, or "the answer is x".  Texts are written by a model and may be long and odd, so
+A text states an answer as `#### x`, `\boxed{x}`, or "the answer is x".  A model writes the texts, which may be long and odd, so
 every search is linear in the text.  Numbers are read exactly, as people and models write them, and nothing is evaluated.
 
-§§ gsm8k: Grade-school mathematics (Cobbe et al. 2021, arXiv 2110.14168): is the stated final answer the right number?
-
-The answer must be stated: after `####`, in `\boxed{}`, after "the answer is", or as all there is.  The last statement counts.
-A right number anywhere else scores 0, or a policy would learn to list numbers, and a response cut off in the middle of its
-working could be right by accident.
+`gsm8k` scores grade-school mathematics (Cobbe et al. 2021, arXiv 2110.14168) by the last number that the response states, or by
+the response itself where it is nothing but a number.  A right number anywhere else scores 0; otherwise a policy would learn to
+list numbers, and a response cut off in the middle of its working could be right by accident.
 """
 
 from __future__ import annotations
@@ -18,14 +16,13 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-MAX_TRIED = 20  # occurrences of a marker, from the last backwards; what is not an answer (a heading) is passed over
+MAX_TRIED = 20  # occurrences of a marker, from the last backwards; those that are no answer (a heading) are skipped
 MAX_STATED = 1000  # characters of an answer
+LONGEST = 200  # characters of a stated number that are read; the longest numbers below stay within it
 
 _STATED = re.compile(r"answer\b[^\n.:=0-9]{0,40}?(?:\bis\b|:|=)[\s:*]*(?:therefore|thus|exactly|equal to|simply)?", re.IGNORECASE)
 _CLAUSE_END = re.compile(r"[.!?;](?=\s|$)|\n")
 _HEADING = re.compile(r"\s*[0-9]+\s*(?:[.):]\s+\S|[):]\S)")
-
-LONGEST = 200  # characters of a stated answer that are looked at; the longest numbers below stay within it
 
 # 1,234.50 and .5, but not the 1 of 1,23 or of 1e5, which are other numbers; 40 digits are more than any answer has
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3}){1,12}|[0-9]{1,40})(?:\.[0-9]{1,40})?|\.[0-9]{1,40}"
@@ -78,7 +75,7 @@ def boxed(text: str) -> tuple[int, str] | None:
 
 
 def stated(text: str) -> Iterator[tuple[int, str]]:
-    """Yields (position, clause) of "the answer is ...", "Answer: ..." from the last backwards."""
+    """Yields (position, clause) of "the answer is ..." and "Answer: ..." from the last backwards."""
     for match in reversed(deque(_STATED.finditer(text), maxlen=MAX_TRIED)):
         rest = text[match.end() : match.end() + MAX_STATED]
         end = _CLAUSE_END.search(rest)
@@ -86,15 +83,17 @@ def stated(text: str) -> Iterator[tuple[int, str]]:
 
 
 def clean(text: str) -> str:
-    """Returns the text less LaTeX spacing, `\\text{}`, bold marks and the like; simple fractions as a/b, minus signs as "-"."""
+    """Returns the text without LaTeX spacing, `\\text{}`, bold marks and the like, fractions as a/b and minus signs as "-"."""
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
     return text.strip()
 
 
 def leading_number(text: str) -> Fraction | None:
-    """Returns the number that cleaned text begins with, or that its leading equation ends with; None if there is none, or if the
-    expression goes on after it ("48 + 24", "3 or 4")."""
+    """Returns the number with which cleaned text begins, or with which its leading equation ends.
+
+    Returns None if there is none, or if the expression goes on after it ("48 + 24", "3 or 4").
+    """
     found = _leading(text)
     return None if found is None else found[0]
 
@@ -128,7 +127,10 @@ def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """Returns 1.0 for the right number, 0.0 for another or none.  ValueError if the ground truth is no number."""
+    """Returns 1.0 for the right number, 0.0 for another or none; the scorer `gsm8k`.
+
+    Raises ValueError if the ground truth is no number.
+    """
     text = str(ground_truth)
     expected = whole_number(clean(text.rsplit("####", 1)[-1]), units=False)
     if expected is None:
@@ -137,7 +139,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
 
 
 def final_number(text: str) -> Fraction | None:
-    """Returns the number of the last statement of an answer, None without one."""
+    """Returns the number of the last answer that the text states, or None."""
     candidates = sorted(_candidates(text), key=lambda candidate: candidate[0])
     if candidates:
         return candidates[-1][1]

@@ -1,4 +1,4 @@
-"""Reward managers: their interface, the parts they are built from, the rewards they return, and the policy for failed samples."""
+"""The interface of reward managers, their parts, the rewards that they return, and the policy for failed scores."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ FAILED_SHARE = "reward/failed_share"
 class RewardResult:
     """The rewards of a batch.
 
-    token_level_scores: (B, T) float32, the score on the last token that the model wrote, 0 elsewhere (a response without such
-    a token has no place for it: its row is 0).
+    token_level_scores: (B, T) float32, the score on the last token that the model wrote, 0 on other tokens and in rows without
+    such a token.
     scores: (B,) float32, the rewards themselves.
     valid: (B,) bool; False: scoring failed and the sample must not train.
     extra: further entries of each row by the reward function and the manager, (B,) float64, or objects with None where a row has
     no such entry; "acc", where given, is the correctness that validation reports.
-    metrics: reward/num_failed, reward/failed_share, and means of the numeric extras under `naive.metric_of` their names.
+    metrics: reward/num_failed, reward/failed_share, and means of the numeric extras under the names of `managers.metric_of`.
     """
 
     token_level_scores: Tensor
@@ -75,7 +75,7 @@ class ManagerParts:
 
 
 def max_failures(num_rows: int, *, on_error: Literal["fail", "mask", "zero"], max_error_rate: float) -> int:
-    """Returns how many failures among `num_rows` samples the policy lets pass."""
+    """Returns the number of failures among `num_rows` samples that the policy tolerates."""
     return 0 if on_error == "fail" else int(max_error_rate * num_rows)
 
 
@@ -86,7 +86,7 @@ def check_failures(
     on_error: Literal["fail", "mask", "zero"],
     max_error_rate: float,
 ) -> dict[str, float]:
-    """Returns metrics of the failures; RewardError if `on_error` or `max_error_rate` does not let them pass.
+    """Returns metrics of the failures.  Raises RewardError if `on_error` or `max_error_rate` does not tolerate them.
 
     request: returns the request of a row; called for the few rows that a message shows.
     """

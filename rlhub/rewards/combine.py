@@ -1,14 +1,13 @@
-"""One reward out of several scorers: a reward function, a learned reward model, a judge.
+"""Combines several scorers into one reward: a reward function, a learned reward model, and a judge.
 
     reward = function_weight * function + weight * model + judge.weight * judge
 
-Each part's own, unweighted scores stay in `RewardResult.extra` under its name.  What is correct (validation's pass@k) is the
-function's business wherever there is one: a learned score says how good, not whether right.
+Each part's own, unweighted scores stay in `RewardResult.extra` under its name.  Where there is a function, it alone decides which
+samples validation counts as correct (pass@k): a learned score says how good a response is, and not whether it is right.
 
-§§ judge: A language model as judge (Zheng et al. 2023, arXiv 2306.05685): it is asked for a number in words, which is read back.
-
-What it writes is matched against a regular expression and never evaluated.  The engine behind it is a rollout engine that
-the judge worker owns: this file is given a `generate` callable.
+The judge is a language model that answers a question about each response with a score in words (Zheng et al. 2023, arXiv
+2306.05685).  Its answer is matched against a regular expression and never evaluated.  `Judge` gets a `generate` callable; the
+rollout engine behind it belongs to the judge worker.
 """
 
 from __future__ import annotations
@@ -33,12 +32,14 @@ from rlhub.rewards.pool import LARGEST_SCORE, RewardFailure, RewardOutcome
 from rlhub.rewards.rendering import ChatTokenizer, question_of, render, response_texts
 
 FUNCTION, MODEL, JUDGE = "function", "model", "judge"
-CORRECT_ABOVE = 0.5  # of the function's score, where it gives no "acc" of its own
+CORRECT_ABOVE = 0.5  # a function's score above this is correct, where the function returns no "acc" of its own
+SAMPLES = 1 << 12  # responses to one prompt whose judgements have noise of their own
+SHOWN = 200  # characters of an unreadable judgement in a message
 
 
 @dataclass(slots=True, kw_only=True)
 class PartScores:
-    """outcomes: one a row.  metrics: the scorer's own counts."""
+    """The scores of one part of the reward.  outcomes: one for each row; metrics: the scorer's own metrics."""
 
     outcomes: list[RewardOutcome]
     metrics: dict[str, float] = field(default_factory=dict)
@@ -46,8 +47,11 @@ class PartScores:
 
 @dataclass(slots=True, kw_only=True)
 class RewardPart:
-    """A scorer besides the function.  start: called once a batch, sends its requests and returns at once; the function it returns
-    waits, and gives each row a score or a failure."""
+    """A scorer besides the function.
+
+    start: is called once a batch, sends the requests and returns without blocking; the callable it returns blocks until each
+    row has a score or a failure.
+    """
 
     name: str
     weight: float
@@ -56,8 +60,11 @@ class RewardPart:
 
 @dataclass(slots=True, kw_only=True)
 class CombinedManager:
-    """A RewardManager.  function: None scores with the parts alone.  A failed row of any part follows `on_error`: the run
-    stops, the row is masked, or that part counts 0.  Parts are started before the function runs: it has processes of its own."""
+    """A RewardManager that sums the weighted scores of a function and of further parts.
+
+    function: None: the parts alone score.  A failed row of any part follows `on_error`: the run stops, the row is masked, or that
+    part counts 0.  The parts start before the function runs, since the function has processes of its own.
+    """
 
     function: RewardManager | None
     function_weight: float
@@ -82,7 +89,7 @@ class CombinedManager:
             self.function.close()
 
     def _start(self, batch: DataProto) -> RewardResult:
-        """Returns the function's weighted share, zeros without a function."""
+        """Returns the function's weighted scores; zeros without a function."""
         if self.function is None:
             shape = batch.batch["responses"].shape
             return RewardResult(
@@ -127,7 +134,7 @@ class CombinedManager:
 
 
 def part_means(own: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns reward/<part>: mean of its unweighted scores."""
+    """Returns the metric reward/<part> of each part: the mean of its unweighted scores."""
     return {f"reward/{name}": mean for name, mean in numeric_means(own).items()}
 
 
@@ -141,7 +148,7 @@ def column_of(raw: np.ndarray, scored: np.ndarray) -> np.ndarray:
 
 
 def accuracy(own: np.ndarray | None, scores: np.ndarray) -> np.ndarray:
-    """Returns the function's "acc" (B,), and where it gives none whether its score is above 0.5."""
+    """Returns the function's "acc" (B,); for rows without one 1 where the score exceeds 0.5, else 0."""
     default = (scores > CORRECT_ABOVE).astype(np.float64)
     if own is None:
         return default
@@ -149,7 +156,7 @@ def accuracy(own: np.ndarray | None, scores: np.ndarray) -> np.ndarray:
 
 
 def add_failures(metrics: dict[str, float], more: dict[str, float], num_rows: int) -> dict[str, float]:
-    """Returns `metrics` with another scorer's failures added; a row that two scorers fail on counts twice."""
+    """Returns `metrics` with another scorer's failures added; a row on which two scorers fail counts twice."""
     total = dict(metrics)
     for name, count in more.items():
         if name.startswith(FAILED):
@@ -159,7 +166,7 @@ def add_failures(metrics: dict[str, float], more: dict[str, float], num_rows: in
 
 
 def outcomes_of(scores: Tensor) -> list[RewardOutcome]:
-    """Returns the outcomes of a reward model's scores (rows,); one that is no finite float32 is a failure."""
+    """Returns the outcomes of a reward model's scores (rows,); a score that is no finite float32 is a failure."""
     return [
         RewardOutcome(score=score)
         if abs(score) <= LARGEST_SCORE  # false of NaN
@@ -169,21 +176,20 @@ def outcomes_of(scores: Tensor) -> list[RewardOutcome]:
 
 
 Generate = Callable[[Sequence[Sequence[int]], Sequence[int]], Awaitable[list[list[list[int]]]]]
-"""(prompts, a running number of each for its noise) -> for each prompt the token ids of JudgeConfig.n completions."""
-SAMPLES = 1 << 12  # responses to one prompt that get noise of their own
-SHOWN = 200  # characters of an unreadable judgement in a message
+"""Called with (prompts, a number of each for its sampling noise), returns the token ids of JudgeConfig.n completions a prompt."""
 
 
 class JudgeTokenizer(ChatTokenizer, Decoder, Protocol):
-    """The judge's own tokenizer, in both directions."""
+    """The judge's own tokenizer, which renders chats and decodes tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Judge:
-    """policy: decodes responses.  tokenizer: the judge's.  generate: see `Generate`.
+    """Scores responses by a language model's judgements.
 
-    A row's score is the mean over its readable judgements; a row without any is a failure (bad_value), and so is one whose
-    question is too long (bad_input).
+    A row's score is the mean of its readable judgements.  A row without any is a failure (bad_value), and so is one whose prompt
+    is too long (bad_input).
+    policy: decodes responses; tokenizer: the judge's; generate: see `Generate`.
     """
 
     config: JudgeConfig
@@ -198,7 +204,7 @@ class Judge:
         self._pattern = read_pattern(self.config.score_pattern)
 
     async def __call__(self, batch: DataProto) -> PartScores:
-        """Judges every row, all in one call of `generate`."""
+        """Judges all rows in one call of `generate`."""
         prompts = self.prompts(batch)
         fitting = [row for row, ids in enumerate(prompts) if len(ids) <= self.config.max_prompt_length]
         numbers = running_numbers(batch.batch["ordinal"].tolist())
@@ -250,7 +256,7 @@ class Judge:
 
 
 def running_numbers(ordinals: Sequence[int]) -> list[int]:
-    """Returns a number for each row by its prompt's place in the run and its place among that prompt's samples alone."""
+    """Returns a number for each row, from its prompt's ordinal and its index among that prompt's samples alone."""
     counts: Counter[int] = Counter()
     numbers = []
     for ordinal in ordinals:

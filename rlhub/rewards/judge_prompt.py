@@ -1,7 +1,7 @@
-"""The prompt of a judge and the number in its answer: plain text in, a number or nothing out.  Nothing is evaluated.
+"""Fills the prompt of a judge, and reads the number in its answer.  No text is evaluated.
 
-The template is filled in one pass over its own places, so braces in a response are text.  Loads no torch: the checks before
-start read templates too.
+The template is filled in one pass over its own places, so that braces in a response stay text.  This file loads no torch, since
+the checks before the start read templates too.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ BUILT_IN = (
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class JudgePrompt:
-    """pieces: (literal text, the place that follows it or None), in order."""
+    """A parsed template.  pieces: (literal text, name of the place that follows it or None), in order."""
 
     pieces: tuple[tuple[str, str | None], ...]
 
     def fill(self, **texts: str) -> str:
-        """Returns the template with `texts` (one per place) in it, as they are."""
+        """Returns the template with `texts`, one for each place, inserted unchanged."""
         return "".join(literal + (texts[place] if place is not None else "") for literal, place in self.pieces)
 
 
 def read_prompt(template: str | None) -> JudgePrompt:
-    """Reads the setting: null is the built-in template, text without a brace names a file.  ConfigError says what is wrong."""
+    """Returns the prompt of a setting: None is the built-in template, and text without a brace is the path of a file.
+
+    Raises ConfigError for a template that cannot be read.
+    """
     text = BUILT_IN if template is None else template
     if "{" not in text:
         text = _file(text)
@@ -66,7 +69,7 @@ def _file(name: str) -> str:
 
 
 def read_pattern(pattern: str) -> re.Pattern[str]:
-    """Returns the compiled score_pattern.  ConfigError unless it is a regular expression with exactly one group."""
+    """Returns the compiled score_pattern.  Raises ConfigError unless it is a regular expression with exactly one group."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:
@@ -80,7 +83,7 @@ _NUMBER = re.compile(r"\s*[-+]?(?:[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s
 
 
 def read_score(judgement: str, pattern: re.Pattern[str], low: float, high: float) -> float | None:
-    """Returns the number at the last place where `pattern` matches; None without one, or if it is not in [low, high]."""
+    """Returns the number at the last match of `pattern`; None without a match, or if the number is not in [low, high]."""
     found = None
     for match in pattern.finditer(judgement):
         found = match[1]

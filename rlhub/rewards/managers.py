@@ -1,8 +1,7 @@
-"""The plain manager: the reward of a response is its score, on the last token that the model wrote.
+"""The reward managers naive and dapo, and the function that builds the configured one.
 
-§§ dapo: DAPO's soft penalty for overlong responses (Yu et al. 2025, arXiv 2503.14476, section 3.4).
-
-§§ build: From configuration to a reward manager whose function is loaded.
+naive puts the score of a response on the last token that the model wrote.  dapo subtracts DAPO's soft penalty for overlong
+responses from the score first (Yu et al. 2025, arXiv 2503.14476, section 3.4).
 """
 
 from __future__ import annotations
@@ -28,233 +27,10 @@ from rlhub.rewards.registry import REWARD_MANAGERS
 
 NUMBERS = (bool, int, float)
 OWN_METRICS = ("num_failed", "failed_share", "mean", "std", "greedy_mean", "function", "model", "judge", "judge_unreadable_share")
-"""The metrics reward/<name> that a run reports itself."""
+"""Names of the metrics reward/<name> that a run reports itself."""
 OUTCOMES = "reward_outcome"
-"""Object column of rows that were scored ahead, each by itself: their RewardOutcome, or None."""
-
-
-class NaiveManager:
-    """Decodes, scores in the pool, applies the failure policy.  Subclasses change scores in `adjust`."""
-
-    def __init__(self, parts: ManagerParts, knobs: Any = None) -> None:
-        self.parts, self.knobs = parts, knobs
-
-    def __call__(self, batch: DataProto) -> RewardResult:
-        parts = self.parts
-        lengths = response_lengths(batch)
-        outcomes = self._outcomes(batch, lengths)
-
-        def request(row: int) -> RewardRequest:
-            return reward_requests(batch, lengths, parts.tokenizer, [row])[0]
-
-        metrics = check_failures(request, outcomes, on_error=parts.on_error, max_error_rate=parts.max_error_rate)
-        scored = np.array([outcome.error is None for outcome in outcomes], dtype=bool)
-        raw = np.array([outcome.score for outcome in outcomes], dtype=np.float32)
-        adjusted, added = self.adjust(raw, lengths.numpy())
-        scores = as_rewards(np.where(scored, adjusted, 0))
-        extra = added | collect_details(outcomes)
-        return RewardResult(
-            token_level_scores=on_last_token(scores, written_tokens(batch)),
-            scores=scores,
-            valid=torch.from_numpy(scored) if parts.on_error == "mask" else torch.ones(len(outcomes), dtype=torch.bool),
-            extra=extra,
-            metrics=metrics | {metric_of(name): mean for name, mean in numeric_means(extra).items()},
-        )
-
-    def _outcomes(self, batch: DataProto, lengths: Tensor) -> list[RewardOutcome]:
-        """Returns the outcome of every row; only rows that were not scored ahead are decoded and sent to the pool."""
-        parts = self.parts
-        ahead = batch.non_tensor_batch.get(OUTCOMES)
-        known: list[RewardOutcome | None] = [None] * len(lengths) if ahead is None else list(ahead)
-        missing = [row for row, outcome in enumerate(known) if outcome is None]
-        scored: Iterator[RewardOutcome] = iter(())
-        if missing:
-            requests = reward_requests(batch, lengths, parts.tokenizer, missing)
-            allowed = max_failures(len(known), on_error=parts.on_error, max_error_rate=parts.max_error_rate)
-            scored = iter(parts.pool.score(requests, max_failures=allowed))
-        return [next(scored) if outcome is None else outcome for outcome in known]
-
-    def lenient(self) -> NaiveManager:
-        """Returns a manager of the same scores that lets every failure pass, as a sample without a valid score."""
-        return type(self)(dataclasses.replace(self.parts, on_error="mask", max_error_rate=1.0), self.knobs)
-
-    def adjust(self, scores: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Returns rewards (B,) and further entries of `extra` for scores (B,) float32 and response lengths (B,) in tokens."""
-        return scores, {}
-
-    def close(self) -> None:
-        self.parts.pool.close()
-
-
-def response_lengths(batch: DataProto) -> Tensor:
-    """Returns (B,) int64, the tokens of each response, those of an environment included: attention_mask's part over it."""
-    return _response_attention(batch).sum(1)
-
-
-def written_tokens(batch: DataProto) -> Tensor:
-    """Returns (B, T), 1 on tokens that the model wrote: response_mask, and without that column the whole response."""
-    return _tensor(batch, "response_mask") if "response_mask" in batch.batch.keys() else _response_attention(batch)
-
-
-def _response_attention(batch: DataProto) -> Tensor:
-    width, mask = _tensor(batch, "responses").shape[1], _tensor(batch, "attention_mask")
-    return mask[:, mask.shape[1] - width :]
-
-
-def _tensor(batch: DataProto, name: str) -> Tensor:
-    column: Tensor = batch.batch[name]
-    return column
-
-
-def reward_requests(
-    batch: DataProto, lengths: Tensor, tokenizer: Decoder, rows: Sequence[int] | None = None
-) -> list[RewardRequest]:
-    """Returns one request a row (of `rows`, None: of all), with the response's text less special tokens."""
-    responses, columns = _tensor(batch, "responses"), batch.non_tensor_batch
-    chosen = range(len(lengths)) if rows is None else rows
-    texts = tokenizer.batch_decode([responses[row, : int(lengths[row])].tolist() for row in chosen], skip_special_tokens=True)
-    return [
-        RewardRequest(
-            data_source=columns["data_source"][row],
-            solution_str=text,
-            ground_truth=columns["ground_truth"][row],
-            extra_info=columns["extra_info"][row],
-        )
-        for row, text in zip(chosen, texts, strict=True)
-    ]
-
-
-def on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """Returns (B, T) float32: scores (B,) on the last token of the mask, 0 on others and in rows without such a token.
-
-    response_mask: (B, T), 1 on tokens that the model wrote: tokens of a tool or an environment after them train nothing.
-    """
-    placed = torch.zeros(response_mask.shape, dtype=torch.float32)
-    positions = torch.arange(1, response_mask.shape[1] + 1) * response_mask.bool()
-    end, rows = positions.amax(1), response_mask.bool().any(1).nonzero().squeeze(1)
-    placed[rows, end[rows] - 1] = scores[rows].float()
-    return placed
-
-
-def as_rewards(values: np.ndarray) -> Tensor:
-    """Returns rewards (B,) as float32.  RewardError, naming the row, for one that float32 cannot hold."""
-    too_large = ~(np.abs(values) <= LARGEST_SCORE)
-    if too_large.any():
-        row = int(too_large.argmax())
-        raise RewardError(
-            f"row {row}: its reward is {values[row]:g}, which is beyond float32. Scale the scores down, or lower the factors "
-            "reward_model.function_weight, reward_model.weight and reward_model.judge.weight or the penalties in "
-            "reward_model.reward_kwargs"
-        )
-    return torch.from_numpy(values.astype(np.float32))
-
-
-def metric_of(name: str) -> str:
-    """Returns the metric's name of a further number that the reward function returns: reward/<name>, or reward/details/<name>
-    where the run reports a metric of its own under that name."""
-    taken = name in OWN_METRICS or name.split("/")[0] in OWN_METRICS
-    return f"reward/details/{name}" if taken else f"reward/{name}"
-
-
-def collect_details(outcomes: Sequence[RewardOutcome]) -> dict[str, np.ndarray]:
-    """Returns the rows' details as columns (B,): float64 if every row has a number, else objects, None for a row without."""
-    names = dict.fromkeys(name for outcome in outcomes for name in outcome.details)
-    return {name: _column([outcome.details.get(name) for outcome in outcomes]) for name in names}
-
-
-def _column(values: list[Any]) -> np.ndarray:
-    if all(isinstance(value, NUMBERS) for value in values):
-        return np.array(values, dtype=np.float64)
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
-
-
-def numeric_means(extra: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns <name>: mean over the rows that have a finite number, of the columns that have nothing but numbers."""
-    means = {}
-    for name, column in extra.items():
-        numbers = [float(value) for value in column if isinstance(value, NUMBERS) and np.isfinite(value)]
-        if numbers and all(value is None or isinstance(value, NUMBERS) for value in column):
-            means[name] = math.fsum(number / len(numbers) for number in numbers)  # the sum may be beyond float64
-    return means
-
-
+"""Object column with the RewardOutcome of rows that were scored before the batch, and None for other rows."""
 CORRECT_ABOVE = 0.5  # between the wrong and right of both usual scales, 0 to 1 and -1 to 1
-
-
-@dataclass(slots=True, kw_only=True)
-class OverlongBuffer:
-    """The last `len` tokens before the response limit, in which the penalty grows from 0 to `penalty_factor`.
-
-    len: tokens, above 0 and at most data.max_response_length; penalty_factor: in units of the score.
-    """
-
-    enable: bool = False
-    len: int = 0
-    penalty_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.enable and self.len < 1:
-            raise ValueError(f"overlong_buffer_cfg.len must be at least 1 token, got {self.len!r}")
-        if self.penalty_factor < 0:
-            raise ValueError(f"overlong_buffer_cfg.penalty_factor must be 0 or more, got {self.penalty_factor!r}")
-
-
-@dataclass(slots=True, kw_only=True)
-class DapoKnobs:
-    """overlong_buffer_cfg: given as a mapping of OverlongBuffer's fields."""
-
-    overlong_buffer_cfg: OverlongBuffer = field(default_factory=OverlongBuffer)
-
-    def __post_init__(self) -> None:
-        given: Any = self.overlong_buffer_cfg
-        if isinstance(given, OverlongBuffer):
-            return
-        if not isinstance(given, Mapping):
-            raise ValueError(f"overlong_buffer_cfg must be a mapping with enable, len, penalty_factor; got {given!r}")
-        known = [item.name for item in dataclasses.fields(OverlongBuffer)]
-        for name in given:
-            if name not in known:
-                raise ValueError(
-                    f"overlong_buffer_cfg.{name}: no such knob{suggest(str(name), known)}; known: {', '.join(known)}"
-                )
-        self.overlong_buffer_cfg = OverlongBuffer(**given)
-
-
-class DapoManager(NaiveManager):
-    """The score less the overlong penalty.
-
-    extra: acc (unless the scorer gives its own: whether the score itself is above 0.5, so that validation still counts a right
-    but long answer as right), overlong_reward (0 or less) and overlong (0 or 1).
-    """
-
-    def __init__(self, parts: ManagerParts, knobs: DapoKnobs) -> None:
-        super().__init__(parts, knobs)
-        self.buffer = knobs.overlong_buffer_cfg
-        if self.buffer.enable and self.buffer.len > parts.max_response_length:
-            raise ValueError(
-                f"overlong_buffer_cfg.len={self.buffer.len} exceeds data.max_response_length={parts.max_response_length}: "
-                "every response would be penalised"
-            )
-
-    def adjust(self, scores: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        if not self.buffer.enable:
-            return scores, {}
-        penalty = overlong_penalty(lengths, limit=self.parts.max_response_length, buffer=self.buffer)
-        acc = (scores > CORRECT_ABOVE).astype(np.float64)
-        return scores + penalty, {"acc": acc, "overlong_reward": penalty, "overlong": (penalty < 0).astype(np.float64)}
-
-
-def overlong_penalty(lengths: np.ndarray, *, limit: int, buffer: OverlongBuffer) -> np.ndarray:
-    """Returns min(0, (limit - len_b - |y|) / len_b) * factor, (B,) float64: 0 up to limit - len_b tokens, -factor at the limit.
-
-    lengths: (B,) tokens |y|; limit: data.max_response_length.
-    """
-    over = lengths.astype(np.float64) - (limit - buffer.len)
-    return np.clip(-over / buffer.len, -1.0, 0.0) * buffer.penalty_factor
-
-
 DEFAULT_TARGET = "rlhub.rewards.registry:compute_score"
 
 
@@ -295,10 +71,240 @@ def build_reward_manager(
 
 
 def reward_target(custom: CustomRewardConfig) -> str:
-    """Returns the function's name for the pool; a relative path counts from the working directory.  ConfigError: no such file."""
+    """Returns the function's name for the pool; a relative path is relative to the working directory.
+
+    Raises ConfigError where the file does not exist.
+    """
     if custom.path is None:
         return DEFAULT_TARGET
     path = Path(custom.path).expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"custom_reward_function.path={custom.path}: no such file ({path})")
     return f"{path}:{custom.name}"
+
+
+class NaiveManager:
+    """Decodes the responses, scores them in the pool, and applies the policy for failures.
+
+    Subclasses change scores in `adjust`.
+    """
+
+    def __init__(self, parts: ManagerParts, knobs: Any = None) -> None:
+        self.parts, self.knobs = parts, knobs
+
+    def __call__(self, batch: DataProto) -> RewardResult:
+        parts = self.parts
+        lengths = response_lengths(batch)
+        outcomes = self._outcomes(batch, lengths)
+
+        def request(row: int) -> RewardRequest:
+            return reward_requests(batch, lengths, parts.tokenizer, [row])[0]
+
+        metrics = check_failures(request, outcomes, on_error=parts.on_error, max_error_rate=parts.max_error_rate)
+        scored = np.array([outcome.error is None for outcome in outcomes], dtype=bool)
+        raw = np.array([outcome.score for outcome in outcomes], dtype=np.float32)
+        adjusted, added = self.adjust(raw, lengths.numpy())
+        scores = as_rewards(np.where(scored, adjusted, 0))
+        extra = added | collect_details(outcomes)
+        return RewardResult(
+            token_level_scores=on_last_token(scores, written_tokens(batch)),
+            scores=scores,
+            valid=torch.from_numpy(scored) if parts.on_error == "mask" else torch.ones(len(outcomes), dtype=torch.bool),
+            extra=extra,
+            metrics=metrics | {metric_of(name): mean for name, mean in numeric_means(extra).items()},
+        )
+
+    def _outcomes(self, batch: DataProto, lengths: Tensor) -> list[RewardOutcome]:
+        """Returns the outcome of every row; only rows without one in OUTCOMES are decoded and sent to the pool."""
+        parts = self.parts
+        ahead = batch.non_tensor_batch.get(OUTCOMES)
+        known: list[RewardOutcome | None] = [None] * len(lengths) if ahead is None else list(ahead)
+        missing = [row for row, outcome in enumerate(known) if outcome is None]
+        scored: Iterator[RewardOutcome] = iter(())
+        if missing:
+            requests = reward_requests(batch, lengths, parts.tokenizer, missing)
+            allowed = max_failures(len(known), on_error=parts.on_error, max_error_rate=parts.max_error_rate)
+            scored = iter(parts.pool.score(requests, max_failures=allowed))
+        return [next(scored) if outcome is None else outcome for outcome in known]
+
+    def lenient(self) -> NaiveManager:
+        """Returns a manager of the same scores for which every failure is a sample without a valid score."""
+        return type(self)(dataclasses.replace(self.parts, on_error="mask", max_error_rate=1.0), self.knobs)
+
+    def adjust(self, scores: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Returns rewards (B,) and further entries of `extra` for scores (B,) float32 and response lengths (B,) in tokens."""
+        return scores, {}
+
+    def close(self) -> None:
+        self.parts.pool.close()
+
+
+def response_lengths(batch: DataProto) -> Tensor:
+    """Returns the number of tokens of each response, (B,) int64, those of an environment included.
+
+    It is the sum of attention_mask over the response.
+    """
+    return _response_attention(batch).sum(1)
+
+
+def written_tokens(batch: DataProto) -> Tensor:
+    """Returns (B, T), 1 on tokens that the model wrote: response_mask, or without that column the whole response."""
+    return _tensor(batch, "response_mask") if "response_mask" in batch.batch.keys() else _response_attention(batch)
+
+
+def _response_attention(batch: DataProto) -> Tensor:
+    width, mask = _tensor(batch, "responses").shape[1], _tensor(batch, "attention_mask")
+    return mask[:, mask.shape[1] - width :]
+
+
+def _tensor(batch: DataProto, name: str) -> Tensor:
+    column: Tensor = batch.batch[name]
+    return column
+
+
+def reward_requests(
+    batch: DataProto, lengths: Tensor, tokenizer: Decoder, rows: Sequence[int] | None = None
+) -> list[RewardRequest]:
+    """Returns one request for each row, with the response's text without special tokens.  rows: None: all rows."""
+    responses, columns = _tensor(batch, "responses"), batch.non_tensor_batch
+    chosen = range(len(lengths)) if rows is None else rows
+    texts = tokenizer.batch_decode([responses[row, : int(lengths[row])].tolist() for row in chosen], skip_special_tokens=True)
+    return [
+        RewardRequest(
+            data_source=columns["data_source"][row],
+            solution_str=text,
+            ground_truth=columns["ground_truth"][row],
+            extra_info=columns["extra_info"][row],
+        )
+        for row, text in zip(chosen, texts, strict=True)
+    ]
+
+
+def on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
+    """Returns (B, T) float32: scores (B,) on the last token of the mask, 0 on others and in rows without such a token.
+
+    response_mask: (B, T), 1 on tokens that the model wrote: tokens of a tool or an environment after them train nothing.
+    """
+    placed = torch.zeros(response_mask.shape, dtype=torch.float32)
+    positions = torch.arange(1, response_mask.shape[1] + 1) * response_mask.bool()
+    end, rows = positions.amax(1), response_mask.bool().any(1).nonzero().squeeze(1)
+    placed[rows, end[rows] - 1] = scores[rows].float()
+    return placed
+
+
+def as_rewards(values: np.ndarray) -> Tensor:
+    """Returns rewards (B,) as float32.  Raises RewardError, which names the row, for one that float32 cannot hold."""
+    too_large = ~(np.abs(values) <= LARGEST_SCORE)
+    if too_large.any():
+        row = int(too_large.argmax())
+        raise RewardError(
+            f"row {row}: its reward is {values[row]:g}, which is beyond float32. Scale the scores down, or lower the factors "
+            "reward_model.function_weight, reward_model.weight and reward_model.judge.weight or the penalties in "
+            "reward_model.reward_kwargs"
+        )
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def metric_of(name: str) -> str:
+    """Returns the name of the metric for a further number that the reward function returns.
+
+    It is reward/<name>, or reward/details/<name> where the run reports a metric of its own under that name.
+    """
+    taken = name in OWN_METRICS or name.split("/")[0] in OWN_METRICS
+    return f"reward/details/{name}" if taken else f"reward/{name}"
+
+
+def collect_details(outcomes: Sequence[RewardOutcome]) -> dict[str, np.ndarray]:
+    """Returns the rows' details as columns (B,): float64 if every row has a number, else objects with None for a row without."""
+    names = dict.fromkeys(name for outcome in outcomes for name in outcome.details)
+    return {name: _column([outcome.details.get(name) for outcome in outcomes]) for name in names}
+
+
+def _column(values: list[Any]) -> np.ndarray:
+    if all(isinstance(value, NUMBERS) for value in values):
+        return np.array(values, dtype=np.float64)
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
+
+
+def numeric_means(extra: dict[str, np.ndarray]) -> dict[str, float]:
+    """Returns the means of the columns that hold only numbers, each over the rows with a finite number."""
+    means = {}
+    for name, column in extra.items():
+        numbers = [float(value) for value in column if isinstance(value, NUMBERS) and np.isfinite(value)]
+        if numbers and all(value is None or isinstance(value, NUMBERS) for value in column):
+            means[name] = math.fsum(number / len(numbers) for number in numbers)  # the sum may be beyond float64
+    return means
+
+
+@dataclass(slots=True, kw_only=True)
+class OverlongBuffer:
+    """The last `len` tokens before the response limit, over which the penalty grows from 0 to `penalty_factor`.
+
+    len: tokens, above 0 and at most data.max_response_length; penalty_factor: in units of the score.
+    """
+
+    enable: bool = False
+    len: int = 0
+    penalty_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.enable and self.len < 1:
+            raise ValueError(f"overlong_buffer_cfg.len must be at least 1 token, got {self.len!r}")
+        if self.penalty_factor < 0:
+            raise ValueError(f"overlong_buffer_cfg.penalty_factor must be 0 or more, got {self.penalty_factor!r}")
+
+
+@dataclass(slots=True, kw_only=True)
+class DapoKnobs:
+    """Knobs of the manager dapo.  overlong_buffer_cfg: a mapping of OverlongBuffer's fields in a configuration."""
+
+    overlong_buffer_cfg: OverlongBuffer = field(default_factory=OverlongBuffer)
+
+    def __post_init__(self) -> None:
+        given: Any = self.overlong_buffer_cfg
+        if isinstance(given, OverlongBuffer):
+            return
+        if not isinstance(given, Mapping):
+            raise ValueError(f"overlong_buffer_cfg must be a mapping with enable, len, penalty_factor; got {given!r}")
+        known = [item.name for item in dataclasses.fields(OverlongBuffer)]
+        for name in given:
+            if name not in known:
+                raise ValueError(
+                    f"overlong_buffer_cfg.{name}: no such knob{suggest(str(name), known)}; known: {', '.join(known)}"
+                )
+        self.overlong_buffer_cfg = OverlongBuffer(**given)
+
+
+class DapoManager(NaiveManager):
+    """Subtracts the overlong penalty from the score.
+
+    It adds to `extra`: overlong_reward (0 or less), overlong (0 or 1) and, unless the scorer returns its own, acc, which is 1
+    where the score without the penalty exceeds 0.5, so that validation still counts a right but long answer as right.
+    """
+
+    def __init__(self, parts: ManagerParts, knobs: DapoKnobs) -> None:
+        super().__init__(parts, knobs)
+        self.buffer = knobs.overlong_buffer_cfg
+        if self.buffer.enable and self.buffer.len > parts.max_response_length:
+            raise ValueError(
+                f"overlong_buffer_cfg.len={self.buffer.len} exceeds data.max_response_length={parts.max_response_length}: "
+                "every response would be penalised"
+            )
+
+    def adjust(self, scores: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        if not self.buffer.enable:
+            return scores, {}
+        penalty = overlong_penalty(lengths, limit=self.parts.max_response_length, buffer=self.buffer)
+        acc = (scores > CORRECT_ABOVE).astype(np.float64)
+        return scores + penalty, {"acc": acc, "overlong_reward": penalty, "overlong": (penalty < 0).astype(np.float64)}
+
+
+def overlong_penalty(lengths: np.ndarray, *, limit: int, buffer: OverlongBuffer) -> np.ndarray:
+    """Returns min(0, (limit - len_b - |y|) / len_b) * factor, (B,) float64: 0 up to limit - len_b tokens, -factor at the limit.
+
+    lengths: (B,) tokens |y|; limit: data.max_response_length.
+    """
+    over = lengths.astype(np.float64) - (limit - buffer.len)
+    return np.clip(-over / buffer.len, -1.0, 0.0) * buffer.penalty_factor

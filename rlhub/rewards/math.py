@@ -1,7 +1,7 @@
-"""Competition mathematics (Hendrycks et al. 2021, arXiv 2103.03874): is the final answer equivalent to the right one?
+"""Scores competition mathematics (Hendrycks et al. 2021, arXiv 2103.03874) by the equivalence of final answers.
 
-Equal texts and plain numbers are decided here; the rest by math-verify, which builds expressions from parsed LaTeX.  Only its
-LaTeX grammar is used: its reader for plain expressions hands text to Python's `eval`.
+Equal texts and plain numbers are compared here, and all others by math-verify, which builds expressions from parsed LaTeX.  Only
+its LaTeX grammar is used: its reader for plain expressions passes text to Python's `eval`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from math_verify import LatexExtractionConfig, parse, verify
 from rlhub.rewards.answers import MAX_STATED, after_hashes, boxed, clean, stated, whole_number
 
 CPU_LIMIT_S = 6.0
-"""CPU time of a comparison: an answer that takes more (a tower of powers) is a wrong answer, not a failure.  math-verify's own
-limits are by the clock, and on a busy machine made right answers wrong."""
+"""CPU seconds of a comparison: an answer that takes more (a tower of powers) is a wrong answer, not a failure.  math-verify's own
+limits use the clock, and on a busy machine made right answers wrong."""
 LATEX = [LatexExtractionConfig()]
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -47,7 +47,7 @@ def final_answer(text: str) -> str | None:
 
 
 def equivalent(answer: str, expected: str) -> bool:
-    """Returns whether two answers, in LaTeX or plain, are the same."""
+    """Returns True where two answers, in LaTeX or plain, are equivalent."""
     left, right = _bare(answer), _bare(expected)
     if not left or len(left) > MAX_STATED:
         return False
@@ -74,12 +74,12 @@ def _bare(answer: str) -> str:
 
 
 class OutOfCpuTime(BaseException):
-    """A limit of CPU time has passed.  Not an Exception: libraries catch those wherever they go on without an answer."""
+    """A limit of CPU time was reached.  It is no Exception, because libraries catch those where they can continue without one."""
 
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raises OutOfCpuTime inside as soon as this process has used so many seconds of CPU time, however busy the machine is.
+    """Raises OutOfCpuTime in the block as soon as this process has used so many seconds of CPU time, however busy the machine is.
 
     Only Python's main thread can be interrupted; in other threads there is no limit.  Code that never returns to Python is not
     interrupted, so reward functions also run in processes that can be killed.

@@ -1,4 +1,4 @@
-"""RewardPool: scores from a function that is not trusted to return, and to return a number."""
+"""RewardPool: scores from a function of the user's own, which may hang, crash or return no number."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ class RewardRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFailure:
-    """Why there is no score.  bad_value: the function returned no finite number; bad_input: the row cannot be sent to it;
-    skipped: not scored, because more samples had failed than the caller allows."""
+    """The reason why a sample has no score.
+
+    bad_value: the function returned no finite number; bad_input: the row cannot be sent to the function; skipped: it was not
+    scored, because more samples had failed than the caller allows.
+    """
 
     kind: RewardFailureKind
     message: str
@@ -36,7 +39,7 @@ class RewardFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardOutcome:
-    """score: 0.0 where `error` is set; details: the other entries of a returned dict."""
+    """The score of one sample.  score: 0.0 where `error` is set; details: the other entries of a returned dict."""
 
     score: float = 0.0
     details: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +47,7 @@ class RewardOutcome:
 
 
 class RewardPool:
-    """Scores in killable children.  `target`: `"/path/to/file.py:name"` or `"package.module:name"`."""
+    """Scores samples in killable processes.  target: `"/path/to/file.py:name"` or `"package.module:name"` of the function."""
 
     def __init__(
         self,
@@ -55,9 +58,9 @@ class RewardPool:
         memory_gb: float = 4.0,
         env: Sequence[str] = (),
     ) -> None:
-        """timeout_s: for one sample, less the time in which it imports; memory_gb: address space of one child, in GiB;
-        num_workers: at most, started as needed; env: environment variables that the function may read though they look like
-        secrets."""
+        """timeout_s: seconds for one sample, without the time of imports; memory_gb: address space of one process, in GiB;
+        num_workers: largest number of processes, which start as needed; env: environment variables that the function may read
+        although they look like secrets."""
         access = Access(setting="custom_reward_function.env", env=tuple(env))
         self._target, self._may_fail = target, faults.may_strike("reward.call")
         self._pool = KillablePool(
@@ -65,13 +68,13 @@ class RewardPool:
         )
 
     def start(self) -> None:
-        """Loads the function in a first child.  Raises LoadError with its traceback, ConfigError for `env`."""
+        """Loads the function in a first process.  Raises LoadError with its traceback, and ConfigError for `env`."""
         self._pool.start()
 
     def score(self, requests: Sequence[RewardRequest], *, max_failures: int | None = None) -> list[RewardOutcome]:
-        """Returns one outcome a request, in order, within the deadlines whatever the function does.  Blocking.
+        """Blocks, and returns one outcome for each request, in order, within the deadlines whatever the function does.
 
-        max_failures: skip the rest after more failures than that; None: score all.
+        max_failures: after more failures the other requests are skipped; None: all are scored.
         """
         calls = [_arguments(request) for request in requests]
         if self._may_fail:
@@ -84,7 +87,7 @@ class RewardPool:
         return [read_outcome(outcome) for outcome in outcomes]
 
     def _in_child(self) -> tuple[str, tuple[str, ...]]:
-        """Returns the function that the children load and its parameters; under a fault plan, the one that fails by it."""
+        """Returns the function that the processes load and its parameters; with a fault plan, the function that follows it."""
         return (faults.FAULTY_CALL, faults.FAULTY_CALL_PARAMETERS) if self._may_fail else (self._target, PARAMETERS)
 
     def close(self) -> None:
@@ -96,7 +99,7 @@ def _arguments(request: RewardRequest) -> dict[str, Any]:
 
 
 def read_outcome(outcome: CallResult) -> RewardOutcome:
-    """Reads a number (True and False are 1 and 0), or a dict with one under "score"; anything else is a bad_value."""
+    """Returns the outcome of a number (True and False are 1 and 0), or of a dict with one under "score"; else a bad_value."""
     if outcome.failure is not None:
         kinds: dict[str, RewardFailureKind] = {"bad_argument": "bad_input", "bad_result": "bad_value"}
         failure = outcome.failure

@@ -1,4 +1,4 @@
-"""Names of reward managers and of the scorers that come with rlhub, and the scorer that data sources choose.
+"""The names of reward managers and of the built-in scorers, and the scorer of each data source.
 
 Importing this module loads neither torch nor a scorer.
 """
@@ -11,12 +11,12 @@ from typing import Any
 from rlhub.registry import Registry, suggest
 
 REWARD_MANAGERS: Registry[Callable[..., Any]] = Registry("reward manager")
-"""Name -> `(parts: ManagerParts, knobs) -> RewardManager`; the row's knobs are filled from reward_model.reward_kwargs."""
+"""Managers by name, `(parts: ManagerParts, knobs) -> RewardManager`; reward_model.reward_kwargs fills the row's knobs."""
 REWARD_MANAGERS.add_lazy("naive", "rlhub.rewards.managers:NaiveManager")
 REWARD_MANAGERS.add_lazy("dapo", "rlhub.rewards.managers:DapoManager", knobs="rlhub.rewards.managers:DapoKnobs")
 
 SCORERS: Registry[Callable[..., Any]] = Registry("scorer")
-"""Name -> `compute_score(data_source, solution_str, ground_truth, extra_info)`."""
+"""Scorers by name, `compute_score(data_source, solution_str, ground_truth, extra_info) -> score`."""
 SCORERS.add_lazy("gsm8k", "rlhub.rewards.answers:compute_score")
 SCORERS.add_lazy("math", "rlhub.rewards.math:compute_score")
 SCORERS.add_lazy("exact", "rlhub.rewards.answers:exact_match")
@@ -33,13 +33,13 @@ SOURCES = {
     "HuggingFaceH4/aime_2024": "math",
     "exact": "exact",
 }
-"""data_source of a row -> its scorer, under the names the published data sets go by."""
+"""The scorer of each data_source, for the names of the published data sets."""
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float | dict[str, Any]:
-    """Scores by the data source's own scorer; the reward function of runs without `custom_reward_function.path`.
+    """Returns the score by the data source's own scorer; it is the reward function of runs without `custom_reward_function.path`.
 
-    LookupError for a source that has none.
+    Raises LookupError for a source without a scorer.
     """
     name = SOURCES.get(data_source)
     if name is None:

@@ -1,4 +1,4 @@
-"""Texts of a batch for a model with another tokenizer: questions, answers, and whole conversations in its tokens."""
+"""Renders the texts of a batch for a model with another tokenizer: questions, answers, and conversations in its tokens."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class ChatTokenizer(Protocol):
 
 
 def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
-    """Returns the prompt as chat messages; a text is a user's."""
+    """Returns the prompt as chat messages; a text becomes a user's message."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return [dict(message) for message in prompt]
 
 
 def question_of(prompt: Prompt) -> str:
-    """Returns the prompt as text: a single message's own, several with their roles."""
+    """Returns the prompt as text: the content of a single message, or several contents with their roles."""
     messages = messages_of(prompt)
     if len(messages) == 1:
         return str(messages[0]["content"])
@@ -52,8 +52,11 @@ def response_texts(batch: DataProto, tokenizer: Decoder) -> list[str]:
 
 
 def render(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], *, generation: bool) -> list[int]:
-    """Returns token ids of a conversation by the tokenizer's chat template; without one the contents are put together, and a
-    whole conversation ends in the end token.  RewardError where the template refuses it."""
+    """Returns the token ids of a conversation by the tokenizer's chat template.
+
+    Without a template the contents are joined, and a whole conversation ends with the end-of-sequence token.  Raises RewardError
+    where the template refuses the conversation.
+    """
     if not tokenizer.chat_template:
         text = "".join(str(message["content"]) for message in messages)
         ids = list(tokenizer([text], add_special_tokens=True)["input_ids"][0])
@@ -68,7 +71,10 @@ def render(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], *, generati
 
 
 class Rendering:
-    """Rows of a rollout batch as another model reads them.  max_length: longer rows lose their beginning; None keeps all."""
+    """Renders the rows of a rollout batch for another model.
+
+    max_length: tokens of the longest row; longer rows lose their beginning; None: no limit.
+    """
 
     def __init__(self, policy: Decoder, tokenizer: ChatTokenizer, max_length: int | None) -> None:
         self.policy, self.tokenizer, self.max_length = policy, tokenizer, max_length

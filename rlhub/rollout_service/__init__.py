@@ -1,7 +1,7 @@
 """The rollout service: replicas of the rollout engine that serve requests while training goes on.
 
 service.py            starts the service, publishes weights to it, reports on it and closes it
-router.py             sends each request to a replica, and repeats it elsewhere when the replica dies
+router.py             sends each request to a replica, and repeats it on another one when the replica dies
 fleet.py              the set of replicas: starts, restarts, weight updates and removals
 replica.py            the state of one replica, as the router sees it
 server.py             the actor of a replica: a rollout engine behind asyncio methods

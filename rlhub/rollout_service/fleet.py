@@ -36,8 +36,8 @@ class FleetLimits:
     """Time limits in seconds, and `restarts`, the maximum number of restarts of each replica after it died or hung.
 
     patience_s: after the first replica has loaded new weights, the update waits for the others for this time, or for five times
-    as long as the first one took if that is more; a later one gets no requests until it has loaded them. ping_s: the interval
-    between status checks; a replica that does not answer within ping_deadline_s hangs. drain_s: time for the requests of a
+    as long as the first one took if that is more; a later one gets no requests until it has loaded them.  ping_s: the interval
+    between status checks; a replica that does not answer within ping_deadline_s hangs.  drain_s: time for the requests of a
     replica that leaves.
     """
 
@@ -55,7 +55,8 @@ class Fleet:
     """Manages the replicas.  All methods are called on the loop."""
 
     def __init__(self, start_replica: StartReplica, limits: FleetLimits, *, own_weights: bool = False) -> None:
-        """own_weights: replicas have loaded the model's files, and also serve before the first publication."""
+        """Creates an empty fleet.  own_weights: replicas have loaded the model's files, and also serve before the first
+        publication."""
         self.limits = limits
         self._own_weights = own_weights
         self.replicas: dict[str, Replica] = {}
@@ -74,7 +75,7 @@ class Fleet:
         self._publishing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._starts: set[asyncio.Future[AsyncActor]] = set()  # under way
+        self._starts: set[asyncio.Future[AsyncActor]] = set()  # starts in progress
         self._joining: set[AsyncActor] = set()  # started, not in the fleet yet
 
     # -- who serves --------------------------------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class Fleet:
         self._find(name)
         if name in self._starting_names:
             raise EngineError(f"replica {name!r} is being replaced already")
-        self._starting_names.add(name)  # until it is there: meanwhile nobody may believe that none is left, or take its name
+        self._starting_names.add(name)  # until it joins: its name stays taken, and the fleet does not count as empty
         try:
             await self.remove(name)
             await self._join(name)
@@ -167,7 +168,7 @@ class Fleet:
             while paused != self._paused:
                 paused = self._paused
                 await actor.call("pause" if paused else "resume", deadline_s=self.limits.update_s)
-                await self._take_newest(replica)  # what was published while it was told
+                await self._take_newest(replica)  # a publication during that call
             self._refuse_closed()
         except BaseException:
             replica.state = "dead"
@@ -428,7 +429,7 @@ class Fleet:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._late_error = task.exception()  # nobody waits for it: the next update raises it
+            self._late_error = task.exception()  # no call waits for it: the next update raises it
             logger.error("rollout service: %s", self._late_error)
 
 

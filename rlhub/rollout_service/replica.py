@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from rlhub.single_controller.async_actor import AsyncActor
 
 ReplicaState = Literal["fresh", "serving", "leaving", "dead"]
-"""fresh: the engine has no weights yet. leaving: it finishes its requests and gets no new ones."""
+"""fresh: the engine has no weights yet.  leaving: it finishes its requests and gets no new ones."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PublishedWeights:
-    """One publication of weights. number: counts publications, so that a version that is published again is a new publication."""
+    """One publication of weights.  number: counts publications, so that a version that is published again is a new
+    publication."""
 
     number: int
     folder: str
@@ -26,8 +27,8 @@ class PublishedWeights:
 class Replica:
     """A replica and its load.
 
-    publication: the number of the weights that it has loaded. pins: the number of views that keep it at its version. requests:
-    the number of running requests. cost: their size in tokens, prompts plus the maximum that may be sampled.
+    publication: the number of the weights that it has loaded.  pins: the number of views that keep it at its version.  requests:
+    the number of running requests.  cost: their size in tokens, prompts plus the maximum that may be sampled.
     """
 
     name: str

@@ -36,8 +36,8 @@ CLOSE_S = 5.0
 class Router:
     """Routes requests to replicas.  It implements `EpisodeEngine` and lives on one event loop, on which all methods are called.
 
-    retries: the maximum number of repetitions of a request whose replica died. generate_s: maximum wait for a completion; a
-    replica that needs longer hangs and is ended. max_sessions: the number of sessions that are remembered. own_weights: see
+    retries: the maximum number of repetitions of a request whose replica died.  generate_s: maximum wait for a completion; a
+    replica that needs longer hangs and is ended.  max_sessions: the number of sessions that are remembered.  own_weights: see
     Fleet.
     """
 
@@ -291,7 +291,7 @@ class Pin:
             return self._replica
 
     def _refuse_released(self, found: Replica | None = None) -> None:
-        """Raises EngineError if the pin was released. found: a replica that was pinned for this view meanwhile, and is unpinned
+        """Raises EngineError if the pin was released.  found: a replica that was pinned for this view meanwhile, and is unpinned
         again."""
         if self._released:
             if found is not None:

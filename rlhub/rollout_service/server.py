@@ -34,9 +34,9 @@ from rlhub.workers.memory_handover import GIB, WorkerRuntime
 class UpdateReport:
     """The report of one replica's weight update.
 
-    paused_at: the time (time.time) at which generation paused. pause_s: the duration of the pause. read_s: the duration of the
-    whole update, including waiting for the files and checking them. fingerprint: of the loaded weights; replicas of one kind have
-    equal ones.
+    paused_at: the time (time.time) at which generation paused.  pause_s: the duration of the pause.  read_s: the duration of the
+    whole update, including waiting for the files and checking them.  fingerprint: of the loaded weights; replicas of one kind
+    have equal ones.
     """
 
     version: int
@@ -51,9 +51,9 @@ class UpdateReport:
 class ReplicaStatus:
     """The status of a replica.
 
-    load: the number of requests in the engine, waiting or running. num_requests, num_tokens: the completed requests since the
-    start, and their tokens. fingerprint: of the last weight update, "" before the first. failure: why it can no longer generate,
-    "" if it can.
+    load: the number of requests in the engine, waiting or running.  num_requests, num_tokens: the completed requests since the
+    start, and their tokens.  fingerprint: of the last weight update, "" before the first.  failure: why it can no longer
+    generate, "" if it can.
     """
 
     version: int
@@ -70,7 +70,7 @@ class ReplicaStatus:
 class RolloutServer(Worker):
     """Serves generation requests with one engine.  `start` must come first, then `update_weights`, then requests.
 
-    replica: its number in the service. load_checkpoint: load the weights of the model's files at the start, so that requests can
+    replica: its number in the service.  load_checkpoint: load the weights of the model's files at the start, so that requests can
     come before any update.
     """
 
@@ -104,7 +104,7 @@ class RolloutServer(Worker):
 
     @property
     def engine(self) -> RolloutEngine:
-        """The engine.  Raises EngineError before `start`."""
+        """Returns the engine.  Raises EngineError before `start`."""
         if self._engine is None:
             raise EngineError("the replica has no engine yet: start comes first")
         return self._engine

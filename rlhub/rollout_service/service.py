@@ -49,9 +49,10 @@ CLOSE_FACTOR = 3.0  # of the shutdown deadline, which each of several steps may 
 class ServiceOptions:
     """The layout and the limits of a run's rollout service.
 
-    counts: the number of replicas on each machine. actor_places: the devices of the actor's ranks, where replicas share its GPUs.
-    generate_s: maximum wait for one completion. run_folder: for weights that cannot be published through memory. own_weights:
-    replicas load the model's files and serve at once, before any publication. ray_init: used if no Ray cluster is connected yet.
+    counts: the number of replicas on each machine.  actor_places: the devices of the actor's ranks, where replicas share its
+    GPUs.  generate_s: maximum wait for one completion.  run_folder: for weights that cannot be published through memory.
+    own_weights: replicas load the model's files and serve at once, before any publication.  ray_init: used if no Ray cluster is
+    connected yet.
     """
 
     backend: Backend = "ray"
@@ -71,7 +72,7 @@ class ServiceOptions:
 
     @property
     def num_replicas(self) -> int:
-        """The total number of replicas."""
+        """Returns the total number of replicas."""
         return sum(self.counts)
 
 
@@ -140,7 +141,7 @@ class RolloutService:
 
     @property
     def folder(self) -> Path:
-        """The folder in which the trainer writes its weights."""
+        """Returns the folder in which the trainer writes its weights."""
         assert self._weights is not None, "start first"
         return self._weights.path
 

@@ -67,7 +67,7 @@ class Folder:
 
 
 class TrajectoryWriter:
-    """Writes groups to numbered files. name: of this writer in the folder; after a restart under the same name the numbers
+    """Writes groups to numbered files.  name: of this writer in the folder; after a restart under the same name the numbers
     continue."""
 
     def __init__(self, url: str, name: str = "collector") -> None:
@@ -125,7 +125,7 @@ class _TakenGroups:
 class TrajectoryReader:
     """Reads groups in the order of the files, with the interface of a WorkflowExecutor.
 
-    max_staleness: the bound on the number of versions behind the newest one; None for no bound. stale_policy: drop older groups,
+    max_staleness: the bound on the number of versions behind the newest one; None for no bound.  stale_policy: drop older groups,
     mask their old tokens, or leave them to the correction.  Ordinals are numbered by this reader.
     """
 
@@ -147,7 +147,7 @@ class TrajectoryReader:
 
     @property
     def first_ordinal(self) -> int:
-        """The lowest ordinal that is neither trained nor dropped."""
+        """Returns the lowest ordinal that is neither trained nor dropped."""
         return int(self._trained["ordinal"])
 
     def start(self, source: Iterator[PromptItem] | None = None) -> None:

@@ -109,7 +109,7 @@ def remove_abandoned(memory: Path = SHARED_MEMORY) -> None:
 
 def _in_memory(memory: Path) -> WeightsFolder:
     path = memory / f"{PREFIX}{uuid.uuid4().hex[:12]}"
-    new = path.with_name(path.name + ".new")  # nobody finds the file before it is locked
+    new = path.with_name(path.name + ".new")  # no process finds the file before it is locked
     lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     new.rename(_lock_file(path))
@@ -128,7 +128,7 @@ class FolderReader(Protocol):
         ...
 
     def place(self, mapped: Any) -> SyncReport:
-        """Copies the weights into the paused engine. mapped: the return value of `prepare`."""
+        """Copies the weights into the paused engine.  mapped: the return value of `prepare`."""
         ...
 
 
@@ -179,7 +179,7 @@ class WorkerReader:
     """The reader in one worker.  The worker calls it between two steps, so long work runs in a thread during the next steps."""
 
     def __init__(self, weights: Any) -> None:
-        """weights: the worker's weights, with the methods of RolloutEngine that WeightReader uses."""
+        """Takes the worker's weights, an object with the methods of RolloutEngine that WeightReader uses."""
         self._weights = weights
         self._settings: tuple[str, int, float] | None = None
         self._reader: WeightReader | None = None

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rlhub.errors import DeadlineError, WorkerDiedError
-from rlhub.protocol import DataProtoFuture
+from rlhub.protocol import DataProtoFuture, Retain
 from rlhub.single_controller.traffic import SHARE_BYTES
 
 GRACE_S = 3.0
@@ -143,6 +143,7 @@ class Request:
 
     materialize: fetch DataProtoFuture arguments in the worker before the method runs.
     as_data: the outputs are DataProto and will be read through `data_future`.
+    retain: what of the outputs stays with the ranks.
     """
 
     role: str
@@ -151,6 +152,7 @@ class Request:
     deadline: Deadline
     materialize: bool = True
     as_data: bool = False
+    retain: Retain | None = None
 
     @property
     def name(self) -> str:

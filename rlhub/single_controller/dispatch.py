@@ -13,7 +13,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from rlhub.errors import DispatchError
-from rlhub.protocol import DataProto, DataProtoFuture
+from rlhub.protocol import BatchRef, DataProto, DataProtoFuture
 from rlhub.single_controller.decorator import Dispatch, DispatchMode, DispatchTarget, add_dispatch_mode
 
 PerRank = tuple[list[list[Any]], dict[str, list[Any]]]
@@ -67,9 +67,12 @@ def _split(name: str, value: Any, shards: Sequence[int], num_shards: int) -> lis
             f"{name} is a {type(value).__name__}, which would go whole to every rank of a method that cuts batches: pass "
             "DataProto.from_tensordict(...) to have it cut, or register the method with Dispatch.ONE_TO_ALL"
         )
-    if not isinstance(value, DataProto | DataProtoFuture):
+    if not isinstance(value, DataProto | DataProtoFuture | BatchRef):
         return [value] * len(shards)
-    chunks = value.chunk(num_shards)
+    chunks: Sequence[Any] = value.chunk(num_shards)
+    if isinstance(value, BatchRef):  # its rows do not travel, so each rank must have them
+        for rank, shard in enumerate(shards):
+            chunks[shard].check_rank(rank)
     return [chunks[shard] for shard in shards]
 
 
@@ -100,8 +103,10 @@ def collect_rank_zero(group: DispatchTarget, outputs: list[Any]) -> Any:
     return outputs[0]
 
 
-def collect_dp_compute_proto(group: DispatchTarget, outputs: list[Any]) -> DataProto:
-    """Returns one DataProto of all outputs, in shard order."""
+def collect_dp_compute_proto(group: DispatchTarget, outputs: list[Any]) -> DataProto | BatchRef:
+    """Returns one DataProto of all outputs, in shard order; one BatchRef where columns of them stayed with the ranks."""
+    if all(isinstance(output, BatchRef) for output in outputs):
+        return BatchRef.concat(outputs)
     wrong = sorted({type(output).__name__ for output in outputs if not isinstance(output, DataProto)})
     if wrong:
         raise DispatchError(

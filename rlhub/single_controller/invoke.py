@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlhub.errors import RlhubError, WorkerError
-from rlhub.protocol import DataProtoFuture
+from rlhub.protocol import BatchRef, DataProtoFuture, Retain
+from rlhub.protocol.exchange import ROWS, RowKeeper
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext
 from rlhub.utils import faults
 from rlhub.utils.aio.loop_thread import LoopThread
@@ -74,7 +75,8 @@ class RankWorkers:
 
     def __init__(self) -> None:
         self._turn = threading.RLock()  # in process a validation that runs during training calls the same workers
-        self._workers: dict[str, Any] = {}
+        self._rows = RowKeeper()
+        self._workers: dict[str, Any] = {ROWS: self._rows}
         self._contexts: dict[str, WorkerContext] = {}
         self._loop: LoopThread | None = None
 
@@ -82,7 +84,8 @@ class RankWorkers:
         """Constructs a role's worker here."""
         with failures_of(context, "__init__"):
             self._workers[context.role] = spec.build(context)
-            self._contexts[context.role] = context
+            self._contexts[context.role] = self._contexts[ROWS] = context
+            self._rows.place(context.rank, f"cuda:{context.local_rank}" if context.device == "cuda" else "cpu")
 
     def run(
         self,
@@ -93,21 +96,30 @@ class RankWorkers:
         *,
         materialize: bool = True,
         step: int | None = None,
+        retain: Retain | None = None,
     ) -> Any:
-        """Runs a method; raises RemoteError.  step: the caller's, where that is another process."""
+        """Runs a method; raises RemoteError.  step: the caller's, where that is another process.  retain: what of the result
+        stays here; then the rest of it comes back as a BatchRef."""
         context = self._contexts.get(role) or WorkerContext(role=role)
         with self._turn, failures_of(context, method):
             if role not in self._workers:
                 raise LookupError(f"no worker of role {role!r} lives here; roles: {', '.join(self._workers) or 'none'}")
-            if materialize:
-                args = [_materialized(value) for value in args]
-                kwargs = {name: _materialized(value) for name, value in kwargs.items()}
+            rows = next((value for value in (*args, *kwargs.values()) if isinstance(value, BatchRef)), None)
+            if materialize and role != ROWS:
+                args = [self._materialized(value) for value in args]
+                kwargs = {name: self._materialized(value) for name, value in kwargs.items()}
             faults.at_call(role, method, faults.current_step() if step is None else step, context.rank)
             result = getattr(self._workers[role], method)(*args, **kwargs)
-            if not inspect.iscoroutine(result):
-                return result
-            self._loop = self._loop or LoopThread("rlhub-worker-loop")
-            return self._loop.run(result)
+            if inspect.iscoroutine(result):
+                self._loop = self._loop or LoopThread("rlhub-worker-loop")
+                result = self._loop.run(result)
+            return result if retain is None else retain.keep(result, self._rows.store, rows)
+
+    def _materialized(self, value: Any) -> Any:
+        """Returns the batch of a future, and that of a reference from this process's own store."""
+        if isinstance(value, BatchRef):
+            return value.local(self._rows.store)
+        return value.get() if isinstance(value, DataProtoFuture) else value
 
     def close(self) -> None:
         """Lets every worker release what it holds; a failure of one does not stop the others."""
@@ -123,10 +135,6 @@ class RankWorkers:
             self._loop = None
         if failures:
             raise failures[0]
-
-
-def _materialized(value: Any) -> Any:
-    return value.get() if isinstance(value, DataProtoFuture) else value
 
 
 class ActorObject:

@@ -176,7 +176,9 @@ class LocalWorkerGroup(WorkerGroup):
         start = time.monotonic()
         inside = _in_worker.set(True)
         try:
-            output = self._rank.run(request.role, request.method, args, kwargs, materialize=request.materialize)
+            output = self._rank.run(
+                request.role, request.method, args, kwargs, materialize=request.materialize, retain=request.retain
+            )
         except RemoteError as failure:
             return _Finished({}, failure)
         finally:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rlhub.protocol import DataProto
+from rlhub.protocol import BatchRef, DataProto
 from rlhub.protocol.columns import num_bytes
+from rlhub.protocol.exchange import RankMoves
 
 SHARE_BYTES = 32 * 1024
 """Values at least this large are stored once when several ranks get them; smaller ones cost less inside the call."""
@@ -25,6 +26,10 @@ def column_bytes(value: Any) -> int:
     """Returns the bytes of the arrays and strings in a value, down to containers of containers; other objects count nothing."""
     if isinstance(value, DataProto):
         return column_bytes(value.non_tensor_batch) + column_bytes(value.tensors())
+    if isinstance(value, BatchRef):  # the columns that stay with the ranks cross nothing
+        return column_bytes(value.small) + sum(array.nbytes for array in value.layout.arrays())
+    if isinstance(value, RankMoves):
+        return int(value.rows.nbytes + value.sources.nbytes)
     if isinstance(value, Tensor):
         return num_bytes(value)
     if isinstance(value, np.ndarray):

@@ -10,8 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import DispatchError
+from rlhub.protocol import BatchRef, DataProto, Retain
+from rlhub.protocol.batch_ref import Layout
+from rlhub.protocol.columns import num_bytes
+from rlhub.protocol.exchange import ROWS, plan_exchange
 from rlhub.registry import suggest
 from rlhub.single_controller.calls import (
     CallFuture,
@@ -32,12 +38,13 @@ from rlhub.single_controller.worker import MeshInfo
 class GroupMethod:
     """One registered method on one group.  Calling it runs the method; `blocking` says whether it waits for the result."""
 
-    __slots__ = ("_blocking", "_group", "_spec", "deadline", "name")
+    __slots__ = ("_blocking", "_group", "_retain", "_spec", "deadline", "name")
 
-    def __init__(self, group: WorkerGroup, name: str, spec: MethodSpec, *, blocking: bool) -> None:
+    def __init__(self, group: WorkerGroup, name: str, spec: MethodSpec, *, blocking: bool, retain: Retain | None = None) -> None:
         self._group = group
         self._spec = spec
         self._blocking = blocking
+        self._retain = retain
         self.name = name
         self.deadline = spec.deadline
 
@@ -45,7 +52,15 @@ class GroupMethod:
     def submit(self) -> GroupMethod:
         """Returns the same method as a non-blocking one: a call gives a DataProtoFuture where the mode collects DataProto, else a
         CallFuture."""
-        return GroupMethod(self._group, self.name, self._spec, blocking=False)
+        return GroupMethod(self._group, self.name, self._spec, blocking=False, retain=self._retain)
+
+    def retain(self, *names: str, key: str = "") -> GroupMethod:
+        """Returns the same method as one whose result is a BatchRef: those columns of it stay with the ranks that made them.
+
+        names: none means every tensor column of more than one number a row.  key: of the batch that the columns begin; "" adds
+        them to that of the call's BatchRef argument.
+        """
+        return GroupMethod(self._group, self.name, self._spec, blocking=self._blocking, retain=Retain(key, names))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # One frame, and one more for the backend's `_send`: the traceback of a step stays short.
@@ -53,7 +68,8 @@ class GroupMethod:
         ranks, collected = _rank_zero(mode, group, args, kwargs) if rank_zero else _per_rank(mode, group, args, kwargs)
         request = group._request(self.name, ranks)
         request.materialize = self._spec.materialize_futures
-        request.as_data = mode.proto and not rank_zero and not self._blocking
+        request.retain = _retained_by(self._retain, group, self.name, (*args, *kwargs.values()))
+        request.as_data = mode.proto and not rank_zero and not self._blocking and self._retain is None
         with group._watch(request, blocking=self._blocking) as watch:
             watch.send(ranks)
             pending = group._send(request)
@@ -61,10 +77,26 @@ class GroupMethod:
             return pending.data_future(collected, watch)
 
         def finish(outputs: dict[int, Any]) -> Any:
-            return outputs[0] if rank_zero else mode.collect_fn(group, [outputs[rank] for rank in collected])
+            result = outputs[0] if rank_zero else mode.collect_fn(group, [outputs[rank] for rank in collected])
+            if isinstance(result, BatchRef):
+                result.fetcher = group.fetch_rows
+            return result
 
         future = CallFuture(pending, finish, watch)
         return future.get() if self._blocking else future
+
+
+def _retained_by(retain: Retain | None, group: WorkerGroup, method: str, values: Iterable[Any]) -> Retain | None:
+    """Completes the key of what a call retains.  DispatchError where there is none."""
+    if retain is None or retain.key:
+        return retain
+    rows = next((value for value in values if isinstance(value, BatchRef)), None)
+    if rows is None:
+        raise DispatchError(
+            f"{group.role}.{method}: a result can stay with the ranks under the key of a BatchRef argument, and there is none; "
+            "name a new one: retain(..., key=...)"
+        )
+    return Retain(rows.key, retain.names)
 
 
 Shares = tuple[list[RankRequest], Sequence[int]]
@@ -103,6 +135,7 @@ def _per_rank(mode: DispatchMode, group: WorkerGroup, args: Sequence[Any], kwarg
 class WorkerGroup(ABC):
     """See the module docstring.  role: the name in errors, logs and observers; worker_cls: None for a group without methods
     of its own (colocated roles before `spawn`).  deadline_s: the longest waits, which methods name when they are registered.
+    exchanged_bytes, fetched_bytes: what moved between the ranks, and from them to the driver, of batches held by reference.
     """
 
     _size_of: Callable[[Any], int] = staticmethod(column_bytes)
@@ -114,6 +147,8 @@ class WorkerGroup(ABC):
         self.deadline_s = DeadlineConfig()
         self._meshes: dict[str, Mesh] = {}
         self._methods: dict[str, GroupMethod] = {}
+        self._num_exchanges = 0
+        self.exchanged_bytes = self.fetched_bytes = 0
         self._closed = False
         for name, spec in ({} if worker_cls is None else registered_methods(worker_cls)).items():
             if name in dir(type(self)):
@@ -197,6 +232,59 @@ class WorkerGroup(ABC):
 
     execute_all = execute_all_async
     execute_rank_zero = execute_rank_zero_async
+
+    # -- batches held by reference -----------------------------------------------------------------------------------------
+
+    def exchange(self, ref: BatchRef, mesh: str) -> BatchRef:
+        """Brings part r of `ref.chunk(num_ranks)` to rank r, in one collective of the ranks, under a key of its own.
+
+        The references from before are void.  Nothing happens where every rank has its part.  mesh: the arrangement of the calls
+        that will read the rows; DispatchError where ranks share a part.
+        """
+        dp_ranks = self.mesh(mesh).dp_ranks
+        if dp_ranks != tuple(range(self.world_size)):
+            raise DispatchError(
+                f"{self.role}: mesh {mesh!r} gives the ranks the parts {list(dp_ranks)}; by reference each has a part of its "
+                "own, so tensor, pipeline and sequence parallelism are not supported with it"
+            )
+        after = Layout.even(len(ref), self.world_size)
+        if len(ref.keys) == 1 and ref.layout.same(after):
+            return ref
+        self._num_exchanges += 1
+        key = f"{ref.keys[0].partition('+')[0]}+{self._num_exchanges}"
+        moves = plan_exchange(ref, after, self.world_size)
+        sent = self._call_rows("exchange", [(rank.rank, rank, key) for rank in moves])
+        self.exchanged_bytes += sum(sent.values())
+        return BatchRef((key,), ref.small, ref.columns, after, self.fetch_rows)
+
+    def fetch_rows(self, ref: BatchRef) -> DataProto:
+        """Returns the wide columns of these rows, and counts their bytes; see `BatchRef.fetch`."""
+        ranks = np.unique(ref.layout.rank).tolist() or [0]
+        rows = [np.flatnonzero(ref.layout.rank == rank) for rank in ranks]
+        chosen = [(rank, ref.select_idxs(here)) for rank, here in zip(ranks, rows, strict=True)]
+        parts = self._call_rows("fetch", chosen)
+        fetched = DataProto.concat([parts[rank] for rank in ranks])
+        self.fetched_bytes += sum(map(num_bytes, fetched.tensors().values()))
+        return fetched.select_idxs(np.argsort(np.concatenate(rows), kind="stable"))
+
+    def drop(self, ref: BatchRef) -> None:
+        """Lets the ranks forget the batches of the reference: its step is over."""
+        self._call_rows("drop", [(rank, ref.keys) for rank in range(self.world_size)])
+
+    def stored_bytes(self) -> list[int]:
+        """Returns the bytes that each rank's process keeps of batches held by reference."""
+        stored = self._call_rows("stored_bytes", [(rank,) for rank in range(self.world_size)])
+        return [stored[rank] for rank in range(self.world_size)]
+
+    def _call_rows(self, method: str, calls: Iterable[tuple[Any, ...]]) -> dict[int, Any]:
+        """Calls the RowKeepers of ranks: (rank, argument, ...).  Returns their outputs."""
+        request = self._request(method, [RankRequest(rank=call[0], args=call[1:]) for call in calls])
+        request.role = ROWS
+        with self._watch(request, blocking=True) as watch:
+            watch.send(request.ranks)
+            pending = self._send(request)
+        outputs: dict[int, Any] = CallFuture(pending, lambda outputs: outputs, watch).get()
+        return outputs
 
     def mesh(self, name: str) -> Mesh:
         """Returns the arrangement that the workers declared under `name`; queried on first use, then cached."""

@@ -24,7 +24,7 @@ class Tool(ABC):
     @property
     @abstractmethod
     def schema(self) -> ToolSchema:
-        """The schema by which chat templates describe the tool."""
+        """Returns the schema by which chat templates describe the tool."""
 
     async def create(self, instance: str, row: Mapping[str, Any]) -> None:  # noqa: B027  most tools keep nothing
         """Prepares the tool for an episode on the prompt `row`, before its first call."""

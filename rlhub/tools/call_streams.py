@@ -29,7 +29,7 @@ MARKS = re.compile(r'[{}"\\]')
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class CallPart:
-    """A part of a tool call. index: the number of the call in the reply. name: only in the first part. arguments: the next
+    """A part of a tool call.  index: the number of the call in the reply.  name: only in the first part.  arguments: the next
     characters."""
 
     index: int
@@ -41,7 +41,7 @@ ReplyPart = str | CallPart
 
 
 class CallStream(ABC):
-    """Parses one reply. num_closed: the number of calls that are complete."""
+    """Parses one reply.  num_closed: the number of calls that are complete."""
 
     def __init__(self) -> None:
         self.num_closed = 0

@@ -25,7 +25,7 @@ _DECODER = json.JSONDecoder()
 class ParsedReply:
     """A reply and its tool calls.
 
-    text: the reply without its calls. calls: in the order of the text. problems: one message for the model per text that looks
+    text: the reply without its calls.  calls: in the order of the text.  problems: one message for the model per text that looks
     like a call and is none.
     """
 

@@ -38,7 +38,7 @@ class McpTool(Tool):
 
 
 class McpServer(ToolSource):
-    """Connects to a server. only: the names of the tools to offer; all by default. prefix: is put before the names, for servers
+    """Connects to a server.  only: the names of the tools to offer; all by default.  prefix: is put before the names, for servers
     whose tools have equal names."""
 
     def __init__(
@@ -85,7 +85,7 @@ class McpServer(ToolSource):
             async with self.client:
                 ready.set_result(await self._tools())
                 await self._stop.wait()
-        except Exception as error:  # noqa: BLE001  # boundary to a foreign process: its end must reach who waits
+        except Exception as error:  # noqa: BLE001  # boundary to a foreign process: its end must reach the waiting coroutine
             if not ready.done():
                 ready.set_exception(ToolError(f"the MCP server {self._where} cannot be used: {_causes(error)}"))
 

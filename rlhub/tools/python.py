@@ -33,7 +33,7 @@ def python(code: str) -> str:
 class PythonTool(Tool):
     """Runs Python programs.
 
-    num_workers: maximum number of concurrent calls. timeout_s: time limit of a call in seconds. memory_gb: address space of a
+    num_workers: maximum number of concurrent calls.  timeout_s: time limit of a call in seconds.  memory_gb: address space of a
     call, in GiB. env: environment variables that programs receive besides PATH, HOME, LANG and TMPDIR. Children start when they
     are needed.
     """

@@ -27,7 +27,8 @@ _SECTION = re.compile(r"^\s*(?:Args|Arguments|Parameters|Returns|Raises|Yields)\
 
 
 def schema_of(function: Callable[..., Any], *, name: str = "", hidden: Collection[str] = ()) -> ToolSchema:
-    """Returns the schema of a function with annotated parameters and a docstring. hidden: parameters that the model does not see.
+    """Returns the schema of a function with annotated parameters and a docstring.  hidden: parameters that the model does not
+    see.
 
     Raises ToolError if the function cannot be described.
     """

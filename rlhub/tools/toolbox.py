@@ -40,7 +40,7 @@ class Toolbox:
     """Holds the tools of a run.  It belongs to one event loop, and `aopen` must come before `session`."""
 
     def __init__(self, tools: Sequence[Tool | ToolSource], *, timeout_s: float) -> None:
-        """timeout_s: time limit in seconds of a call, and of creating an instance."""
+        """Takes the tools and sources.  timeout_s: time limit in seconds of a call, and of creating an instance."""
         self.timeout_s = timeout_s
         self._given = list(tools)
         self._opening: asyncio.Task[None] | None = None
@@ -62,7 +62,7 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[ToolSchema]:
-        """The schemas of all tools."""
+        """Returns the schemas of all tools."""
         return [tool.schema for tool in self._tools.values()]
 
     def session(self, instance: str, row: Mapping[str, Any]) -> ToolSession:
@@ -95,7 +95,7 @@ class ToolSession:
 
     @property
     def schemas(self) -> list[ToolSchema]:
-        """The schemas of all tools."""
+        """Returns the schemas of all tools."""
         return [tool.schema for tool in self._tools.values()]
 
     async def execute(self, call: ToolCall) -> ToolResult:
@@ -113,7 +113,7 @@ class ToolSession:
             return _failure(str(error))
         except TimeoutError:
             return _failure(f"{call.name} was not done after {self._timeout_s:g} s")
-        except Exception as error:  # boundary to code of the user's: its fault is the model's to read
+        except Exception as error:  # boundary to the user's code: the model reads its error
             logger.debug("tool %s raised", call.name, exc_info=True)
             return _failure(f"{type(error).__name__}: {error}")
 
@@ -127,7 +127,7 @@ class ToolSession:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._tools[name].release(self._instance)
-        except Exception:  # boundary to code of the user's: the episode itself is done
+        except Exception:  # boundary to the user's code: the episode itself is done
             logger.warning("tool %s could not release the instance of episode %s", name, self._instance, exc_info=True)
 
 
@@ -148,7 +148,7 @@ def read_tool_file(path: str | Path) -> list[Any]:
 
 
 def load_tools(entries: Sequence[Any], *, where: str) -> list[Tool | ToolSource]:
-    """Builds the tools of these entries.  Raises ConfigError that lists every entry which cannot be built. where: the setting's
+    """Builds the tools of these entries.  Raises ConfigError that lists every entry which cannot be built.  where: the setting's
     name."""
     tools, problems = [], []
     for number, entry in enumerate(entries):

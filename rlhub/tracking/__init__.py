@@ -1,9 +1,12 @@
-"""What can be seen of a run; README.md lists the trackers and the metrics.
+"""The run folder, the metrics, the report and the trackers of a run; README.md lists the trackers and the metrics.
 
-tracker.py       the Tracker interface, which console, mlflow, swanlab, tensorboard, trackio and wandb implement
-registry.py      their names
-recorder.py      receives everything from a training loop, writes it down and passes it on to the trackers
-run_folder.py    the run's folder and its lock; metrics_log.py and generations.py are files in it
-spans.py         what ran when, and how worker calls are timed
-report.py        report.html, made of report_charts.py and report_page.py
+tracker.py         the interface Tracker
+recorder.py        the names of the trackers, and Recorder, which writes what a training loop reports and passes it on to them
+metrics_log.py     metrics.jsonl, and the trackers console and tensorboard
+mlflow.py, swanlab.py, trackio.py, wandb.py    the trackers of these names
+run_folder.py      the run's folder and its lock
+generations.py     the sample generations in the run folder
+spans.py           the timeline of phases and worker calls
+report.py          the content of report.html
+report_charts.py   its charts and its page
 """

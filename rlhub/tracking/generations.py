@@ -22,7 +22,7 @@ FILE_NAME = re.compile(r"(?P<split>[a-z_]+)-(?P<step>\d+)\.jsonl$")
 
 
 def write_generations(folder: Path, step: int, split: str, rows: Sequence[GenerationRow]) -> Path:
-    """Writes the samples of one step; returns the file."""
+    """Writes the samples of one step, and returns the file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{split}-{step:06d}.jsonl"
     lines = [json.dumps({"step": step, **asdict(row)}, ensure_ascii=False) for row in rows]
@@ -33,8 +33,10 @@ def write_generations(folder: Path, step: int, split: str, rows: Sequence[Genera
 
 
 def read_generations(path: Path) -> list[GenerationRow]:
-    """Returns the samples in one file.  A damaged line is passed over with a warning: samples are for people to read, and no run
-    should end for one."""
+    """Returns the samples in one file.
+
+    A damaged line is skipped with a warning, since samples are for people to read and should not end a run.
+    """
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if line:
@@ -46,7 +48,7 @@ def read_generations(path: Path) -> list[GenerationRow]:
 
 
 def _row(value: Any) -> GenerationRow:
-    """Returns a sample from its JSON form; ValueError or TypeError for what is none."""
+    """Returns a sample from its JSON form.  Raises ValueError or TypeError for anything else."""
     if not isinstance(value, dict):
         raise TypeError(f"a JSON object is needed, got {type(value).__name__}")
     value.pop("step", None)
@@ -60,7 +62,7 @@ def _row(value: Any) -> GenerationRow:
 
 
 def list_generations(folder: Path) -> list[tuple[str, int, Path]]:
-    """Returns (split, step, file) of everything written, steps ascending."""
+    """Returns (split, step, file) of all files, in the order of the steps."""
     found = []
     for path in folder.glob("*.jsonl"):
         if (match := FILE_NAME.fullmatch(path.name)) and path.is_file():

@@ -1,15 +1,14 @@
-"""metrics.jsonl: one JSON object per step, each step exactly once, whatever happened in between.
+"""A run's metrics on this machine: metrics.jsonl, the console, and TensorBoard's event files.
 
-A line is appended, flushed and synced when its step is done.  A run that resumes from a checkpoint first drops the steps
-after it (`resume`), because it is about to do them again.  Standard JSON has no NaN: such a value is written as null and
-named under "nonfinite", and `read_metrics` gives it back.
+metrics.jsonl has one JSON object per step, and each step exactly once, even after a crash.  A line is appended, flushed and
+synced when its step is done.  A run that resumes from a checkpoint first drops the later steps (`resume`), because it repeats
+them.  Standard JSON has no NaN: such a value is written as null and named under "nonfinite", and `read_metrics` restores it.
 
-§§ console: The console: a progress bar and a table of the metrics that matter; plain lines where output is no terminal.
+The console shows a progress bar and a table of the most important metrics, or plain lines where standard output is no terminal.
+It is the only part of the package that writes to standard output during training.  Log lines still go to logging's handlers; on
+a terminal rich prints them above the bar.
 
-The only part of the package that writes to standard output while training.  Log lines keep going to logging's handlers;
-on a terminal rich prints them above the bar.
-
-§§ tensorboard: TensorBoard event files below `<run folder>/tensorboard`; look at them with `tensorboard --logdir <run folder>`.
+TensorBoard's event files are in `<run folder>/tensorboard`; `tensorboard --logdir <run folder>` shows them.
 """
 
 from __future__ import annotations
@@ -37,13 +36,18 @@ from rlhub.utils.atomic import write_all, write_bytes
 
 logger = logging.getLogger(__name__)
 
-
 NONFINITE = "nonfinite"
+"""Key of a line with the metrics that are NaN or infinite, which JSON cannot hold."""
+REFRESH_PER_SECOND = 2  # a refresh costs CPU that the workers could use
+HEADER_EVERY = 20  # rows, so that the column names stay on the screen
+PREVIEW_CHARACTERS = 200
 
 
 def encode(step: int, metrics: Mapping[str, Any]) -> str:
-    """Returns one line of the log, without the line break; keys are sorted behind `step`.  TypeError on a value that is no
-    scalar."""
+    """Returns one line of the log without its line break; the keys are sorted after `step`.
+
+    Raises TypeError for a value that is neither a number nor a string.
+    """
     row: dict[str, Any] = {"step": int(step)}
     bad: dict[str, str] = {}
     for name in sorted(metrics):
@@ -64,7 +68,7 @@ def encode(step: int, metrics: Mapping[str, Any]) -> str:
 
 
 def decode(line: str | bytes) -> dict[str, Any]:
-    """Inverts `encode`.  ValueError when the line is not one."""
+    """Returns the step's metrics, as the inverse of `encode`.  Raises ValueError for any other line."""
     row = json.loads(line)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError("no JSON object with an integer 'step'")
@@ -74,8 +78,10 @@ def decode(line: str | bytes) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns all whole lines of a log, in file order; a missing file is an empty log, a damaged line is skipped with a
-    warning."""
+    """Returns all whole lines of a log, in the file's order.
+
+    A missing file is an empty log; a damaged line is skipped with a warning.
+    """
     if not path.exists():
         return []
     return [row for _, row in _lines(path)]
@@ -94,9 +100,9 @@ def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 class MetricsLog:
-    """Writes a log; one process at a time (the run folder's lock sees to that).
+    """Writes a log.  The run folder's lock lets only one process do so at a time.
 
-    last_step: the highest step in the log, -1 when it is empty.
+    last_step: the highest step in the log; -1 when it is empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -115,8 +121,10 @@ class MetricsLog:
             os.truncate(self.path, whole)
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds a step and waits until it is on the disk.  ValueError when the step is not after the last one,
-        RunFolderError when it cannot be written."""
+        """Appends a step and blocks until it is on the disk.
+
+        Raises ValueError when the step does not follow the last one, and RunFolderError when it cannot be written.
+        """
         if step <= self.last_step:
             raise ValueError(f"step {step} comes after step {self.last_step} in {self.path}; each step is logged once, in order")
         line = encode(step, metrics) + "\n"
@@ -139,7 +147,7 @@ class MetricsLog:
             os.close(descriptor)
 
     def rewind(self, step: int) -> list[int]:
-        """Drops all steps after `step` (-1: all), and damaged lines; returns the steps dropped."""
+        """Drops damaged lines and all steps after `step` (-1: all steps), and returns the dropped steps."""
         if not self.path.exists():
             return []
         lines = _lines(self.path)
@@ -151,22 +159,19 @@ class MetricsLog:
         return [row["step"] for _, row in lines if row["step"] > step]
 
     def resume(self, step: int, metrics: Mapping[str, Any] | None = None) -> list[int]:
-        """Continues after `step`: rewinds, and if the run died between its checkpoint and its line, adds the line from the
-        `metrics` that the checkpoint holds.  Returns the steps dropped."""
+        """Rewinds to `step`, and returns the dropped steps.
+
+        metrics: the step's metrics from its checkpoint, which are appended if the run died before it wrote their line.
+        """
         dropped = self.rewind(step)
         if metrics is not None and self.last_step < step:
             self.append(step, metrics)
         return dropped
 
 
-REFRESH_PER_SECOND = 2  # a refresh costs CPU that the workers could use
-HEADER_EVERY = 20  # rows; keeps the column names in sight
-PREVIEW_CHARACTERS = 200
-
-
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Column:
-    """A column shows the first of `metrics` that a step has."""
+    """A column of the console's table.  It shows the first of `metrics` that a step has, formatted by `form`."""
 
     title: str
     metrics: tuple[str, ...]
@@ -186,12 +191,12 @@ COLUMNS = (
     Column(title="tokens/s/device", metrics=("perf/throughput",), form="{:.0f}"),
     Column(title="s/step", metrics=("timing_s/step", "perf/time_per_step"), form="{:.2f}"),
 )
-ALWAYS_SEEN = re.compile(r"(^|[/_])(skipped|nonfinite|failed|errors?)(_|$|/)")
-"""Counters of things that should not happen: shown under the row whenever they are not 0."""
+FAILURE_COUNTERS = re.compile(r"(^|[/_])(skipped|nonfinite|failed|errors?)(_|$|/)")
+"""Counters of failures, which are shown below the row whenever they are not 0."""
 
 
 def cells(metrics: Metrics) -> list[str | None]:
-    """Returns the step's value under each of COLUMNS, None where it has none."""
+    """Returns the step's text for each of COLUMNS; None where the step has no such metric."""
     found: list[str | None] = []
     for column in COLUMNS:
         values = [metrics[name] for name in column.metrics if name in metrics]
@@ -204,19 +209,22 @@ def troubles(metrics: Metrics) -> str:
     found = [
         f"{name} {value:g}"
         for name, value in metrics.items()
-        if ALWAYS_SEEN.search(name) and value and not isinstance(value, str)
+        if FAILURE_COUNTERS.search(name) and value and not isinstance(value, str)
     ]
     return ", ".join(found)
 
 
 class ConsoleTracker(Tracker):
-    """Shows a run on the console.  stream: standard output unless a test says otherwise."""
+    """Shows a run on the console.
+
+    stream: the output; None: standard output.  terminal: whether the output is a terminal; None: rich finds out.
+    """
 
     def __init__(self, stream: TextIO | None = None, *, terminal: bool | None = None) -> None:
         self._console = Console(file=stream or sys.stdout, force_terminal=terminal, highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._task = TaskID(0)
-        self._seen = [False] * len(COLUMNS)
+        self._used = [False] * len(COLUMNS)
         self._shown = self._rows = 0
         self._total: int | None = None
 
@@ -245,7 +253,7 @@ class ConsoleTracker(Tracker):
 
     def log(self, step: int, metrics: Metrics) -> None:
         row = cells(metrics)
-        self._seen = [seen or cell is not None for seen, cell in zip(self._seen, row, strict=True)]
+        self._used = [used or cell is not None for used, cell in zip(self._used, row, strict=True)]
         if self._progress is None:
             self._say(self._line(step, row))
         else:
@@ -260,8 +268,8 @@ class ConsoleTracker(Tracker):
         return " | ".join(parts)
 
     def _print_row(self, step: int, row: Sequence[str | None]) -> None:
-        """Prints one line of the table; the names come again every HEADER_EVERY rows and when a column appears."""
-        shown = [index for index, seen in enumerate(self._seen) if seen]
+        """Prints one row of the table, with the column names every HEADER_EVERY rows and when a column is new."""
+        shown = [index for index, used in enumerate(self._used) if used]
         table = Table.grid(padding=(0, 2))
         table.add_column(justify="right", min_width=6)
         for index in shown:
@@ -274,7 +282,7 @@ class ConsoleTracker(Tracker):
         self._rows += 1
 
     def log_generations(self, step: int, split: str, rows: Sequence[GenerationRow]) -> None:
-        """Prints one sample, so that nonsense shows early; the rest is in generations/."""
+        """Prints one sample, so that nonsense is noticed early; all samples are in generations/."""
         if rows:
             one = rows[0]
             score = "not scored" if one.score is None else f"score {one.score:g}"
@@ -293,18 +301,18 @@ class ConsoleTracker(Tracker):
 
 
 def _preview(text: str) -> str:
-    """Returns the text on one line, without control characters that a model could steer a terminal with."""
+    """Returns the text on one line, without the control characters by which a model could control a terminal."""
     flat = "".join(character if character.isprintable() else " " for character in text)
     flat = " ".join(flat.split())
     return flat if len(flat) <= PREVIEW_CHARACTERS else f"{flat[:PREVIEW_CHARACTERS]} ..."
 
 
 class TensorboardTracker(Tracker):
-    """Writes scalars under their own names.  A resumed run tells TensorBoard to forget the steps that are done again."""
+    """Writes scalars under their own names.  A resumed run makes TensorBoard drop the steps that are repeated."""
 
     def start(self, run: RunInfo) -> None:
         load_package("tensorboard")
-        from torch.utils.tensorboard import SummaryWriter  # torch is loaded by those who want it alone
+        from torch.utils.tensorboard import SummaryWriter  # only runs with this tracker load torch for it
 
         purge = None if run.resumed_step is None else run.resumed_step + 1
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)

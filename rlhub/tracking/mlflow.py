@@ -49,7 +49,7 @@ class MlflowTracker(Tracker):
         folder.write_note(NOTE, self._run_id)
 
     def _tracking_uri(self, run: RunInfo) -> str | None:
-        """Returns None where the user has set one, which the client then finds by itself."""
+        """Returns the URI of the database below the run folder, or None where the user has set a URI, which the client finds."""
         if self._mlflow.is_tracking_uri_set():
             return None
         own = run.own_folder("mlflow")
@@ -95,13 +95,13 @@ class MlflowTracker(Tracker):
 
 
 def key(name: str) -> str:
-    """Returns a name as MLflow takes it: `val/pass_at_1` for `val/pass@1`, as other trainers write it, single slashes, and `_`
-    for what else it refuses."""
+    """Returns the metric's name in MLflow: `val/pass_at_1` for `val/pass@1`, as other trainers write it, with single slashes, and
+    with `_` for other characters that MLflow refuses."""
     return re.sub(r"[^/\w.\- :]", "_", re.sub(r"/+", "/", name.replace("@", "_at_")), flags=re.ASCII)[:LONGEST_KEY]
 
 
 def numbers_of(metrics: Mapping[str, float | int | str]) -> dict[str, float]:
-    """Returns the metrics that are numbers by their MLflow keys."""
+    """Returns the metrics that are numbers, by their names in MLflow."""
     return {key(name): float(value) for name, value in metrics.items() if not isinstance(value, str)}
 
 

@@ -1,13 +1,7 @@
-"""Recorder: takes everything that a training loop reports of its progress.
+"""Recorder and the registry of trackers: writes what a training loop reports, and passes it on.
 
-It writes metrics.jsonl, the sample generations, trace.json and report.html itself and passes everything on to the chosen
-trackers.  A tracker that fails in the middle of a run is dropped with a warning: what is on disk does not depend on it.
-
-§§ registry: Which trackers there are; rows load on first use.  `requires` names the Python packages a tracker needs; those of rlhub are
-installed by the extra of the tracker's name.  A companion `login` says what its account lacks on this machine, or asks the user
-for it: () -> sentences.  It is called before a run starts.
-
-metrics.jsonl and report.html are no trackers: every run has them.
+The recorder itself writes metrics.jsonl, the sample generations, trace.json and report.html, which every run has.  All of it
+goes to the chosen trackers too.  A tracker that fails during a run is dropped with a warning, and the files do not depend on it.
 """
 
 from __future__ import annotations
@@ -30,8 +24,13 @@ from rlhub.utils.redact import redact
 
 logger = logging.getLogger(__name__)
 
+REPORT_EVERY_S = 30.0
+REPORT_SHARE = 0.01  # largest fraction of the run's time that goes into refreshing the report
 
 TRACKERS: Registry[type[Tracker]] = Registry("tracker")
+"""Trackers by name.  `requires` names the Python packages that a tracker needs, which rlhub's extra of its name installs.  The
+companion `login`, () -> list of problems, runs before a run starts: it returns what the tracker's account lacks on this machine,
+or asks the user for it."""
 TRACKERS.add_lazy("console", "rlhub.tracking.metrics_log:ConsoleTracker", requires=("rich",))
 TRACKERS.add_lazy("mlflow", "rlhub.tracking.mlflow:MlflowTracker", requires=("mlflow",))
 TRACKERS.add_lazy(
@@ -49,32 +48,11 @@ EXTRAS = frozenset(TRACKERS.names()) - {"console"}
 """Trackers whose packages an extra of rlhub installs; the console's come with rlhub."""
 
 
-def package_problems(names: Iterable[str]) -> list[str]:
-    """Returns which packages of the named trackers are not installed, and the command that installs those of rlhub's extras."""
-    found = []
-    for name in dict.fromkeys(name for name in names if name in TRACKERS):
-        missing = [package for package in sorted(TRACKERS.row(name).requires) if not is_installed(package)]
-        advice = f"; run: pip install 'rlhub[{name}]'" if name in EXTRAS else ""
-        if missing:
-            found.append(f"trainer.logger: {name} needs the package {', '.join(missing)}, which is not installed{advice}")
-    return found
-
-
-def login_problems(names: Iterable[str]) -> list[str]:
-    """Returns what keeps the named trackers from starting on this machine, beyond what is installed."""
-    logins = [TRACKERS.companion(name, "login") for name in dict.fromkeys(names)]
-    return [problem for login in logins if login is not None for problem in login()]
-
-
-REPORT_EVERY_S = 30.0
-REPORT_SHARE = 0.01  # of the run's time at most goes into refreshing the report
-
-
 class Recorder:
-    """Writes a run's progress down and passes it on.  Driver process only; `folder` is open.
+    """Writes a run's progress to its folder and passes it on to the trackers.  Driver process only; `folder` is open.
 
-    A step's line and its checkpoint cannot appear in one instant.  Either log first, then commit; or commit first with the
-    metrics in the checkpoint's state and give them to `start` on resume.  Both ways each step is logged exactly once.
+    A step's line and its checkpoint are two writes.  A caller either logs first and then commits, or commits first with the
+    metrics in the checkpoint's state and gives them to `start` on resume.  Both ways each step is logged exactly once.
 
     recorder = Recorder(folder, info, ["console", "wandb"])
     recorder.start()
@@ -84,7 +62,7 @@ class Recorder:
     """
 
     def __init__(self, folder: RunFolder, info: RunInfo, trackers: Sequence[str], spans: SpanLog | None = None) -> None:
-        """spans: what ran when, which is written whenever the report is."""
+        """spans: the phases and calls of the run, which are written to trace.json whenever the report is written."""
         self.folder = folder
         self.info = dataclasses.replace(info, config=redact(info.config))
         self.log_file = MetricsLog(folder.metrics)
@@ -95,8 +73,8 @@ class Recorder:
     def start(self, resumed_metrics: Mapping[str, Any] | None = None) -> list[int]:
         """Writes config.yaml, rewinds metrics.jsonl to the step resumed from, and starts the trackers.
 
-        resumed_metrics: the resumed step's metrics as its checkpoint holds them, for a run that died before it could log
-            them.  Returns the steps that an earlier process logged and that will be repeated.
+        Returns the steps that an earlier process logged and that will be repeated.
+        resumed_metrics: the resumed step's metrics from its checkpoint, for a run that died before it could log them.
         """
         if self.info.config:
             self.folder.write_config(self.info.config)
@@ -118,7 +96,7 @@ class Recorder:
         return dropped
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Records one finished step, durably; each step once, ascending."""
+        """Writes the metrics of one finished step to disk and to the trackers; each step once, in ascending order."""
         self.log_file.append(step, metrics)
         self._tell(lambda tracker: tracker.log(step, metrics))
         self._refresh_report()
@@ -129,11 +107,11 @@ class Recorder:
         self._tell(lambda tracker: tracker.log_generations(step, split, rows))
 
     def phase(self, name: str) -> None:
-        """Tells the trackers that the run is now doing `name`."""
+        """Passes the name of the run's present phase on to the trackers."""
         self._tell(lambda tracker: tracker.phase(name))
 
     def finish(self, status: Status, message: str = "", *, report: bool = True) -> None:
-        """Writes the final report and closes the trackers.  report: False where the run folder has gone."""
+        """Writes the final report and closes the trackers.  report: False where the run folder was removed."""
         if report:
             self._write_report(status, message)
         self._tell(lambda tracker: tracker.finish(status, message))
@@ -164,3 +142,20 @@ class Recorder:
 def _ranges(steps: Sequence[int]) -> str:
     ordered = sorted(steps)
     return str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}"
+
+
+def package_problems(names: Iterable[str]) -> list[str]:
+    """Returns the packages of the named trackers that are not installed, with the command that installs rlhub's extras."""
+    found = []
+    for name in dict.fromkeys(name for name in names if name in TRACKERS):
+        missing = [package for package in sorted(TRACKERS.row(name).requires) if not is_installed(package)]
+        advice = f"; run: pip install 'rlhub[{name}]'" if name in EXTRAS else ""
+        if missing:
+            found.append(f"trainer.logger: {name} needs the package {', '.join(missing)}, which is not installed{advice}")
+    return found
+
+
+def login_problems(names: Iterable[str]) -> list[str]:
+    """Returns the problems of the named trackers' accounts on this machine."""
+    logins = [TRACKERS.companion(name, "login") for name in dict.fromkeys(names)]
+    return [problem for login in logins if login is not None for problem in login()]

@@ -1,7 +1,7 @@
 """report.html: a run at a glance, in one file that needs no network and no program but a browser.
 
-It is made from what lies in the run folder (metrics.jsonl, trace.json, generations/, config.yaml), so it can be remade at any
-time, also of a run that was killed.  Everything that came from a model or a user is escaped.
+It is written from the files of the run folder (metrics.jsonl, trace.json, generations/, config.yaml), so that it can be written
+again at any time, also for a run that was killed.  All text from a model or a user is escaped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from rlhub.tracking.tracker import GenerationRow, RunInfo, Status
 from rlhub.utils.atomic import write_text
 
 QUIET_S, QUIET_STEPS = 60.0, 3
-"""A run that has not written its report for three times its longest step, and three minutes, has probably ended."""
+"""The page says that a run has probably ended when its report is older than QUIET_STEPS times its longest step, or times QUIET_S
+seconds where that is more."""
 SAMPLE_STEPS = 6  # first, last, and some between
 SAMPLE_ROWS = 8
 SAMPLE_CHARACTERS = 4000
@@ -41,7 +42,7 @@ CURVES_NOTE = (
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Panel:
-    """A panel is a chart at the top, shared by all metrics that match `pattern`."""
+    """A chart at the top of the page, shared by all metrics that match `pattern`."""
 
     title: str
     pattern: str
@@ -76,7 +77,7 @@ PANELS = (
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Tile:
-    """A tile is a headline figure.  better: +1 rising is good, -1 falling is good, 0 neither."""
+    """A headline figure.  better: +1 where a rising value is good, -1 where a falling one is, 0 for neither."""
 
     title: str
     metric: str
@@ -96,7 +97,7 @@ TILES = (
 
 
 def write_report(folder: RunFolder, info: RunInfo, status: Status, message: str = "") -> Path:
-    """Makes report.html from what is in the run folder, in place of the old one; returns its path."""
+    """Writes report.html from the files of the run folder, in place of the old one, and returns its path."""
     series = collect(read_metrics(folder.metrics))
     sections = [_header(series, info, status), _alert(status, message), _tiles(series)]
     sections += [_panels(series), _timing(series), _gantt(folder), _staleness(series)]
@@ -108,7 +109,7 @@ def write_report(folder: RunFolder, info: RunInfo, status: Status, message: str 
 
 
 def collect(rows: Sequence[dict[str, Any]]) -> dict[str, Series]:
-    """Returns the finite values over steps of each metric by its name; text metrics and non-finite values are left out."""
+    """Returns the finite values over steps of each metric, by its name, without text metrics and non-finite values."""
     found: dict[str, Series] = {}
     for row in rows:
         for name, value in row.items():

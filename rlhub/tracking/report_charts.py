@@ -1,12 +1,8 @@
-"""Inline SVG charts for the report: lines over steps, stacked columns, and the Gantt of the last steps.
+"""The report's page and its inline SVG charts: lines over steps, stacked columns, and the Gantt chart of the last steps.
 
-Strings in, strings out, no dependency.
-
-Colours are CSS variables (`--c0` ... `--c7`), so one drawing serves the light and the dark page.
-
-§§ report_page: The report's page frame: styles and the small script, kept in one module so that the report needs no other file.
-
-`__BODY__` and `__TITLE__` are replaced.  Nothing is loaded from anywhere: a content security policy in the page forbids it.
+All functions return strings and need no other package.  Colours are CSS variables (`--c0` ... `--c7`), so that one drawing
+serves the light and the dark page.  Styles and the small script are part of the page, which loads nothing from anywhere; its
+content security policy forbids that.
 """
 
 from __future__ import annotations
@@ -24,24 +20,24 @@ WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 50, 16, 10, 26
 NUM_COLOURS = 8
 MAX_POINTS = 400  # more than one per horizontal pixel cannot be seen
-SMOOTH_FROM = 40  # points; shorter curves are read as they are
-SMOOTH_SHARE = 0.08  # width of the moving average, as a share of the curve
+SMOOTH_FROM = 40  # points; shorter curves are not smoothed
+SMOOTH_SHARE = 0.08  # width of the moving average, as a fraction of the curve
 
 NUM_STEPS = 3
-"""Steps of the Gantt: two whole cycles, and how one goes over into the next."""
+"""Steps of the Gantt chart: they show two whole cycles and the transition between them."""
 MAX_BARS = 600
-"""More could not be told apart; the longest are drawn."""
+"""Largest number of bars, since a reader cannot tell more apart; the longest are drawn."""
 MAX_ROWS = 4
-"""Rows of one lane; what overlaps more than that shares the last."""
+"""Rows of one lane; further overlapping spans share the last row."""
 GANTT_WIDTH, LABEL, GANTT_RIGHT, GANTT_TOP, AXIS = 960, 170, 14, 6, 24
 ROW, GAP = 15, 7
 LETTER = 6.2
-"""Pixels a letter of a bar's name takes; a name that does not fit is left to the tip."""
+"""Width in pixels of a letter of a bar's name; a name that does not fit is in the bar's tooltip alone."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Series:
-    """A series is one curve: finite values at ascending steps, equally many."""
+    """One curve: finite values, one for each of the ascending steps."""
 
     name: str
     steps: list[int]
@@ -50,7 +46,7 @@ class Series:
 
 @dataclass(slots=True, kw_only=True)
 class Chart:
-    """Holds curves that share axes.  zero: the value axis starts at 0.  smooth: noisy per-step figures get a smoothed line."""
+    """Curves that share axes.  zero: the value axis starts at 0.  smooth: long curves get a moving average as a second line."""
 
     title: str
     series: list[Series]
@@ -97,7 +93,7 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
 
 
 def smoothed(values: Sequence[float], share: float = SMOOTH_SHARE) -> list[float]:
-    """Returns the centred moving average, so that the line does not lag behind what it shows; at the ends, over what there is."""
+    """Returns the centred moving average, which does not lag behind the values; at the ends the window is shorter."""
     reach = max(1, round(share * len(values) / 2))
     sums = list(itertools.accumulate(values, initial=0.0))
     result = []
@@ -123,7 +119,7 @@ def line_chart(chart: Chart) -> str:
 
 
 def script_json(value: object) -> str:
-    """Returns JSON that cannot end the script element it is put in."""
+    """Returns JSON that cannot end the script element around it."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -230,7 +226,7 @@ def stacked_columns(title: str, steps: Sequence[int], parts: Sequence[Series], *
 
 @dataclass(slots=True, kw_only=True)
 class Window:
-    """Holds what a Gantt draws: spans that lie, in part at least, between two moments."""
+    """The content of a Gantt chart: spans that overlap the time between two moments."""
 
     spans: list[Span]
     start: float
@@ -243,7 +239,7 @@ class Window:
 
 
 def last_steps(spans: Sequence[Span], num_steps: int = NUM_STEPS) -> Window | None:
-    """Returns the window of the last steps that have ended, of all spans where no step has; None of no span."""
+    """Returns the window of the last steps that have ended, or of all spans where no step has ended; None without spans."""
     steps = [span for span in spans if span.lane == STEPS][-num_steps:] or list(spans)
     if not steps:
         return None
@@ -256,7 +252,7 @@ def last_steps(spans: Sequence[Span], num_steps: int = NUM_STEPS) -> Window | No
 
 
 def gantt(spans: Sequence[Span]) -> str:
-    """Returns what ran when in the last steps as an HTML figure; "" when nothing was recorded.
+    """Returns the Gantt chart of the last steps as an HTML figure; "" when nothing was recorded.
 
     A row for each lane, a bar for each span; spans of one lane that overlap lie below each other.
     """

@@ -1,17 +1,17 @@
-"""RunFolder: where everything of one run lies, and the lock that keeps a second run out.
+"""RunFolder: the folder with all files of one run, and the lock that keeps a second run out.
 
     <default_local_dir>/
         config.yaml            resolved settings, secrets hidden      metrics.jsonl    one object per step
         report.html            the run at a glance                    generations/     sample completions
         logs/<role>-rank<r>.log                                       global_step_<n>/ checkpoints
-        trace.json             what ran when, for trace viewers       trackers/<name>/ what a tracker keeps on this machine
-        run.lock tracking.json                                        earlier-<k>/     a run that another took the place of
+        trace.json             the timeline, for trace viewers        trackers/<name>/ files of a tracker on this machine
+        run.lock tracking.json                                        earlier-<k>/     an earlier run that was moved aside
 
-What a run writes has a name of `WRITTEN`; everything else in the folder is the user's and stays as it is.  A folder that holds
-files but no run is refused: a run would write among them.
+Names of files that a run writes match `WRITTEN`; all other files in the folder are the user's and stay as they are.  A folder
+with files but without a run is refused, since a run would write among them.
 
-The lock is the kernel's (flock): it goes away with the process that holds it, however that ends.  It is taken on the folder
-itself, so that it cannot be deleted and taken again, and on run.lock, which tells people who holds it.
+The lock is the kernel's (flock): it ends with its process, however the process ends.  It is taken on the folder itself, so that
+nobody can delete the lock and take it again, and on run.lock, which names its process to people.
 """
 
 from __future__ import annotations
@@ -50,26 +50,29 @@ FOLDERS = (
     *(f"{prefix}global_step_*" for prefix in ("", ".saving_", ".replaced_", ".deleting_")),
 )  # fmt: skip
 WRITTEN = (*FILES, *(f"{name}.part" for name in FILES), *FOLDERS)
-"""What a run writes into its folder, besides the lock: patterns of names."""
-PASSED_OVER = ("earlier-*", "lost+found", ".gitignore", ".gitkeep", ".DS_Store", ".nfs*")
-"""Names that say nothing of whose folder it is."""
+"""Patterns of the names of files and folders that a run writes into its folder, without the lock."""
+IGNORED = ("earlier-*", "lost+found", ".gitignore", ".gitkeep", ".DS_Store", ".nfs*")
+"""Patterns of names that do not show whether a folder is a run's or the user's."""
 SHOWN_NAMES = 5
-"""Most names of a folder's content in a message."""
+"""Largest number of names in a message about a folder's content."""
 OWNER_ONLY = 0o600
 TRAINED_BY = frozenset(
     ("seed", "plugins", "critic_warmup", "max_staleness", "pipeline_depth", "stale_policy", "replay_from", "placement")
 )
-"""Settings of the section `trainer` on which it depends what is learned."""
+"""Settings of the section `trainer` that change what is learned."""
 LENGTH = "optim.total_training_steps"
-"""End of the names of what follows from the length of the run."""
+"""End of the keys that follow from the length of the run."""
 
 
 class RunFolder:
-    """Holds the paths of a run folder, and its lock.  `open` (or `with`) before writing; reading needs no lock."""
+    """The paths of a run folder, and its lock.  Call `open` (or use `with`) before writing; reading needs no lock.
+
+    abandoned_by: the process that had the lock before, if it ended without releasing it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
-        self.abandoned_by: str | None = None  # the process that had it before, if that ended without giving it back
+        self.abandoned_by: str | None = None
         self._folder: int | None = None
         self._lock_file: int | None = None
 
@@ -98,13 +101,15 @@ class RunFolder:
         return self.path / "generations"
 
     def problem(self) -> str | None:
-        """Returns why no run may write here, with the remedy: files of someone else's, or a folder where a file goes; None if one
-        may."""
+        """Returns the reason why no run may write here, with the remedy, or None.
+
+        The folder may hold files but no run, or a folder under the name of a file.
+        """
         try:
             inside = sorted(self.path.iterdir()) if self.path.is_dir() else []
         except OSError:
-            return None  # said when it is opened
-        others = [path.name for path in inside if not (path.name == LOCK or _matches(path, (*WRITTEN, *PASSED_OVER)))]
+            return None  # `open` reports it
+        others = [path.name for path in inside if not (path.name == LOCK or _matches(path, (*WRITTEN, *IGNORED)))]
         if not _holds_run(self.path) and (others or any(_has_files(path) for path in inside if _matches(path, WRITTEN))):
             names = [path.name for path in inside]
             more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
@@ -121,13 +126,15 @@ class RunFolder:
         return None
 
     def open(self) -> RunFolder:
-        """Creates what is missing and takes the lock.  RunFolderError when another run has it, it holds what is not a run's, or
-        the place is not writable."""
+        """Creates the folders and takes the lock.
+
+        Raises RunFolderError when another run has the lock, when the folder has other files, or when it cannot be written.
+        """
         if problem := self.problem():
             raise RunFolderError(f"trainer.default_local_dir: {problem}")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._take_locks()  # first of all run.lock is there, which says that the rest is a run's
+            self._take_locks()  # before the folders, since run.lock marks the folder as a run's
             for folder in (self.logs, self.generations):
                 folder.mkdir(exist_ok=True)
         except OSError as error:
@@ -164,7 +171,7 @@ class RunFolder:
         return descriptor
 
     def _lock(self, descriptor: int, impossible: Collection[int], holder: Mapping[str, Any]) -> bool:
-        """Whether it is locked now; False where the file system has no such locks (errors in `impossible`)."""
+        """Takes the lock and returns True; returns False where the file system has no such locks (errors in `impossible`)."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -182,8 +189,10 @@ class RunFolder:
         )
 
     def check(self) -> None:
-        """Raises RunFolderError when the open folder is no longer at its path: removed, renamed, or another in its place.  A
-        run.lock that someone removed is written again."""
+        """Raises RunFolderError when the open folder is no longer at its path, because it was removed, renamed or replaced.
+
+        A run.lock that was removed is written again.
+        """
         if self._folder is None or self._lock_file is None:
             return
         mine = os.fstat(self._folder)
@@ -202,7 +211,7 @@ class RunFolder:
             self._lock_file = fresh
 
     def close(self) -> None:
-        """Gives the lock back; the folder may be opened again, by anyone."""
+        """Releases the lock; the folder may be opened again, also by another process."""
         if self._lock_file is not None:
             os.ftruncate(self._lock_file, 0)
         self._let_go()
@@ -220,16 +229,20 @@ class RunFolder:
         self.close()
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Writes config.yaml, for its owner alone and with secrets hidden.  A differing one of an earlier start is kept as
-        config.<k>.yaml."""
+        """Writes config.yaml without secrets, readable by its owner alone.
+
+        A different config.yaml of an earlier start is kept as config.<k>.yaml.
+        """
         text = yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True, width=120)
         if self.config.exists() and (old := self.config.read_text(encoding="utf-8")) != text:
             write_text(_unused(self.path, "config.{}.yaml"), old, mode=OWNER_ONLY)
         write_text(self.config, text, mode=OWNER_ONLY)
 
     def changes(self, config: Mapping[str, Any]) -> list[str]:
-        """Returns `key: before -> now` of the settings in which config.yaml differs from these, leaving out derived lengths and
-        what of the section `trainer` says how long, where and how often, and not what is trained; [] without a readable file."""
+        """Returns `key: before -> now` for each setting in which config.yaml differs from `config`; [] without a readable file.
+
+        It leaves out settings that do not change what is learned: derived lengths, and most of the section `trainer`.
+        """
         try:
             before = dict(leaves(redact(yaml.safe_load(self.config.read_text(encoding="utf-8")))))
         except (OSError, ValueError, yaml.YAMLError):
@@ -239,11 +252,11 @@ class RunFolder:
         return [f"{name}: {before[name]} -> {now[name]}" for name in names if before[name] != now[name]]
 
     def note(self, name: str) -> str | None:
-        """Returns a short text that an earlier start left with `write_note` (a tracker's run id), or None."""
+        """Returns a short text that an earlier start saved by `write_note` (a tracker's run id), or None."""
         return self._notes().get(name)
 
     def write_note(self, name: str, value: str) -> None:
-        """Keeps a short text for later starts in this folder."""
+        """Saves a short text for later starts in this folder."""
         write_json(self._notes_path, {**self._notes(), name: value})
 
     @property
@@ -258,8 +271,10 @@ class RunFolder:
         return value if isinstance(value, dict) else {}
 
     def set_aside(self) -> Path | None:
-        """Moves what a run wrote here into `earlier-<k>`, which is returned, so that one can start from the beginning; None when
-        there was nothing of a run.  The user's own files stay.  Call it after `open`."""
+        """Moves the files of an earlier run into `earlier-<k>`, so that a new run can start, and returns that folder.
+
+        Returns None where the folder has no files of a run.  The user's own files stay.  Call it after `open`.
+        """
         moving = [path for path in self.path.iterdir() if _matches(path, WRITTEN)]
         if not any(map(_has_files, moving)):
             return None
@@ -277,13 +292,15 @@ def _matches(path: Path, patterns: Iterable[str]) -> bool:
 
 
 def _has_files(path: Path) -> bool:
-    """Whether anything is in a folder; true of a file."""
+    """Returns True for a file, and for a folder that is not empty."""
     return not path.is_dir() or any(path.iterdir())
 
 
 def _holds_run(folder: Path) -> bool:
-    """Whether a run was started here.  Its lock stays when it ends; one that was copied, or cleaned up by hand, is known by a
-    checkpoint or the first line of its metrics."""
+    """Returns True where a run was started: its run.lock stays when it ends.
+
+    A run folder that was copied or cleaned up by hand is known by a checkpoint or by the first line of its metrics.
+    """
     if (folder / LOCK).is_file() or any((path / "manifest.json").is_file() for path in folder.glob("global_step_*")):
         return True
     try:
@@ -323,7 +340,10 @@ def _read_holder(path: Path) -> dict[str, Any]:
 
 
 def _may_be_alive(holder: Mapping[str, Any]) -> bool:
-    """Without flock: whether the process that wrote the lock still runs; on another host nobody can tell, so yes."""
+    """Returns True where the process that wrote the lock may still run, for file systems without flock.
+
+    A process on another host cannot be checked, and counts as running.
+    """
     if not holder:
         return False
     if holder.get("host") != socket.gethostname():

@@ -1,4 +1,4 @@
-"""What ran when: named spans of time on lanes, kept while the run goes on, for the report's Gantt and for a trace viewer.
+"""The timeline of a run: named spans of time on lanes, for the report's Gantt chart and for a trace viewer.
 
     spans = SpanLog()
     spans.record("publication", "version 3", start, end, bytes=1 << 20)     # from any thread
@@ -27,16 +27,16 @@ from typing import TYPE_CHECKING, Protocol
 from rlhub.utils.atomic import write_text
 from rlhub.utils.timing import PhaseTimer
 
-if TYPE_CHECKING:  # its package loads torch, which who reads a trace does not need
+if TYPE_CHECKING:  # its package loads torch, which readers of a trace do not need
     from rlhub.single_controller.calls import ObservedCall
 
 CAPACITY = 20_000
-"""Spans kept: about 3 MB of trace, and some hundred steps of a run with a dozen replicas."""
+"""Number of spans that are kept: about 3 MB of trace, and some hundred steps of a run with a dozen replicas."""
 
 STEPS = "steps"
 """The lane whose spans are the training steps."""
 TRAINER = "trainer"
-"""The lane of what the training loop itself does between worker calls."""
+"""The lane of the training loop's own work between worker calls."""
 
 BYTES_OUT, BYTES_IN, CALLS = "perf/driver_bytes_out", "perf/driver_bytes_in", "perf/driver_calls"
 BYTES_PROMPTS = "perf/driver_bytes_prompts"
@@ -50,8 +50,10 @@ Value = str | int | float | bool
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Span:
-    """A span is a stretch of time.  lane: what was busy (a role, a replica, "publication").  name: with what.  args: for the
-    reader."""
+    """A span of time in seconds.
+
+    lane: what was busy (a role, a replica, "publication"); name: the work; args: details for the reader.
+    """
 
     lane: str
     name: str
@@ -61,7 +63,7 @@ class Span:
 
 
 class RecordSpan(Protocol):
-    """Records a span for units that know nothing of a run: `SpanLog.record`, or `ignore_span`."""
+    """Records a span, for packages that do not import this one: `SpanLog.record`, or `ignore_span`."""
 
     def __call__(self, lane: str, name: str, start: float, end: float, /, **args: Value) -> None: ...
 
@@ -78,14 +80,14 @@ class SpanLog:
         self._lock = threading.Lock()  # a deque must not grow while it is copied
 
     def record(self, lane: str, name: str, start: float, end: float, /, **args: Value) -> None:
-        """Keeps a span that has ended."""
+        """Adds a span that has ended."""
         span = Span(lane=lane, name=name, start=start, end=end, args=args)
         with self._lock:
             self._spans.append(span)
 
     @contextmanager
     def measure(self, lane: str, name: str, /, **args: Value) -> Iterator[None]:
-        """Records the block's span, also when the block raises."""
+        """Records the block's span, also when the block raises an exception."""
         start = time.perf_counter()
         try:
             yield
@@ -93,7 +95,7 @@ class SpanLog:
             self.record(lane, name, start, time.perf_counter(), **args)
 
     def block(self, name: str, start: float, end: float) -> None:
-        """Records a block of a PhaseTimer: the training loop's own on its lane, those of other threads on lanes of their own."""
+        """Records a block of a PhaseTimer on the lane TRAINER, or on another thread's own lane."""
         thread = threading.current_thread()
         self.record(TRAINER if thread is threading.main_thread() else thread.name, name, start, end)
 
@@ -106,9 +108,9 @@ class SpanLog:
 class CallTiming:
     """Observes worker-group calls, and adds each call's seconds to the timer under the method's name.
 
-    Calls that run at the same time share theirs: one counts from the end of the call that was read before it, so that the
-    phases still add up to the time that passed.  on_phase: receives the method's name when a call starts.  record: receives
-    each call's whole span, on the lane of its role.
+    Of calls that run at the same time, each counts from the end of the call that ended before it, so that the phases still add up
+    to the elapsed time.  on_phase: receives the method's name when a call starts.  record: receives each call's whole span, on
+    the lane of its role.
 
     It also counts the calls' traffic through the driver; see `traffic`.
     """
@@ -166,7 +168,7 @@ def lanes_of(spans: Sequence[Span]) -> list[str]:
 
 
 def write_trace(path: Path, spans: Sequence[Span]) -> None:
-    """Writes a file in Chrome's trace event format (JSON object form), which Perfetto reads too; replaces the old one as a whole.
+    """Writes a file in Chrome's trace event format (JSON object form), which Perfetto reads too, in place of the old one.
 
     Every lane is a thread of one process; times are microseconds.
     """
@@ -187,7 +189,7 @@ def write_trace(path: Path, spans: Sequence[Span]) -> None:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """Returns the spans of a file of `write_trace`; none when it is not there or is not one."""
+    """Returns the spans of a file of `write_trace`; [] where there is none."""
     try:
         events = json.loads(path.read_bytes())["traceEvents"]
         lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}

@@ -31,7 +31,7 @@ REMEDY = (
 
 
 def login_problems() -> list[str]:
-    """Returns what is wrong with the account's key, found without a network."""
+    """Returns the problem of the account's key, found without a network."""
     swanlab = importlib.import_module("swanlab")
     try:
         settings = swanlab.Settings()

@@ -1,4 +1,4 @@
-"""Tracker: the interface of everything that follows a run, and the vocabulary that all trackers share.
+"""Tracker: the interface of all trackers, and the types that they share.
 
 A tracker of your own is one class in one file, registered with `TRACKERS.register("name")` in a module named in
 trainer.plugins, and chosen with trainer.logger='["console","name"]'.
@@ -21,16 +21,16 @@ Status = Literal["running", "finished", "interrupted", "failed"]
 
 TRACKERS_FOLDER = "trackers"
 SHOWN_SAMPLES = 8
-"""Samples of a step that a text shows; the rest is in generations/."""
+"""Number of a step's samples that a text shows; all of them are in generations/."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunInfo:
     """Describes a run before its first step.
 
-    folder: the run folder.  config: the resolved configuration as plain nested dicts; given to trackers with secrets
-        hidden.  total_steps: the last step's number, None when unknown.
-    resumed_step: the last finished step of the checkpoint this run continues from; None for a run from the beginning.
+    folder: the run folder.  config: the resolved configuration as plain nested dicts, without secrets for trackers.
+    total_steps: the last step's number, None when unknown.  resumed_step: the last finished step of the checkpoint from which the
+    run resumes; None for a new run.
     """
 
     project: str
@@ -41,16 +41,15 @@ class RunInfo:
     resumed_step: int | None = None
 
     def own_folder(self, tracker: str) -> Path:
-        """Returns where a tracker keeps its files of this run: <run folder>/trackers/<name>."""
+        """Returns the folder for a tracker's files of this run: <run folder>/trackers/<name>."""
         return self.folder / TRACKERS_FOLDER / tracker
 
 
 @dataclass(slots=True, kw_only=True)
 class GenerationRow:
-    """A sampled completion, to be read by people.
+    """A sampled completion for people to read.
 
-    score: the reward function's; None when it failed.  finish_reason: stop, length or abort.
-    extra: anything JSON has a form for.
+    score: the reward function's score; None when it failed.  finish_reason: stop, length or abort.  extra: JSON-able values.
     """
 
     prompt: str
@@ -77,29 +76,29 @@ def sample_text(rows: Sequence[GenerationRow]) -> str:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported; a folder of that name without code, which a tracker has left behind, is none."""
+    """Returns True where a package can be imported; a folder of that name without code, which a tracker left, is no package."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def load_package(name: str) -> Any:
-    """Imports the package that the tracker of the same name needs.  ConfigError says how it is installed."""
+    """Imports the package of a tracker's name.  Raises ConfigError with the command that installs it."""
     if not is_installed(name):
         raise ConfigError(f"trainer.logger names {name}, which is not installed; run: pip install 'rlhub[{name}]'")
     return importlib.import_module(name)
 
 
 def one_line(error: Exception) -> str:
-    """Returns an error's text as the part of a sentence."""
+    """Returns an error's text on one line, without its full stop."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 class Tracker(ABC):
-    """Follows a run from the driver process; its methods are called in order and block the training loop, so they must be quick.
+    """Follows a run from the driver process.  Its methods are called in order and block the training loop, so they must be quick.
 
-    `start` comes first and once; it raises ConfigError when the tracker cannot work (package or login missing), so a run
-    does not begin without what its user asked for.  `finish` comes last and once.  Between them a failure is raised as
-    OSError or RlhubError: the recorder then warns, drops this tracker, and training goes on.
+    `start` is called once and first; it raises ConfigError when the tracker cannot work (package or login missing), so that a run
+    does not begin without a tracker that its user chose.  `finish` is called once and last.  Between them a failure is raised as
+    OSError or RlhubError: the recorder then warns and drops this tracker, and training continues.
     """
 
     @abstractmethod
@@ -114,8 +113,8 @@ class Tracker(ABC):
         """Receives sample completions of a step; split is "val" or "train"."""
 
     def phase(self, name: str) -> None:  # noqa: B027 - optional
-        """Hears that the run is now doing `name` (generate, update_actor, ...)."""
+        """Receives the name of the run's present phase (generate, update_actor, ...)."""
 
     @abstractmethod
     def finish(self, status: Status, message: str = "") -> None:
-        """Closes the run.  message: why it failed."""
+        """Closes the run.  message: the reason of a failure."""

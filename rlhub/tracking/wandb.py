@@ -25,7 +25,7 @@ REMEDY = (
 
 
 def login_problems() -> list[str]:
-    """Returns what is wrong with the account's key, found without a network; at a terminal wandb asks for one that is missing."""
+    """Returns the problem of the account's key, found without a network; at a terminal wandb asks for a missing key."""
     wandb = importlib.import_module("wandb")
     try:
         if wandb.setup().settings.mode not in WITHOUT_LOGIN:

@@ -10,7 +10,7 @@ from rlhub.trainer.preflight.serve import check
 
 DESCRIPTION = (
     "Serve a model folder by OpenAI's interface (/v1/chat/completions with streaming, tools and log-probs, /v1/completions, "
-    "/v1/models), by any rollout engine.  A training job elsewhere can generate with it (rollout.name=remote) and gives it new "
+    "/v1/models), by any rollout engine.  Another training job can generate with it (rollout.name=remote) and gives it new "
     "weights while it serves.  Every request carries the key as a bearer token.  Example: model.path=my_model rollout.name=hf "
     "server.port=8000 server.api_key_file=key.txt"
 )

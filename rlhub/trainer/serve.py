@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from rlhub.agents.openai_server.admin import Administration
 from rlhub.agents.openai_server.errors import unavailable
 from rlhub.agents.openai_server.server import OpenAIServer, ServerOptions
-from rlhub.config.devices import count_gpus, torch_has_cuda
+from rlhub.config.rules.derive import resolve_device
 from rlhub.config.sections.serve import ServeConfig
 from rlhub.engines.rollout.base import (
     Completion,
@@ -104,7 +104,7 @@ def build_engine(config: ServeConfig) -> RolloutEngine:
         RolloutSetup(
             config=config.rollout,
             model=config.model,
-            device=torch.device(device_of(config)),
+            device=torch.device(resolve_device(config.device)),
             seed=config.seed,
             max_prompt_length=0,
             max_response_length=0,
@@ -127,13 +127,6 @@ def max_model_len(config: ServeConfig) -> int:
     path = Path(config.model.path or "")
     positions = read_model_shape(path, config.model.override_config).max_positions if path.is_dir() else 0
     return min(positions or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN)
-
-
-def device_of(config: ServeConfig) -> str:
-    """Returns the device on which the engine computes: "cuda" or "cpu"."""
-    if config.device != "auto":
-        return config.device
-    return "cuda" if count_gpus() > 0 and torch_has_cuda() else "cpu"
 
 
 def build_server(config: ServeConfig, engine: ServedEngine, key: str, admin_key: str) -> OpenAIServer:
@@ -250,7 +243,7 @@ class ServedEngine(Administration):
 
     @property
     def failure(self) -> str:
-        """Why nothing can be generated now; "" while it can."""
+        """The reason why the engine cannot generate now; "" while it can."""
         return self._lost or self._engine.failure or self._admin.failure
 
     async def watch(self) -> NoReturn:
@@ -359,7 +352,7 @@ class EngineAdministration:
         self.paused = True
 
     def resume(self, *, recompute: bool) -> None:
-        """Resumes the engine.  recompute: its requests compute their KV caches anew, where the settings allow it."""
+        """Resumes the engine.  recompute: its requests compute their KV caches again, where the settings allow it."""
         self.paused = False
         self._engine.resume(recompute=recompute and self._recompute)
 
@@ -411,7 +404,7 @@ class EngineAdministration:
 
     @property
     def failure(self) -> str:
-        """Why the engine stays paused until whole weights come; "" where it does not."""
+        """The reason why the engine stays paused until whole weights come; "" where there is none."""
         return "its weights are half-written: publish whole ones at /admin/weights" if self.half_written else ""
 
 

@@ -37,7 +37,7 @@ def partition(
     """Returns the sorted row numbers of each part, such that the sums of `lengths` are as equal as the method achieves.
 
     capacities: the maximum number of rows of each part; their sum is at least the number of rows (if it is equal, the sizes are
-    exact).  None: sizes are free, but no part is empty if there are at least `num_parts` rows. loads: tokens that the parts
+    exact).  None: sizes are free, but no part is empty if there are at least `num_parts` rows.  loads: tokens that the parts
     already have, which count too; None: none.  Raises ConfigError for invalid numbers.
     """
     values = np.asarray(lengths, dtype=np.float64)
@@ -73,8 +73,8 @@ def _longest_first(values: np.ndarray, loads: np.ndarray, capacities: Sequence[i
 
 
 class _Table:
-    """The parts as lines with equally many places. rows: (parts, places) row numbers, _EMPTY or _NONE. amounts: their lengths, 0
-    at empty places and NaN at places that do not exist. loads: (parts,)."""
+    """The parts as lines with equally many places.  rows: (parts, places) row numbers, _EMPTY or _NONE. amounts: their lengths, 0
+    at empty places and NaN at places that do not exist.  loads: (parts,)."""
 
     def __init__(self, values: np.ndarray, parts: list[list[int]], loads: np.ndarray, capacities: Sequence[int] | None) -> None:
         width = max(map(len, parts)) + _SPARE_PLACES
@@ -118,7 +118,7 @@ class _Table:
         keys = (self.amounts[light] - self.loads[light, None] / 2).ravel()
         places = np.argsort(keys, kind="stable")[: np.count_nonzero(~np.isnan(keys))]  # NaN comes last
         keys = keys[places]
-        if not len(keys):  # the light parts have neither rows nor room
+        if not len(keys):  # the light parts have neither rows nor free places
             return False
         wanted = self.amounts[heavy] - self.loads[heavy, None] / 2
         above = np.searchsorted(keys, wanted)

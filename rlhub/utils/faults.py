@@ -37,7 +37,7 @@ _ERRORS = {"refused": errno.ECONNREFUSED, "reset": errno.ECONNRESET, "full": err
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Place:
-    """A point that the code passes. doc: what happens there. kinds: the faults that are possible there. own: the place carries
+    """A point that the code passes.  doc: what happens there.  kinds: the faults that are possible there.  own: the place carries
     out its fault itself, and `at` only returns the kind."""
 
     doc: str
@@ -96,8 +96,8 @@ PLACES: dict[str, Place] = {
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Fault:
-    """A fault of a plan. seconds: the duration of a delay, or of the stop of a process. rank: the rank of the process that fails,
-    where several processes pass the place."""
+    """A fault of a plan.  seconds: the duration of a delay, or of the stop of a process.  rank: the rank of the process that
+    fails, where several processes pass the place."""
 
     kind: FaultKind
     place: str
@@ -111,7 +111,7 @@ class Fault:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class FaultPlan:
-    """The faults of a run. record: the folder in which each fault that strikes leaves its file; all processes of the run reach
+    """The faults of a run.  record: the folder in which each fault that strikes leaves its file; all processes of the run reach
     it."""
 
     faults: tuple[Fault, ...]
@@ -128,7 +128,7 @@ class FaultPlan:
 
 @dataclass(slots=True, kw_only=True)
 class _Installed:
-    """A plan in this process. rank, step: the defaults for places that give none. struck: used if the record cannot be
+    """A plan in this process.  rank, step: the defaults for places that give none.  struck: used if the record cannot be
     written."""
 
     plan: FaultPlan
@@ -161,7 +161,7 @@ _installed: _Installed | None = None
 
 
 def install(plan: FaultPlan | None, *, rank: int = 0) -> None:
-    """Makes this process follow the plan (None: no plan). rank: the rank of this process in its group."""
+    """Makes this process follow the plan (None: no plan).  rank: the rank of this process in its group."""
     global _installed
     _installed = _Installed(plan=plan, rank=rank) if plan is not None and plan.faults else None
 
@@ -204,7 +204,7 @@ def at(
 ) -> FaultKind | None:
     """Passes a place: a fault that the plan has for it happens here.  Returns the kind if the place carries it out itself.
 
-    rank, step: given where they are not the process's own. path: the file to damage, or a folder that contains it. pid: returns
+    rank, step: given where they are not the process's own.  path: the file to damage, or a folder that contains it.  pid: returns
     the number of the process to kill or stop, where it is another one.
     """
     if _installed is None:

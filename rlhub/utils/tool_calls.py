@@ -27,9 +27,9 @@ class ToolCall:
 class ToolResult:
     """The result of a call.
 
-    text: what the model reads. failed: the call failed, and `text` says why. reward: credited to the turn with the call; if the
-    run's reward function scores the episode, it is added to that. done: the episode ends with this call of an environment's tool.
-    metrics: the call's own numbers.
+    text: what the model reads.  failed: the call failed, and `text` says why.  reward: credited to the turn with the call; if the
+    run's reward function scores the episode, it is added to that.  done: the episode ends with this call of an environment's
+    tool.  metrics: the call's own numbers.
     """
 
     text: str

@@ -20,7 +20,7 @@ def load_target(target: str) -> Any:
         return _attribute(module, name)
     except FileNotFoundError as error:
         raise LoadError(str(error)) from error
-    except Exception as error:  # boundary to code of the user's: whatever its import raises
+    except Exception as error:  # boundary to the user's code: whatever its import raises
         raise LoadError(f"cannot load {target}:\n{traceback.format_exc()}") from error
 
 

@@ -44,10 +44,10 @@ TOLERANCE = 1e-6
 """Of float64 numbers, relative to the largest: the small constants that keep divisions finite are in different places."""
 COSTS = (  # rlhub's estimator, verl's function, limit of the ratio
     ("gae", "gae", 0.4),
-    ("grpo", "grpo", 0.2),
-    ("grpo", "grpo, vectorised", 1.0),
-    ("rloo", "rloo", 0.2),
-    ("rloo", "rloo, vectorised", 1.0),
+    ("grpo", "grpo", 0.4),
+    ("grpo", "grpo, vectorised", 1.5),
+    ("rloo", "rloo", 0.4),
+    ("rloo", "rloo, vectorised", 1.5),
 )
 BALANCE_LIMIT_MS = 50.0
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhub.protocol import DataProto, DataProtoFuture
+from rlhub.protocol.columns import jagged, same_tensor
 from rlhub.protocol.data_proto import all_gather_data_proto
 from tests.support.ports import free_port
 
@@ -24,14 +25,24 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 def batch_of(rows: int, width: int = 1) -> DataProto:
     ids = torch.arange(rows)
-    tensors = {"ids": ids, "wide": ids.float().unsqueeze(1).repeat(1, width), "half": ids.bfloat16()}
+    lengths = ids % 3
+    values = torch.arange(int(lengths.sum()), dtype=torch.int32)
+    tensors = {
+        "ids": ids,
+        "wide": ids.float().unsqueeze(1).repeat(1, width),
+        "half": ids.bfloat16(),
+        "narrow": ids.to(torch.int32),
+        "odd": ids % 2 == 1,
+        "tokens": jagged(values, lengths),
+        "token_mask": jagged(values % 2 == 0, lengths),
+    }
     return DataProto.from_dict(
         tensors, {"text": [f"row {i}" for i in range(rows)], "score": np.arange(rows) / 2}, {"k": {"a": 1}}
     )
 
 
 def equal(left: DataProto, right: DataProto) -> bool:
-    tensors = all(torch.equal(column, right.batch[key]) for key, column in left.tensors().items())
+    tensors = all(same_tensor(column, right.batch[key]) for key, column in left.tensors().items())
     arrays = all(column.tolist() == right.non_tensor_batch[key].tolist() for key, column in left.non_tensor_batch.items())
     return tensors and arrays and left.meta_info == right.meta_info and list(left.tensors()) == list(right.tensors())
 
@@ -130,7 +141,7 @@ def gather(readers: list[Any], sizes: list[int], **options: bool) -> list[DataPr
     return ray.get([reader.gather.remote(rank, port, sizes, **options) for rank, reader in enumerate(readers)], timeout=120)
 
 
-@pytest.mark.parametrize("sizes", [[3, 3], [4, 1], [2, 0]])
+@pytest.mark.parametrize("sizes", [[3, 3], [4, 1], [2, 0], [1, 0], [0, 0]])
 def test_all_gather_of_unequal_parts(sizes: list[int], readers: list[Any]) -> None:
     assert all(equal(result, batch_of(sum(sizes))) for result in gather(readers, sizes))
 

@@ -29,7 +29,7 @@ class Administration(Protocol):
         ...
 
     async def resume(self, *, recompute: bool) -> None:
-        """Continues sampling. recompute: the KV cache of waiting requests is computed again under the current weights."""
+        """Continues sampling.  recompute: the KV cache of waiting requests is computed again under the current weights."""
         ...
 
     async def reload(self, folder: str, version: int, *, reset_version: bool) -> dict[str, Any]:
@@ -50,7 +50,7 @@ ReadBody = Callable[[web.Request], Awaitable[dict[str, Any]]]
 
 
 def admin_routes(admin: Administration, admit: Callable[[web.Request], object], read_json: ReadBody) -> list[web.RouteDef]:
-    """Returns the routes below /admin. admit: raises ApiError for a request with a wrong key."""
+    """Returns the routes below /admin.  admit: raises ApiError for a request with a wrong key."""
 
     async def pause(request: web.Request) -> web.Response:
         admit(request)

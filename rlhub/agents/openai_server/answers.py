@@ -5,26 +5,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from aiohttp import web
+
 from rlhub.agents.openai_server.bodies import Message, read_arguments
+from rlhub.agents.openai_server.errors import as_api_error
 from rlhub.agents.openai_server.streaming import Choice, RunningAnswer, StreamPart
 from rlhub.engines.rollout.base import Completion
 from rlhub.tools.call_streams import CallPart
 
+logger = logging.getLogger(__name__)
+
 ID_BYTES = 12
+HEARTBEAT_S = 10.0  # below the minute after which proxies commonly close a silent connection
 
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
     """One choice of a response.
 
-    written: the whole text. content: the text without tool calls. call_id: returns the id of the call with a given index. calls:
-    OpenAI's tool_calls objects.
+    written: the whole text.  content: the text without tool calls.  call_id: returns the id of the call with a given index.
+    calls: OpenAI's tool_calls objects.
     """
 
     prompt_ids: list[int]
@@ -45,18 +54,18 @@ class Answer:
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's finish_reason: "tool_calls" for a complete answer with calls."""
+        """Returns OpenAI's finish_reason, which is "tool_calls" for a complete answer with calls."""
         return "tool_calls" if self.calls and self.completion.finish_reason == "stop" else self.completion.finish_reason
 
     @property
     def message(self) -> dict[str, Any]:
-        """The message of the response; clients send it back in their history."""
+        """Returns the message of the response; clients send it back in their history."""
         made: dict[str, Any] = {"role": "assistant", "content": self.content or ("" if not self.calls else None), "refusal": None}
         return {**made, "tool_calls": self.calls} if self.calls else made
 
     @property
     def recorded(self) -> Message:
-        """The message in the form in which a later request's history contains it."""
+        """Returns the message in the form in which a later request's history contains it."""
         made: Message = {"role": "assistant", "content": self.content}
         if self.calls:
             made["tool_calls"] = [
@@ -75,7 +84,7 @@ def call_object(call_id: str, name: str, arguments: str = "") -> dict[str, Any]:
 class Writer:
     """Writes the responses to one request.
 
-    chat: True for /chat/completions, False for /completions. token: returns a token id as text. n: the number of answers per
+    chat: True for /chat/completions, False for /completions.  token: returns a token id as text.  n: the number of answers per
     prompt.
     """
 
@@ -192,3 +201,71 @@ def usage(answers: Sequence[Answer], n: int) -> dict[str, int]:
     prompt = sum(len(answer.prompt_ids) for answer in answers[::n])
     written = sum(len(answer.completion.token_ids) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+
+async def send_whole(request: web.Request, answer: dict[str, Any], write_s: float) -> web.StreamResponse:
+    """Writes the response in one piece."""
+    body, response = json.dumps(answer).encode(), web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
+    response.content_length = len(body)
+    await response.prepare(request)
+    await _write(request, response, body, write_s)
+    return response
+
+
+async def send_stream(
+    request: web.Request, writer: Writer, answering: Awaitable[list[Answer]], running: RunningAnswer, write_s: float
+) -> web.StreamResponse:
+    """Writes server-sent events as soon as their content is final.  When there are none, comments keep the connection open and
+    detect a client that has disconnected. write_s: see `_write`."""
+    task = asyncio.ensure_future(answering)
+    task.add_done_callback(lambda _: running.notify())
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    clock = task.get_loop().time
+    written_at = clock()
+    try:
+        await running.news(HEARTBEAT_S)
+        if task.done():
+            task.result()  # an error of its first moments is an answer with its own status
+        await response.prepare(request)
+        while not task.done():
+            told = _events(writer.new_chunks(running))
+            if not told and clock() - written_at >= HEARTBEAT_S:
+                told = b": working\n\n"
+            if told:
+                await _write(request, response, told, write_s)
+                written_at = clock()
+            await running.news(HEARTBEAT_S)
+        await _write(request, response, _last_events(request, task, writer, running), write_s)
+        await response.write_eof()
+    except ConnectionResetError:
+        if not response.prepared:
+            raise
+        logger.debug("%s: the client left", request.path)
+    finally:
+        task.cancel()
+    return response
+
+
+def _last_events(request: web.Request, task: asyncio.Future[list[Answer]], writer: Writer, running: RunningAnswer) -> bytes:
+    try:
+        answers = task.result()
+    except Exception as error:  # noqa: BLE001  the request's boundary: its status is sent, so an event tells of the error
+        return _events([as_api_error(request, error).body])
+    return _events(writer.last_chunks(answers, running)) + b"data: [DONE]\n\n"
+
+
+def _events(told: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in told)
+
+
+async def _write(request: web.Request, response: web.StreamResponse, told: bytes, seconds: float) -> None:
+    """Writes to the client.  If it does not read the data within `seconds`, aborts the connection and raises
+    ConnectionResetError."""
+    try:
+        async with asyncio.timeout(seconds):
+            await response.write(told)
+    except TimeoutError:
+        logger.info("%s: the client has read nothing for %g s (server.connection_s)", request.path, seconds)
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client does not read") from None

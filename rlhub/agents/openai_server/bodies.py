@@ -65,9 +65,9 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 class RequestBody:
     """The fields that both interfaces share.
 
-    sampling: the server's defaults with the request's settings. max_tokens: None if the request does not limit them. seed: None
-    for the session's or a random one. stop: texts that end the answer and are not part of it. token_ids: the response contains
-    token ids and versions too (`return_token_ids`, as in vLLM). differing: sampling settings in which the request differs from
+    sampling: the server's defaults with the request's settings.  max_tokens: None if the request does not limit them.  seed: None
+    for the session's or a random one.  stop: texts that end the answer and are not part of it.  token_ids: the response contains
+    token ids and versions too (`return_token_ids`, as in vLLM).  differing: sampling settings in which the request differs from
     the server.
     """
 
@@ -85,7 +85,7 @@ class RequestBody:
 
 @dataclass(slots=True, kw_only=True)
 class ChatBody(RequestBody):
-    """A request to /v1/chat/completions. messages: checked, with their contents as text."""
+    """A request to /v1/chat/completions.  messages: checked, with their contents as text."""
 
     messages: list[Message] = field(default_factory=list)
     tool_use: ToolUse = field(default_factory=ToolUse)
@@ -93,8 +93,8 @@ class ChatBody(RequestBody):
 
 @dataclass(slots=True, kw_only=True)
 class CompletionBody(RequestBody):
-    """A request to /v1/completions. prompts: each one text or token ids. start: as in GenerationRequest, an extension for engines
-    of other jobs."""
+    """A request to /v1/completions.  prompts: each one text or token ids.  start: as in GenerationRequest, an extension for
+    engines of other jobs."""
 
     prompts: list[str | list[int]] = field(default_factory=list)
     start: int = 0
@@ -128,7 +128,7 @@ def read_completion(body: Any, defaults: SamplingParams) -> CompletionBody:
 
 
 def refuse(body: Mapping[str, Any], followed: frozenset[str]) -> None:
-    """Raises ApiError for the first field that is not supported; null requests nothing. followed: CHAT or COMPLETION."""
+    """Raises ApiError for the first field that is not supported; null requests nothing.  followed: CHAT or COMPLETION."""
     for name, value in body.items():
         if value is None or name in followed or name in IGNORED:
             continue

@@ -20,7 +20,7 @@ from rlhub.errors import DeadlineError, RequestError, RlhubError
 
 logger = logging.getLogger(__name__)
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
-RETRY_S = 2.0  # until an engine that is being built anew may be there
+RETRY_S = 2.0  # until an engine that is being rebuilt may be available
 MAX_DEPTH = 64
 """Maximum nesting of objects and lists; schemas of tools have about 10 levels."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -50,7 +50,7 @@ class ApiError(RlhubError, ValueError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the response."""
+        """Returns the JSON of the response."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 

@@ -66,7 +66,7 @@ class Renderer:
         return made
 
     def text_ids(self, text: str, *, special: bool) -> list[int]:
-        """Returns the tokens of a text. special: include the tokens that the tokenizer adds around a text."""
+        """Returns the tokens of a text.  special: include the tokens that the tokenizer adds around a text."""
         return list(self._tokenizer([text], add_special_tokens=special)["input_ids"][0])
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -135,7 +135,7 @@ async def _complete(
 
 
 def as_answer(prompt_ids: list[int], completion: Completion, renderer: Renderer, rules: Rules, choice: Choice | None) -> Answer:
-    """Returns the completion as an answer, cut at stop texts and with its tool calls parsed. choice: has the ids of the calls
+    """Returns the completion as an answer, cut at stop texts and with its tool calls parsed.  choice: has the ids of the calls
     that were streamed already; None where nothing was streamed."""
     text = _text(completion, renderer, rules.stop_token_ids)
     if rules.may_end and rules.complete(text):

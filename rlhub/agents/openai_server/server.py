@@ -9,12 +9,10 @@ loopback unless it is given another host.
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import json
 import logging
 import secrets
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,9 +20,9 @@ from typing import Any
 from aiohttp import web
 
 from rlhub.agents.openai_server.admin import Administration, admin_routes
-from rlhub.agents.openai_server.answers import Answer, Writer
+from rlhub.agents.openai_server.answers import Answer, Writer, send_stream, send_whole
 from rlhub.agents.openai_server.bodies import ChatBody, CompletionBody, RequestBody, read_chat, read_completion
-from rlhub.agents.openai_server.errors import ApiError, as_api_error, bad_field, errors, read_json, unavailable, unsupported
+from rlhub.agents.openai_server.errors import ApiError, bad_field, errors, read_json, unavailable, unsupported
 from rlhub.agents.openai_server.rendering import Renderer, as_answer, ending_token, gathered, in_time, sample
 from rlhub.agents.openai_server.sessions import Session, SessionLimits, SessionTurn, carries, has_answers, history_of, tools_key
 from rlhub.agents.openai_server.streaming import Choice, FindCalls, Rules, RunningAnswer
@@ -40,7 +38,6 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 64 << 20
 RETRY_AFTER_S = 1.0
-HEARTBEAT_S = 10.0  # below the minute after which proxies commonly close a silent connection
 SEED_BITS = 31
 SHUTDOWN_S = 1.0  # for answers that are being written when the server closes
 
@@ -49,20 +46,20 @@ SHUTDOWN_S = 1.0  # for answers that are being written when the server closes
 class ServerOptions:
     """The settings of an OpenAIServer.
 
-    model: the name that clients see. max_model_len: maximum number of tokens of prompt plus answer outside of sessions.
+    model: the name that clients see.  max_model_len: maximum number of tokens of prompt plus answer outside of sessions.
 
     port: 0 for any free port; otherwise the first free one of `num_ports` ports from there on.
 
-    key: the key of requests outside of sessions; None forbids them. admin_key: the key of administration; None forbids it.
+    key: the key of requests outside of sessions; None forbids them.  admin_key: the key of administration; None forbids it.
     fixed_sampling: temperature, top_p and top_k are always the server's, because a trainer computes log-probs of that
     distribution.
 
-    max_concurrent: maximum number of requests served at once; further ones get status 429. max_samples: maximum number of answers
-    to one request, its prompts times n. vocab_size: of the model; None if only the engine knows it. find_calls: finds tool calls
-    in answers; None if answers are only text.
+    max_concurrent: maximum number of requests served at once; further ones get status 429.  max_samples: maximum number of
+    answers to one request, its prompts times n.  vocab_size: of the model; None if only the engine knows it.  find_calls: finds
+    tool calls in answers; None if answers are only text.
 
     connection_s: time limit in seconds for a client to send a request's head, to send its body, to read each part of a stream,
-    and to send the next request. request_s: time limit of an answer including its waiting time; then the status is 504.
+    and to send the next request.  request_s: time limit of an answer including its waiting time; then the status is 504.
     """
 
     model: str
@@ -84,7 +81,8 @@ class ServerOptions:
 
 @dataclass(slots=True, kw_only=True)
 class _Exchange:
-    """A request and its running answers. session: None outside of sessions. number: the number of the request in its session."""
+    """A request and its running answers.  session: None outside of sessions.  number: the number of the request in its
+    session."""
 
     body: RequestBody
     session: Session | None
@@ -165,7 +163,7 @@ class OpenAIServer:
     # --- sessions ------------------------------------------------------------------------------------------------------
 
     def open_session(self, name: str, *, seed: int, limits: SessionLimits, engine: EpisodeEngine | None = None) -> Session:
-        """Opens a session. engine: generates for it; None for the server's engine.  Raises ValueError if the name is in use."""
+        """Opens a session.  engine: generates for it; None for the server's engine.  Raises ValueError if the name is in use."""
         if name in self._sessions:
             raise ValueError(f"the session {name!r} is open already")
         session = Session(name=name, seed=seed, limits=limits, engine=engine or self._engine)
@@ -326,7 +324,7 @@ class OpenAIServer:
         *,
         before: int = 0,
     ) -> list[Answer]:
-        """Samples the answers to one prompt. use: None outside of chats. before: the number of answers to the request's earlier
+        """Samples the answers to one prompt.  use: None outside of chats.  before: the number of answers to the request's earlier
         prompts."""
         body = exchange.body
         prompt_ids = [*parent.ids, *added] if parent is not None else added
@@ -381,8 +379,8 @@ class OpenAIServer:
         if session is not None and self._options.fixed_sampling:
             session.num_overruled += bool(body.differing)
             params = replace(self._sampling, stop_token_ids=params.stop_token_ids)
-        room = self._room(session, parent, added)
-        if room < 1:
+        remaining = self._remaining(session, parent, added)
+        if remaining < 1:
             if session is not None:
                 session.full = True
             raise ApiError(
@@ -390,10 +388,10 @@ class OpenAIServer:
                 param=param,
                 code="context_length_exceeded",
             )
-        most = room + _start(body, session)
+        most = remaining + _start(body, session)
         return replace(params, max_new_tokens=min(body.max_tokens or most, most))
 
-    def _room(self, session: Session | None, parent: SessionTurn | None, added: list[int]) -> int:
+    def _remaining(self, session: Session | None, parent: SessionTurn | None, added: list[int]) -> int:
         if session is None:
             return self._options.max_model_len - len(added)
         if parent is None:
@@ -418,8 +416,8 @@ class OpenAIServer:
         )
         answering = in_time(answering, self._options.request_s)
         if body.stream:
-            return await _stream(request, writer, answering, exchange.running, self._options.connection_s)
-        return await _whole(request, writer.whole(await answering), self._options.connection_s)
+            return await send_stream(request, writer, answering, exchange.running, self._options.connection_s)
+        return await send_whole(request, writer.whole(await answering), self._options.connection_s)
 
 
 def _start(body: RequestBody, session: Session | None) -> int:
@@ -428,77 +426,9 @@ def _start(body: RequestBody, session: Session | None) -> int:
 
 
 def _seeds(exchange: _Exchange, before: int) -> list[int]:
-    """Returns the seeds of a prompt's answers. before: the number of answers to the request's earlier prompts."""
+    """Returns the seeds of a prompt's answers.  before: the number of answers to the request's earlier prompts."""
     body, session = exchange.body, exchange.session
     named = [None if body.seed is None else body.seed + choice for choice in range(body.n)]
     if session is not None:
         return [session.answer_seed(exchange.number, before + choice, seed) for choice, seed in enumerate(named)]
     return [secrets.randbits(SEED_BITS) if seed is None else seed % (1 << SEED_BITS) for seed in named]
-
-
-async def _whole(request: web.Request, answer: dict[str, Any], write_s: float) -> web.StreamResponse:
-    """Writes the response in one piece."""
-    body, response = json.dumps(answer).encode(), web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
-    response.content_length = len(body)
-    await response.prepare(request)
-    await _write(request, response, body, write_s)
-    return response
-
-
-async def _write(request: web.Request, response: web.StreamResponse, told: bytes, seconds: float) -> None:
-    """Writes to the client.  If it does not read the data within `seconds`, aborts the connection and raises
-    ConnectionResetError."""
-    try:
-        async with asyncio.timeout(seconds):
-            await response.write(told)
-    except TimeoutError:
-        logger.info("%s: the client has read nothing for %g s (server.connection_s)", request.path, seconds)
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError("the client does not read") from None
-
-
-async def _stream(
-    request: web.Request, writer: Writer, answering: Awaitable[list[Answer]], running: RunningAnswer, write_s: float
-) -> web.StreamResponse:
-    """Writes server-sent events as soon as their content is final.  When there are none, comments keep the connection open and
-    detect a client that has disconnected. write_s: see `_write`."""
-    task = asyncio.ensure_future(answering)
-    task.add_done_callback(lambda _: running.notify())
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    clock = task.get_loop().time
-    written_at = clock()
-    try:
-        await running.news(HEARTBEAT_S)
-        if task.done():
-            task.result()  # an error of its first moments is an answer with its own status
-        await response.prepare(request)
-        while not task.done():
-            told = _events(writer.new_chunks(running))
-            if not told and clock() - written_at >= HEARTBEAT_S:
-                told = b": working\n\n"
-            if told:
-                await _write(request, response, told, write_s)
-                written_at = clock()
-            await running.news(HEARTBEAT_S)
-        await _write(request, response, _last_events(request, task, writer, running), write_s)
-        await response.write_eof()
-    except ConnectionResetError:
-        if not response.prepared:
-            raise
-        logger.debug("%s: the client left", request.path)
-    finally:
-        task.cancel()
-    return response
-
-
-def _last_events(request: web.Request, task: asyncio.Future[list[Answer]], writer: Writer, running: RunningAnswer) -> bytes:
-    try:
-        answers = task.result()
-    except Exception as error:  # noqa: BLE001  the request's boundary: its status is sent, so an event tells of the error
-        return _events([as_api_error(request, error).body])
-    return _events(writer.last_chunks(answers, running)) + b"data: [DONE]\n\n"
-
-
-def _events(told: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in told)

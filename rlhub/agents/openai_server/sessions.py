@@ -40,7 +40,7 @@ class SessionLimits:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SessionTurn:
-    """One answer. added: the tokens before it that its parent does not have.
+    """One answer.  added: the tokens before it that its parent does not have.
 
     history: the conversation up to and including this answer, in a form that can be compared; empty for plain completions.
     """
@@ -53,7 +53,7 @@ class SessionTurn:
 
     @property
     def path(self) -> list[SessionTurn]:
-        """The turns from the segment's first one to this one."""
+        """Returns the turns from the segment's first one to this one."""
         turns = [self]
         while (parent := turns[-1].parent) is not None:
             turns.append(parent)
@@ -61,7 +61,7 @@ class SessionTurn:
 
     @property
     def ids(self) -> list[int]:
-        """The tokens of the segment up to this turn: prompt, answers and the tokens between them."""
+        """Returns the tokens of the segment up to this turn: prompt, answers and the tokens between them."""
         return [token for turn in self.path for token in (*turn.added, *turn.completion.token_ids)]
 
 
@@ -69,10 +69,10 @@ class SessionTurn:
 class Session:
     """The record of one agent's run.
 
-    engine: generates for it. token: the API key of its requests. seed: the seed of its first answer.
+    engine: generates for it.  token: the API key of its requests.  seed: the seed of its first answer.
 
     num_mismatches: the number of requests whose history contains answers that differ from the recorded ones, so that a new
-    segment began. num_overruled: the number of requests whose sampling settings differed from the run's. full: a request was
+    segment began.  num_overruled: the number of requests whose sampling settings differed from the run's.  full: a request was
     refused because its segment had reached its token limit.
     """
 
@@ -121,7 +121,7 @@ class Session:
         return (turn for turn in self.turns if id(turn) not in parents)
 
     def metrics(self, chosen: SessionTurn | None = None) -> dict[str, float]:
-        """Returns the numbers of the whole session. chosen: the segment that trains."""
+        """Returns the numbers of the whole session.  chosen: the segment that trains."""
         written = sum(len(turn.completion.token_ids) for turn in self.turns)
         kept = sum(len(turn.completion.token_ids) for turn in chosen.path) if chosen is not None else 0
         return {

@@ -31,9 +31,9 @@ FindCalls = Callable[[str], ParsedReply]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Rules:
-    """How the answers to a request are read; see `as_answer`.
+    """The rules by which the answers to a request are read; see `as_answer`.
 
-    find_calls: None if the answer is not searched for calls. opening: the text with which the prompt has begun the answer.
+    find_calls: None if the answer is not searched for calls.  opening: the text with which the prompt has begun the answer.
     one_call: the answer ends with its first call.
     """
 
@@ -57,12 +57,13 @@ class Rules:
 
     @property
     def may_end(self) -> bool:
-        """Whether an answer can be complete before the engine ends it."""
+        """Returns whether an answer can be complete before the engine ends it."""
         return bool(self.stop) or self.one_call
 
 
 class StableText:
-    """Decodes a growing list of tokens. stable: the text that further tokens cannot change. unsure: the current text after it."""
+    """Decodes a growing list of tokens.  stable: the text that further tokens cannot change.  unsure: the current text after
+    it."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self.stable = self.unsure = ""
@@ -92,7 +93,7 @@ class StableText:
 
 @dataclass(slots=True, kw_only=True)
 class StreamPart:
-    """A part of an answer: text and tool calls in their order. start: the index of its first token."""
+    """A part of an answer: text and tool calls in their order.  start: the index of its first token."""
 
     written: list[ReplyPart]
     start: int
@@ -121,7 +122,7 @@ class Choice:
         self._text = StableText(self.rules.decode)
         self._stream = self.rules.stream()
         self._first_call = self.rules.stream()  # all that is stable, where the first call ends the answer
-        self._told_tokens = self._told_text = 0
+        self._sent_tokens = self._sent_text = 0
         self._call_ids: list[str] = []
 
     def follow(self, progress: Progress) -> None:
@@ -156,7 +157,7 @@ class Choice:
         return self._part(self._text.stable[: self._sayable()], self.written)
 
     def rest(self, text: str, completion: Completion) -> StreamPart:
-        """Returns all that was not sent yet, when the answer is complete. text: the whole answer, calls included."""
+        """Returns all that was not sent yet, when the answer is complete.  text: the whole answer, calls included."""
         part = self._part(text, completion)
         part.written += self._stream.end()
         return part
@@ -168,12 +169,12 @@ class Choice:
         return self._call_ids[index]
 
     def _sayable(self) -> int:
-        text, first = self._text.stable, self._told_text
+        text, first = self._text.stable, self._sent_text
         return first + min((beginning(text[first:], item) for item in self.rules.stop), default=len(text) - first)
 
     def _part(self, text: str, completion: Completion) -> StreamPart:
-        start, offset = self._told_tokens, self._told_text
-        self._told_tokens, self._told_text = len(completion.token_ids), max(offset, len(text))
+        start, offset = self._sent_tokens, self._sent_text
+        self._sent_tokens, self._sent_text = len(completion.token_ids), max(offset, len(text))
         return StreamPart(
             written=self._stream.add(text[offset:]),
             start=start,

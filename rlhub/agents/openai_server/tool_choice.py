@@ -13,8 +13,8 @@ from rlhub.utils.tool_calls import schema_name
 class ToolUse:
     """The tools of a request.
 
-    tools: the function schemas as given; their `strict` is not supported. look: whether the answer is searched for calls. must:
-    the answer must begin with a call, of the tool `name` if one is named. one: the answer ends with its first call.
+    tools: the function schemas as given; their `strict` is not supported.  look: whether the answer is searched for calls.  must:
+    the answer must begin with a call, of the tool `name` if one is named.  one: the answer ends with its first call.
     """
 
     tools: list[dict[str, Any]] = field(default_factory=list)

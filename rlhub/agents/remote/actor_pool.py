@@ -29,7 +29,7 @@ queue behind them."""
 
 @dataclass(slots=True, eq=False)
 class PooledActor:
-    """An actor of a pool. episodes: the number of episodes that it serves. places: how many of them occupy a place of each
+    """An actor of a pool.  episodes: the number of episodes that it serves.  places: how many of them occupy a place of each
     limited kind."""
 
     name: str
@@ -41,7 +41,7 @@ class PooledActor:
 class ActorPool:
     """Keeps `num_actors` actors running: one that dies is replaced at once, up to `restarts` times each.
 
-    kind: the noun in messages. metric: the prefix of the metrics' names. prefix: the prefix of the names of actors and logs.
+    kind: the noun in messages.  metric: the prefix of the metrics' names.  prefix: the prefix of the names of actors and logs.
     counts: deaths, restarts, and the counts of subclasses.
     """
 

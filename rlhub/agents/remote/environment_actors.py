@@ -44,8 +44,8 @@ GRACE_S = 60.0
 class EnvironmentActors(ActorPool):
     """A pool of environment actors, and an EnvironmentSource.
 
-    idle_s: the longest time between two calls of one lease, in which the policy generates its next turn. counts: also taken_back,
-    the number of leases that were revoked after that time.
+    idle_s: the longest time between two calls of one lease, in which the policy generates its next turn.  counts: also
+    taken_back, the number of leases that were revoked after that time.
     """
 
     kind = "environment actor"
@@ -225,7 +225,8 @@ class ActorLease:
 
 @dataclass(slots=True, kw_only=True)
 class EnvironmentActorOptions:
-    """How the environment actors of a run are started; see AsyncActorOptions. folder: see EnvironmentActor."""
+    """The resources and settings with which a run's environment actors start; see AsyncActorOptions.  folder: see
+    EnvironmentActor."""
 
     backend: Backend = "ray"
     num_cpus: float = 0.0
@@ -306,7 +307,7 @@ class EnvironmentActor:
                 await self._leases.release(number)
         except TimeoutError:
             logger.warning("an environment did not close within %g s; it is left alone", seconds or 0.0)
-        except Exception:  # boundary to code of the user's: nobody waits for the result
+        except Exception:  # boundary to the user's code: no call waits for the result
             logger.warning("an environment could not be closed", exc_info=True)
 
     async def get_state(self, spec: EnvironmentSpec) -> list[Any]:
@@ -336,8 +337,8 @@ class EnvironmentActor:
 class EnvironmentActorStatus:
     """The status of an environment actor.
 
-    alive: the number of running processes. leased: the number of environments that episodes lease. replaced: the number of
-    processes that replaced one that died. calls: the number of calls of environments' methods since the start.
+    alive: the number of running processes.  leased: the number of environments that episodes lease.  replaced: the number of
+    processes that replaced one that died.  calls: the number of calls of environments' methods since the start.
     """
 
     alive: int

@@ -23,7 +23,7 @@ OPEN, RELEASE = "open", "release"
 class EnvironmentRequest:
     """A request of the episode to open, call or release an environment; the response is the result of that.
 
-    lease: the number of the lease, which the episode chooses. method: OPEN, RELEASE (which has no response) or a method of the
+    lease: the number of the lease, which the episode chooses.  method: OPEN, RELEASE (which has no response) or a method of the
     environment.
     """
 
@@ -71,7 +71,8 @@ class DriverEnvironmentSource:
 
 
 class EnvironmentRequestHandler:
-    """Serves the environment requests of one run of an episode, on the driver. source: None if the driver has no environments."""
+    """Serves the environment requests of one run of an episode, on the driver.  source: None if the driver has no
+    environments."""
 
     def __init__(self, source: EnvironmentSource | None) -> None:
         self._table = None if source is None else LeaseTable(source)

@@ -24,7 +24,7 @@ from rlhub.utils.aio.results import Reject
 
 
 class WorkflowKey(NamedTuple):
-    """Identifies the workflow of an episode. purpose: selects one of the actor's sampling parameters. name: as `build_workflow`
+    """Identifies the workflow of an episode.  purpose: selects one of the actor's sampling parameters.  name: as `build_workflow`
     takes it."""
 
     purpose: str
@@ -35,7 +35,7 @@ class WorkflowKey(NamedTuple):
 class EpisodeActorSettings:
     """The parts from which an episode actor builds its workflows; they are sent to the actor.
 
-    tokenizer: a function that builds it. samplings: the sampling parameters by purpose. kwargs: the workflows' own settings.
+    tokenizer: a function that builds it.  samplings: the sampling parameters by purpose.  kwargs: the workflows' own settings.
     folder: the driver's working directory, to which relative paths in settings and names refer; "" stays in the process's own.
     lends_environments: the driver leases environments to the episodes; if False, each workflow runs its own in the actor.
     """
@@ -51,7 +51,8 @@ class EpisodeActorSettings:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class CompletionRequest:
-    """A request for a completion; the response is a Completion. followed: the episode wants the tokens while they are sampled."""
+    """A request for a completion; the response is a Completion.  followed: the episode wants the tokens while they are
+    sampled."""
 
     number: int
     request: GenerationRequest
@@ -77,7 +78,7 @@ class RequestCancelled:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EpisodeEnded:
-    """The last message of an episode. rejected: the reason if it raised Reject."""
+    """The last message of an episode.  rejected: the reason if it raised Reject."""
 
     trajectory: Trajectory | None = None
     rejected: str | None = None

@@ -49,7 +49,7 @@ _runs = itertools.count()
 class RemoteWorkflow(RolloutWorkflow):
     """Runs each episode in an actor of the pool.
 
-    parts: those of the driver, of which only `score` and `environments` are used. key: the workflow that the actors build.
+    parts: those of the driver, of which only `score` and `environments` are used.  key: the workflow that the actors build.
     """
 
     def __init__(self, parts: WorkflowParts, key: WorkflowKey, pool: EpisodeActors) -> None:
@@ -95,7 +95,7 @@ class RemoteWorkflow(RolloutWorkflow):
 
 
 class EpisodeRun:
-    """One run of an episode in an actor. over: True once nothing of it is left there."""
+    """One run of an episode in an actor.  over: True once nothing of it is left there."""
 
     def __init__(self, member: PooledActor, session: str, engine: EpisodeEngine, parts: WorkflowParts) -> None:
         self.session = session
@@ -186,7 +186,7 @@ def _portable(error: Exception) -> RlhubError:
 
 
 class EpisodeActors(ActorPool):
-    """The pool of episode actors. counts: also episodes_again, the number of episodes that were repeated in another actor."""
+    """The pool of episode actors.  counts: also episodes_again, the number of episodes that were repeated in another actor."""
 
     kind = "episode actor"
     metric = "rollout/episode_host"
@@ -199,7 +199,7 @@ class EpisodeActors(ActorPool):
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeActorOptions:
-    """How the episode actors of a run are started; see AsyncActorOptions."""
+    """The settings with which a run's episode actors start; see AsyncActorOptions."""
 
     backend: Backend = "ray"
     start_s: float = 1800.0

@@ -44,8 +44,8 @@ class EpisodeEngine(Protocol):
 class EpisodeData:
     """One episode to run: sample number `sample` of the prompt with number `ordinal` in the run.
 
-    prompt_ids: the tokens of the prompt. row: the other columns of the prompt (raw_prompt, raw_chat, data_source, ground_truth,
-    extra_info). seed: the seed of the first generation; `turn_seed` derives those of later ones.
+    prompt_ids: the tokens of the prompt.  row: the other columns of the prompt (raw_prompt, raw_chat, data_source, ground_truth,
+    extra_info).  seed: the seed of the first generation; `turn_seed` derives those of later ones.
 
     partial: what the first generation had sampled when the run stopped; with finish_reason "abort" it was not complete.
     """
@@ -59,7 +59,7 @@ class EpisodeData:
 
     @property
     def session(self) -> str:
-        """The name of the episode for sticky routing and records."""
+        """Returns the name of the episode for sticky routing and records."""
         return f"{self.ordinal}-{self.sample}"
 
 
@@ -71,8 +71,8 @@ Score = Callable[[Mapping[str, Any], str], Awaitable[tuple[float, dict[str, floa
 class WorkflowParts:
     """The parts from which a workflow is built.
 
-    sampling: temperature, stop tokens and so on; its max_new_tokens is the budget of the whole response. score: the configured
-    reward function. kwargs: the workflow's own settings from the configuration. environments: leases environments to the
+    sampling: temperature, stop tokens and so on; its max_new_tokens is the budget of the whole response.  score: the configured
+    reward function.  kwargs: the workflow's own settings from the configuration.  environments: leases environments to the
     episodes; None: each workflow runs its own in this process.
     """
 

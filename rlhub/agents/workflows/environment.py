@@ -77,7 +77,7 @@ class EnvironmentEpisodes(RolloutWorkflow):
         ended = ""
         while not ended:
             completion = await transcript.generate(engine, data, self.parts.sampling, most=self._knobs.max_turn_tokens)
-            if completion.finish_reason != "stop" and not transcript.room:
+            if completion.finish_reason != "stop" and not transcript.remaining:
                 break
             action = self._template.text(completion.token_ids)
             observation, reward, terminated, truncated, _ = await environment.step(action)
@@ -123,7 +123,7 @@ class EnvironmentCalls:
             raise  # nothing is left that could answer another call
         except TimeoutError:
             return ToolResult(text=f"Error: {call.name} was not done after {self._timeout_s:g} s", failed=True)
-        except Exception as error:  # noqa: BLE001  # boundary to code of the user's: its fault is the policy's to read
+        except Exception as error:  # noqa: BLE001  # boundary to the user's code: the policy reads its error
             return ToolResult(text=f"Error: {type(error).__name__}: {error}", failed=True)
         return result
 

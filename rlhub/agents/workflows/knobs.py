@@ -123,12 +123,12 @@ class AgentKnobs:
     args: list[str] = field(default_factory=list)
     """Command-line arguments of a program."""
     reward: Literal["score", "agent"] = "score"
-    """score: the run's reward function scores the text of the last segment. agent: the reward is the number that the function
+    """score: the run's reward function scores the text of the last segment.  agent: the reward is the number that the function
     returns, or the last line that the program prints."""
     segment: Literal["last", "longest", "random"] = "last"
-    """The segment that trains if the agent held several conversations or changed its history: the one of its last request, the
-    one with the most tokens, or one drawn uniformly, so that over many episodes all segments train.  Choose random for an agent
-    that shortens its history or has helpers, and whose own reward is that of the whole episode (reward=agent)."""
+    """The segment that trains if the agent had several conversations or changed its history: the one of its last request, the one
+    with the most tokens, or one drawn uniformly, so that over many episodes all segments train.  Choose random for an agent that
+    shortens its history or has helpers, and whose own reward is that of the whole episode (reward=agent)."""
     format: str = field(default_factory=lambda: MultiTurnConfig().format)
     """The format of tool calls in the policy's text; a registered tool format."""
     model: str = "policy"

@@ -95,7 +95,7 @@ class OpenAIAgent(RolloutWorkflow):
         """
         try:
             return await self._agent(server.base_url(session), session.token, data.row)
-        except Exception:  # boundary to code of the user's
+        except Exception:  # boundary to the user's code
             if not (session.full and session.turns):
                 raise
             return 0.0

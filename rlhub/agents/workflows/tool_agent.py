@@ -32,7 +32,7 @@ class ToolExecutor(Protocol):
 
     @property
     def schemas(self) -> list[ToolSchema]:
-        """The schemas of all tools that the policy may call."""
+        """Returns the schemas of all tools that the policy may call."""
         ...
 
     async def execute(self, call: ToolCall) -> ToolResult:
@@ -42,8 +42,8 @@ class ToolExecutor(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class CallCounts:
-    """Counts the calls of one episode. malformed: could not be parsed. failed: the tool returned an error. own: the metrics that
-    tools return with their results."""
+    """Counts the calls of one episode.  malformed: could not be parsed.  failed: the tool returned an error.  own: the metrics
+    that tools return with their results."""
 
     calls: int = 0
     failed: int = 0
@@ -98,7 +98,7 @@ class ToolLoop:
     ) -> bool:
         """Generates one turn and executes its calls; returns whether the policy continues."""
         completion = await transcript.generate(engine, data, self.parts.sampling, most=self.knobs.max_turn_tokens)
-        if completion.finish_reason != "stop" and not transcript.room:
+        if completion.finish_reason != "stop" and not transcript.remaining:
             return False
         reply = self.parse(self.template.text(completion.token_ids))
         if not reply.calls and not reply.problems:

@@ -53,7 +53,7 @@ class SingleTurn(RolloutWorkflow):
         )
 
     async def _complete(self, engine: EpisodeEngine, data: EpisodeData) -> Completion:
-        """Generates the response; after a resume it continues from the tokens that were saved."""
+        """Generates the response.  In a resumed run it continues from the tokens that were saved."""
         request, before = self.request(data), data.partial
         if before is None:
             return await engine.agenerate(request, self.parts.sampling)
@@ -97,8 +97,9 @@ class MultiTurn(RolloutWorkflow):
 class Transcript:
     """The tokens of an episode so far.
 
-    budget: the maximum number of response tokens, whoever wrote them. scored: the workflow gives the rewards, which replace the
-    configured ones; all episodes of a run must agree in this.  If False, the rewards are added to the configured ones.
+    budget: the maximum number of response tokens, including those that the policy did not write.  scored: the workflow gives the
+    rewards, which replace the configured ones; all episodes of a run must agree in this.  If False, the rewards are added to the
+    configured ones.
     """
 
     prompt_ids: list[int]
@@ -113,8 +114,8 @@ class Transcript:
     finish_reason: FinishReason = "length"
 
     @property
-    def room(self) -> int:
-        """The number of response tokens that still fit."""
+    def remaining(self) -> int:
+        """Returns the number of response tokens that still fit."""
         return self.budget - len(self.response_ids)
 
     async def generate(
@@ -134,7 +135,7 @@ class Transcript:
                 session=data.session,
                 start=len(written),
             )
-            limit = min(self.room, most or self.room)
+            limit = min(self.remaining, most or self.remaining)
             after = await engine.agenerate(request, replace(params, max_new_tokens=limit))
             completion = after if before is None else join(before, after)
         assert completion is not None
@@ -146,7 +147,7 @@ class Transcript:
     def add_completion(self, completion: Completion) -> None:
         """Appends a turn of the policy."""
         count = len(completion.token_ids)
-        log_probs = completion.log_probs or [0.0] * count  # engines leave them out where nobody trains (validation)
+        log_probs = completion.log_probs or [0.0] * count  # engines omit them where nothing trains (validation)
         self._add(completion.token_ids, [1] * count, log_probs, completion.versions)
         self.finish_reason = completion.finish_reason
         self.num_turns += 1
@@ -154,7 +155,7 @@ class Transcript:
     def add_context(self, tokens: Sequence[int]) -> bool:
         """Appends tokens that the policy did not write.  Returns False and appends nothing if no token of the policy would fit
         after them; then the episode ends."""
-        if len(tokens) >= self.room:
+        if len(tokens) >= self.remaining:
             self.finish_reason = "length"
             return False
         self._add(tokens, [0] * len(tokens), [0.0] * len(tokens), [NOT_SAMPLED] * len(tokens))
@@ -198,7 +199,8 @@ class TurnTemplate:
     """Renders what a chat template adds to a conversation that exists as tokens."""
 
     def __init__(self, tokenizer: Any, *, roles: Sequence[str], kwargs: Mapping[str, Any] | None = None) -> None:
-        """roles: the roles that answer the policy in this workflow. kwargs: variables of the chat template.
+        """Checks the template.  roles: the roles that answer the policy in this workflow.  kwargs: variables of the chat
+        template.
 
         Raises ConfigError if the template cannot continue after a message of one of these roles, or if it rewrites earlier turns.
         """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.groups import GroupStatistics, group_statistics
-from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
+from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs, SampleInputs, SampleOutputs
 
 WEIGHTINGS = ("std", "clip-scaled", "plain")
 MAX_SCALE = 3.0  # the paper's bound
@@ -33,21 +33,22 @@ def cpgd(inputs: AdvantageInputs, knobs: CPGDKnobs) -> AdvantageOutputs:
     Exactly 0 for a group of equal rewards and for a group of one, both counted.  Groups without any model token do not
     count in the scale.
     """
-    assert inputs.group is not None, "cpgd requires groups"
-    rewards = inputs.outcome_rewards()
-    stats = group_statistics(rewards, inputs.group)
-    per_sample = stats.normalized(rewards, divide=knobs.weighting == "std")
-    metrics = stats.metrics()
+    return inputs.broadcast(per_sample(inputs.samples(), knobs))
+
+
+def per_sample(inputs: SampleInputs, knobs: CPGDKnobs) -> SampleOutputs:
+    """Returns A_i of each sample, (batch,)."""
+    stats = group_statistics(inputs.rewards, inputs.group)
+    advantages, metrics = stats.normalized(inputs.rewards, divide=knobs.weighting == "std"), stats.metrics()
     if knobs.weighting == "clip-scaled":
-        scale = spread_scale(stats, inputs.response_mask)
-        per_sample, metrics["groups/cpgd_scale"] = scale * per_sample, scale
-    advantages = inputs.on_tokens(per_sample)
-    return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=metrics)
+        scale = spread_scale(stats, inputs.num_tokens)
+        advantages, metrics["groups/cpgd_scale"] = scale * advantages, scale
+    return SampleOutputs(advantages=advantages, metrics=metrics)
 
 
-def spread_scale(stats: GroupStatistics, response_mask: Tensor) -> float:
+def spread_scale(stats: GroupStatistics, num_tokens: Tensor) -> float:
     """Returns the number of groups / the number of groups with spread, at most 3; 3 where none has."""
-    tokens = stats.total(response_mask.sum(1).to(torch.float64))
+    tokens = stats.total(num_tokens.to(torch.float64))
     first = 1 / stats.size  # each row is this share of its group, so the shares of a group add to 1
     groups = torch.where(tokens > 0, first, 0.0).sum()
     with_spread = torch.where(stats.flat | (tokens == 0), 0.0, first).sum()

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.masked import masked, whiten
+from rlhub.algorithms.masked import masked
 from rlhub.algorithms.returns import scan, time_first
+from rlhub.algorithms.row_statistics import whiten
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 
 from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.masked import whiten
+from rlhub.algorithms.row_statistics import whiten
 
 
 @dataclass(slots=True, kw_only=True)

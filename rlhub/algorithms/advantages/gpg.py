@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhub.algorithms.groups import group_statistics
-from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
+from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs, SampleInputs, SampleOutputs
 
 
 def gpg(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
@@ -14,11 +14,13 @@ def gpg(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
     Where no group has spread, all is 0.  Elsewhere alpha is B over the number of samples with a non-zero reward, which
     depends on where the scorer puts its zero.
     """
-    assert inputs.group is not None, "gpg requires groups"
-    rewards = inputs.outcome_rewards()
-    stats = group_statistics(rewards, inputs.group)
-    present = inputs.response_mask.sum(1) > 0
+    return inputs.broadcast(per_sample(inputs.samples(), knobs))
+
+
+def per_sample(inputs: SampleInputs, knobs: None) -> SampleOutputs:
+    """Returns A_i of each sample, (batch,)."""
+    stats = group_statistics(inputs.rewards, inputs.group)
+    present = inputs.num_tokens > 0
     total, useful = int(present.sum().item()), int((present & ~stats.flat).sum().item())
     alpha = total / useful if useful else 0.0
-    advantages = inputs.on_tokens(alpha * stats.centred(rewards))
-    return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics() | {"groups/gpg_alpha": alpha})
+    return SampleOutputs(advantages=alpha * stats.centred(inputs.rewards), metrics=stats.metrics() | {"groups/gpg_alpha": alpha})

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhub.algorithms.groups import group_statistics
-from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
+from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs, SampleInputs, SampleOutputs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,9 +23,11 @@ def grpo(inputs: AdvantageInputs, knobs: GRPOKnobs) -> AdvantageOutputs:
     Exactly 0 for a group whose rewards are all equal (rounding noise over 1e-6 would otherwise be a large advantage) and
     for a group of one (elsewhere its reward is taken as the advantage); both are counted in the metrics.
     """
-    assert inputs.group is not None, "grpo requires groups"
-    rewards = inputs.outcome_rewards()
-    stats = group_statistics(rewards, inputs.group)
-    per_sample = stats.normalized(rewards, divide=knobs.norm_adv_by_std_in_grpo)
-    advantages = inputs.on_tokens(per_sample)
-    return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics())
+    return inputs.broadcast(per_sample(inputs.samples(), knobs))
+
+
+def per_sample(inputs: SampleInputs, knobs: GRPOKnobs) -> SampleOutputs:
+    """Returns A_i of each sample, (batch,)."""
+    stats = group_statistics(inputs.rewards, inputs.group)
+    advantages = stats.normalized(inputs.rewards, divide=knobs.norm_adv_by_std_in_grpo)
+    return SampleOutputs(advantages=advantages, metrics=stats.metrics())

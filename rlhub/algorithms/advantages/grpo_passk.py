@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rlhub.algorithms.groups import group_statistics
-from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
+from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs, SampleInputs, SampleOutputs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,8 +24,12 @@ def grpo_passk(inputs: AdvantageInputs, knobs: GRPOPassKKnobs) -> AdvantageOutpu
     Two samples that share the best reward leave nobody ahead: 0.  0 also for equal rewards and for a group of one, both
     counted (elsewhere a group of one, which one lost sample can make, is an error).
     """
-    assert inputs.group is not None, "grpo_passk requires groups"
-    rewards = inputs.outcome_rewards()
+    return inputs.broadcast(per_sample(inputs.samples(), knobs))
+
+
+def per_sample(inputs: SampleInputs, knobs: GRPOPassKKnobs) -> SampleOutputs:
+    """Returns A_i of each sample, (batch,)."""
+    rewards = inputs.rewards
     stats = group_statistics(rewards, inputs.group)
     nothing = torch.full_like(rewards, -torch.inf)
     best = rewards == stats.top(rewards)
@@ -33,6 +37,4 @@ def grpo_passk(inputs: AdvantageInputs, knobs: GRPOPassKKnobs) -> AdvantageOutpu
     lead = rewards - stats.top(torch.where(best, nothing, rewards))
     if knobs.norm_adv_by_std_in_grpo:
         lead = stats.divided(lead)
-    per_sample = torch.where(alone, lead, torch.zeros_like(lead))
-    advantages = inputs.on_tokens(per_sample)
-    return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics())
+    return SampleOutputs(advantages=torch.where(alone, lead, torch.zeros_like(lead)), metrics=stats.metrics())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlhub.algorithms.groups import group_statistics
-from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
+from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs, SampleInputs, SampleOutputs
 
 
 def opo(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
@@ -14,11 +14,14 @@ def opo(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
     The weight stands for the squared norm of a sample's gradient, taken to grow with its length.  Exactly 0 for a group of
     equal rewards; in a group of one the baseline is 0 and A = R_i, as in the published implementation.  Both are counted.
     """
-    assert inputs.group is not None, "opo requires groups"
-    rewards = inputs.outcome_rewards()
+    return inputs.broadcast(per_sample(inputs.samples(), knobs))
+
+
+def per_sample(inputs: SampleInputs, knobs: None) -> SampleOutputs:
+    """Returns A_i of each sample, (batch,)."""
+    rewards = inputs.rewards
     stats = group_statistics(rewards, inputs.group)
-    lengths = inputs.response_mask.sum(1).to(rewards.dtype)
+    lengths = inputs.num_tokens.to(rewards.dtype)
     baseline = stats.total(lengths * rewards) / stats.total(lengths).clamp(min=1)
     baseline = torch.where(stats.equal, rewards, torch.where(stats.size == 1, torch.zeros_like(baseline), baseline))
-    advantages = inputs.on_tokens(rewards - baseline)
-    return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics())
+    return SampleOutputs(advantages=rewards - baseline, metrics=stats.metrics())

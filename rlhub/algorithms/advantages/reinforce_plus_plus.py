@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.masked import whiten
 from rlhub.algorithms.returns import rewards_to_go
+from rlhub.algorithms.row_statistics import whiten
 
 
 @dataclass(slots=True, kw_only=True)

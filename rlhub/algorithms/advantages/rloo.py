@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhub.algorithms.groups import group_statistics
-from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
+from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs, SampleInputs, SampleOutputs
 
 
 def rloo(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
@@ -11,9 +11,11 @@ def rloo(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:
 
     Exactly 0 for a group of equal rewards and for a group of one; both are counted in the metrics.
     """
-    assert inputs.group is not None, "rloo requires groups"
-    rewards = inputs.outcome_rewards()
-    stats = group_statistics(rewards, inputs.group)
-    per_sample = stats.size / (stats.size - 1).clamp(min=1) * stats.centred(rewards)
-    advantages = inputs.on_tokens(per_sample)
-    return AdvantageOutputs(advantages=advantages, returns=advantages, metrics=stats.metrics())
+    return inputs.broadcast(per_sample(inputs.samples(), knobs))
+
+
+def per_sample(inputs: SampleInputs, knobs: None) -> SampleOutputs:
+    """Returns A_i of each sample, (batch,)."""
+    stats = group_statistics(inputs.rewards, inputs.group)
+    advantages = stats.size / (stats.size - 1).clamp(min=1) * stats.centred(inputs.rewards)
+    return SampleOutputs(advantages=advantages, metrics=stats.metrics())

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from rlhub.algorithms.correction.weights import RATIOS, bounded, mean_weight, normalized, outside
 from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked, masked_sum
+from rlhub.algorithms.row_statistics import masked_total
 from rlhub.config.sections.rollout_correction import RATIO_RULES, Bounds, RolloutCorrectionConfig, rejection_bounds, weight_bounds
 
 
@@ -74,7 +75,7 @@ def correct(config: RolloutCorrectionConfig, log_ratio: Tensor, mask: Tensor, ad
             scale = mean_weight(weights, mask, config.rollout_is)
             weights = normalized(weights, mask, config.rollout_is)
         sums["correction/outside_share"] = outside(ratios, mask, bounds).double().sum()
-        sums["correction/weight_mean"] = weights.sum()
+        sums["correction/weight_mean"] = masked_total(weights, mask)
         used = keep & (weights > 0)
     sums["mismatch/masked_share"] = masked_sum((~used).double(), mask)
     return Correction(weights=weights, keep=keep, sums=sums, scale=scale)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked, masked_sum
+from rlhub.algorithms.row_statistics import masked_total, pairwise_sum
 from rlhub.config.sections.rollout_correction import Bounds
 
 SMALLEST_MEAN = 1e-8  # a batch whose weights are all zero stays as it is
@@ -57,8 +58,8 @@ def mean_weight(weights: Tensor, mask: Tensor, level: str) -> Tensor:
     once)."""
     if level == "sequence":  # equal on all of a row's tokens
         present = mask.bool().any(1)
-        return masked_sum(masked(weights, mask).amax(1), present) / present.sum().clamp(min=1)
-    return masked_sum(weights, mask) / mask.sum().clamp(min=1)
+        return pairwise_sum(masked(masked(weights, mask).amax(1), present)) / present.sum().clamp(min=1)
+    return masked_total(weights, mask) / mask.sum().clamp(min=1)
 
 
 def normalized(weights: Tensor, mask: Tensor, level: str) -> Tensor:

@@ -1,1 +1,1 @@
-"""Keys and values of other frameworks' command lines, and what they are called here."""
+"""Keys and values of other frameworks' command lines, and their names here."""

@@ -1,7 +1,6 @@
-"""Settings of the established HybridFlow configuration that are not ours, and what they are worth here: data alone.
+"""The table of the established HybridFlow configuration's settings that rlhub does not have, and the answer to each.
 
-A key is a pattern (`*` stands for any text).  The first row that covers a key decides: single keys stand before the group that
-they are in.
+A key is a pattern (`*` matches any text).  The first row that covers a key decides, so a single key comes before its group.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ CORRECTION = "algorithm.rollout_correction."
 OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 MEGATRON_SECTIONS = tuple(f"{part}megatron." for part in (ACTOR, REFERENCE, "critic.", "reward_model.", ""))
 TRAINED = (ACTOR, "critic.", "")
-"""Beginnings of keys."""
+"""Prefixes of the keys of models that are trained."""
 
 ANY = object()
-"""As an accepted value: whatever it says, it cannot matter."""
+"""Stands for every value in `Foreign.same`."""
 AS_DEFAULT = object()
-"""As our value of a `Spelling`: as if the key had not been given."""
+"""Stands in `Spelling.ours` for the default: the key counts as not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """A key that is not ours.
+    """A key of other frameworks.
 
-    key: a pattern.  same: values that say what is the case anyway, accepted without a word (a text may be a pattern).
-    as_key: a setting of ours whose value is as good as those.  Of any other value: note, why it is accepted and has no effect;
-    or instead, why it is refused and what to use.
+    key: a pattern.  same: values that are the behaviour here anyway, which are accepted silently (a text may be a pattern).
+    as_key: a setting of ours whose value is accepted too.  For other values, note: the reason why they are accepted and have no
+    effect; instead: the reason why they are refused, and the replacement.
     """
 
     key: str
@@ -44,13 +43,13 @@ class Foreign:
         return fnmatchcase(key, self.key)
 
     def is_same(self, value: Any) -> bool:
-        """bool and int are told apart: 1 is not a way to say True in a configuration."""
+        """Returns True for a value in `same`; 1 and True differ."""
         return any(item is ANY or _equal(item, value) for item in self.same)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """Values that mean what we write otherwise, of the keys that fit a pattern."""
+    """Values of other frameworks, for the keys that match the pattern `key`, and our value for them."""
 
     key: str
     given: tuple[Any, ...]
@@ -70,17 +69,17 @@ _A, _REF, _R, _M = ACTOR, REFERENCE, ROLLOUT, MODEL
 
 
 def _note(key: str, text: str, *same: Any) -> Foreign:
-    """Accepted with a warning, but for the values `same`, which say what is the case anyway."""
+    """Returns the row of a key that is accepted with a warning; the values `same` are accepted silently."""
     return Foreign(key=key, same=same, note=text)
 
 
 def _refused(key: str, text: str, *same: Any) -> Foreign:
-    """Refused, but for the values `same`."""
+    """Returns the row of a key that is refused; the values `same` are accepted silently."""
     return Foreign(key=key, same=same, instead=text)
 
 
 def _silent(key: str) -> Foreign:
-    """Whatever it says, it cannot matter."""
+    """Returns the row of a key whose every value is accepted silently."""
     return Foreign(key=key, same=(ANY,))
 
 
@@ -137,7 +136,7 @@ _MEGATRON: tuple[tuple[str, str, str, tuple[Any, ...]], ...] = (
     ("override_mcore_model_config*", "refused", "its entries go to override_transformer_config", (None, {})),
     ("extra*", "refused", "entries of Megatron-core's TransformerConfig go to override_transformer_config", (None, {})),
 )
-"""Keys of a megatron section elsewhere: name, what becomes of other values, why, values that change nothing here."""
+"""Keys of other frameworks' megatron sections: name, whether other values are noted or refused, the reason, accepted values."""
 
 FOREIGN = (
     _silent("*_target_"),

@@ -1,8 +1,9 @@
-"""Keys and values that command lines written for other HybridFlow frameworks bring along; what is not ours is in `keys`.
+"""Translates keys and values of command lines that were written for other HybridFlow frameworks.
 
-Four kinds: aliases (another spelling of a key or value of ours), keys whose value says what is the case here anyway (accepted
-without a word), those that change nothing that is learned (accepted with a warning that says why), and keys of what this
-version does not have (an error that names what to use instead, so nobody believes it is on).
+There are four kinds: aliases (another spelling of a key or value of ours), keys whose value is the behaviour here anyway
+(accepted silently), keys that change nothing that is learned (accepted with a warning that has the reason), and keys of features
+that this version does not have (an error that names a replacement, so that nobody believes the feature is on).  `keys` has the
+last three.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ ALIASES = {
     **{f"{model}lora.alpha": f"{model}lora_alpha" for model in (_M, "critic.model.", "model.")},
     **{f"{model}lora.target_modules": f"{model}target_modules" for model in (_M, "critic.model.", "model.")},
 }
-"""Other spelling -> ours; everything below the key moves along."""
+"""Other spellings of keys, and ours; keys below a spelling are translated with it."""
 
 SPELLINGS = (
     Spelling(key=f"{CORRECTION}rollout_is", given=(False,), ours=None),
@@ -101,7 +102,7 @@ SPELLINGS = (
     Spelling(key="trainer.ray_init", given=(None,), ours=AS_DEFAULT),
     Spelling(key=f"{_R}max_num_batched_tokens", given=(None,), ours=AS_DEFAULT),
 )
-"""Values of ours that other command lines write otherwise."""
+"""Values that other command lines spell in another way."""
 
 _EXTERNAL_ENGINE = f"no engine of this version; set {_R}name=vllm (with {_R}mode=async too, where it serves single requests)"
 _REWARD_FUNCTION = (
@@ -120,13 +121,13 @@ REFUSED_VALUES: tuple[tuple[str, str, str], ...] = (
     ("trainer.logger", "file", "metrics.jsonl in the run folder is always written; leave it out"),
     *(("reward_model.reward_manager", name, _REWARD_FUNCTION) for name in ("prime", "batch")),
 )
-"""Values (key, value, what to use instead) that deserve more than the list of what is known."""
+"""Refused values (key, value, replacement) whose error names more than the known values."""
 
 
 def resolve_aliases(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Flat settings with every alias under our own key; two spellings with different values are a problem.
+    """Returns the flat settings with every alias under our own key; two spellings with different values are a problem.
 
-    An alias that is given as an interpolation only says that it follows another setting, as it does here.
+    An alias whose value is an interpolation is dropped: it says that the key follows another setting, as it does here.
     """
     resolved: dict[str, Any] = {}
     for key, value in values.items():
@@ -158,7 +159,7 @@ def _our_value(key: str, value: Any) -> Any:
 
 
 def refused_values(values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings whose value is another framework's: key -> what to use instead."""
+    """Returns the messages for settings whose value only another framework has, by key."""
     return {
         key: f"{key}={value}: {instead}"
         for key, value in values.items()
@@ -169,7 +170,7 @@ def refused_values(values: Mapping[str, Any]) -> dict[str, str]:
 
 @functools.cache
 def names_in_full(key: str) -> bool:
-    """Whether the tables have exactly this key; inside a mapping whose keys are the user's own no pattern counts."""
+    """Returns True where the tables have exactly this key; patterns do not count inside a mapping of the user's own keys."""
     return key in ALIASES or any(row.key == key for row in FOREIGN)
 
 
@@ -179,9 +180,9 @@ def _row(key: str) -> Foreign | None:
 
 
 def judge(key: str, value: Any, said: Mapping[str, Any] | None = None) -> str | None:
-    """For a key that is not ours: "" if the value is accepted, a message if it would matter, None if the key is unheard of.
+    """Returns "" for a key of other frameworks with an accepted value, a message for another value, and None for an unknown key.
 
-    said: the settings given beside it.
+    said: all settings of the user.
     """
     row = _row(key)
     if row is None:
@@ -193,12 +194,12 @@ def judge(key: str, value: Any, said: Mapping[str, Any] | None = None) -> str | 
 
 
 def _may_be_shown(value: Any) -> bool:
-    """Not a pattern, and not an empty text, which would be no help."""
+    """Returns True for a value that helps in a message: neither a pattern nor an empty text."""
     return value != "" and not (isinstance(value, str) and "*" in value)
 
 
 def note(key: str, value: Any) -> str:
-    """For an accepted key that is not ours: why its value has no effect here, or "" where it says what is the case anyway."""
+    """Returns the warning that an accepted key of other frameworks has no effect, or "" where its value is the behaviour here."""
     row = _row(key)
     if row is None or not row.note or row.is_same(value) or _follows(value):
         return ""

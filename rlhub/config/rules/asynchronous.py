@@ -1,4 +1,4 @@
-"""Rules of asynchronous rollouts: what rollout.mode, the bound on staleness and the handling of old samples ask of each other."""
+"""Rules of asynchronous rollouts, between rollout.mode, the bound on staleness and the policy for stale samples."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ _UNREAD_COLLECTED = ("agent.num_workers", "agent.num_env_hosts", "replica_restar
 
 
 def is_async(config: PPOConfig) -> bool:
-    """Whether episodes run on a rollout service, beside training."""
+    """Returns True where episodes run on a rollout service, in parallel with training."""
     return config.actor_rollout_ref.rollout.mode != SYNC
 
 
 def is_collected(config: PPOConfig) -> bool:
-    """Whether another job runs the episodes, and this one trains on the files that it leaves."""
+    """Returns True where another job runs the episodes, and this one trains on the files that it writes."""
     return is_async(config) and config.actor_rollout_ref.rollout.trajectories_folder is not None
 
 
 def may_be_stale(config: PPOConfig) -> bool:
-    """Whether a training batch may hold tokens of an older policy than the one about to be updated."""
+    """Returns True where a training batch may hold tokens of an older policy than the one that is updated."""
     return is_async(config) and config.trainer.max_staleness > 0
 
 
 def problems(config: PPOConfig) -> list[str]:
-    """What cannot start."""
+    """Returns the problems of asynchronous settings."""
     found = [*(_asynchronous(config) if is_async(config) else _synchronous(config)), *_replayed(config)]
     return [*found, *_collected(config)] if is_collected(config) else found
 
 
 def notes(config: PPOConfig) -> list[str]:
-    """Legal, and worth a line."""
+    """Returns notes on settings that are allowed and may surprise."""
     return list(_surprises(config)) if may_be_stale(config) else []
 
 
 def unread(config: PPOConfig) -> tuple[str, ...]:
-    """Settings (or, ending in `.`, all below them) of asynchronous rollouts that nobody reads; `why_unread` says why."""
+    """Returns the keys of asynchronous settings that this run does not read, for the reason that `why_unread` returns.
+
+    A key that ends in `.` means all keys below it.
+    """
     if is_collected(config):
         return tuple(f"{_ROLLOUT}.{key}" for key in _UNREAD_COLLECTED)
     if is_async(config):
@@ -52,7 +55,7 @@ def unread(config: PPOConfig) -> tuple[str, ...]:
 
 
 def why_unread(config: PPOConfig) -> str:
-    """The reason for `unread`."""
+    """Returns the reason for `unread`."""
     if is_collected(config):
         return f"{_COLLECTED} is set, and the job that collects runs its episodes in its own process"
     return f"{_ROLLOUT}.mode=sync does not read it"
@@ -115,7 +118,7 @@ def _replayed(config: PPOConfig) -> Iterator[str]:
 
 
 def _collected(config: PPOConfig) -> Iterator[str]:
-    """What the collecting job, which sees nothing of this one but its weights, could not answer to."""
+    """Yields the settings that a collecting job cannot follow, since it gets nothing of this job but its weights."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     given = f"{_COLLECTED}={rollout.trajectories_folder}"
     if rollout.weights_folder is None:

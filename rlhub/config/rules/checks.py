@@ -1,5 +1,5 @@
-"""Rules that relate settings to each other.  Pure: they read a derived configuration and return what is wrong, with the
-arithmetic, so that all of it can be shown together before any process starts."""
+"""All rules between settings.  They read a derived configuration and return its problems with the arithmetic, so that all of them
+are shown together before any process starts."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ REQUIRED: dict[type, tuple[str, ...]] = {
     DPOConfig: ("data.train_files", "model.path"),
     RMConfig: ("data.train_files", "model.path"),
 }
-"""What training needs, by configuration; other mains name their own."""
+"""Settings without which a training job cannot run, by its configuration; other mains name their own."""
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def check_required(config: Any, keys: Sequence[str]) -> list[str]:
-    """The settings without which there is nothing to run; each of `keys` is one of files or of a model's path."""
+    """Returns the problems of required settings that are not set.  keys: settings of files, or of a model's path."""
     problems = []
     for key in keys:
         node = config
@@ -48,7 +48,7 @@ def check_required(config: Any, keys: Sequence[str]) -> list[str]:
 
 @functools.singledispatch
 def check(config: Any) -> list[str]:
-    """Problems of a derived configuration; a class nobody registered has no rules."""
+    """Returns the problems of a derived configuration; a class without rules here has none."""
     return []
 
 
@@ -85,7 +85,7 @@ def _(config: RMConfig) -> list[str]:
 
 
 def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, rows: str, row: str, sequences: int) -> list[str]:
-    """rows, row: what the data's rows are called; sequences: how many token sequences each has."""
+    """Returns the problems of a supervised job.  rows, row: names of the data's rows; sequences: token sequences in each."""
     data, ranks = config.data, data_parallel(config.section, all_ranks(config.trainer))
     problems = [
         *_check_trainer(config.trainer, has_validation=data.val_files is not None),
@@ -103,7 +103,7 @@ def _check_supervised(config: SFTConfig | DPOConfig | RMConfig, rows: str, row: 
 
 
 def check_requirements(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
-    """What the chosen advantage estimator asks of the other settings; `requires` is its registry row's."""
+    """Returns the problems of settings that the chosen advantage estimator needs.  requires: of its registry row."""
     rollout, found = config.actor_rollout_ref.rollout, []
     estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
     if "groups" in requires and rollout.n < 2:
@@ -125,7 +125,7 @@ def check_requirements(config: PPOConfig, requires: AbstractSet[str]) -> list[st
 
 
 def notes(config: PPOConfig) -> list[str]:
-    """Legal but worth a line: sizes that do not divide evenly over the ranks, corrections that have little to correct."""
+    """Returns notes on settings that are allowed and may surprise, such as sizes that do not divide evenly over the ranks."""
     data, actor, n = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     ranks = data_parallel(actor.section, all_ranks(config.trainer)).count
     found = []
@@ -255,7 +255,7 @@ def _check_lengths(config: PPOConfig) -> list[str]:
 
 
 def _token_budgets(config: PPOConfig) -> dict[str, int | None]:
-    """Token budgets that are in use, by key; those merely inherited from the actor are named once."""
+    """Returns the token budgets in use, by key, without those that only follow the actor's."""
     actor: ActorConfig = config.actor_rollout_ref.actor
     critic: CriticConfig = config.critic
     rollout, reference, scoring = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref, config.reward_model

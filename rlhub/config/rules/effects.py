@@ -1,4 +1,4 @@
-"""Settings that the user made and nobody reads: each is worth a warning, for the user believes it does something."""
+"""Warnings about settings that the user made and nothing reads, since the user believes that they have an effect."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import MegatronConfig
 
 Dead = tuple[bool, tuple[str, ...], str]
-"""(is it so, keys (or, ending in `.`, all below) without effect then, why)"""
+"""A rule: (whether it holds, keys without effect where it does, the reason).  A key that ends in `.` means all keys below it."""
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout."
 
 
 @functools.singledispatch
 def dead(config: Any) -> list[Dead]:
-    """The rules for a configuration's class."""
+    """Returns the rules for a configuration of its class."""
     return []
 
 
 def without_effect(config: Any, set_keys: AbstractSet[str], rules: list[Dead] | None = None) -> list[str]:
-    """One warning for each setting in `set_keys` that is not read and differs from its default."""
+    """Returns a warning for each setting in `set_keys` that is not read and differs from its default.
+
+    rules: None: those of the configuration's class.
+    """
     free = free_keys(type(config))
     default = dict(flatten(to_dict(type(config)()), free))
     chosen = dict(flatten(to_dict(config), free))
@@ -127,7 +130,7 @@ def _supervised(config: SFTConfig | DPOConfig | RMConfig) -> list[Dead]:
 
 
 def _engines(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> Iterator[Dead]:
-    """Yields the sections that a role's engine does not read, and what it does not read of the model's section and its own."""
+    """Yields the rules for sections that a role's engine does not read, and for such settings of the sections it reads."""
     for engine in engines(config):
         chosen = f"{engine.role_model.strategy_key} is {engine.role_model.strategy}"
         yield True, tuple(f"{key}." for key in engine.unread), f"{chosen}, which reads {engine.key}"

@@ -1,4 +1,4 @@
-"""The training engines of a configuration: which role reads which section, on which ranks, and whether they fit together."""
+"""The training engines of a configuration: the section and the ranks of each role, and the rules between them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ class RoleModel:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Engine:
-    """One role's training engine.  key: of the section it reads; unread: keys of the role's other sections; role: as in
-    trainer.placement."""
+    """The training engine of one role.
+
+    key: key of the section that it reads; unread: keys of the role's other sections; role: the name in trainer.placement.
+    """
 
     role_model: RoleModel
     section: Section
@@ -41,7 +43,7 @@ class Engine:
 
 
 def _engine(role_model: RoleModel, section: Section, role: str, prefix: str, fsdp_key: str = "fsdp_config") -> Engine:
-    """prefix: of the sections' keys."""
+    """Returns the engine of a role.  prefix: the part of the sections' keys before their own names."""
     keys = {FSDPConfig: prefix + fsdp_key, MegatronConfig: f"{prefix}megatron"}
     key = keys[type(section)]
     return Engine(role_model=role_model, section=section, key=key, unread=tuple(set(keys.values()) - {key}), role=role)
@@ -95,7 +97,7 @@ def _supervised(config: SFTConfig | DPOConfig | RMConfig) -> Engine:
 
 
 def role_ranks(trainer: TrainerConfig, role: str) -> Ranks:
-    """The ranks of the pool a role lives on."""
+    """Returns the ranks of a role's pool."""
     if not placement.is_separate(trainer, role):
         return all_ranks(trainer)
     pool, name = placement.pool_of(trainer, role), f"trainer.pools.{placement.pool_name(trainer, role)}"
@@ -104,8 +106,10 @@ def role_ranks(trainer: TrainerConfig, role: str) -> Ranks:
 
 
 def problems(config: PPOConfig | SFTConfig | DPOConfig | RMConfig) -> list[str]:
-    """What does not fit: engines by themselves, their models, and those that share processes.  A fault that one engine has
-    merely taken over from another is named once."""
+    """Returns the problems of each engine's sizes and adapters, and of engines that share processes.
+
+    A problem that an engine only follows from another is returned once.
+    """
     trainer, by_fault = config.trainer, dict[tuple[str, ...], list[str]]()
     pools: dict[str, dict[str, Section]] = {}
     for engine in engines(config):

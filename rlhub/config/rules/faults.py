@@ -1,4 +1,4 @@
-"""`trainer.faults`, typed, with its rules."""
+"""`trainer.faults` as typed rows, and their rules."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class FaultRow:
     """One row of trainer.faults."""
 
     kind: FaultKind = "kill"
-    """What happens."""
+    """Kind of the fault."""
     place: str = ""
-    """Where."""
+    """Place in the code that the fault strikes."""
     rank: NonNegativeInt = 0
-    """In whose process, where several pass the place: a rank of its group, or the number of a replica."""
+    """Process that the fault strikes, where several pass the place: a rank of its group, or the number of a replica."""
     step: NonNegativeInt = 1
-    """In which training step; 0 is all that comes before the first."""
+    """Training step in which the fault strikes; 0: before the first step."""
     seconds: PositiveFloat = 60.0
-    """How long a delay lasts, and when a stopped process goes on."""
+    """Length of a delay, or time after which a stopped process continues."""
 
 
 def planned_faults(trainer: TrainerConfig) -> tuple[Fault, ...]:
-    """The faults of a checked configuration."""
+    """Returns the faults of a checked configuration."""
     return tuple(Fault(**dataclasses.asdict(build(FaultRow, row, []))) for row in trainer.faults)
 
 
 def problems(trainer: TrainerConfig) -> Iterator[str]:
-    """What is wrong with the rows: all of it, each named by its number."""
+    """Yields all problems of the rows, each with the row's number."""
     names = [field.name for field in dataclasses.fields(FaultRow)]
     for number, row in enumerate(trainer.faults):
         where, wrong = f"{KEY}[{number}]", list[str]()
@@ -58,7 +58,7 @@ def problems(trainer: TrainerConfig) -> Iterator[str]:
 
 
 def _misplaced(where: str, built: FaultRow, row: Mapping[str, Any], trainer: TrainerConfig) -> Iterator[str]:
-    """A fault that cannot happen where or when it should."""
+    """Yields the reasons why a fault cannot strike at its place, rank or step."""
     place, steps, ranks = PLACES.get(built.place), trainer.total_training_steps, all_ranks(trainer)
     if place is None:
         yield f"{where}.place={built.place}: no such place{suggest(built.place, PLACES)}; known: {', '.join(PLACES)}"

@@ -1,7 +1,7 @@
-"""Which role runs on which pool: `trainer.pools` and `trainer.placement`, typed, with their rules.
+"""The pools of ranks and the roles on them: `trainer.pools` and `trainer.placement`, typed, with their rules.
 
-The main pool (trainer.nnodes x trainer.n_gpus_per_node) has the actor and every role that is not placed elsewhere, all in one
-process per rank.  Each further pool has processes of its own, one per rank, with the roles placed on it.
+The main pool (trainer.nnodes x trainer.n_gpus_per_node) has the actor and every role without a pool of its own, all in one
+process per rank.  Each further pool has its own processes, one per rank, for the roles that are placed on it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhub.registry import suggest
 
 MAIN = "main"
 ROLES = ("rollout", "reference", "critic", "reward_model", "judge")
-"""What can be placed.  The actor is always on the main pool."""
+"""Roles that can be placed on a pool.  The actor is always on the main pool."""
 
 _POOLS, _PLACEMENT = "trainer.pools", "trainer.placement"
 _EXAMPLE = f"for example {_POOLS}.generation.n_gpus_per_node=2 {_PLACEMENT}.rollout=generation"
@@ -42,37 +42,37 @@ class PoolConfig:
 
 
 def pools_of(trainer: TrainerConfig) -> dict[str, PoolConfig]:
-    """Every pool by name, the main one first; faulty entries are read as far as they go."""
+    """Returns every pool by name, the main pool first; wrong values of an entry are replaced by their defaults."""
     assert trainer.n_gpus_per_node is not None, "derive first"
     main = PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)
     return {MAIN: main} | {name: build(PoolConfig, _entry(value), []) for name, value in trainer.pools.items() if name != MAIN}
 
 
 def pool_name(trainer: TrainerConfig, role: str) -> str:
-    """Where a role lives; a pool that is not there counts as the main one."""
+    """Returns the name of a role's pool; MAIN where its pool does not exist."""
     name = trainer.placement.get(role, MAIN)
     return name if isinstance(name, str) and name in trainer.pools else MAIN
 
 
 def pool_of(trainer: TrainerConfig, role: str) -> PoolConfig:
-    """The pool a role lives on."""
+    """Returns a role's pool."""
     return pools_of(trainer)[pool_name(trainer, role)]
 
 
 def is_separate(trainer: TrainerConfig, role: str) -> bool:
-    """Whether a role has left the main pool."""
+    """Returns True where a role is on another pool than the main one."""
     return pool_name(trainer, role) != MAIN
 
 
 def size_text(trainer: TrainerConfig, role: str) -> str:
-    """Ranks per machine of a role's pool, as the setting that says so."""
+    """Returns the setting that gives the ranks per machine of a role's pool, with its value."""
     name = pool_name(trainer, role)
     where = "trainer" if name == MAIN else f"{_POOLS}.{name}"
     return f"{where}.n_gpus_per_node={pool_of(trainer, role).n_gpus_per_node}"
 
 
 def problems(config: PPOConfig) -> list[str]:
-    """What is wrong with the pools, and between them and what the roles on them need; engines.py looks at how models are cut."""
+    """Returns the problems of the pools and of the roles on them; engines.py checks the layout of their models."""
     trainer = config.trainer
     if not trainer.pools and not trainer.placement:
         return []
@@ -85,7 +85,7 @@ def problems(config: PPOConfig) -> list[str]:
 
 
 def no_roles(trainer: TrainerConfig) -> list[str]:
-    """For trainers with one model: there is nothing to place."""
+    """Returns the problem of pools in a job with one model, which has nothing to place."""
     if not trainer.pools and not trainer.placement:
         return []
     return [
@@ -94,7 +94,10 @@ def no_roles(trainer: TrainerConfig) -> list[str]:
 
 
 def unneeded(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
-    """A critic that was placed though the estimator, whose registry row says `requires`, has none."""
+    """Returns the problem of a critic that is placed while the estimator needs none.
+
+    requires: of the estimator's registry row.
+    """
     if not is_separate(config.trainer, "critic") or "values" in requires:
         return []
     why = f"algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic"
@@ -102,7 +105,7 @@ def unneeded(config: PPOConfig, requires: AbstractSet[str]) -> list[str]:
 
 
 def on_machine(trainer: TrainerConfig, num_gpus: int) -> list[str]:
-    """The GPUs that all pools need together, on one machine with `num_gpus`."""
+    """Returns the problem of pools that together need more GPUs than the machine's `num_gpus`."""
     pools = pools_of(trainer)
     needed = sum(pool.ranks for pool in pools.values())
     if len(pools) == 1 or needed <= num_gpus:
@@ -148,7 +151,7 @@ def _faulty_placement(trainer: TrainerConfig) -> Iterator[str]:
 
 
 def _rows(config: PPOConfig) -> Iterator[str]:
-    """Every rank of a critic's own pool has a row of each optimizer step, and every engine a prompt."""
+    """Yields the problems of batches with fewer rows than a critic's own pool has ranks, or fewer prompts than engines."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
     pool = pool_of(config.trainer, "critic")
     shards = pool.ranks // ranks_per_copy(config.critic.section)
@@ -162,7 +165,7 @@ def _rows(config: PPOConfig) -> Iterator[str]:
 
 
 def _idle(config: PPOConfig) -> Iterator[str]:
-    """Roles that were placed though this run has none."""
+    """Yields the problems of roles that are placed and that this run does not have."""
     scoring, actor = config.reward_model, config.actor_rollout_ref.actor
     missing = {
         "reference": ""

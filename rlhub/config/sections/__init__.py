@@ -1,1 +1,1 @@
-"""The sections of a configuration: a dataclass each, whose fields hold the only defaults and whose docstrings are `--help`."""
+"""The sections of a configuration.  Each is a dataclass whose fields hold the only defaults and whose docstrings are `--help`."""

@@ -1,4 +1,4 @@
-"""Sections `actor_rollout_ref.actor` and `.ref`: the policy's training and the frozen reference."""
+"""Sections `actor_rollout_ref.actor` and `actor_rollout_ref.ref`: the policy's updates, and the frozen reference."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from rlhub.config.sections.training import FSDPConfig, MegatronConfig, OptimConf
 class PolicyLossConfig:
     loss_mode: str = "vanilla"
     """Policy loss: vanilla (PPO's clipped surrogate, also decoupled PPO), gspo, sapo, geo_mean, cispo, dppo_tv, dppo_kl, cpgd,
-    clip_cov, kl_cov, gpg, reinforce, or one of your own from a plugin. An unknown name lists all; each is a file in
-    rlhub/algorithms/policy_losses that says where it comes from and what it does."""
+    clip_cov, kl_cov, gpg, reinforce, or one of your own from a plugin. An unknown name lists all; rlhub/algorithms/policy_losses
+    has their formulas and sources."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Knobs of the chosen loss, by its own names; checked by its own class (a wrong name lists them). Those that are named like a
-    setting of this section take its value unless given here."""
+    """Knobs of the chosen loss, by its own names; the loss's own class checks them, and an unknown name lists all. A knob with
+    the name of a setting of this section takes its value unless it is given here."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ActorConfig:
     strategy: Strategy = "fsdp2"
-    """Training engine: fsdp2 (fsdp means the same), or megatron, which also cuts layers and matrices; it reads `megatron`, the
-    others `fsdp_config`."""
+    """Training engine: fsdp2 (fsdp means the same) reads fsdp_config; megatron, which also divides layers and matrices over
+    ranks, reads `megatron`."""
     ppo_mini_batch_size: PositiveInt = 256
-    """Prompts in an optimizer step, over all ranks; divides data.train_batch_size. Equal to it: fully on-policy."""
+    """Prompts in an optimizer step, over all ranks; divides data.train_batch_size. Training is on-policy where they are equal."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
-    """Rows (samples) in a forward pass of a rank; null: on GPUs cut by tokens (use_dynamic_bsz), on CPU the whole mini-batch at
-    once. Changes memory and speed, not results."""
+    """Rows (samples) in a forward pass of a rank; null: on GPUs use_dynamic_bsz decides, on CPU the whole mini-batch at once. It
+    changes memory and speed, not results."""
     use_dynamic_bsz: bool | None = None
-    """Cut micro-batches by tokens instead of rows: fuller passes with uneven lengths; null: on GPUs, unless
+    """Cut micro-batches by tokens instead of rows, which fills passes better with uneven lengths; null: on GPUs, unless
     ppo_micro_batch_size_per_gpu is set."""
     ppo_max_token_len_per_gpu: PositiveInt | None = None
-    """With use_dynamic_bsz: most tokens in a forward pass of a rank; at least prompt + response length. null: 16384, or that
-    length if it is more."""
+    """With use_dynamic_bsz: largest number of tokens in a forward pass of a rank, at least prompt + response length; null: 16384,
+    or that length if it is more."""
     ppo_epochs: PositiveInt = 1
-    """Passes over each batch; above 1 reuses samples off-policy."""
+    """Passes over each batch; more than 1 reuse samples off-policy."""
     shuffle: bool = False
-    """Deal the batch's rows to mini-batches at random, drawn once a batch from trainer.seed and the step (all PPO epochs have the
-    same mini-batches); false: in the order of the prompts. Worth it with several optimizer steps a batch."""
+    """Assign the batch's rows to mini-batches at random, drawn once a batch from trainer.seed and the step (all PPO epochs have
+    the same mini-batches); false: in the order of the prompts. Set it with several optimizer steps a batch."""
     clip_ratio: NonNegativeFloat = 0.2
-    """PPO's eps: the probability ratio is clipped to [1 - eps, 1 + eps]."""
+    """PPO's eps; the probability ratio is clipped to [1 - eps, 1 + eps]."""
     clip_ratio_low: NonNegativeFloat | None = None
     """Lower eps; null: clip_ratio."""
     clip_ratio_high: NonNegativeOrInf | None = None
     """Upper eps, for example 0.28 (clip-higher); null: clip_ratio; inf: no upper bound."""
     clip_ratio_c: PositiveFloat = 3.0
-    """Dual clip: bound c > 1 of the loss on tokens of negative advantage."""
+    """Dual clip's bound c > 1 of the loss on tokens of negative advantage."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] = (
         "token-mean"
     )
-    """How token losses become one number; denominators are counts over the whole optimizer step."""
+    """Aggregation of token losses to one number; its denominators are counts over the whole optimizer step."""
     loss_scale_factor: PositiveFloat | None = None
     """Divisor of seq-mean-token-sum-norm; null: data.max_response_length."""
     entropy_coeff: float = 0.0
@@ -60,11 +60,12 @@ class ActorConfig:
     grad_clip: PositiveOrInf = 1.0
     """Largest gradient norm of an optimizer step; inf: no limit."""
     use_kl_loss: bool = False
-    """Add kl_loss_coef times the KL to the reference to the loss (needs a reference pass)."""
+    """Add kl_loss_coef times the KL to the reference to the loss, which needs a forward pass of the reference."""
     kl_loss_coef: NonNegativeFloat = 0.001
     """Weight of the KL loss."""
     kl_loss_type: str = "low_var_kl"
-    """KL estimator of the loss: low_var_kl (k3), mse (k2), abs, kl (k1, no gradient in expectation); suffix +: k2's gradient."""
+    """KL estimator of the loss: low_var_kl (k3), mse (k2), abs, kl (k1, without a gradient in expectation); the suffix + gives
+    each k2's gradient."""
     mask_truncated: bool = False
     """Leave samples that hit max_response_length out of the loss."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
@@ -74,7 +75,7 @@ class ActorConfig:
 
     @property
     def section(self) -> Section:
-        """What the engine is configured with."""
+        """The section that the actor's engine reads."""
         return section_of(self.strategy, self.fsdp_config, self.megatron)
 
 
@@ -83,14 +84,15 @@ class RefConfig:
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
     """Rows in a forward pass of the reference; null: the actor's micro-batch."""
     log_prob_use_dynamic_bsz: bool | None = None
-    """Cut by tokens; null: as the actor."""
+    """Cut forward passes of the reference by tokens; null: as the actor."""
     log_prob_max_token_len_per_gpu: PositiveInt | None = None
-    """Most tokens in a forward pass; null: as the actor."""
+    """Largest number of tokens in a forward pass of the reference; null: the actor's."""
     fsdp_config: FSDPConfig | None = None
-    """Sharding of the reference; what is not set is the actor's."""
+    """Sharding of the reference; fields that are not set follow the actor."""
     megatron: MegatronConfig | None = None
-    """The reference under the actor's strategy=megatron; what is not set is the actor's. Sizes must be, offloading may differ."""
+    """The reference with the actor's strategy=megatron; fields that are not set follow the actor. Its sizes must equal the
+    actor's; offloading may differ."""
 
     def section(self, actor: ActorConfig) -> Section:
-        """What the reference's engine, which is the actor's kind, is configured with."""
+        """Returns the section that the reference's engine reads; it is an engine of the actor's kind."""
         return section_of(actor.strategy, self.fsdp_config or actor.fsdp_config, self.megatron or actor.megatron)

@@ -1,4 +1,4 @@
-"""Section `algorithm`: the advantage estimator and everything that shapes the reward before it."""
+"""Section `algorithm`: the advantage estimator, and everything that shapes the reward before it."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ class KLControlConfig:
     type: Literal["fixed", "adaptive"] = "fixed"
     """fixed: kl_coef stays; adaptive: it follows target_kl (arXiv 1909.08593)."""
     kl_coef: NonNegativeFloat = 0.001
-    """Weight of the KL penalty in the reward; the start value if adaptive."""
+    """Weight of the KL penalty in the reward; its start value if adaptive."""
     horizon: PositiveInt = 10000
-    """Adaptive: samples over which the coefficient adjusts; larger is slower."""
+    """Adaptive: number of samples over which the coefficient adjusts; larger is slower."""
     target_kl: PositiveFloat = 0.1
-    """Adaptive: KL to the reference (nats) to hold."""
+    """Adaptive: target of the KL to the reference, in nats."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FilterGroupsConfig:
     enable: bool = False
-    """Dynamic sampling (DAPO): leave out groups whose samples are all alike, and draw further prompts until the batch is full.
-    A step then reads more prompts than data.train_batch_size: end the run by trainer.total_training_steps."""
+    """Dynamic sampling (DAPO): leave out groups whose samples all have the same score, and draw further prompts until the batch
+    is full. A step then reads more prompts than data.train_batch_size, so end the run by trainer.total_training_steps."""
     metric: str = "seq_reward"
-    """Number in which the samples are compared: seq_reward or score (the reward), acc (right or wrong), or the scorer's own."""
+    """Number by which the samples are compared: seq_reward or score (the reward), acc (right or wrong), or the scorer's own."""
     max_num_gen_batches: PositiveInt = 10
-    """Most generations a step; after that the batch is filled up with groups that are all alike, with a warning."""
+    """Largest number of generations in a step; after that the batch is filled with groups of equal scores, with a warning."""
 
 
 @dataclass(slots=True, kw_only=True)
 class AlgorithmConfig:
     adv_estimator: str = "gae"
     """Advantage estimator: gae (PPO, with a critic), grpo, rloo, reinforce_plus_plus and more, or one of your own from a plugin.
-    A name that does not exist (adv_estimator=list) is answered with all that do; what each computes and its knobs for
-    adv_kwargs are in the file of its name in rlhub/algorithms/advantages/."""
+    An unknown name (adv_estimator=list) lists all; each is a file in rlhub/algorithms/advantages/ that has its formula, source
+    and knobs for adv_kwargs."""
     gamma: UnitFloat = 1.0
-    """Discount per token."""
+    """Discount factor per token."""
     lam: UnitFloat = 1.0
-    """GAE's lambda: 1 is unbiased, less trades variance for the critic's bias."""
+    """GAE's lambda: 1 is unbiased; a smaller one trades variance for the critic's bias."""
     norm_adv_by_std_in_grpo: bool = True
     """GRPO: divide by the group's standard deviation; false is Dr. GRPO."""
     use_kl_in_reward: bool = False
@@ -51,7 +51,7 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     whiten_rewards: bool = False
-    """Scale token-level rewards to a standard deviation of 1 over the batch, their mean kept; for PPO with a critic."""
+    """Scale token-level rewards to a standard deviation of 1 over the batch and keep their mean; for PPO with a critic."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     adv_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Knobs of the chosen estimator, by its own names; checked by its own class."""
+    """Knobs of the chosen estimator, by its own names; the estimator's own class checks them."""

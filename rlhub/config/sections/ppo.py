@@ -23,19 +23,19 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Column with the prompt: a string or a list of chat messages."""
     max_prompt_length: PositiveInt = 512
-    """Longest prompt in tokens; see filter_overlong_prompts and truncation for what happens to longer ones."""
+    """Longest prompt in tokens; filter_overlong_prompts and truncation decide what happens to longer ones."""
     max_response_length: PositiveInt = 512
-    """Most tokens generated for a prompt."""
+    """Largest number of tokens that are generated for a prompt."""
     train_batch_size: PositiveInt = 1024
     """Prompts in a training step (each is sampled rollout.n times)."""
     val_batch_size: PositiveInt | None = None
     """Prompts generated at once in validation; null: the whole set."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What to do with a prompt over max_prompt_length: stop, or which part to cut away."""
+    """For a prompt over max_prompt_length, error: stop; left, right, middle: cut that part away."""
     filter_overlong_prompts: bool = False
-    """Leave prompts over max_prompt_length out (counted in the log) before truncation applies."""
+    """Leave out prompts over max_prompt_length, and log their number, before truncation applies."""
     shuffle: bool = True
-    """New order in every epoch, from data.seed."""
+    """Draw a new order in every epoch, from data.seed."""
     seed: Seed = 1
     """Seed of the order of the prompts."""
     apply_chat_template_kwargs: dict[str, Any] | None = None
@@ -47,7 +47,7 @@ class CriticConfig:
     strategy: Strategy | None = None
     """Training engine; null: the actor's."""
     model: ModelConfig | None = None
-    """The model under the value head; what is not set is actor_rollout_ref.model's."""
+    """Model under the value head; fields that are not set follow actor_rollout_ref.model."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     ppo_mini_batch_size: PositiveInt | None = None
     """Prompts in an optimizer step; null: the actor's."""
@@ -56,21 +56,22 @@ class CriticConfig:
     use_dynamic_bsz: bool | None = None
     """Cut micro-batches by tokens; null: as the actor."""
     ppo_max_token_len_per_gpu: PositiveInt | None = None
-    """Most tokens in a forward pass of a rank; null: the actor's."""
+    """Largest number of tokens in a forward pass of a rank; null: the actor's."""
     ppo_epochs: PositiveInt | None = None
     """Passes over each batch; null: the actor's."""
     grad_clip: PositiveOrInf = 1.0
     """Largest gradient norm of an optimizer step; inf: no limit."""
     cliprange_value: PositiveOrInf = 0.5
-    """Values may move this far from the old ones before the value loss clips; inf: it never does."""
+    """Range around the old values to which the value loss clips the new ones; inf: no clipping."""
     fsdp_config: FSDPConfig | None = None
-    """Sharding of the critic; what is not set is the actor's. critic.model.fsdp_config is read too."""
+    """Sharding of the critic; fields that are not set follow the actor. critic.model.fsdp_config is read too."""
     megatron: MegatronConfig | None = None
-    """The critic with strategy=megatron; what is not set is the actor's. The sizes must be, where both are in one process."""
+    """The critic with strategy=megatron; fields that are not set follow the actor. The sizes must equal the actor's where both
+    are in one process."""
 
     @property
     def section(self) -> Section:
-        """What the engine is configured with."""
+        """The section that the critic's engine reads."""
         return section_of(self.strategy, self.fsdp_config, self.megatron)
 
 

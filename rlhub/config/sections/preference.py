@@ -1,4 +1,4 @@
-"""Training on preference pairs: section `data`, and the roots of `main_dpo`'s and `main_rm`'s configurations."""
+"""The roots of `main_dpo`'s and `main_rm`'s configurations, with their sections `data` and `dpo`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ class PreferenceDataConfig:
     train_batch_size: PositiveInt = 64
     """Pairs in an optimizer step, over all ranks."""
     micro_batch_size_per_gpu: PositiveInt | None = None
-    """Pairs in a forward pass of a rank; null: on GPUs cut by tokens (use_dynamic_bsz), on CPU its whole share at once."""
+    """Pairs in a forward pass of a rank; null: on GPUs use_dynamic_bsz decides, on CPU the rank's whole share at once."""
     use_dynamic_bsz: bool | None = None
     """Cut micro-batches by tokens instead of pairs; a pair is never cut. null: on GPUs, unless micro_batch_size_per_gpu is
     set."""
     max_token_len_per_gpu: PositiveInt | None = None
-    """With use_dynamic_bsz: most tokens in a forward pass of a rank; at least 2 x max_length. null: 16384, or 2 x max_length if
-    it is more."""
+    """With use_dynamic_bsz: largest number of tokens in a forward pass of a rank, at least 2 x max_length; null: 16384, or
+    2 x max_length if that is more."""
     truncation: Literal["error", "left", "right"] = "error"
-    """What to do with a pair over max_length: stop, cut both prompts alike at their start, or the answers at their end."""
+    """For a pair over max_length, error: stop; left: cut both prompts alike at their start; right: cut the answers at their
+    end."""
     shuffle: bool = True
-    """New order in every epoch, from data.seed."""
+    """Draw a new order in every epoch, from data.seed."""
     seed: Seed = 1
     """Seed of the order of the pairs."""
 
@@ -47,11 +48,11 @@ class DPOLossConfig:
     loss_type: str = "sigmoid"
     """Loss on a pair: sigmoid (DPO), ipo, hinge, or one of your own from a plugin."""
     beta: PositiveFloat = 0.1
-    """Strength of the pull to the reference: smaller lets the policy go further. 0.01 to 0.5."""
+    """Strength of the KL constraint to the reference, usually 0.01 to 0.5; a smaller one lets the policy move further."""
     label_smoothing: UnitFloat = 0.0
-    """Share of labels believed to be the wrong way round, below 0.5; above 0: conservative DPO."""
+    """Assumed probability that a label is flipped, below 0.5; above 0 it is conservative DPO."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Knobs of the chosen loss, by its own names; checked by its own class."""
+    """Knobs of the chosen loss, by its own names; the loss's own class checks them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,21 +66,23 @@ class DPOConfig:
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     ref_fsdp_config: FSDPConfig | None = None
-    """Sharding of the frozen reference; null: as fsdp_config. A LoRA run has none: its adapters are switched off instead."""
+    """Sharding of the frozen reference; null: as fsdp_config. A LoRA run does not read it: its reference is the policy with the
+    adapters off."""
     ref_megatron: MegatronConfig | None = None
-    """The reference with strategy=megatron; null: as `megatron`. The sizes must be, offloading may differ."""
+    """The reference with strategy=megatron; null: as `megatron`. Its sizes must equal those of `megatron`; offloading may
+    differ."""
     grad_clip: PositiveOrInf = 1.0
     """Largest gradient norm of an optimizer step; inf: no limit."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     @property
     def section(self) -> Section:
-        """What the engine is configured with."""
+        """The section that the policy's engine reads."""
         return section_of(self.strategy, self.fsdp_config, self.megatron)
 
     @property
     def ref_section(self) -> Section:
-        """What the reference's engine is configured with."""
+        """The section that the reference's engine reads."""
         return section_of(self.strategy, self.ref_fsdp_config, self.ref_megatron)
 
 
@@ -87,7 +90,8 @@ class DPOConfig:
 class RMConfig:
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
     margin_key: str | None = None
-    """Column with the number by which the chosen answer's score should win, for graded preferences; null: none."""
+    """Column with the margin by which the chosen answer's score should exceed the other's, for graded preferences; null: no
+    margin."""
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     strategy: Strategy = "fsdp2"
@@ -100,5 +104,5 @@ class RMConfig:
 
     @property
     def section(self) -> Section:
-        """What the engine is configured with."""
+        """The section that the reward model's engine reads."""
         return section_of(self.strategy, self.fsdp_config, self.megatron)

@@ -27,15 +27,15 @@ class ValSamplingConfig:
 @dataclass(slots=True, kw_only=True)
 class MultiTurnConfig:
     enable: bool = False
-    """Episodes of several turns with tools (workflow tool_agent), unless agent.default_agent_loop names another."""
+    """Run episodes of several turns with tools (workflow tool_agent), unless agent.default_agent_loop names another workflow."""
     max_assistant_turns: PositiveInt | None = None
-    """Most generations in an episode; null: until the response is full."""
+    """Largest number of generations in an episode; null: no limit but max_response_length."""
     max_user_turns: PositiveInt | None = None
-    """Most answers of tools or environments in an episode; null: no limit of their own."""
+    """Largest number of answers of tools or environments in an episode; null: no limit but max_response_length."""
     tool_config_path: str | None = None
     """YAML file that lists the tools by registered name or module:function, with their settings."""
     format: str = "hermes"
-    """How tool calls stand in the model's text: hermes (<tool_call> tags) or json (a bare JSON object)."""
+    """Format of tool calls in the model's text: hermes (<tool_call> tags) or json (a bare JSON object)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,49 +44,49 @@ class AgentConfig:
     """Workflow of rows without an agent_name: a registered name, or path/to/file.py:ClassName; null: single_turn, with
     multi_turn.enable tool_agent."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """The workflow's own settings."""
+    """Settings of the workflow, by its own names."""
     num_workers: NonNegativeInt = 0
-    """Processes, on the driver's machine, that run the episodes' own code (tools, templates, agents); generation and scoring
-    are asked of the driver. 0: its event loop runs them too; set it where that code keeps the loop busy."""
+    """Processes on the driver's machine that run the episodes' own code (tools, templates, agents); the driver still generates
+    and scores. 0: the driver's event loop runs the code. Set it where that code keeps the loop busy."""
     num_env_hosts: NonNegativeInt = 0
-    """Actors, on any machines of the cluster, that run the environments of workflow `environment` with kwargs.num_env_workers
-    processes each; 0: the episodes' own process runs them. Set it for more simulators than the driver's machine carries,
-    where a step is slow beside the 5 to 10 ms that a call of a Ray actor and its answer take."""
+    """Ray actors, on any machines of the cluster, that run the environments of workflow `environment`, each with
+    kwargs.num_env_workers processes; 0: the process that runs the episodes runs them. Set it for more simulators than the
+    driver's machine carries, where a simulator's step takes long compared with a call of a Ray actor (5 to 10 ms)."""
     env_host_cpus: NonNegativeFloat = 0.0
-    """CPUs that each of them reserves on its machine; 0: none, one machine after the other gets one."""
+    """CPUs that each of these actors reserves on its machine; 0: none, and the actors are spread over the machines in turn."""
     env_host_gpus: NonNegativeFloat = 0.0
-    """GPUs that each of them reserves, for simulators that compute there; set it with GPUs that no other pool takes."""
+    """GPUs that each of these actors reserves, for simulators that compute there; set it where GPUs belong to no pool."""
     max_concurrent: PositiveInt | None = None
-    """Most prompts in work at once; null: (max_staleness + 1) * train_batch_size."""
+    """Largest number of prompts whose episodes run at once; null: (max_staleness + 1) * train_batch_size."""
     episode_timeout_s: PositiveFloat | None = None
-    """Seconds after which an episode is given up and counted as timed out; null: deadline_s.generate."""
+    """Seconds after which an episode is aborted and counted as timed out; null: deadline_s.generate."""
     max_failed_batches: PositiveInt = 10
     """Stop the run, with the last error, after so many batches' worth of failed episodes in a row."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RemoteConfig:
-    """name=remote: generation by a server that another job runs."""
+    """Settings of name=remote: the servers of another job generate."""
 
     urls: list[str] = field(default_factory=list)
-    """Addresses (http://host:port) of the servers; rank i of the rollout uses number i modulo their count, and with mode=async
-    each server has one replica at most."""
+    """Addresses (http://host:port) of the servers; rank i of the rollout uses the server of index i modulo their number, and with
+    mode=async each server gets one replica at most."""
     server: Literal["rlhub", "vllm", "sglang", "openai"] = "rlhub"
-    """What they are: rlhub (rlhub.trainer.main_serve), vllm (api_server with VLLM_SERVER_DEV_MODE=1), sglang (launch_server);
-    openai, any other of that interface, serves evaluation only."""
+    """Kind of the servers: rlhub (rlhub.trainer.main_serve), vllm (api_server with VLLM_SERVER_DEV_MODE=1), sglang
+    (launch_server), or openai, any other server with that interface, which serves evaluation only."""
     model_name: str = "policy"
     """The model's name on the server (vllm: --served-model-name)."""
     api_key_file: str | None = None
-    """File with the servers' key; null: they ask for none."""
+    """File with the key of the servers; null: they need none."""
     admin_key_file: str | None = None
-    """File with the key of the servers' administration (rlhub: server.admin_key_file), which pausing and new weights need;
-    null: the same key."""
+    """File with the key of the servers' administration (rlhub: server.admin_key_file), which pauses and weight updates need;
+    null: the key of api_key_file."""
     weights_folder: str | None = None
-    """Folder that this job and the servers reach under the same path, for new weights; null: no training, only evaluation."""
+    """Folder for new weights that this job and the servers reach under the same path; null: no training, only evaluation."""
     start_s: PositiveFloat = 600.0
     """Seconds to wait for a server to answer at the start."""
     request_s: PositiveFloat = 3600.0
-    """Seconds for one request; then it fails."""
+    """Seconds after which a request fails."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,50 +95,52 @@ class RolloutConfig:
     """Generation engine: auto (vllm where it is installed, else hf), vllm, hf, remote (see remote.urls), vllm_async (async:
     vLLM's AsyncLLM in processes of its own, which vllm becomes with tensor_model_parallel_size above 1)."""
     mode: Literal["sync", "async"] = "sync"
-    """sync: whole batches, in turns with training; async: a service in processes of its own, where episodes run as workflows."""
+    """sync: generate whole batches in turns with training; async: a rollout service in processes of its own runs episodes as
+    workflows while the actor trains."""
     n: PositiveInt = 1
     """Samples per prompt; group estimators (grpo, rloo) need 2 or more."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; log-probs are those of the tempered distribution, in training too."""
+    """Sampling temperature; log-probs belong to the tempered distribution, in training too."""
     top_p: PositiveUnitFloat = 1.0
     """Nucleus sampling; 1 is off. Below 1 the trainer's log-probs no longer match the sampler's."""
     top_k: TopK = -1
-    """Sample from the k most likely tokens; -1 is off. The same caution as top_p."""
+    """Sample from the k most likely tokens; -1 is off. With k the trainer's log-probs no longer match the sampler's."""
     tensor_model_parallel_size: PositiveInt = 1
-    """Ranks that share one copy of the engine (vllm), in mode async devices of a replica; divides ranks and attention heads."""
+    """Ranks that share one copy of the model (vllm), with mode=async the devices of a replica; divides ranks and attention
+    heads."""
     gpu_memory_utilization: PositiveUnitFloat = 0.5
-    """GPU: share of memory for weights and KV cache of the engine."""
+    """GPU: fraction of the memory for the engine's weights and KV cache."""
     kv_cache_gb: PositiveFloat | None = None
     """CPU: size of the KV cache in GiB; null: from max_num_seqs and the lengths."""
     enforce_eager: bool = False
-    """GPU: no CUDA graphs; slower, starts sooner. On CPU always eager."""
+    """GPU: run without CUDA graphs, which is slower and starts sooner. On CPU it is always eager."""
     free_cache_engine: bool = True
-    """GPU: give the KV cache's memory back during training."""
+    """GPU: free the memory of the KV cache during training."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of the engine's weights; auto: bfloat16 on CUDA, float32 on CPU."""
     max_num_batched_tokens: PositiveInt = 8192
-    """vllm: most tokens in one engine step; without chunked prefill at least max_model_len."""
+    """vllm: largest number of tokens in an engine step; without chunked prefill at least max_model_len."""
     max_num_seqs: PositiveInt = 256
-    """Most sequences generated at once by an engine."""
+    """Largest number of sequences that an engine generates at once."""
     max_model_len: PositiveInt | None = None
     """Longest sequence in tokens; null: max_prompt_length + max_response_length."""
     enable_chunked_prefill: bool = True
-    """vllm on GPU: mix pieces of long prompts with decoding. On CPU always off: there it fails with seeds."""
+    """vllm on GPU: mix chunks of long prompts with decoding. It is always off on CPU, where vllm fails with it and seeds."""
     enable_prefix_caching: bool = True
-    """vllm: share the KV cache of common prefixes, such as the n samples of a prompt; emptied at each weight update."""
+    """vllm: share the KV cache of common prefixes, such as the prompt of n samples; each weight update empties it."""
     ignore_eos: bool = False
     """Generate max_response_length tokens regardless of end-of-sequence; for benchmarks."""
     update_weights_bucket_mb: PositiveInt = 256
-    """MiB of weights moved to the engine at a time; extra memory is at most two buckets."""
+    """MiB of weights that are moved to the engine at a time; the extra memory is at most two such buckets."""
     recompute_kv_cache: bool = True
-    """async: after a weight update compute the KV cache of running requests anew; False keeps it: faster, less exact."""
+    """async: recompute the KV cache of running requests after a weight update; false keeps it, which is faster and less exact."""
     weights_folder: str | None = None
-    """async: folder through which weights are published; null: memory of this machine, on several machines the run folder."""
+    """async: folder through which weights are published; null: this machine's memory, or with several machines the run folder."""
     trajectories_folder: str | None = None
-    """async: train on what another job collects into this folder (a path or any fsspec URL), which takes its weights from
-    weights_folder; null: this job generates by itself."""
+    """async: train on the episodes that another job collects into this folder (a path or any fsspec URL); that job takes its
+    weights from weights_folder. null: this job generates itself."""
     replica_restarts: NonNegativeInt = 3
-    """async: how often a replica that died is started again before the run stops."""
+    """async: number of times that a replica that died is started again before the run stops."""
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
@@ -146,6 +148,6 @@ class RolloutConfig:
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
     """Rows in a forward pass for old log-probs; null: the actor's micro-batch."""
     log_prob_use_dynamic_bsz: bool | None = None
-    """Cut by tokens; null: as the actor."""
+    """Cut forward passes for old log-probs by tokens; null: as the actor."""
     log_prob_max_token_len_per_gpu: PositiveInt | None = None
-    """Most tokens in a forward pass; null: as the actor."""
+    """Largest number of tokens in a forward pass for old log-probs; null: the actor's."""

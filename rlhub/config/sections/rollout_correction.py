@@ -1,4 +1,4 @@
-"""Section `algorithm.rollout_correction`: what to do about the gap between the policy that sampled and the one that trains.
+"""Section `algorithm.rollout_correction`: corrects the gap between the policy that sampled (mu) and the one that trains (pi).
 
 The names of the rejection rules and the spelling of thresholds ("lo_hi") are the field's, so that established command lines
 work.  This file turns the spellings into numbers; the maths is in `rlhub.algorithms.correction`.
@@ -25,41 +25,42 @@ DIVERGENCE_RULES = (
 @dataclass(slots=True, kw_only=True)
 class RolloutCorrectionConfig:
     rollout_is: Literal["token", "sequence"] | None = None
-    """Importance weights pi_old / mu on the loss: of each token, or of the whole sequence (less bias, more noise); null: none."""
+    """Importance weights pi_old / mu on the loss: of each token, or of the sequence (less bias, more variance); null: none."""
     rollout_is_threshold: float | str = 2.0
-    """A number: weights are truncated to it (TIS). A band such as "0.5_5.0": weights outside become 0 (IcePop)."""
+    """A number truncates larger weights to it (TIS); a band such as "0.5_5.0" sets weights outside it to 0 (IcePop)."""
     rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean over the batch, so that they change directions rather than the step's size."""
+    """Divide the weights by their mean over the batch, so that they change the step's direction rather than its size."""
     rollout_rs: list[str] | None = None
-    """Rejection: tokens or sequences that leave the policy loss, by one or several rules of which all must pass: token_k1,
-    token_k2, token_k3, seq_sum_k1 ... seq_mean_k3, seq_max_k2, seq_max_k3 (k1 bounds the ratio mu / pi_old, k2 and k3 a
-    divergence)."""
+    """Rejection rules, one or several; tokens or sequences that fail any of them leave the policy loss: token_k1, token_k2,
+    token_k3, seq_sum_k1 ... seq_mean_k3, seq_max_k2, seq_max_k3 (k1 bounds the ratio mu / pi_old, k2 and k3 a divergence).
+    null: none."""
     rollout_rs_threshold: list[str] | None = None
-    """One for all rules, or one for each: a band "0.5_2.0" for k1 (a number c means 1/c to c), the largest value for k2, k3."""
+    """One threshold for all rules, or one for each: for k1 a band "0.5_2.0" (a number c means 1/c to c), for k2 and k3 the
+    largest divergence."""
     bypass_mode: bool = False
-    """Take the rollout's log-probs for the old ones: saves a forward pass, and the loss's own ratio is then pi / mu."""
+    """Use the rollout's log-probs as the old ones, which saves a forward pass; the loss's own ratio is then pi / mu."""
     m2po_threshold: PositiveFloat | None = None
-    """M2PO: largest mean of log(pi_old / mu)^2 over the tokens a trust region would hold; the largest leave the loss. The
-    paper uses 0.04; null: off."""
+    """M2PO: largest mean of log(pi_old / mu)^2 over the tokens that a trust region would hold back; the tokens of the largest
+    values leave the loss until it is reached. The paper uses 0.04; null: off."""
     proximal: Literal["old_log_probs", "a3po"] = "old_log_probs"
-    """The policy that the loss clips against: a forward pass of its own, or (a3po, no pass) an interpolation between the
-    rollout's and the current log-probs by the samples' staleness."""
+    """Policy that the loss clips against: old_log_probs, from a forward pass of its own, or a3po, without that pass, an
+    interpolation between the rollout's and the current log-probs by the samples' staleness."""
 
     mismatch_warn: PositiveFloat | None = None
-    """Warn where mismatch/kl of a step's newest tokens is above this, in nats a token; null: 0.001 where trainer and rollout
+    """Warn where mismatch/kl of a step's newest tokens, in nats a token, exceeds this; null: 0.001 where trainer and rollout
     engine compute in float32 (usual 1e-8 to 1e-5), 0.1 where one has 16 bits (usual 1e-3 to 0.02), none with top_p or top_k."""
     mismatch_stop: PositiveFloat | None = None
-    """End the run where it is above this; null: 0.1 in float32, 1 with 16 bits, none with top_p or top_k. Both bounds are raised
-    by 0.5 for each version that a step's newest tokens are old (trainer.max_staleness)."""
+    """End the run where mismatch/kl exceeds this; null: 0.1 in float32, 1 with 16 bits, none with top_p or top_k. Both bounds are
+    raised by 0.5 for each policy version by which a step's newest tokens are stale (trainer.max_staleness)."""
 
     @property
     def in_update(self) -> bool:
-        """Whether weights and rejection are computed in the update, from the current log-probs."""
+        """True where the update computes weights and rejection from the current log-probs."""
         return self.bypass_mode or self.proximal != "old_log_probs"
 
     @property
     def active(self) -> bool:
-        """Whether anything is weighted or rejected."""
+        """True where tokens are weighted or rejected."""
         return self.rollout_is is not None or bool(self.rollout_rs) or self.m2po_threshold is not None
 
 
@@ -72,7 +73,7 @@ class Bounds:
 
 
 def weight_bounds(threshold: float | str) -> Bounds:
-    """The numbers of `rollout_is_threshold`; ValueError says what is wrong and what to write."""
+    """Returns the bounds that `rollout_is_threshold` spells.  Raises ValueError that says what to write."""
     lower, upper = _split(threshold)
     if lower is None and upper < 1:
         raise ValueError(
@@ -83,7 +84,7 @@ def weight_bounds(threshold: float | str) -> Bounds:
 
 
 def rejection_bounds(rules: list[str] | None, thresholds: list[str] | None) -> dict[str, Bounds]:
-    """Rule -> numbers, in the user's order; {} without rules.  ValueError says what is wrong and what to write."""
+    """Returns the bounds of each rule, in the user's order; {} without rules.  Raises ValueError that says what to write."""
     names = list(dict.fromkeys(_items(rules)))
     for name in names:
         if name not in RATIO_RULES + DIVERGENCE_RULES:
@@ -101,7 +102,7 @@ def rejection_bounds(rules: list[str] | None, thresholds: list[str] | None) -> d
 
 
 def problems(config: RolloutCorrectionConfig) -> list[str]:
-    """What is wrong with this section by itself."""
+    """Returns the problems of this section alone."""
     found = []
     try:
         weight_bounds(config.rollout_is_threshold)
@@ -124,7 +125,7 @@ def problems(config: RolloutCorrectionConfig) -> list[str]:
 
 
 def notes(config: RolloutCorrectionConfig) -> list[str]:
-    """What is legal and may surprise."""
+    """Returns notes on settings that are allowed and may surprise."""
     if config.proximal == "old_log_probs":
         return []
     proximal = f"{KEY}.proximal={config.proximal}"
@@ -139,7 +140,7 @@ def notes(config: RolloutCorrectionConfig) -> list[str]:
 
 
 def _in_update_problems(config: RolloutCorrectionConfig) -> list[str]:
-    """What needs the whole batch cannot be done where the log-ratio exists micro-batch by micro-batch."""
+    """Returns the problems of corrections that need the whole batch, where the log-ratio exists micro-batch by micro-batch."""
     if not config.in_update:
         return []
     switch = "bypass_mode=true" if config.bypass_mode else f"proximal={config.proximal}"
@@ -157,12 +158,12 @@ def _in_update_problems(config: RolloutCorrectionConfig) -> list[str]:
 
 
 def _items(values: list[str] | None) -> list[str]:
-    """The entries of a list whose items may themselves be comma separated."""
+    """Returns the entries of a list whose items may themselves be lists, separated by commas."""
     return [part.strip() for value in values or () for part in str(value).split(",") if part.strip()]
 
 
 def _split(threshold: float | str) -> tuple[float | None, float]:
-    """ "lo_hi" or a number, positive and in order."""
+    """Returns (lower, upper) of "lo_hi", or (None, number) of a number.  Raises ValueError unless 0 < lower <= upper."""
     parts = str(threshold).strip().split("_")
     try:
         numbers = [float(part) for part in parts]
@@ -174,6 +175,7 @@ def _split(threshold: float | str) -> tuple[float | None, float]:
 
 
 def _rule_bounds(name: str, threshold: str) -> Bounds:
+    """Returns the bounds that one rule's threshold spells."""
     lower, upper = _split(threshold)
     if name in DIVERGENCE_RULES:
         if lower is not None:

@@ -1,4 +1,4 @@
-"""The root of `python -m rlhub.trainer.main_sft`'s configuration."""
+"""The root of `python -m rlhub.trainer.main_sft`'s configuration, with its section `data`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ class SFTDataConfig:
     val_files: str | list[str] | None = None
     """Validation rows, same form; null: no validation."""
     prompt_key: str = "prompt"
-    """Column with the prompt (no loss on it), or with all chat messages."""
+    """Column with the prompt (text or chat messages), whose tokens have no loss."""
     response_key: str = "response"
-    """Column with the response (the loss is on its tokens)."""
+    """Column with the response, whose tokens have the loss."""
     max_length: PositiveInt = 1024
     """Longest prompt and response together, in tokens."""
     train_batch_size: PositiveInt = 256
     """Rows in an optimizer step, over all ranks."""
     micro_batch_size_per_gpu: PositiveInt | None = None
-    """Rows in a forward pass of a rank; null: on GPUs cut by tokens (use_dynamic_bsz), on CPU its whole share at once."""
+    """Rows in a forward pass of a rank; null: on GPUs use_dynamic_bsz decides, on CPU the rank's whole share at once."""
     use_dynamic_bsz: bool | None = None
     """Cut micro-batches by tokens instead of rows; null: on GPUs, unless micro_batch_size_per_gpu is set."""
     max_token_len_per_gpu: PositiveInt | None = None
-    """With use_dynamic_bsz: most tokens in a forward pass of a rank; at least max_length. null: 16384, or max_length if it is
-    more."""
+    """With use_dynamic_bsz: largest number of tokens in a forward pass of a rank, at least max_length; null: 16384, or max_length
+    if that is more."""
     truncation: Literal["error", "left", "right"] = "error"
-    """What to do with a row over max_length: stop, or which end to cut."""
+    """For a row over max_length, error: stop; left, right: cut that end away."""
     shuffle: bool = True
-    """New order in every epoch, from data.seed."""
+    """Draw a new order in every epoch, from data.seed."""
     seed: Seed = 1
     """Seed of the order of the rows."""
 
@@ -54,5 +54,5 @@ class SFTConfig:
 
     @property
     def section(self) -> Section:
-        """What the engine is configured with."""
+        """The section that the engine reads."""
         return section_of(self.strategy, self.fsdp_config, self.megatron)

@@ -1,5 +1,6 @@
-"""What every training engine is configured with: the model (section `model`, with LoRA on it), the optimizer, and how the engine
-cuts the model; shared by actor, reference, critic and the supervised trainers.
+"""The sections of every training engine: the model with its LoRA adapters, the optimizer, and the layout over the ranks.
+
+Actor, reference, critic, reward model and the supervised trainers share them.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ class ModelConfig:
     path: str | None = None
     """Model folder or Hugging Face hub name. Required for the actor."""
     enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: less memory for about a third more compute. Off for tiny models."""
+    """Recompute activations in the backward pass: less memory for about a third more compute. Set it to false for tiny models."""
     use_remove_padding: bool = True
-    """Compute on packed rows without padding. Off only if the model's attention cannot be packed."""
+    """Compute on packed rows without padding. Set it to false only if the model's attention cannot be packed."""
     lora_rank: NonNegativeInt = 0
     """Rank of LoRA adapters; 0: train all weights."""
     lora_alpha: PositiveFloat = 16
-    """LoRA scale: updates are multiplied by lora_alpha / lora_rank."""
+    """LoRA scale: the adapters' output is multiplied by lora_alpha / lora_rank."""
     target_modules: str | list[str] = "all-linear"
-    """Which modules get adapters: all-linear, or a list of module names."""
+    """Modules that get adapters: all-linear, or a list of module names."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for models whose code you have read."""
+    """Run Python code that comes with the model. Set it only for models whose code you have read."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Entries of the model's config.json to replace, for example {attention_dropout: 0.0}."""
 
@@ -47,59 +48,62 @@ class OptimConfig:
     lr_warmup_steps: IntOrOff = -1
     """Optimizer steps of linear warm-up; -1: use lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: UnitFloat = 0.0
-    """Warm-up as a share of all optimizer steps; read if lr_warmup_steps is -1."""
+    """Warm-up as a fraction of all optimizer steps; read if lr_warmup_steps is -1."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
-    """Learning rate after the warm-up."""
+    """Learning-rate schedule after the warm-up."""
     min_lr_ratio: UnitFloat = 0.0
-    """Where the cosine ends, as a share of lr."""
+    """Learning rate at the end of the cosine, as a fraction of lr."""
     total_training_steps: PositiveInt | None = None
-    """Length of the schedule in optimizer steps; null: the run's own."""
+    """Length of the schedule in optimizer steps; null: that of the run."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FSDPConfig:
     param_offload: bool = False
-    """Keep parameters in host memory while unused. When GPU memory does not suffice; costs time."""
+    """Keep parameters in host memory while unused. Set it when GPU memory does not suffice; it costs time."""
     optimizer_offload: bool = False
-    """Keep optimizer state in host memory but for the optimizer step. When GPU memory does not suffice; costs time."""
+    """Keep optimizer states in host memory except during the optimizer step. Set it when GPU memory does not suffice; it costs
+    time."""
     fsdp_size: IntOrOff = -1
-    """Ranks that share one copy of the model; -1: all. Smaller (hybrid sharding): copies are replicated over the rest."""
+    """Ranks that share one copy of the model; -1: all. A smaller number is hybrid sharding, with further copies on the other
+    ranks."""
     model_dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """Dtype of the master weights. On GPUs the forward pass computes in bf16 either way; fp64 is for tests."""
+    """Dtype of the master weights. On GPUs the forward pass computes in bf16 with any of them; fp64 is for tests."""
 
 
 @dataclass(slots=True, kw_only=True)
 class MegatronConfig:
-    """How Megatron-core cuts the model: ranks = tensor x pipeline x context x data parallel; experts are cut over data-parallel
-    ranks."""
+    """Layout of a model under Megatron-core: ranks = tensor x pipeline x context x data parallel; the experts are divided over
+    data-parallel ranks."""
 
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share each layer's matrices; divides the attention heads. Keep it inside a machine."""
     pipeline_model_parallel_size: PositiveInt = 1
     """Ranks that share the layers; divides the number of layers."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """Pieces of layers a pipeline rank holds, dealt in turn (interleaved schedule): a smaller bubble for more communication."""
+    """Model chunks of a pipeline rank (interleaved schedule): a smaller bubble for more communication; null: one chunk."""
     context_model_parallel_size: PositiveInt = 1
     """Ranks that share the tokens of each micro-batch, for long rows; divides each tensor-parallel rank's heads and key-value
-    heads, which attention exchanges tokens for."""
+    heads, since attention exchanges tokens for heads."""
     expert_model_parallel_size: PositiveInt = 1
     """Ranks that share the experts of a mixture-of-experts model; divides the experts and the data-parallel ranks."""
     sequence_parallel: bool | None = None
-    """Cut activations between tensor-parallel regions along the tokens, which saves memory; null: with tensor parallelism."""
+    """Divide activations between tensor-parallel regions along the tokens, which saves memory; null: with tensor parallelism."""
     use_distributed_optimizer: bool = True
-    """Each data-parallel rank keeps a part of the optimizer's state instead of all of it."""
+    """Shard the optimizer states over the data-parallel ranks, instead of a copy on each."""
     recompute_granularity: Literal["full", "selective"] = "full"
     """With enable_gradient_checkpointing: recompute whole layers, or attention alone (faster, more memory)."""
     param_offload: bool = False
-    """Keep parameters in host memory while unused. When GPU memory does not suffice; costs time."""
+    """Keep parameters in host memory while unused. Set it when GPU memory does not suffice; it costs time."""
     optimizer_offload: bool = False
-    """Keep optimizer state in host memory but for the optimizer step. When GPU memory does not suffice; costs time."""
+    """Keep optimizer states in host memory except during the optimizer step. Set it when GPU memory does not suffice; it costs
+    time."""
     grad_offload: bool = False
-    """Free the gradient buffers between updates. When GPU memory does not suffice; costs time."""
+    """Free the gradient buffers between updates. Set it when GPU memory does not suffice; it costs time."""
     model_dtype: Literal["fp32", "bf16"] | None = None
-    """Dtype the model computes in; the optimizer keeps fp32 weights beside bf16 ones. null: bf16 on GPUs, fp32 on CPU."""
+    """Dtype in which the model computes; with bf16 the optimizer keeps fp32 master weights. null: bf16 on GPUs, fp32 on CPU."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
-    """Entries of Megatron-core's TransformerConfig to replace, by their own names. For experts."""
+    """Entries of Megatron-core's TransformerConfig to replace, by its own names; for users who know it well."""
 
 
 Section = FSDPConfig | MegatronConfig
@@ -109,10 +113,10 @@ SECTIONS: dict[str, type[FSDPConfig] | type[MegatronConfig]] = {
     "fsdp2": FSDPConfig,
     "megatron": MegatronConfig,
 }
-"""Training engine -> the section that configures it; the others of the same role are not read."""
+"""The section that each training engine reads; it does not read the role's other sections."""
 
 
 def section_of(strategy: str | None, *sections: Section | None) -> Section:
-    """Returns the section that a role's engine reads.  Needs a derived configuration, in which none is open."""
+    """Returns the section that a role's engine reads.  strategy: of a derived configuration, and so not None."""
     assert strategy is not None, "derive first"
     return next(section for section in sections if isinstance(section, SECTIONS[strategy]))

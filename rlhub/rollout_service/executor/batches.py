@@ -1,4 +1,4 @@
-"""From finished groups to training batches: which groups may train, when failures stop the run, and the columns of a batch.
+"""Turns finished groups into training batches: which groups may train, when failures stop the run, and the columns of a batch.
 
 Delivery guarantees the staleness bound.  It checks a group when the group finishes and whenever training advances by a step; a
 group with tokens beyond the bound is dropped (another prompt takes its place), has these tokens masked, or stays as it is for the
@@ -57,7 +57,7 @@ class Delivery:
 
     @property
     def num_ready(self) -> int:
-        """The number of groups that wait for training."""
+        """Returns the number of groups that wait for training."""
         return len(self._waiting)
 
     def add(self, group: Group) -> None:
@@ -79,7 +79,7 @@ class Delivery:
         return waiting
 
     def serve(self, *, ended: bool) -> None:
-        """Answers the requests for which there are enough groups. ended: no more groups will come, so a request gets the
+        """Answers the requests for which there are enough groups.  ended: no more groups will come, so a request gets the
         remaining ones."""
         while self._requests:
             request = self._requests[0]
@@ -153,7 +153,7 @@ class GroupRequest:
 
 
 class FailureLimit:
-    """Counts failed and rejected groups. limit: the run stops after so many groups in a row that failed or arrived too old.
+    """Counts failed and rejected groups.  limit: the run stops after so many groups in a row that failed or arrived too old.
     Rejected groups are only logged."""
 
     def __init__(self, limit: int) -> None:
@@ -218,7 +218,7 @@ def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = N
     Only if the samples are scored: token_level_scores (rows, T) float32, scores (rows,) float32, valid (rows,) bool and
     reward/<name> (rows,) float64, the scorer's other numbers.
 
-    policy_version is NOT_SAMPLED for tokens that the policy did not write. vocab_size: tokens outside of it raise WorkflowError.
+    policy_version is NOT_SAMPLED for tokens that the policy did not write.  vocab_size: tokens outside of it raise WorkflowError.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     counts = [len(group.trajectories) for group in groups]

@@ -9,13 +9,13 @@ from typing import Any, Literal
 from rlhub.agents.trajectory import Trajectory
 
 StalePolicy = Literal["drop", "mask", "correct"]
-"""How a group with tokens older than the bound is handled: dropped, trained without these tokens, or trained with the rollout
-correction."""
+"""The handling of a group with tokens older than the bound: it is dropped, trained without these tokens, or trained with the
+rollout correction."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PromptItem:
-    """A prompt of the training data. ordinal: its number in the run. row: its other columns."""
+    """A prompt of the training data.  ordinal: its number in the run.  row: its other columns."""
 
     prompt_ids: tuple[int, ...]
     ordinal: int
@@ -26,9 +26,9 @@ class PromptItem:
 class Group:
     """All samples of one prompt, finished.
 
-    valid: whether each sample has a valid score. numbers: the scorer's other numbers of each sample.  The scoring code sets both.
-    baseline: the greedy response to the prompt, which is scored but neither trained nor counted in the group's age; None if the
-    advantage estimator uses none.
+    valid: whether each sample has a valid score.  numbers: the scorer's other numbers of each sample.  The scoring code sets
+    both.  baseline: the greedy response to the prompt, which is scored but neither trained nor counted in the group's age; None
+    if the advantage estimator uses none.
     """
 
     item: PromptItem
@@ -43,22 +43,22 @@ class Group:
 
     @property
     def ordinal(self) -> int:
-        """The number of the prompt in the run."""
+        """Returns the number of the prompt in the run."""
         return self.item.ordinal
 
     @property
     def scored(self) -> list[Trajectory]:
-        """The trajectories that the reward function scores: the samples, and after them the baseline."""
+        """Returns the trajectories that the reward function scores: the samples, and after them the baseline."""
         return [*self.trajectories, *([] if self.baseline is None else [self.baseline])]
 
     @property
     def first_version(self) -> int:
-        """The policy version of the oldest token that would train; the group's staleness counts from it."""
+        """Returns the policy version of the oldest token that would train; the group's staleness counts from it."""
         return min(trajectory.first_version for trajectory in self.trajectories if any(trajectory.response_mask))
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that the policy wrote."""
+        """Returns the number of tokens that the policy wrote."""
         return sum(sum(trajectory.response_mask) for trajectory in self.trajectories)
 
     def to_json(self) -> dict[str, Any]:

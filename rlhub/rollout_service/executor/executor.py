@@ -44,8 +44,8 @@ COLLECT_S = 10.0
 class ExecutorOptions:
     """The settings of a WorkflowExecutor.
 
-    group_size: the number of samples per prompt. seed: the run's seed. stale_policy: how groups beyond the bound are handled.
-    episode_timeout_s: time limit of an episode. max_failed_batches: the run stops after so many batches' worth of failed groups
+    group_size: the number of samples per prompt.  seed: the run's seed.  stale_policy: how groups beyond the bound are handled.
+    episode_timeout_s: time limit of an episode.  max_failed_batches: the run stops after so many batches' worth of failed groups
     in a row.
     """
 
@@ -58,7 +58,7 @@ class ExecutorOptions:
 
 @dataclass(slots=True)
 class _Work:
-    """A group whose episodes run. workflows: one per episode. trajectories: of the episodes that have ended. engines: one per
+    """A group whose episodes run.  workflows: one per episode.  trajectories: of the episodes that have ended.  engines: one per
     episode, with the tokens written so far."""
 
     item: PromptItem
@@ -68,7 +68,7 @@ class _Work:
 
     @property
     def missing(self) -> list[int]:
-        """The samples whose episodes have not ended."""
+        """Returns the samples whose episodes have not ended."""
         return [sample for sample, trajectory in enumerate(self.trajectories) if trajectory is None]
 
     def state(self) -> dict[str, Any]:
@@ -81,12 +81,13 @@ class _Work:
 class WorkflowExecutor:
     """Admits prompts, runs their episodes and delivers finished groups.
 
-    engine: generates for the episodes. workflow_for: returns the workflow of a prompt's row. baseline_for: returns the workflow
+    engine: generates for the episodes.  workflow_for: returns the workflow of a prompt's row.  baseline_for: returns the workflow
     of its greedy response, one more episode of each group; None for no baseline.
 
     on_group: awaited once for each complete group before the filter; it scores the group.  Its errors end the run (the reward has
-    a policy for its own failures), except Reject. keep: the group filter; a group that it refuses is rejected, and another prompt
-    is drawn. interrupt: makes running generations return their tokens for a checkpoint; None: they start again after a resume.
+    a policy for its own failures), except Reject.  keep: the group filter; a group that it refuses is rejected, and another
+    prompt is drawn.  interrupt: makes running generations return their tokens for a checkpoint; None: they start again after a
+    resume.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class WorkflowExecutor:
 
     @property
     def first_ordinal(self) -> int:
-        """The ordinal at which the prompts given to `start` must begin; all earlier ones have ended."""
+        """Returns the ordinal at which the prompts given to `start` must begin; all earlier ones have ended."""
         return int(self._call(lambda: self.ledger.frontier))
 
     def start(self, source: Iterator[PromptItem]) -> None:
@@ -237,7 +238,7 @@ class WorkflowExecutor:
                 self._again.append(item)
 
     def _react(self) -> None:
-        """Starts and delivers what a change has made possible."""
+        """Starts the episodes and delivers the groups that a change permits."""
         if self._error is None and not self._closed:
             try:
                 self._serve()
@@ -269,7 +270,7 @@ class WorkflowExecutor:
 
     @property
     def _num_episodes(self) -> int:
-        """The number of episodes of a group: its samples, and the baseline after them."""
+        """Returns the number of episodes of a group: its samples, and the baseline after them."""
         return self.options.group_size + (self.baseline_for is not None)
 
     def _workflows(self, row: Mapping[str, Any]) -> list[RolloutWorkflow]:

@@ -38,7 +38,7 @@ OnEnd = Callable[[Sequence[int], Phase, str], None]
 class PromptLedger:
     """Tracks the phases of all open prompts.  Each transition is checked: ValueError for one that would lose or repeat a prompt.
 
-    It is not thread-safe. first: the first ordinal of the run. on_end: called at each end, for audits.
+    It is not thread-safe.  first: the first ordinal of the run.  on_end: called at each end, for audits.
     """
 
     def __init__(self, first: int = 0, on_end: OnEnd | None = None) -> None:
@@ -49,7 +49,7 @@ class PromptLedger:
 
     @property
     def frontier(self) -> int:
-        """The lowest ordinal that has not ended."""
+        """Returns the lowest ordinal that has not ended."""
         return next(iter(self._open), self.next_ordinal)  # ordinals are issued in order, and dicts keep it
 
     def phase(self, ordinal: int) -> Phase | None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 class StalenessManager:
     """Controls admission, in groups.  Only one thread may use it at a time.
 
-    batch: the number of groups per training step. max_staleness: the bound in versions. pipeline_depth: the number of batches
-    that generation may run ahead of training, if that is less than the bound; None for the bound. max_concurrent: maximum number
+    batch: the number of groups per training step.  max_staleness: the bound in versions.  pipeline_depth: the number of batches
+    that generation may run ahead of training, if that is less than the bound; None for the bound.  max_concurrent: maximum number
     of groups in progress; None for as many as the bound allows.
     """
 
@@ -40,18 +40,18 @@ class StalenessManager:
 
     @property
     def depth(self) -> int:
-        """The number of batches that generation may run ahead."""
+        """Returns the number of batches that generation may run ahead."""
         return self.max_staleness if self.pipeline_depth is None else min(self.max_staleness, self.pipeline_depth)
 
     @property
     def concurrency(self) -> int:
-        """Maximum number of groups in progress."""
+        """Returns the maximum number of groups in progress."""
         return (self.max_staleness + 1) * self.batch if self.max_concurrent is None else self.max_concurrent
 
     @property
     def capacity(self) -> int:
-        """The number of groups that may be started now; negative if there are more than the bound allows, which can happen after
-        a resume."""
+        """Returns the number of groups that may be started now; negative if there are more than the bound allows, which can
+        happen after a resume."""
         ahead = (self.depth + self.version + 1) * self.batch - (self.accepted + self.running)
         return min(self.concurrency - self.running, ahead)
 

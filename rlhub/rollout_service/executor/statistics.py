@@ -43,7 +43,7 @@ class RolloutStatistics:
     _since: float = field(default_factory=time.monotonic)
 
     def take(self, group: Group, step: int, *, beyond: bool) -> None:
-        """Counts a group that is taken for this training step. beyond: it has, or had, tokens older than the bound."""
+        """Counts a group that is taken for this training step.  beyond: it has, or had, tokens older than the bound."""
         for trajectory in group.trajectories:
             if any(trajectory.response_mask):
                 self.staleness[step - 1 - trajectory.first_version] += 1

@@ -167,6 +167,7 @@ def _header(request: Request, rank: RankRequest) -> CallHeader:
         as_data=request.as_data,
         reply=rank.reply,
         step=faults.current_step(),
+        retain=request.retain,
     )
 
 

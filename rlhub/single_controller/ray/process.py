@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from rlhub.errors import DispatchError
-from rlhub.protocol import DataProto
+from rlhub.protocol import DataProto, Retain
 from rlhub.single_controller.invoke import RankWorkers, failures_of
 from rlhub.single_controller.ray.nodes import own_address
 from rlhub.single_controller.ray.reaper import MARKER
@@ -130,7 +130,7 @@ class CallHeader:
     `len(keywords)` of them are keyword arguments.
 
     as_data: the output is a batch; its number of rows travels apart, so it can be had without them.  reply: False keeps the
-    output in the worker.  step: the driver's, for the fault plan.
+    output in the worker.  step: the driver's, for the fault plan.  retain: what of the output stays in the process.
     """
 
     role: str
@@ -140,6 +140,7 @@ class CallHeader:
     as_data: bool
     reply: bool
     step: int
+    retain: Retain | None = None
 
 
 class WorkerProcess(RankWorkers):
@@ -160,7 +161,15 @@ class WorkerProcess(RankWorkers):
         """Runs a method and returns its output, or (batch, rows) for data; nothing where no reply is wanted."""
         split = len(values) - len(header.keywords)
         kwargs = dict(zip(header.keywords, values[split:], strict=True))
-        output = self.run(header.role, header.method, values[:split], kwargs, materialize=header.materialize, step=header.step)
+        output = self.run(
+            header.role,
+            header.method,
+            values[:split],
+            kwargs,
+            materialize=header.materialize,
+            step=header.step,
+            retain=header.retain,
+        )
         if not header.as_data:
             return output if header.reply else None
         if not header.reply:

@@ -28,7 +28,7 @@ from rlhub.algorithms.correction.correct import Correction, correct
 from rlhub.algorithms.correction.weights import log_ratios
 from rlhub.algorithms.inputs import AdvantageInputs
 from rlhub.algorithms.kl import AdaptiveKLController, FixedKLController, KLController, penalized_rewards
-from rlhub.algorithms.masked import masked, masked_mean
+from rlhub.algorithms.masked import masked
 from rlhub.algorithms.mismatch import (
     extreme_metrics,
     mismatch_metrics,
@@ -39,6 +39,7 @@ from rlhub.algorithms.mismatch import (
 )
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 from rlhub.algorithms.returns import whiten_rewards
+from rlhub.algorithms.row_statistics import COUNT, SUM, batch_moments, row_moments
 from rlhub.config.rules.asynchronous import is_collected
 from rlhub.config.sections.algorithm import KLControlConfig
 from rlhub.config.sections.ppo import PPOConfig
@@ -46,7 +47,7 @@ from rlhub.config.sections.rollout_correction import KEY, RolloutCorrectionConfi
 from rlhub.errors import PolicyMismatchError, RewardError
 from rlhub.protocol import DataProto
 from rlhub.registry import knobs_for
-from rlhub.trainer.ppo.metrics import batch_metrics
+from rlhub.trainer.ppo.metrics import batch_metrics, metric_rows
 from rlhub.trainer.ppo.requirements import Requirements
 from rlhub.trainer.ppo.scoring import COMPONENT
 from rlhub.utils.timing import PhaseTimer
@@ -87,7 +88,7 @@ class AdvantageEstimation:
         with self.timers.measure("advantages"):
             outputs = self._estimator(self._inputs(batch, valid, scored), self._knobs)
         columns["advantages"], columns["returns"] = outputs.advantages, outputs.returns
-        metrics |= outputs.metrics | batch_metrics(batch, valid)
+        metrics |= outputs.metrics | batch_metrics(metric_rows(batch, valid))
         check_advantages(batch, scored, metrics)
         truncated_learn = not self.config.actor_rollout_ref.actor.mask_truncated
         columns["learn_mask"] = scored if truncated_learn else scored * (columns["finish_reason"] == 0)[:, None].long()
@@ -117,7 +118,9 @@ class AdvantageEstimation:
         mask = columns["response_mask"]
         kl = KL_ESTIMATORS.get(algorithm.kl_penalty)(columns["old_log_probs"], columns["ref_log_prob"])
         rewards = penalized_rewards(columns["token_level_scores"], kl, mask, self.kl_controller.value)
-        mean_kl = masked_mean(masked_mean(kl, mask, dim=1), mask.any(1)).item()
+        rows = row_moments(kl, mask)
+        means, written = rows[:, SUM] / rows[:, COUNT].clamp(min=1), rows[:, COUNT] > 0
+        mean_kl = batch_moments(row_moments(means, written)).mean.item()
         metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": self.kl_controller.value}
         self.kl_controller.update(mean_kl, len(batch))
         return rewards, metrics

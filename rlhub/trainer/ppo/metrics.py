@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rlhub.algorithms.row_statistics import Moments, batch_moments, row_moments, row_sums
 from rlhub.protocol import DataProto
 from rlhub.utils.timing import PREFIX
 
@@ -21,41 +22,50 @@ PER_TOKEN = {
 """The field's name of a phase -> the phase, whose time is divided by the tokens of prompts and responses."""
 
 
-def spread(prefix: str, values: Tensor) -> dict[str, float]:
-    """Returns mean, max and min of a flat tensor; nothing for an empty one.  Sums are float64: float32 has no room for two of its
-    largest numbers."""
-    if values.numel() == 0:
-        return {}
-    low, high = torch.aminmax(values)
-    return {f"{prefix}/mean": values.mean(dtype=torch.float64).item(), f"{prefix}/max": high.item(), f"{prefix}/min": low.item()}
-
-
-def batch_metrics(batch: DataProto, valid: Tensor) -> dict[str, float]:
-    """Returns reward/..., critic/{score,rewards,advantages,returns,values}/..., response_length/... and prompt_length/....
+def metric_rows(batch: DataProto, valid: Tensor) -> dict[str, Tensor]:
+    """Returns `row_moments` of what is reported of each row, by name, (rows, 5) float64; a rank can compute those of its rows.
 
     valid: (rows,) bool.  Samples without a valid score count in lengths only: the 0 that stands in for their score would pass for
     a bad answer.
     """
-    columns = batch.batch
+    columns, every = batch.batch, torch.ones_like(valid)
     mask = columns["response_mask"].bool() & valid[:, None]
-    scores = columns["scores"][valid].double()
-    lengths = columns["response_length"].float()
-    prompts = columns["attention_mask"].sum(1).float() - lengths
-    metrics = {
-        **spread("response_length", lengths),
-        "response_length/clip_ratio": (columns["finish_reason"] == 1).float().mean().item(),
-        **spread("prompt_length", prompts),
-        **spread("critic/score", scores),
-        **spread("critic/rewards", torch.where(mask, columns["token_level_rewards"], 0).sum(1, dtype=torch.float64)[valid]),
-        **spread("critic/advantages", columns["advantages"][mask]),
-        **spread("critic/returns", columns["returns"][mask]),
-        "perf/total_num_tokens": float(columns["attention_mask"].sum().item()),
+    tokens, lengths = columns["attention_mask"].sum(1), columns["response_length"]
+    tensors = {name: columns[name] for name in ("advantages", "returns", "values") if name in columns.keys()}
+    return {
+        "response_length": row_moments(lengths, every),
+        "response_length/clip_ratio": row_moments(columns["finish_reason"] == 1, every),
+        "prompt_length": row_moments(tokens - lengths, every),
+        "critic/score": row_moments(columns["scores"], valid),
+        "critic/rewards": row_moments(row_sums(columns["token_level_rewards"], mask), valid),
+        **{f"critic/{name}": row_moments(column, mask) for name, column in tensors.items()},
+        "perf/total_num_tokens": row_moments(tokens, every),
     }
-    if len(scores):
-        metrics |= {"reward/mean": scores.mean().item(), "reward/std": scores.std(correction=0).item()}
-    if "values" in columns.keys():
-        metrics |= spread("critic/values", columns["values"][mask])
+
+
+def batch_metrics(rows: Mapping[str, Tensor]) -> dict[str, float]:
+    """Returns reward/..., critic/{score,rewards,advantages,returns,values}/..., response_length/... and prompt_length/... out of
+    `metric_rows` in the order of the rows."""
+    moments = {name: batch_moments(column) for name, column in rows.items()}
+    clipped, tokens = moments.pop("response_length/clip_ratio"), moments.pop("perf/total_num_tokens")
+    metrics = {name: value for prefix, found in moments.items() for name, value in spread(prefix, found).items()}
+    metrics["response_length/clip_ratio"] = clipped.mean.item()
+    metrics["perf/total_num_tokens"] = tokens.total.item()
+    scores = moments["critic/score"]
+    if scores.count > 0:
+        metrics |= {"reward/mean": scores.mean.item(), "reward/std": (scores.squares / scores.count).sqrt().item()}
     return metrics
+
+
+def spread(prefix: str, moments: Moments) -> dict[str, float]:
+    """Returns mean, max and min; nothing where there is no value."""
+    if moments.count == 0:
+        return {}
+    return {
+        f"{prefix}/mean": moments.mean.item(),
+        f"{prefix}/max": moments.highest.item(),
+        f"{prefix}/min": moments.lowest.item(),
+    }
 
 
 def mean_metrics(collected: dict[str, list[float]] | dict[str, float]) -> dict[str, float]:

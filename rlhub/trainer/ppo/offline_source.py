@@ -96,7 +96,7 @@ class CollectedSource:
 def build_collected(
     config: PPOConfig, loader: PromptLoader, tokenizer: Any, write: Callable[[str, int], object], timers: PhaseTimer
 ) -> CollectedSource:
-    """Returns the source of a configuration that config.asynchronous has passed."""
+    """Returns the source of a configuration that config.rules.asynchronous has passed."""
     rollout = config.actor_rollout_ref.rollout
     assert rollout.trajectories_folder is not None
     return CollectedSource(

@@ -333,7 +333,7 @@ class JudgeScorer:
 
 
 class JudgeGenerator:
-    """Is `rewards.judge.Generate` over the judge's worker group: one call for all prompts, which blocks the loop it runs on."""
+    """Is `rewards.combine.Generate` over the judge's worker group: one call for all prompts, which blocks the loop it runs on."""
 
     def __init__(self, group: WorkerGroup, num_samples: int) -> None:
         self.group, self.num_samples = group, num_samples

@@ -258,7 +258,15 @@ def arrange(
         batch.batch["critic_mini_batch"] = mini_batch_ids(len(batch), critic_rows_per_mini_batch, shuffle_seed)
     if num_ranks == 1:
         return batch
-    lengths = batch.batch["attention_mask"].sum(1).tolist()
+    batch.reorder(deal(batch.batch["attention_mask"].sum(1).tolist(), ids, num_ranks, balance=balance))
+    return batch
+
+
+def deal(lengths: Sequence[int], ids: Tensor, num_ranks: int, *, balance: bool) -> Tensor:
+    """Returns the order of rows (rows,) in which part r of `chunk(num_ranks)` is what rank r should hold.
+
+    lengths: tokens of each row.  ids: (rows,) the mini-batch of each, from 0.
+    """
     members = [(ids == index).nonzero().squeeze(1).tolist() for index in range(int(ids.max()) + 1)]
     plan = capacities_of([len(rows) for rows in members], num_ranks)
     parts: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -268,9 +276,7 @@ def arrange(
         for rank, chosen in enumerate(partition(costs, num_ranks, capacities=capacities, loads=loads)):
             parts[rank] += [rows[index] for index in chosen]
             loads[rank] += sum(costs[index] for index in chosen)
-    order = torch.tensor([row for part in parts for row in part])
-    batch.reorder(order)
-    return batch
+    return torch.tensor([row for part in parts for row in part])
 
 
 def mini_batch_ids(num_rows: int, rows_per_mini_batch: int, shuffle_seed: int | None) -> Tensor:

@@ -32,12 +32,12 @@ class LoopThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs on this loop's thread."""
+        """Returns whether the caller runs on this loop's thread."""
         return threading.get_ident() == self._thread.ident
 
     @property
     def stopped(self) -> bool:
-        """Whether the loop or its thread has ended."""
+        """Returns whether the loop or its thread has ended."""
         return self.loop.is_closed() or not self._thread.is_alive()
 
     def call(self, function: Callable[..., object], *args: Any) -> None:

@@ -65,7 +65,7 @@ class Reject(Exception):  # noqa: N818  a signal, not an error
 
 
 class Waiter:
-    """A wait for `count` results. wake: lets the waiting side continue; it may be called from any thread."""
+    """A wait for `count` results.  wake: lets the waiting side continue; it may be called from any thread."""
 
     __slots__ = ("count", "results", "wake")
 
@@ -108,7 +108,7 @@ class ResultQueue:
     """Keeps results until they are consumed.  `put` and `release_surplus` belong to one thread; the other methods may be called
     from any.
 
-    max_results: results beyond this number are kept as a surplus, and `is_full` says that no more should be produced. on_space:
+    max_results: results beyond this number are kept as a surplus, and `is_full` says that no more should be produced.  on_space:
     called after results were taken, if a maximum is set.
     """
 
@@ -126,7 +126,7 @@ class ResultQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether the maximum is reached, so that further results would be surplus."""
+        """Returns whether the maximum is reached, so that further results would be surplus."""
         return self._max_results is not None and len(self._ready) >= self._limit(self._max_results)
 
     def put(self, result: TaskResult) -> None:

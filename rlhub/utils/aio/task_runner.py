@@ -66,9 +66,9 @@ class AsyncTaskRunner:
     """Runs coroutines.  All methods may be called from any thread, except that methods that wait must not be called on the
     runner's own loop.
 
-    max_concurrent: maximum number of tasks that run at the same time; None: no limit. max_queued: maximum number of tasks that
-    wait for their start; `submit` waits for space beyond it. max_results: maximum number of results that wait for a consumer;
-    further ones are kept, but no task starts until some were taken. on_result: receives each result on the loop's thread, which
+    max_concurrent: maximum number of tasks that run at the same time; None: no limit.  max_queued: maximum number of tasks that
+    wait for their start; `submit` waits for space beyond it.  max_results: maximum number of results that wait for a consumer;
+    further ones are kept, but no task starts until some were taken.  on_result: receives each result on the loop's thread, which
     is then not kept for `wait`; it must not block.
     """
 
@@ -103,27 +103,28 @@ class AsyncTaskRunner:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of the tasks."""
+        """Returns the event loop of the tasks."""
         return self._thread.loop
 
     @property
     def num_running(self) -> int:
-        """The number of running tasks."""
+        """Returns the number of running tasks."""
         return self._num_running
 
     @property
     def num_queued(self) -> int:
-        """The number of tasks that were submitted and have not started, including those that wait in `submit` for space."""
+        """Returns the number of tasks that were submitted and have not started, including those that wait in `submit` for
+        space."""
         return len(self._queue) + len(self._parked) - self._num_withdrawn
 
     @property
     def num_ready(self) -> int:
-        """The number of results that were not taken yet."""
+        """Returns the number of results that were not taken yet."""
         return len(self._results)
 
     @property
     def paused(self) -> bool:
-        """Whether no new tasks start."""
+        """Returns whether the runner starts no new tasks."""
         return self._paused
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -142,8 +143,8 @@ class AsyncTaskRunner:
     ) -> str:
         """Runs `async_fn(*args, **kw)` on the loop in its turn, and returns the task's id.  Waits while the queue is full.
 
-        task_id: must differ from those of all queued and running tasks. deadline: seconds from the task's start after which it is
-        cancelled and ends as TimedOut.
+        task_id: must differ from those of all queued and running tasks.  deadline: seconds from the task's start after which it
+        is cancelled and ends as TimedOut.
         """
         entry = _Entry(async_fn, args, kw, deadline)
         self._register(entry, task_id)

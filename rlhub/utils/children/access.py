@@ -17,7 +17,7 @@ THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """The environment variables of a child. env: names of additional variables that are passed on. setting: the setting that
+    """The environment variables of a child.  env: names of additional variables that are passed on.  setting: the setting that
     lists them, for messages.
 
     untrusted: the child runs code that a model wrote.  It receives only PATH, HOME, LANG, TMPDIR and `env`, only root can inspect

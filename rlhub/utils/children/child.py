@@ -31,7 +31,7 @@ READ_BYTES = 1 << 16
 
 
 def main(setup: dict[str, Any]) -> NoReturn:
-    """Serves calls until the request pipe closes. setup: written by `process.spawn`."""
+    """Serves calls until the request pipe closes.  setup: written by `process.spawn`."""
     request_fd, reply_fd, crash_fd = setup["request_fd"], setup["reply_fd"], setup["crash_fd"]
     for fd in (request_fd, reply_fd, crash_fd):
         os.set_inheritable(fd, False)

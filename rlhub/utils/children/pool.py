@@ -40,8 +40,8 @@ TRIVIAL_CHUNK, TRIVIAL_CHUNK_S = 32, 0.002  # so many calls at once, if they are
 class Failure:
     """The reason why a call has no value.
 
-    raised: the function raised an error (`message` is its traceback). timeout: the deadline passed. died: its process ended,
-    twice. memory: it exceeded the limit. bad_argument, bad_result: JSON cannot represent the value. skipped: not executed,
+    raised: the function raised an error (`message` is its traceback).  timeout: the deadline passed.  died: its process ended,
+    twice.  memory: it exceeded the limit.  bad_argument, bad_result: JSON cannot represent the value.  skipped: not executed,
     because too many other calls had failed.
     """
 
@@ -61,7 +61,7 @@ class CallResult:
 class _MapRun:
     """The state of one `map`: the calls, those not handed out yet, those to repeat, and the results.
 
-    call_s: the time per call of the chunk that was answered last, including its round trip. failed_loads: the number since the
+    call_s: the time per call of the chunk that was answered last, including its round trip.  failed_loads: the number since the
     last answer.
     """
 
@@ -78,7 +78,7 @@ class _MapRun:
 
     @property
     def unfinished(self) -> bool:
-        """Whether calls remain to be done."""
+        """Returns whether calls remain to be done."""
         return len(self.results) < len(self.calls) and self.num_failures <= self.max_failures
 
     def fail(self, number: int, kind: FailureKind, message: str) -> None:
@@ -112,8 +112,9 @@ class KillablePool:
         memory_gb: float = 4.0,
         access: Access | None = None,
     ) -> None:
-        """parameters: the keywords of every call. timeout_s: time limit of one call, without the time in which it imports.
-        memory_gb: address space of one child, in GiB. access: the environment variables that the function may read."""
+        """Creates a pool without children.  parameters: the keywords of every call.  timeout_s: time limit of one call, without
+        the time in which it imports.  memory_gb: address space of one child, in GiB. access: the environment variables that the
+        function may read."""
         self.target, self.parameters, self.access = target, tuple(parameters), access or Access()
         self.num_workers = num_workers or min(4, os.cpu_count() or 1)
         self.timeout_s, self.memory_gb = timeout_s, memory_gb
@@ -137,7 +138,7 @@ class KillablePool:
         with self._lock:
             try:
                 self._run(run)
-            except BaseException:  # re-raised: an interrupted run must not leave children whose answers nobody expects
+            except BaseException:  # re-raised: an interrupted run must not leave children whose answers would be taken for others
                 _kill_all(self._children)
                 raise
         skipped = CallResult(failure=Failure(kind="skipped", message=f"{run.num_failures} other calls had failed"))

@@ -49,9 +49,10 @@ SIGNAL_BASE = 128  # see supervisor.py
 class ChildProcess:
     """A child and its pipes.
 
-    items: the numbers of the calls that it has and has not answered, in order. num_given, given_at: size and time of its last
-    chunk. since: when it last received or did something (times are monotonic). served: the number of answers. ready: its function
-    is loaded. pid: its process number as the code inside sees it. strayed: it sent an answer that does not belong to its call.
+    items: the numbers of the calls that it has and has not answered, in order.  num_given, given_at: size and time of its last
+    chunk.  since: when it last received or did something (times are monotonic).  served: the number of answers.  ready: its
+    function is loaded.  pid: its process number as the code inside sees it.  strayed: it sent an answer that does not belong to
+    its call.
     """
 
     process: subprocess.Popen[bytes]
@@ -77,12 +78,12 @@ class ChildProcess:
 
     @property
     def idle(self) -> bool:
-        """Whether it can take calls now."""
+        """Returns whether it can take calls now."""
         return self.ready and not self.items and not self.finished
 
     @property
     def wants_write(self) -> bool:
-        """Whether part of a request is not written yet."""
+        """Returns whether part of a request is not written yet."""
         return bool(self._outgoing)
 
     def deadline(self, timeout_s: float) -> float:
@@ -182,7 +183,7 @@ class ChildProcess:
 
     def _end(self) -> int:
         """Ends the supervisor with everything below it, and returns its exit code."""
-        for sign in (signal.SIGTERM, signal.SIGCONT):  # somebody may have stopped it
+        for sign in (signal.SIGTERM, signal.SIGCONT):  # it may be stopped
             self.process.send_signal(sign)
         try:
             return self.process.wait(timeout=KILL_S)
@@ -194,7 +195,7 @@ class ChildProcess:
 
 @dataclass(frozen=True, slots=True)
 class ChildRequest:
-    """Calls in the form in which a child reads them. nonce: part of the answers; code that has not read the request cannot guess
+    """Calls in the form in which a child reads them.  nonce: part of the answers; code that has not read the request cannot guess
     it."""
 
     nonce: str

@@ -34,12 +34,12 @@ def become_child(request_fd: int, driver_fds: Iterable[int], *, namespace: bool)
     """Returns in a new process, the child.  The calling process becomes its supervisor and does not return: it ends with the
     child's exit code once nothing of the child is left.  It ends the child when the driver sends SIGTERM or is gone.
 
-    request_fd: the read end of a pipe to which only the driver writes. driver_fds: descriptors that only the child may hold.
+    request_fd: the read end of a pipe to which only the driver writes.  driver_fds: descriptors that only the child may hold.
     """
     driver = os.getppid()
     set_process(PR_SET_CHILD_SUBREAPER, 1)
     owns_users = namespace and _enter_namespaces()
-    set_process(PR_SET_DUMPABLE, 0)  # nobody opens its descriptors through /proc
+    set_process(PR_SET_DUMPABLE, 0)  # no other process opens its descriptors through /proc
     process = os.fork()
     if process == 0:
         set_process(PR_SET_PDEATHSIG, signal.SIGKILL)

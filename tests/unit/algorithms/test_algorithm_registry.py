@@ -38,6 +38,15 @@ def test_estimators_work_from_what_their_rows_require_and_not_from_less(name: st
             ADVANTAGE_ESTIMATORS.get(name)(bare, knobs)
 
 
+def test_estimators_of_one_number_a_sample_say_so_and_others_do_not() -> None:
+    one_number = {"grpo", "grpo_passk", "rloo", "opo", "gpg", "cpgd"}
+    with_companion = {name for name in ADVANTAGE_ESTIMATORS.names() if ADVANTAGE_ESTIMATORS.companion(name, "per_sample")}
+    assert with_companion == one_number
+    for name in one_number:
+        companion, estimator = ADVANTAGE_ESTIMATORS.companion(name, "per_sample"), ADVANTAGE_ESTIMATORS.get(name)
+        assert companion.__module__ == estimator.__module__, name
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_losses_work_from_what_their_rows_require_and_not_from_less(name: str) -> None:
     """They raise the probability of good tokens and lower that of bad ones."""

@@ -19,7 +19,7 @@ from rlhub.config import devices
 from rlhub.config.cli import prepare
 from rlhub.config.compose import config_dir, example_names
 from rlhub.config.load import flatten, free_keys
-from rlhub.config.rules.parallel import derive
+from rlhub.config.rules.derive import derive
 from rlhub.config.rules.placement import pools_of
 from rlhub.config.schema import to_dict
 from rlhub.config.sections.ppo import PPOConfig

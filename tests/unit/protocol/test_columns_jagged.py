@@ -5,13 +5,22 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from rlhub.errors import ProtocolError
-from rlhub.protocol import DataProto, collate_fn, fold_batch_dim, unfold_batch_dim
+from rlhub.protocol import (
+    DataProto,
+    collate_fn,
+    fold_batch_dim,
+    pad_dataproto_to_divisor,
+    unfold_batch_dim,
+    unpad_dataproto,
+)
+from rlhub.protocol import columns as columns_module
 
 ROWS = [[1.0, 2.0], [], [3.0], [4.0, 5.0, 6.0], [7.0]]
 
@@ -94,3 +103,126 @@ def test_a_nested_tensor_of_another_layout_is_refused_at_construction() -> None:
     strided = torch.nested.nested_tensor([torch.arange(2.0), torch.arange(3.0)], layout=torch.strided)
     with pytest.raises(ProtocolError, match=r"column 'x'.*layout=torch\.jagged"):
         DataProto.from_dict({"x": strided})
+
+
+def test_rows_that_differ_in_a_later_dimension_are_refused_at_construction() -> None:
+    later = torch.nested.nested_tensor([torch.zeros(3, 2), torch.zeros(3, 1)], layout=torch.jagged)
+    with pytest.raises(ProtocolError, match=r"column 'x'"):
+        DataProto.from_dict({"x": later})
+
+
+# -- against padded columns ------------------------------------------------------------------------------------------------
+
+DTYPES = (torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16)
+LAYOUTS, ACTS = 300, 4
+"""Random batches, and how many of the operations each of them goes through."""
+
+
+def unpadded(data: DataProto) -> list[tuple[Any, ...]]:
+    """The rows of a padded batch without their padding."""
+    lengths = data.batch["length"].tolist()
+    rows = zip(lengths, data.batch["mask"], data.batch["x"], data.non_tensor_batch["group"].tolist(), strict=True)
+    return [(group, mask[:length].tolist(), x[:length].tolist()) for length, mask, x, group in rows]
+
+
+def as_rows(data: DataProto) -> list[tuple[Any, ...]]:
+    """The rows of a batch without padding, whose columns have kept their kinds."""
+    x, mask = data.batch["x"], data.batch["mask"]
+    assert x.layout == mask.layout == torch.jagged and mask.dtype == torch.bool and data.batch["length"].dtype == torch.int32
+    groups = data.non_tensor_batch["group"].tolist()
+    return [(g, m.tolist(), row.tolist()) for g, m, row in zip(groups, mask.unbind(), x.unbind(), strict=True)]
+
+
+def layout(rng: np.random.Generator) -> tuple[DataProto, DataProto]:
+    """A random batch without padding, and the same rows padded.  A column may begin within its values or have gaps there."""
+    lengths = rng.integers(0, 6, rng.integers(0, 9)) * rng.integers(0, 2)
+    gaps = rng.integers(0, 3, len(lengths)) * rng.integers(0, 2)
+    dtype, trailing = DTYPES[rng.integers(len(DTYPES))], [(), (), (2,), (0,)][rng.integers(4)]
+    starts = np.cumsum(np.concatenate([[0], lengths + gaps])).astype(np.int64)
+    values = torch.from_numpy(rng.integers(0, 100, (starts[-1], *trailing))).to(dtype)
+    flags = torch.from_numpy(rng.integers(0, 2, starts[-1])).bool()
+    wide = torch.zeros(len(lengths), 6, *trailing, dtype=dtype)
+    wide_flags = torch.zeros(len(lengths), 6, dtype=torch.bool)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=False)):
+        wide[row, :length], wide_flags[row, :length] = values[start : start + length], flags[start : start + length]
+    offsets = torch.from_numpy(starts)
+    extents = torch.from_numpy(lengths.astype(np.int64)) if gaps.any() else None
+    columns = {
+        "x": torch.nested.nested_tensor_from_jagged(values, offsets, extents),
+        "mask": torch.nested.nested_tensor_from_jagged(flags, offsets, extents),
+        "length": torch.from_numpy(lengths.astype(np.int32)),
+    }
+    groups = {"group": [f"group {row // 2}, row {row}" for row in range(len(lengths))]}
+    return DataProto.from_dict(columns, groups), DataProto.from_dict({**columns, "x": wide, "mask": wide_flags}, groups)
+
+
+def in_place(data: DataProto, change: Callable[[DataProto], object]) -> DataProto:
+    change(data)
+    return data
+
+
+def acts(rng: np.random.Generator, rows: int) -> dict[str, Callable[[DataProto], DataProto]]:
+    """All that moves rows, with random arguments that fit so many rows."""
+    some = rng.integers(-rows, rows, rng.integers(0, 12)) if rows else np.zeros(0, dtype=np.int64)
+    mask, order, counts = rng.random(rows) < 0.5, rng.permutation(rows), rng.integers(0, 3, rows)
+    first, last, step, parts = (int(n) for n in (rng.integers(0, 9), rng.integers(0, 9), rng.integers(1, 4), rng.integers(1, 6)))
+    shuffled = {"mini_batch_size": parts, "epochs": 1, "seed": parts, "dataloader_kwargs": {"shuffle": True}}
+    return {
+        "select_idxs": lambda data: data.select_idxs(some),
+        "a mask": lambda data: data[mask],
+        "slice": lambda data: data[first:last],
+        "a slice with steps": lambda data: data.slice(first, None, step),
+        "rows of a slice": lambda data: data[first:].select_idxs(np.arange(len(data[first:]))[::-1].copy()),
+        "reorder": lambda data: in_place(data, lambda own: own.reorder(order)),
+        "repeat": lambda data: data.repeat(step),
+        "repeat in turns": lambda data: data.repeat(step, interleave=False),
+        "sample_level_repeat": lambda data: data.sample_level_repeat(counts),
+        "chunk and concat": lambda data: DataProto.concat(data.chunk(parts)),
+        "split and concat": lambda data: DataProto.concat(data.split(parts)[::-1] or [data]),
+        "concat of choices": lambda data: DataProto.concat([data[mask], data[first:last], data.select_idxs([])]),
+        "one part of many": lambda data: data.chunk(parts)[-1].repeat(2),
+        "padding": lambda data: in_place(data, lambda own: own.padding(step if rows else 0)),
+        "pad and unpad": lambda data: unpad_dataproto(*pad_dataproto_to_divisor(data, parts)) if rows else data,
+        "pad": lambda data: pad_dataproto_to_divisor(data, parts)[0] if rows else data,
+        "union": lambda data: data.select(["length"]).union(data).union(data[:]),
+        "mini-batches": lambda data: DataProto.concat([*data.make_iterator(**shuffled), data[:0]]),
+        "a journey": lambda data: pickle.loads(pickle.dumps(data, protocol=5)).materialize(),
+        "a journey of a part": lambda data: pickle.loads(pickle.dumps(data[first:last], protocol=5)).repeat(2),
+        "to": lambda data: data.to("cpu"),
+        "deep copy": lambda data: data.select(deepcopy=True),
+        "TensorDict": lambda data: DataProto.from_tensordict(data.to_tensordict()),
+    }
+
+
+def check_layouts(num_layouts: int = LAYOUTS) -> None:
+    for seed in range(num_layouts):
+        rng = np.random.default_rng(seed)
+        ragged, padded = layout(rng)
+        assert as_rows(ragged) == unpadded(padded)
+        chosen = acts(rng, len(ragged))
+        for name in rng.choice(list(chosen), ACTS, replace=False).tolist():
+            act = chosen[name]
+            if name == "TensorDict" and not len(ragged):
+                continue  # an empty stack of objects has no rows to make a column of
+            moved, expected = act(ragged.select()), act(padded.select())
+            assert as_rows(moved) == unpadded(expected), (seed, name)
+            assert moved.batch["x"].dtype == ragged.batch["x"].dtype, (seed, name)
+            assert moved.batch["x"].values().shape[1:] == ragged.batch["x"].values().shape[1:], (seed, name)
+        assert as_rows(ragged) == unpadded(padded), "nothing of the above changes the sender's batch"
+
+
+def test_every_operation_moves_rows_as_it_moves_padded_ones() -> None:
+    check_layouts()
+
+
+def test_control_rows_of_the_wrong_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = columns_module.take_rows
+    monkeypatch.setattr(columns_module, "dense_rows", lambda column: (column.values(), column.offsets().diff()))  # gaps
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_layouts(40)
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        "rlhub.protocol.data_proto.take_rows", lambda column, rows: take(column, rows.sort().values if column.is_nested else rows)
+    )
+    with pytest.raises(AssertionError):
+        check_layouts(40)

@@ -9,7 +9,7 @@ import pytest
 
 from rlhub.errors import RewardError
 from rlhub.rewards.rendering import Rendering, padded, render
-from tests.unit.rewards.test_judge import ChatLetters, batch_of
+from tests.unit.rewards.test_combine_judge import ChatLetters, batch_of
 from tests.unit.rewards.test_managers import Letters
 
 SYSTEM = {"role": "system", "content": "s"}

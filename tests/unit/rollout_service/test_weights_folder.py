@@ -1,5 +1,7 @@
-"""The folder through which weights are published, and the readers in an engine's workers: all prepare, all place, and the
-first error of any is raised."""
+"""The folder through which weights are published, and the readers in an engine's workers.
+
+All readers prepare, all place, and the first error of any is raised.
+"""
 
 from __future__ import annotations
 

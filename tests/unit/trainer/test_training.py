@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhub.checkpoint.store import Checkpoint
-from rlhub.config.rules.parallel import derive
+from rlhub.config.rules.derive import derive
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.preference import DPOConfig
 from rlhub.config.sections.sft import SFTConfig

@@ -8,7 +8,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from rlhub.agents.openai_server import server as server_module
+from rlhub.agents.openai_server import answers
 from rlhub.agents.openai_server.sessions import SessionLimits
 from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
 from rlhub.agents.workflows.turns import turn_seed
@@ -362,7 +362,7 @@ async def test_a_client_that_does_not_read_its_answer_loses_its_connection() -> 
 
     async def answer(request: web.Request) -> web.StreamResponse:
         try:
-            return await server_module._whole(request, {"text": "x" * (32 << 20)}, 0.2)
+            return await answers.send_whole(request, {"text": "x" * (32 << 20)}, 0.2)
         except BaseException as error:
             outcomes.append(error)
             raise

@@ -12,7 +12,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from rlhub.agents.openai_server import server as server_module
+from rlhub.agents.openai_server import answers
 from rlhub.agents.openai_server.streaming import StableText
 from rlhub.agents.trajectory import Trajectory
 from rlhub.errors import EngineError
@@ -330,7 +330,7 @@ async def test_an_error_before_the_first_token_has_its_own_status(error: Excepti
 
 
 async def test_silence_is_broken_by_comments_also_while_text_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(answers, "HEARTBEAT_S", 0.02)
     async with endpoint([CALL + END]) as at:
         at.engine.given = 0
         session = at.server.open_session("a", seed=5, limits=LIMITS)

@@ -91,7 +91,7 @@ def test_no_mark_of_a_texts_beginning_comes_between_turns() -> None:
 def test_a_transcript_keeps_its_columns_together() -> None:
     transcript = Transcript(prompt_ids=[1, 2], budget=8, scored=True)
     transcript.add_completion(Completion(token_ids=[5, 6], log_probs=[-1.0, -2.0], finish_reason="stop", versions=[3, 3]))
-    assert transcript.add_context([7, 8]) and transcript.room == 4
+    assert transcript.add_context([7, 8]) and transcript.remaining == 4
     transcript.add_reward(0.5)
     transcript.add_completion(Completion(token_ids=[9], log_probs=[], finish_reason="stop", versions=[4]))
     transcript.add_reward(0.25)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhub.algorithms.advantages import optimal_token_baseline as otb
-from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
+from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs, SampleInputs
 from rlhub.algorithms.masked import masked
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS
 from tests.unit.algorithms.advantages.estimators import (
@@ -49,6 +49,38 @@ def _ours(name: str) -> bool:
 @given(case=cases)
 def test_formula(name: str, knobs: dict[str, Any], case: Any) -> None:
     check(lambda inputs: estimate(name, knobs, inputs), case, name, knobs)
+
+
+def check_per_sample(per_sample: Any, case: Any, name: str, knobs: dict[str, Any]) -> None:
+    """From outcomes, groups and token counts alone; where the tokens are does not matter."""
+    inputs = inputs_of(case)
+    tokens = estimate(name, knobs, inputs)
+    counts = inputs.response_mask.sum(1)
+    samples = SampleInputs(rewards=inputs.outcome_rewards(), group=inputs.group, num_tokens=counts)
+    knobs_class = ADVANTAGE_ESTIMATORS.knobs_class(name)
+    outputs = per_sample(samples, knobs_class(**knobs) if knobs_class else None)
+    assert outputs.advantages.dtype == torch.float64 and outputs.advantages.shape == counts.shape
+    assert torch.equal(tokens.advantages, inputs.on_tokens(outputs.advantages)) and torch.equal(tokens.returns, tokens.advantages)
+    assert outputs.metrics == tokens.metrics
+
+
+per_sample_runs = [run for run in RUNS if ADVANTAGE_ESTIMATORS.companion(run[0], "per_sample")]
+
+
+@pytest.mark.parametrize(("name", "knobs"), per_sample_runs, ids=run_id)
+@quick
+@given(case=cases)
+def test_one_number_a_sample_is_the_estimator_on_tokens(name: str, knobs: dict[str, Any], case: Any) -> None:
+    check_per_sample(ADVANTAGE_ESTIMATORS.companion(name, "per_sample"), case, name, knobs)
+
+
+@pytest.mark.parametrize("name", ["opo", "gpg"])
+def test_a_companion_that_does_not_know_which_rows_have_tokens_is_caught(name: str) -> None:
+    def everywhere(samples: SampleInputs, knobs: Any) -> Any:
+        blind = dataclasses.replace(samples, num_tokens=torch.ones_like(samples.num_tokens))
+        return ADVANTAGE_ESTIMATORS.companion(name, "per_sample")(blind, knobs)
+
+    assert catches(lambda broken, case: check_per_sample(broken, case, name, {}), everywhere, cases)
 
 
 # Broken variants

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhub.config.rules.parallel import derive
+from rlhub.config.rules.derive import derive
 from rlhub.config.sections.ppo import ActorRolloutRefConfig, PPOConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from rlhub.algorithms.registry import POLICY_LOSSES
-from rlhub.config.rules.parallel import derive
+from rlhub.config.rules.derive import derive
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RemoteConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from rlhub.algorithms.row_statistics import Moments, batch_moments, row_moments
 from rlhub.protocol import DataProto
-from rlhub.trainer.ppo.metrics import batch_metrics, mean_metrics, spread, timing_per_token
+from rlhub.trainer.ppo.metrics import batch_metrics, mean_metrics, metric_rows, spread, timing_per_token
 
 NAN = math.nan
 
@@ -62,7 +63,7 @@ EXPECTED = {
 
 
 def measured(batch: DataProto) -> dict[str, float]:
-    return batch_metrics(batch, batch.batch["valid"])
+    return batch_metrics(metric_rows(batch, batch.batch["valid"]))
 
 
 @pytest.mark.parametrize("outside", [NAN, 0.0, 1e9])
@@ -99,8 +100,11 @@ def test_a_batch_whose_responses_are_all_empty() -> None:
 
 
 def test_spread_takes_integers_and_skips_nothing_at_all() -> None:
-    assert spread("x", torch.tensor([1, 2, 6])) == {"x/mean": 3.0, "x/max": 6, "x/min": 1}
-    assert spread("x", torch.zeros(0)) == {}
+    def moments(values: torch.Tensor) -> Moments:
+        return batch_moments(row_moments(values, torch.ones_like(values)))
+
+    assert spread("x", moments(torch.tensor([1, 2, 6]))) == {"x/mean": 3.0, "x/max": 6, "x/min": 1}
+    assert spread("x", moments(torch.zeros(0))) == {}
 
 
 def test_metrics_of_several_ranks_are_averaged_and_single_ones_kept() -> None:
@@ -131,6 +135,14 @@ def test_a_batch_without_any_valid_score_has_no_mean_reward() -> None:
     batch = batch_of()
     batch.batch["valid"] = torch.zeros(4, dtype=torch.bool)
     assert all(map(math.isfinite, measured(batch).values())) and "reward/mean" not in measured(batch)
+
+
+def test_metrics_are_bit_equal_when_ranks_compute_those_of_their_rows() -> None:
+    batch, whole = batch_of(outside=1e9), measured(batch_of(outside=1e9))
+    for ranks in ([[0, 1], [2, 3]], [[3, 1], [0], [2]], [[3], [2], [1], [0]]):
+        order = torch.tensor([row for rows in ranks for row in rows]).argsort()
+        parts = [metric_rows(part, part.batch["valid"]) for part in (batch.select_idxs(rows) for rows in ranks)]
+        assert batch_metrics({name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}) == whole
 
 
 def test_milliseconds_per_token_of_the_phases_that_ran() -> None:

@@ -21,7 +21,7 @@ from rlhub.trainer.ppo.scoring import JudgeGenerator, ModelScorer, RewardParts, 
 from rlhub.workers.memory_handover import WorkerRuntime
 from scripts.bench.tiny_model import build as build_words
 from tests.support.chat_model import save_chat_model
-from tests.unit.rewards.test_judge import batch_of
+from tests.unit.rewards.test_combine_judge import batch_of
 
 RUNTIME = WorkerRuntime(device="cpu", seed=0, max_prompt_length=4, max_response_length=4)
 

@@ -10,7 +10,7 @@ import pytest
 
 from rlhub.trainer.ppo.trainer import worker_roles
 from rlhub.trainer.ppo.worker_groups import groups_of
-from tests.unit.config.test_derive_and_checks import good
+from tests.unit.config.rules.test_derive import good
 
 
 def roles(placement: dict[str, str], **settings: object) -> dict[str, tuple[str, Any]]:

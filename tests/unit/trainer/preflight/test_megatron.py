@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhub.config.rules.parallel import derive
+from rlhub.config.rules.derive import derive
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.sft import SFTConfig

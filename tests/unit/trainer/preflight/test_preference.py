@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhub.config.rules.parallel import derive
+from rlhub.config.rules.derive import derive
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.trainer.preflight import checks as preflight
 from tests.unit.trainer.preflight.test_checks import MODEL

@@ -8,7 +8,7 @@ import pytest
 
 from rlhub.config.load import collect
 from rlhub.config.rules import checks, effects
-from rlhub.config.rules.parallel import derive
+from rlhub.config.rules.derive import derive
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout_correction import (
     Bounds,

@@ -8,13 +8,14 @@ import pytest
 
 from rlhub.config.load import interpret
 from rlhub.config.rules import checks, effects, engines
-from rlhub.config.rules.parallel import Ranks, all_ranks, data_parallel, derive, ranks_per_copy
+from rlhub.config.rules.derive import derive
+from rlhub.config.rules.parallel import Ranks, all_ranks, data_parallel, ranks_per_copy
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.preference import DPOConfig
 from rlhub.config.sections.sft import SFTConfig
 from rlhub.config.sections.training import SECTIONS, FSDPConfig, MegatronConfig, section_of
 from rlhub.engines.training.registry import TRAIN_ENGINES
-from tests.unit.config.test_derive_and_checks import put
+from tests.unit.config.rules.test_derive import put
 
 ACTOR = "actor_rollout_ref__actor__"
 MEGATRON = {f"{ACTOR}strategy": "megatron", "trainer__n_gpus_per_node": 4}

@@ -1,3 +1,5 @@
+"""The scorers gsm8k and exact: an answer counts where it is stated, and only there."""
+
 import json
 import os
 from pathlib import Path

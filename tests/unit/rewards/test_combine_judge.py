@@ -12,7 +12,8 @@ import pytest
 from rlhub.config.sections.reward import JudgeConfig
 from rlhub.errors import ConfigError
 from rlhub.protocol import DataProto
-from rlhub.rewards.combine import Judge, PartScores, read_pattern, read_prompt, read_score, running_numbers
+from rlhub.rewards.combine import Judge, PartScores, running_numbers
+from rlhub.rewards.judge_prompt import read_pattern, read_prompt, read_score
 from tests.unit.rewards.test_managers import Letters, make_batch
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhub.config.rules import asynchronous, checks, effects
-from tests.unit.config.test_derive_and_checks import good
+from tests.unit.config.rules.test_derive import good
 
 ASYNC = {"actor_rollout_ref__rollout__mode": "async"}
 CORRECTED = {"algorithm__rollout_correction__rollout_is": "token"}

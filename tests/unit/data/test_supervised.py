@@ -11,8 +11,9 @@ import pytest
 
 from rlhub.config.sections.ppo import DataConfig
 from rlhub.config.sections.sft import SFTDataConfig
+from rlhub.data.order import ResumableLoader
 from rlhub.data.prompts import PromptDataset
-from rlhub.data.supervised import SFTDataset, SFTLoader
+from rlhub.data.supervised import SFTDataset
 from rlhub.errors import DataError
 
 SPEC = importlib.util.spec_from_file_location("characters", Path(__file__).with_name("characters.py"))
@@ -138,13 +139,13 @@ def test_no_end_token(tmp_path: Path) -> None:
 
 def test_loader_state(tmp_path: Path) -> None:
     rows = [{"prompt": f"{index}=", "response": "x"} for index in range(6)]
-    loader = SFTLoader(dataset(tmp_path, rows), 2, seed=5)
+    loader = ResumableLoader(dataset(tmp_path, rows), 2, seed=5)
     batches = [batch.batch["prompts"].tolist() for batch in loader]
-    again = SFTLoader(dataset(tmp_path, rows), 2, seed=5)
+    again = ResumableLoader(dataset(tmp_path, rows), 2, seed=5)
     next(iter(again))
-    resumed = SFTLoader(dataset(tmp_path, rows), 2, seed=5)
+    resumed = ResumableLoader(dataset(tmp_path, rows), 2, seed=5)
     resumed.load_state(again.state())
     assert [batch.batch["prompts"].tolist() for batch in resumed] == batches[1:]
     rows[0]["response"] = "y"
     with pytest.raises(DataError, match="not the one"):
-        SFTLoader(dataset(tmp_path, rows), 2, seed=5).load_state(again.state())
+        ResumableLoader(dataset(tmp_path, rows), 2, seed=5).load_state(again.state())

@@ -9,11 +9,11 @@ import pytest
 from rlhub.config.aliases import translate as foreign
 from rlhub.config.load import collect
 from rlhub.config.rules import checks
-from rlhub.config.rules.parallel import derive
+from rlhub.config.rules.derive import derive
 from rlhub.config.rules.placement import on_machine, pool_name, pool_of, pools_of
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.sft import SFTConfig
-from tests.unit.config.test_derive_and_checks import good
+from tests.unit.config.rules.test_derive import good
 
 ONE: dict[str, Any] = {"own": {}}
 TENSOR_PARALLEL = {"actor_rollout_ref__rollout__tensor_model_parallel_size": 4}

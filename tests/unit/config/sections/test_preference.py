@@ -8,7 +8,7 @@ import pytest
 
 from rlhub.config.load import collect, load
 from rlhub.config.rules import checks, effects
-from rlhub.config.rules.parallel import derive
+from rlhub.config.rules.derive import derive
 from rlhub.config.schema import leaves
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 

@@ -1,0 +1,108 @@
+"""Statistics of the whole training batch, out of a few float64 numbers for each of its rows.
+
+A mean, a spread or an extreme of the batch is made in two parts.  A pure function of a row gives its numbers (`row_moments`,
+`row_sums`), and these are added in the order of the rows (`pairwise_sum`, `batch_moments`).  So every rank may compute the
+numbers of its own rows: the statistic is the same in every bit however the rows were cut and in whatever order the parts arrive,
+as soon as the rows stand in their global order.  Sums that each rank adds up itself are not: floating-point addition is not
+associative.
+
+For the same reason the order of additions is fixed here and not left to a kernel, whose order depends on the number of rows,
+threads and columns: neighbours are added, then neighbouring pairs, and so on.  Padding to the right changes no bit of that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhub.algorithms.masked import masked
+
+VARIANCE_EPS = 1e-8
+COUNT, SUM, SQUARES, LOWEST, HIGHEST = range(5)
+"""Columns of `row_moments`."""
+
+
+def pairwise_sum(values: Tensor) -> Tensor:
+    """Returns the sum over the last dimension in float64; 0 without any.  Zeros behind the last value change no bit of it."""
+    sums = values.double()
+    while (length := sums.shape[-1]) > 1:
+        pairs = sums[..., 0 : length - 1 : 2] + sums[..., 1::2]
+        sums = torch.cat([pairs, sums[..., -1:]], -1) if length % 2 else pairs
+    return sums.sum(-1) + 0.0  # of one number: no order; and the sign of a zero is gone
+
+
+def row_sums(values: Tensor, mask: Tensor) -> Tensor:
+    """Returns sum_t x_{i,t} m_{i,t}, (rows,) float64.  values, mask: (rows, tokens)."""
+    return pairwise_sum(masked(values.detach(), mask))
+
+
+def masked_total(values: Tensor, mask: Tensor) -> Tensor:
+    """Returns the sum over the mask as `row_sums` added in the order of the rows; scalar float64."""
+    return pairwise_sum(row_sums(values, mask))
+
+
+def row_moments(values: Tensor, mask: Tensor) -> Tensor:
+    """Returns count, sum, squared deviations from the row's own mean, lowest and highest of each row, (rows, 5) float64.
+
+    values, mask: (rows, tokens) or (rows,).  A row without a value in the mask has (0, 0, 0, inf, -inf).  Deviations from the
+    row's own mean lose nothing where values are large and nearly equal, as squares do.
+    """
+    if mask.dim() == 2 and not mask.shape[1]:
+        values, mask = values.new_zeros(len(mask)), mask.new_zeros(len(mask))
+    keep = mask.bool() if mask.dim() == 2 else mask.bool()[:, None]
+    wide = values.detach().double().reshape(keep.shape)
+    inside = masked(wide, keep)
+    count, total = pairwise_sum(keep), pairwise_sum(inside)
+    deviations = masked(inside - (total / count.clamp(min=1))[:, None], keep)
+    lowest, highest = (torch.where(keep, wide, end) for end in (torch.inf, -torch.inf))
+    return torch.stack([count, total, pairwise_sum(deviations.square()), lowest.amin(1), highest.amax(1)], 1)
+
+
+@dataclass(slots=True, kw_only=True)
+class Moments:
+    """The moments of all values of a batch, float64 scalars.  squares: the sum of squared deviations from the mean.  Where there
+    is no value, lowest is inf, highest -inf and all others are 0."""
+
+    count: Tensor
+    total: Tensor
+    mean: Tensor
+    squares: Tensor
+    lowest: Tensor
+    highest: Tensor
+
+
+def batch_moments(rows: Tensor) -> Moments:
+    """Returns the moments of the batch out of `row_moments` in the order of its rows, (rows, 5).
+
+    squares = sum_i squares_i + sum_i n_i (mean_i - mean)^2 (Chan et al. 1979, "Updating formulae and a pairwise algorithm for
+    computing sample variances").
+    """
+    count, total, within = pairwise_sum(rows[:, : SQUARES + 1].t())
+    mean = total / count.clamp(min=1)
+    own = rows[:, SUM] / rows[:, COUNT].clamp(min=1)
+    between = pairwise_sum(rows[:, COUNT] * (own - mean).square())
+    ends = torch.cat([rows, rows.new_tensor([[0.0, 0.0, 0.0, torch.inf, -torch.inf]])])  # an empty batch has them too
+    lowest, highest = ends[:, LOWEST].amin(), ends[:, HIGHEST].amax()
+    return Moments(count=count, total=total, mean=mean, squares=within + between, lowest=lowest, highest=highest)
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Returns (x - mean) * rsqrt(var + 1e-8) over the mask, 0 outside it; the variance is unbiased, 0 for fewer than two values.
+
+    values, mask: (rows, tokens), the whole batch.  No gradient flows.
+    """
+    return whitened(values, mask, batch_moments(row_moments(values, mask)))
+
+
+def whitened(values: Tensor, mask: Tensor, moments: Moments) -> Tensor:
+    """Returns what `whiten` does, of some rows of the batch with these moments.
+
+    The mean is subtracted in two parts, rounded and rest: where all values are equal, float32's rounding of their mean times 1e4
+    would be a large advantage.
+    """
+    rounded = moments.mean.to(values.dtype)
+    rest = (moments.mean - rounded).to(values.dtype)
+    variance = moments.squares / (moments.count - 1).clamp(min=1)
+    return masked(masked(values.detach(), mask) - rounded - rest, mask) * torch.rsqrt(variance + VARIANCE_EPS).to(values.dtype)

@@ -1,0 +1,401 @@
+"""BatchRef: a batch whose wide columns stay in the processes that made them, and ColumnStore, which keeps them there.
+
+The driver of a step needs one number a row (a length, a score, a group) to decide which rows go where; the columns of tokens are
+needed by the ranks that compute on them.  A BatchRef therefore holds the small columns, and for each row the rank that has its
+wide columns and the row's place there.  Choosing, repeating, reordering, cutting and joining rows is index arithmetic with the
+names and semantics of DataProto.  Wide columns move in two ways only, both explicit: `fetch` brings some to the driver, and an
+exchange (`protocol.exchange`) brings every row to the rank that will compute on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rlhub.errors import ColumnStoreError, ProtocolError
+from rlhub.protocol.columns import Index, chunk_bounds, join_tensors, num_bytes, row_numbers, row_shape, take_rows, without
+from rlhub.protocol.data_proto import DataProto
+from rlhub.protocol.readonly_tensor import guard
+
+MOST_KEYS_NAMED = 8
+"""An error names at most so many of the batches that a store has."""
+
+
+@dataclass(slots=True, frozen=True)
+class ColumnInfo:
+    """The description of a column without its values.  shape: of one row; a ragged column has rows of different lengths in front
+    of it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    ragged: bool = False
+
+    @classmethod
+    def of(cls, column: Tensor) -> ColumnInfo:
+        """Returns the description of a column (rows, ...)."""
+        shape = row_shape(column)
+        return cls(column.dtype, shape[1:] if column.is_nested else shape, column.is_nested)
+
+    def empty(self) -> Tensor:
+        """Returns such a column without rows."""
+        values = torch.empty((0, *self.shape), dtype=self.dtype)
+        if not self.ragged:
+            return values
+        jagged: Tensor = torch.nested.nested_tensor_from_jagged(values, torch.zeros(1, dtype=torch.int64))
+        return jagged
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Layout:
+    """The home of each row, three arrays (rows,) int32.
+
+    rank: the process of the group that has the row.  key: the index, in the batch's keys, of the batch to which the row belongs
+    in that process's store.  place: the row's number in that process's part of that batch.
+    """
+
+    rank: np.ndarray
+    key: np.ndarray
+    place: np.ndarray
+
+    @classmethod
+    def of(cls, rank: int | np.ndarray, place: np.ndarray) -> Layout:
+        """Returns the layout of rows under one key.  rank: of each row, or of all."""
+        ranks = np.full(len(place), rank) if isinstance(rank, int) else rank
+        return cls(ranks.astype(np.int32), np.zeros(len(place), dtype=np.int32), place.astype(np.int32))
+
+    @classmethod
+    def even(cls, num_rows: int, num_ranks: int) -> Layout:
+        """Returns the layout in which rank r has part r of `DataProto.chunk(num_ranks)`."""
+        sizes = [stop - start for start, stop in chunk_bounds(num_rows, num_ranks)]
+        return cls.of(np.repeat(np.arange(num_ranks), sizes), np.concatenate([np.arange(size) for size in sizes]))
+
+    def take(self, rows: np.ndarray | slice) -> Layout:
+        """Returns the layout of those rows."""
+        return Layout(self.rank[rows], self.key[rows], self.place[rows])
+
+    @staticmethod
+    def join(parts: Sequence[Layout]) -> Layout:
+        """Returns the layout of all their rows in order."""
+        rank, key, place = (np.concatenate(column) for column in zip(*map(Layout.arrays, parts), strict=True))
+        return Layout(rank, key, place)
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.rank, self.key, self.place
+
+    def same(self, other: Layout) -> bool:
+        """Returns whether every row has the same home in both."""
+        return all(map(np.array_equal, self.arrays(), other.arrays()))
+
+
+class ColumnStore:
+    """The wide columns of this process, by batch and name; rows are numbered by their place.
+
+    Tensors are kept as they come and are given out read-only, for several calls read the same memory; a choice of rows is a copy.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self._batches: dict[str, dict[str, Tensor]] = {}
+
+    def put(self, key: str, columns: Mapping[str, Tensor]) -> None:
+        """Adds columns to a batch, or begins it.  ProtocolError for a column that it has, or one of another length."""
+        known = self._batches.get(key, {})
+        if twice := known.keys() & columns.keys():
+            raise ProtocolError(f"batch {key!r} has a column {min(twice)!r} on rank {self.rank}; no column is written twice")
+        lengths = {name: len(column) for name, column in {**known, **columns}.items()}
+        if len(set(lengths.values())) > 1:
+            raise ProtocolError(f"batch {key!r} on rank {self.rank} would have columns of different lengths: {lengths}")
+        self._batches[key] = known | {name: column.detach() for name, column in columns.items()}
+
+    def take(self, key: str, names: Sequence[str], places: np.ndarray | None = None) -> dict[str, Tensor]:
+        """Returns those columns of a batch: the rows at `places` in that order, or all.  Raises ColumnStoreError."""
+        columns = self._find(key, names)
+        chosen = {name: columns[name] for name in names}
+        if not chosen:
+            return {}
+        num_rows = len(next(iter(chosen.values())))
+        if places is None or np.array_equal(places, np.arange(num_rows)):
+            return {name: column if column.is_nested else guard(column) for name, column in chosen.items()}
+        if len(places) and places.max() >= num_rows:
+            raise self._lack(key, f"no row {places.max()} but {num_rows} rows")
+        rows = torch.from_numpy(places.astype(np.int64))
+        return {name: take_rows(column, rows) for name, column in chosen.items()}
+
+    def drop(self, key: str) -> None:
+        """Forgets a batch; one that is not there is no error."""
+        self._batches.pop(key, None)
+
+    def clear(self) -> None:
+        """Forgets all batches."""
+        self._batches.clear()
+
+    def nbytes(self) -> int:
+        """Returns the bytes of all columns."""
+        return sum(num_bytes(column) for columns in self._batches.values() for column in columns.values())
+
+    def _find(self, key: str, names: Sequence[str]) -> Mapping[str, Tensor]:
+        if key not in self._batches:
+            listed = sorted(self._batches)
+            more = f" and {len(listed) - MOST_KEYS_NAMED} more" if len(listed) > MOST_KEYS_NAMED else ""
+            raise self._lack(key, f"no columns; it has {', '.join(listed[:MOST_KEYS_NAMED]) or 'no batch at all'}{more}")
+        missing = [name for name in names if name not in self._batches[key]]
+        if missing:
+            raise self._lack(key, f"no column {missing[0]!r} but {', '.join(sorted(self._batches[key])) or 'none'}")
+        return self._batches[key]
+
+    def _lack(self, key: str, what: str) -> ColumnStoreError:
+        return ColumnStoreError(
+            f"rank {self.rank} has of batch {key!r} {what}. Either the batch was dropped, moved by an exchange or made by the "
+            "processes of another group: call with the reference that the exchange returned. Or the process was started again "
+            "after it made the columns: take the step again from its samples",
+            key=key,
+        )
+
+
+class Fetcher(Protocol):
+    """Brings columns of rows from the ranks that have them, and counts what it brings."""
+
+    def __call__(self, ref: BatchRef) -> DataProto:
+        """Returns all wide columns of the rows of `ref`, in their order."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class BatchRef:
+    """Rows whose columns `small` are here and whose other columns are in the ColumnStores of a group's processes.
+
+    keys: the batches in the stores to which the rows belong; one, except where batches were joined.  columns: the wide columns.
+    fetcher: the group's; it does not travel.  Raises ProtocolError where lengths differ or a name stands in both.
+    """
+
+    keys: tuple[str, ...]
+    small: DataProto
+    columns: dict[str, ColumnInfo]
+    layout: Layout
+    fetcher: Fetcher | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.layout.rank) != len(self.small):
+            raise ProtocolError(f"a layout of {len(self.layout.rank)} rows does not fit {len(self.small)} rows")
+        twice = self.columns.keys() & self.names_of_small()
+        if twice:
+            raise ProtocolError(f"column {sorted(twice)[0]!r} is both in the batch and in the stores of the ranks")
+
+    def __len__(self) -> int:
+        return len(self.small)
+
+    @property
+    def key(self) -> str:
+        """Returns the one batch to which all rows belong.  ProtocolError where batches were joined."""
+        if len(self.keys) != 1:
+            raise ProtocolError(f"rows of {len(self.keys)} batches ({', '.join(self.keys)}) have no one key; exchange them first")
+        return self.keys[0]
+
+    @property
+    def meta_info(self) -> dict[str, Any]:
+        return self.small.meta_info
+
+    def names_of_small(self) -> set[str]:
+        """Returns the names of the columns that are here."""
+        return {*map(str, self.small.batch.keys()), *self.small.non_tensor_batch}
+
+    # -- index arithmetic --------------------------------------------------------------------------------------------------
+
+    def _with(self, small: DataProto, layout: Layout) -> Self:
+        return replace(self, small=small, layout=layout)
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
+        """Returns rows [start, end); small columns are views."""
+        return self._with(self.small.slice(start, end, step), self.layout.take(slice(start, end, step)))
+
+    def select_idxs(self, idxs: Index) -> Self:
+        """Returns the rows named by indices or by a boolean mask (rows,)."""
+        rows = row_numbers(idxs, len(self))
+        return self._with(self.small.select_idxs(rows), self.layout.take(rows))
+
+    def reorder(self, indices: Index) -> None:
+        """Replaces the rows by the rows at `indices`, in place."""
+        chosen = self.select_idxs(indices)
+        self.small, self.layout = chosen.small, chosen.layout
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
+        """Returns every row `repeat_times` times: a a b b when interleaved, else a b a b."""
+        index = np.arange(len(self))
+        return self.select_idxs(np.repeat(index, repeat_times) if interleave else np.tile(index, repeat_times))
+
+    def chunk(self, chunks: int) -> list[Self]:
+        """Returns `chunks` consecutive parts; sizes differ by at most one, empty ones when there are too few rows."""
+        bounds = chunk_bounds(len(self), chunks)
+        parts = zip(self.small.chunk(chunks), bounds, strict=True)
+        return [self._with(small, self.layout.take(slice(*bound))) for small, bound in parts]
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> Self:
+        """Returns the rows with those columns, small or wide, and meta entries (None: all)."""
+        keys = None if batch_keys is None else [name for name in batch_keys if name not in self.columns]
+        small = self.small.select(keys, non_tensor_batch_keys, meta_info_keys)
+        wide = {name: info for name, info in self.columns.items() if batch_keys is None or name in batch_keys}
+        return replace(self, small=small, columns=wide)
+
+    def union(self, other: DataProto | BatchRef) -> Self:
+        """Adds the other's columns and meta entries in place; what both have must be equal.  Returns self.
+
+        A reference must name the same rows of the same batches.
+        """
+        if isinstance(other, BatchRef):
+            if self.keys != other.keys or not self.layout.same(other.layout):
+                raise ProtocolError(f"union of references to different rows: of {', '.join(self.keys)}, {', '.join(other.keys)}")
+            for name in self.columns.keys() & other.columns.keys():
+                if self.columns[name] != other.columns[name]:
+                    raise ProtocolError(f"union: wide column {name!r} differs between the two references")
+        small = other.small if isinstance(other, BatchRef) else other
+        wide = self.columns | (other.columns if isinstance(other, BatchRef) else {})
+        added = without(small.tensors(), {}).keys() | small.non_tensor_batch.keys()
+        if twice := added & wide.keys():
+            raise ProtocolError(f"union: column {sorted(twice)[0]!r} is in the stores of the ranks already")
+        self.small.union(small)
+        self.columns = wide
+        return self
+
+    @staticmethod
+    def concat(data: Sequence[BatchRef]) -> BatchRef:
+        """Returns the rows of all parts in order, joined as DataProto.concat does; the wide columns are the same in all."""
+        if not data:
+            raise ProtocolError("concat of an empty list: there is no reference to take the columns from")
+        for part in data:
+            if part.columns != data[0].columns:
+                names = {name for name, _ in part.columns.items() ^ data[0].columns.items()}
+                raise ProtocolError(f"concat: wide column {sorted(names)[0]!r} is not the same in all parts")
+        keys = tuple(dict.fromkeys(key for part in data for key in part.keys))
+        number = {key: index for index, key in enumerate(keys)}
+        layouts = []
+        for part in data:
+            renamed = np.array([number[key] for key in part.keys], dtype=np.int32)[part.layout.key]
+            layouts.append(Layout(part.layout.rank, renamed, part.layout.place))
+        small = DataProto.concat([part.small for part in data])
+        return BatchRef(keys, small, dict(data[0].columns), Layout.join(layouts), data[0].fetcher)
+
+    # -- the wide columns --------------------------------------------------------------------------------------------------
+
+    def local(self, store: ColumnStore) -> DataProto:
+        """Returns these rows with all columns, in the process that has them all.  Raises ColumnStoreError."""
+        self.check_rank(store.rank)
+        return DataProto(
+            TensorDict({**self.small.tensors(), **self.wide(store)}, batch_size=[len(self)]),
+            dict(self.small.non_tensor_batch),
+            dict(self.small.meta_info),
+        )
+
+    def wide(self, store: ColumnStore) -> dict[str, Tensor]:
+        """Returns the wide columns of these rows from the store of the process that has them all."""
+        names = list(self.columns)
+        if len(self.keys) == 1:
+            return store.take(self.keys[0], names, self.layout.place) if len(self) else self._no_rows()
+        hits = [np.flatnonzero(self.layout.key == index) for index in range(len(self.keys))]
+        parts = [store.take(key, names, self.layout.place[rows]) for key, rows in zip(self.keys, hits, strict=True) if len(rows)]
+        if not parts:
+            return self._no_rows()
+        order = torch.from_numpy(np.argsort(np.concatenate(hits), kind="stable"))
+        return {name: take_rows(join_tensors([part[name] for part in parts]), order) for name in names}
+
+    def _no_rows(self) -> dict[str, Tensor]:
+        return {name: info.empty() for name, info in self.columns.items()}
+
+    def check_rank(self, rank: int) -> None:
+        """Raises ProtocolError unless `rank` has all rows."""
+        other = np.flatnonzero(self.layout.rank != rank)
+        if len(other):
+            raise ProtocolError(
+                f"{len(other)} of the {len(self)} rows that rank {rank} shall compute on are on other ranks (the first on rank "
+                f"{self.layout.rank[other[0]]}); exchange the batch when its rows are in their order"
+            )
+
+    def fetch(self, names: Sequence[str], rows: Index | None = None) -> DataProto:
+        """Brings wide columns of these rows, or of all, to this process.  The fetcher counts every use."""
+        if self.fetcher is None:
+            raise ProtocolError(f"nothing can fetch {', '.join(names)} here: only references that a worker group returned can")
+        missing = [name for name in names if name not in self.columns]
+        if missing:
+            raise ProtocolError(f"no wide column {missing[0]!r}; there are: {', '.join(sorted(self.columns)) or 'none'}")
+        chosen = self.select(list(names), [], [])
+        return self.fetcher(chosen if rows is None else chosen.select_idxs(rows))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels as small columns, names and numbers, without the fetcher: some hundred bytes, for there is one for each rank
+        and call."""
+        columns = [(name, info.dtype, info.shape, info.ragged) for name, info in self.columns.items()]
+        small = self.small if self.names_of_small() or self.small.meta_info else None
+        return _rebuild, (self.keys, small, columns, *map(pack_numbers, self.layout.arrays()))
+
+
+def _rebuild(keys: tuple[str, ...], small: DataProto | None, columns: list[tuple[Any, ...]], *numbers: Numbers) -> BatchRef:
+    rank, key, place = map(unpack_numbers, numbers)
+    infos = {name: ColumnInfo(*info) for name, *info in columns}
+    return BatchRef(keys, small or DataProto(TensorDict({}, batch_size=[len(rank)])), infos, Layout(rank, key, place))
+
+
+Numbers = int | tuple[int, int] | tuple[str, bytes]
+"""int32 numbers on their way: their count where they are 0, 1, 2 and so on; one number and its count; or the narrowest type that
+has room for them, and their bytes."""
+
+
+def pack_numbers(numbers: np.ndarray) -> Numbers:
+    """Returns numbers (any,) that are not negative as they travel."""
+    count = len(numbers)
+    if not count or (numbers[0] == 0 and numbers[-1] == count - 1 and np.array_equal(numbers, np.arange(count))):
+        return count
+    low, high = int(numbers.min()), int(numbers.max())
+    if low == high:
+        return low, count
+    dtype = np.min_scalar_type(high)
+    return dtype.char, numbers.astype(dtype).tobytes()
+
+
+def unpack_numbers(packed: Numbers) -> np.ndarray:
+    """Returns the numbers of `pack_numbers`, int32."""
+    if isinstance(packed, int):
+        return np.arange(packed, dtype=np.int32)
+    first, second = packed
+    if isinstance(second, bytes):
+        return np.frombuffer(second, dtype=str(first)).astype(np.int32)
+    return np.full(second, first, dtype=np.int32)
+
+
+@dataclass(slots=True, frozen=True)
+class Retain:
+    """The part of a call's result that stays in the processes.  key: the batch to which it is added.  names: the columns; ():
+    every tensor column of more than one number a row."""
+
+    key: str
+    names: tuple[str, ...] = ()
+
+    def keep(self, output: DataProto, store: ColumnStore, rows: BatchRef | None = None) -> BatchRef:
+        """Puts the columns into the store, and returns what goes back: the other columns, and the reference to these.
+
+        rows: the call's argument by reference; the rows of its batch take its places, and those of another begin one.
+        Raises ProtocolError for a name that the result lacks, or rows that are not the whole of this process's part.
+        """
+        rows = None if rows is None or self.key not in rows.keys else rows
+        tensors = output.tensors()
+        names = self.names or tuple(name for name, column in tensors.items() if column.is_nested or column.dim() > 1)
+        if missing := [name for name in names if name not in tensors]:
+            raise ProtocolError(f"the result has no column {missing[0]!r} to retain; it has: {', '.join(tensors) or 'none'}")
+        places = np.arange(len(output)) if rows is None else rows.layout.place
+        order = np.argsort(places, kind="stable")
+        if not np.array_equal(places[order], np.arange(len(output))):
+            raise ProtocolError(f"columns of batch {self.key!r} can be retained only from a call on all rows that the rank has")
+        kept = {name: take_rows(tensors[name], torch.from_numpy(order)) for name in names} if rows is not None else tensors
+        store.put(self.key, {name: kept[name] for name in names})
+        small = output.select([name for name in tensors if name not in names])
+        infos = {name: ColumnInfo.of(tensors[name]) for name in names}
+        return BatchRef((self.key,), small, infos, Layout.of(store.rank, places))
