@@ -1,4 +1,17 @@
 """The mathematics of policy optimisation as pure functions of tensors: one file an algorithm, its knobs and its paper.
 
-Importing this package loads no torch; `registry` lists what there is, the other modules hold the formulas.
+registry         the names of all algorithms, with what each requires; loads no torch
+inputs           the inputs and outputs of estimators and losses
+advantages/      advantage estimators
+policy_losses/   policy losses
+correction/      corrections of the gap between the policies that sample and that train
+kl               KL estimators, and the KL penalty in the reward
+returns          returns, and the critic's loss
+preference       losses on pairs of answers: DPO and its relatives, reward models
+mismatch         the distance of the rollout engine's probabilities from the trainer's
+groups           statistics of the samples of one prompt
+row_statistics   statistics of the whole batch from numbers of its rows
+masked           values and sums over tokens that count, and the aggregation of token losses
+
+Importing this package loads no torch.
 """

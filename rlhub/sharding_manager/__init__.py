@@ -6,7 +6,13 @@ Weights are published in one of three ways.  From the actor's ranks to the engin
     two pools of processes           WeightSender -> Route -> Transport; and Transport -> Route -> WeightReceiver
     jobs that share a folder         WeightWriter; and WeightReader
 
-Route is one process's part of the plan (`plan`, cut into messages by `schedule`), from its LocalPieces to those of other
-processes; Transport carries messages between Peers.  `layout_exchange` tells every process all layouts.  An engine's
-first weights come through its own loader (`update_by_stream` in `manager`).
+manager          ShardingManager; and an engine's first weights, which come through its own loader
+separate         WeightSender, WeightReceiver
+files            WeightWriter, WeightReader
+route            Route: one process's part of the plan, from its own pieces to those of other processes
+plan             the parts of each weight that each rank sends to each rank
+schedule         the plan cut into messages
+transport peers  the messages, and the processes that exchange them
+local_pieces     the pieces of weights in this process
+layout_exchange  tells every process all layouts
 """

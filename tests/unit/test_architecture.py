@@ -351,6 +351,32 @@ def test_help_loads_nothing_heavy() -> None:
     assert loaded_by(*map(help_of, MAINS)) == {}
 
 
+ONE_ALGORITHM_A_FILE = ("rlhub/algorithms/advantages", "rlhub/algorithms/policy_losses")
+
+
+def unmapped(package: str, docstring: str, names: list[str]) -> list[str]:
+    """Returns the files and folders of a package that its docstring, the map of the folder, does not name."""
+    named = {word.strip("/,;:.()") for word in docstring.replace(".py", "").replace("main_*", "main").split()}
+    return [f"{package}: {name}" for name in names if name not in named and not name.startswith("main_")]
+
+
+def test_the_docstring_of_every_package_maps_it() -> None:
+    found: list[str] = []
+    for file in sorted((ROOT / "rlhub").rglob("__init__.py")):
+        folder = file.parent
+        package = folder.relative_to(ROOT).as_posix()
+        names = [item.stem for item in sorted(folder.glob("*.py")) if item != file]
+        names += [item.parent.name for item in sorted(folder.glob("*/__init__.py"))]
+        docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+        assert docstring, f"{package} has no docstring"
+        found += [] if package in ONE_ALGORITHM_A_FILE else unmapped(package, docstring, names)
+    assert found == []
+
+
+def test_a_file_that_no_map_names_is_found() -> None:
+    assert unmapped("rlhub/x", "Things.\n\nkept.py  what is kept\nsub/  more", ["kept", "sub", "lost"]) == ["rlhub/x: lost"]
+
+
 # --- controls: each rule finds the fault it is there for -------------------------------------------------------------------
 
 
