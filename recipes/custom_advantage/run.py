@@ -14,9 +14,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # recipes are files beside each other, not an installed package
 
 from recipes import stages
-from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS
+from rlhub.algorithms.statistics import group_statistics
 
 SETTINGS = (
     "trainer.plugins=[recipes.custom_advantage.run]",

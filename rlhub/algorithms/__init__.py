@@ -9,8 +9,7 @@ kl               KL estimators, and the KL penalty in the reward
 returns          returns, and the critic's loss
 preference       losses on pairs of answers: DPO and its relatives, reward models
 mismatch         the distance of the rollout engine's probabilities from the trainer's
-groups           statistics of the samples of one prompt
-row_statistics   statistics of the whole batch from numbers of its rows
+statistics       statistics of the samples of one prompt, and of the whole batch from numbers of its rows
 masked           values and sums over tokens that count, and the aggregation of token losses
 
 Importing this package loads no torch.

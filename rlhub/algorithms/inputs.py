@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.masked import masked
-from rlhub.algorithms.row_statistics import row_sums
+from rlhub.algorithms.statistics import row_sums
 from rlhub.errors import ProtocolError
 
 

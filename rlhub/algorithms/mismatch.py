@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked
-from rlhub.algorithms.row_statistics import pairwise_sum, row_sums
+from rlhub.algorithms.statistics import pairwise_sum, row_sums
 
 OLDEST_BUCKET = 8
 """Tokens so many versions old, or more, are counted together."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhub.algorithms.inputs import PolicyLossOutputs
 from rlhub.algorithms.masked import masked, masked_sum
-from rlhub.algorithms.row_statistics import batch_moments, row_moments, whitened
+from rlhub.algorithms.statistics import batch_moments, row_moments, whitened
 
 
 def whiten_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ and comes back through calls.py as a result, a future or an error that names rol
     group.update_actor(sampled.union(advantages))                        each rank reads its own rows
 
 decorator.py, dispatch.py   `@register` (where arguments go, who runs, how long it may take) and the built-in dispatch modes
-traffic.py                   the sizes of what calls carry, for the observers
 resources.py, launch.py     the options of a run, and `launch`, which starts its workers under Ray or in this process
 async_actor.py              objects with `async def` methods in processes of their own, and the task runner over a pool of them
 placement.py                the nodes and GPUs of the rollout service's replicas

@@ -3,21 +3,31 @@
 A `Request` contains each rank's share of a call and the deadline; a backend turns it into a `PendingCall`; the caller reads that
 through a `CallFuture` or a DataProtoFuture; and a `Watch` reports the start and the end to the observers, which is how timing and
 traces see every call without the callers knowing.
+
+Observers also learn the sizes of what a call carries out of the driver and into it.  Both backends count the tensors and arrays
+of a batch by their sizes, which are the bytes of the out-of-band buffers in which they travel.  Under Ray the objects of a
+batch (texts, identifiers, `meta_info`) are pickled once more for their size; in process nothing is serialized, and they count
+as their column of pointers.  Futures carry references and count nothing.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import numpy as np
+from torch import Tensor
+
 from rlhub.errors import DeadlineError, WorkerDiedError
-from rlhub.protocol import DataProtoFuture, Retain
-from rlhub.single_controller.traffic import SHARE_BYTES
+from rlhub.protocol import BatchRef, DataProto, DataProtoFuture, Retain
+from rlhub.protocol.columns import num_bytes
+from rlhub.protocol.exchange import RankMoves
 
 GRACE_S = 3.0
 """After a first failure, wait this long for the others': when a rank dies its peers fail too (their collective breaks), often
@@ -253,3 +263,41 @@ def wait_all(futures: Iterable[CallFuture]) -> list[Any]:
     if errors:
         raise cause_of(errors)
     return [results[index] for index in sorted(results)]
+
+
+SHARE_BYTES = 32 * 1024
+"""Values at least this large are stored once when several ranks get them; smaller ones cost less inside the call."""
+
+
+def column_bytes(value: Any) -> int:
+    """Returns the bytes of the arrays and strings in a value, down to containers of containers; other objects count nothing."""
+    if isinstance(value, DataProto):
+        return column_bytes(value.non_tensor_batch) + column_bytes(value.tensors())
+    if isinstance(value, BatchRef):  # the columns that stay with the ranks cross nothing
+        return column_bytes(value.small) + sum(array.nbytes for array in value.layout.arrays())
+    if isinstance(value, RankMoves):
+        return int(value.rows.nbytes + value.sources.nbytes)
+    if isinstance(value, Tensor):
+        return num_bytes(value)
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(column_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(column_bytes, value))
+    return 0
+
+
+def pickled_bytes(value: Any) -> int:
+    """Returns the bytes of a value between processes: of a batch the tensors, and its pickled arrays and meta dictionary with
+    their out-of-band buffers; of anything else `column_bytes`."""
+    if not isinstance(value, DataProto):
+        return column_bytes(value)
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        head = pickle.dumps((value.non_tensor_batch, value.meta_info), protocol=5, buffer_callback=buffers.append)
+    except Exception:  # noqa: BLE001 - a user's object may raise anything while it is pickled; the transport then says what
+        return column_bytes(value)
+    return column_bytes(value.tensors()) + len(head) + sum(buffer.raw().nbytes for buffer in buffers)

@@ -29,9 +29,9 @@ from rlhub.single_controller.calls import (
     Request,
     Watch,
     WorkerInfo,
+    column_bytes,
 )
 from rlhub.single_controller.decorator import DEFAULT_DEADLINE, DispatchMode, Mesh, MethodSpec, registered_methods
-from rlhub.single_controller.traffic import column_bytes
 from rlhub.single_controller.worker import MeshInfo
 
 

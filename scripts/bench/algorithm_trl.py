@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from rlhub.algorithms import groups
+from rlhub.algorithms import statistics
 from rlhub.algorithms.correction.correct import kept
 from rlhub.algorithms.correction.weights import RATIOS, bounded
 from rlhub.algorithms.masked import aggregate
@@ -103,7 +103,7 @@ def advantages(dtype: torch.dtype) -> Iterator[Case]:
         return lambda: trl.advantages(b, rewards, GROUP, **settings)
 
     def with_their_constant() -> Numbers:
-        with mock.patch.object(groups, "STD_EPS", THEIR_EPS):
+        with mock.patch.object(statistics, "STD_EPS", THEIR_EPS):
             return mine()
 
     differs = (f"{_HERE}.advantages.grpo", "elsewhere 1e-4 is added")
@@ -155,7 +155,7 @@ def decoupled_advantages(dtype: torch.dtype) -> Iterator[Case]:
         return {name: values / values.abs().max() for name, values in numbers.items()}
 
     def with_their_constant() -> Numbers:
-        with mock.patch.object(groups, "STD_EPS", THEIR_EPS):
+        with mock.patch.object(statistics, "STD_EPS", THEIR_EPS):
             return scaled(mine(single))
 
     name, differs = "GRPO, normalize_then_sum", (f"{_HERE}.advantages.gdpo", "whitened over the batch's model tokens")

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from rlhub.algorithms import groups
+from rlhub.algorithms import statistics
 from rlhub.algorithms.policy_losses import vanilla
 from rlhub.algorithms.preference import PreferenceInputs
 
@@ -60,8 +60,8 @@ def test_a_flipped_sign_is_noticed(bench: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_another_baseline_is_noticed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = groups.GroupStatistics.centred
-    monkeypatch.setattr(groups.GroupStatistics, "centred", lambda self, rewards: 1.001 * right(self, rewards))
+    right = statistics.GroupStatistics.centred
+    monkeypatch.setattr(statistics.GroupStatistics, "centred", lambda self, rewards: 1.001 * right(self, rewards))
     assert {mine for mine, _ in failed(bench)} == {
         "grpo, 1e-4 added",
         "grpo without std",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.groups import GroupStatistics, group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs, SampleInputs, SampleOutputs
+from rlhub.algorithms.statistics import GroupStatistics, group_statistics
 
 WEIGHTINGS = ("std", "clip-scaled", "plain")
 MAX_SCALE = 3.0  # the paper's bound

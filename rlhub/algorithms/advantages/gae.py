@@ -9,7 +9,7 @@ import torch
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
 from rlhub.algorithms.masked import masked
 from rlhub.algorithms.returns import scan, time_first
-from rlhub.algorithms.row_statistics import whiten
+from rlhub.algorithms.statistics import whiten
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.row_statistics import whiten
+from rlhub.algorithms.statistics import group_statistics, whiten
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs, SampleInputs, SampleOutputs
+from rlhub.algorithms.statistics import group_statistics
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs, SampleInputs, SampleOutputs
+from rlhub.algorithms.statistics import group_statistics
 
 
 def opo(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
 from rlhub.algorithms.returns import rewards_to_go
-from rlhub.algorithms.row_statistics import whiten
+from rlhub.algorithms.statistics import whiten
 
 
 @dataclass(slots=True, kw_only=True)

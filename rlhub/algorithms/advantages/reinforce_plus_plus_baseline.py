@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs
-from rlhub.algorithms.row_statistics import whiten
+from rlhub.algorithms.statistics import group_statistics, whiten
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:

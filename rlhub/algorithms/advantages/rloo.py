@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlhub.algorithms.groups import group_statistics
 from rlhub.algorithms.inputs import AdvantageInputs, AdvantageOutputs, SampleInputs, SampleOutputs
+from rlhub.algorithms.statistics import group_statistics
 
 
 def rloo(inputs: AdvantageInputs, knobs: None) -> AdvantageOutputs:

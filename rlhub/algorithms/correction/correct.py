@@ -33,7 +33,7 @@ from torch import Tensor
 
 from rlhub.algorithms.correction.weights import RATIOS, bounded, mean_weight, normalized, outside
 from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked, masked_sum
-from rlhub.algorithms.row_statistics import masked_total
+from rlhub.algorithms.statistics import masked_total
 from rlhub.config.sections.rollout_correction import RATIO_RULES, Bounds, RolloutCorrectionConfig, rejection_bounds, weight_bounds
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhub.algorithms.masked import LOG_RATIO_BOUND, masked, masked_sum
-from rlhub.algorithms.row_statistics import masked_total, pairwise_sum
+from rlhub.algorithms.statistics import masked_total, pairwise_sum
 from rlhub.config.sections.rollout_correction import Bounds
 
 SMALLEST_MEAN = 1e-8  # a batch whose weights are all zero stays as it is

@@ -16,14 +16,22 @@ from typing import Any
 import ray
 
 from rlhub.errors import DispatchError, ResourceError
-from rlhub.single_controller.calls import CallObserver, PendingCall, RankRequest, Request, WorkerInfo
+from rlhub.single_controller.calls import (
+    SHARE_BYTES,
+    CallObserver,
+    PendingCall,
+    RankRequest,
+    Request,
+    WorkerInfo,
+    column_bytes,
+    pickled_bytes,
+)
 from rlhub.single_controller.ray.cluster import Connection, connect
 from rlhub.single_controller.ray.pending import Gather, RankOutput
 from rlhub.single_controller.ray.pool import RayResourcePool, ResourcePoolManager
 from rlhub.single_controller.ray.process import CallHeader
 from rlhub.single_controller.ray.processes import ProcessOptions, RayProcesses
 from rlhub.single_controller.resources import MAIN_POOL, LaunchOptions
-from rlhub.single_controller.traffic import SHARE_BYTES, column_bytes, pickled_bytes
 from rlhub.single_controller.worker import ClassWithInitArgs, ColocatedClass, check_worker_env, create_colocated_worker_cls
 from rlhub.single_controller.worker_group import WorkerGroup
 from rlhub.utils import faults

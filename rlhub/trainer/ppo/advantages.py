@@ -39,7 +39,7 @@ from rlhub.algorithms.mismatch import (
 )
 from rlhub.algorithms.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 from rlhub.algorithms.returns import whiten_rewards
-from rlhub.algorithms.row_statistics import COUNT, SUM, batch_moments, row_moments
+from rlhub.algorithms.statistics import COUNT, SUM, batch_moments, row_moments
 from rlhub.config.rules.asynchronous import is_collected
 from rlhub.config.sections.algorithm import KLControlConfig
 from rlhub.config.sections.ppo import PPOConfig

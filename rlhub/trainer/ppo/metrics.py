@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.row_statistics import Moments, batch_moments, row_moments, row_sums
+from rlhub.algorithms.statistics import Moments, batch_moments, row_moments, row_sums
 from rlhub.protocol import DataProto
 from rlhub.utils.timing import PREFIX
 

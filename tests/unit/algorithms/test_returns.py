@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhub.algorithms.returns import rewards_to_go, scan, time_first, whiten_rewards
-from rlhub.algorithms.row_statistics import whiten
+from rlhub.algorithms.statistics import whiten
 from tests.unit.algorithms import references
 from tests.unit.algorithms.cases import assert_close, catches, dtypes, exact, few, garbage, masks, numbers, seeds, tensor
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlhub.algorithms.row_statistics import Moments, batch_moments, row_moments
+from rlhub.algorithms.statistics import Moments, batch_moments, row_moments
 from rlhub.protocol import DataProto
 from rlhub.trainer.ppo.metrics import batch_metrics, mean_metrics, metric_rows, spread, timing_per_token
 

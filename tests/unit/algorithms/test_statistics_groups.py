@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhub.algorithms.groups import group_statistics
+from rlhub.algorithms.statistics import group_statistics
 from tests.unit.algorithms.cases import assert_close, few
 
 rows = st.lists(st.tuples(st.sampled_from([-5, 0, 3, 10**15]), st.sampled_from([0.0, 0.1, 0.3, 1e6])), max_size=12)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhub.algorithms.masked import masked
 from rlhub.algorithms.mismatch import added, mismatch_rows, mismatch_sums, staleness_rows, staleness_sums
-from rlhub.algorithms.row_statistics import (
+from rlhub.algorithms.statistics import (
     SUM,
     Moments,
     batch_moments,

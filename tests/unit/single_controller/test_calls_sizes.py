@@ -12,8 +12,7 @@ import torch
 
 from rlhub.protocol import DataProto, DataProtoFuture
 from rlhub.single_controller import ClassWithInitArgs, Dispatch, LaunchOptions, Worker, launch, register
-from rlhub.single_controller.calls import ObservedCall, RankRequest, Watch
-from rlhub.single_controller.traffic import SHARE_BYTES, column_bytes, pickled_bytes
+from rlhub.single_controller.calls import SHARE_BYTES, ObservedCall, RankRequest, Watch, column_bytes, pickled_bytes
 from rlhub.tracking.spans import CallTiming
 from rlhub.utils.timing import PhaseTimer
 
