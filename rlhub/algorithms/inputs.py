@@ -1,6 +1,6 @@
-"""What goes into and comes out of advantage estimators and policy losses.
+"""The inputs and outputs of advantage estimators and policy losses.
 
-An optional column is there when the part's registry row names it in `requires`.
+An optional column is present when the part's registry row names it in `requires`.
 """
 
 from __future__ import annotations

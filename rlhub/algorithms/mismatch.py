@@ -1,7 +1,7 @@
-"""How far the rollout engine's probabilities are from the trainer's, measured every step.
+"""The distance between the rollout engine's probabilities and the trainer's, measured every step.
 
 mu is the behaviour policy (the rollout engine's log-probs of the tokens it sampled), pi the trainer's policy with the same
-weights.  First come sums of each row's tokens, which add up over the rows of a batch (row_statistics.py) as over micro-batches
+weights.  First come sums of each row's tokens, which add up over the rows of a batch (statistics.py) as over micro-batches
 and ranks; then the metrics from the sums.  Extremes do not add up: they are combined by a maximum of their own.
 """
 

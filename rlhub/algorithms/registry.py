@@ -1,4 +1,4 @@
-"""What algorithms there are, without loading them: name -> module, needs and knobs.
+"""The names of all algorithms, with module, requirements and knobs; no algorithm is loaded.
 
 `requires` of an advantage estimator: "values" (a critic must predict them), "groups" (several samples per prompt),
 "old_log_probs" and "sum_pi_squared" (a forward pass of its own before the update), "baseline_rewards" (a greedy response per

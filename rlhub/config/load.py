@@ -198,7 +198,7 @@ def load(cls: type[C], config_name: str, overrides: Sequence[str] = (), *, confi
 
 
 def collect(cls: type[C], config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> LoadedConfig[C]:
-    """As `load`, but returns the problems together with the configuration of all other settings."""
+    """Loads as `load` does, but returns the problems together with the configuration of all other settings."""
     problems: list[str] = []
     tree = compose.compose(config_name, overrides, config_dir, problems)
     return interpret(cls, tree, problems)

@@ -385,7 +385,7 @@ class EngineAdministration:
         raise EngineError(f"no weights in {folder}: neither *.safetensors files nor version-<n> folders")
 
     def _prepare_model(self, folder: Path, version: int) -> Callable[[], object]:
-        """As `_prepare`, for a Hugging Face folder."""
+        """Prepares as `_prepare` does, from a Hugging Face folder."""
         engine = self._engine
         if isinstance(engine, ExternalWeights):
             target = f"{__name__}:{WorkerFolder.__name__}"

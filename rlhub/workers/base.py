@@ -1,4 +1,4 @@
-"""What every worker with a training engine can do: save it and load it.
+"""The base of every worker with a training engine: it saves the engine and loads it.
 
 A checkpoint has the engine's shards per rank, its scalars, the HF-loadable weights, and the adapter of a LoRA run as peft loads
 it.

@@ -1,4 +1,4 @@
-"""What roles hand to each other on a pool: the run's facts, the memory of a device that they use in turn, and a rendezvous.
+"""The agreements between roles: the facts of the run, the device memory that they use in turn, and the address where they meet.
 
 Roles of one process take turns on its device: a role that trains asks those that generate there to release their memory.
 Roles on separate pools meet at an address, over which the actor's weights travel to the rollout engines.

@@ -1,4 +1,4 @@
-"""What every policy loss begins and ends with: the log-ratio to the old policy, and the weighted loss with its metrics."""
+"""The first and the last step of every policy loss: the log-ratio to the old policy, and the weighted loss with its metrics."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def _passes(config: PPOConfig) -> None:
 
 
 def _supervised_passes(config: SFTConfig | DPOConfig | RMConfig, sequences: int) -> None:
-    """As `_passes`, for supervised training.  sequences: token sequences in a row of the data."""
+    """Derives what `_passes` does, for supervised training.  sequences: token sequences in a row of the data."""
     data = config.data
     if data.use_dynamic_bsz is None:
         data.use_dynamic_bsz = _by_tokens(config.trainer, data.micro_batch_size_per_gpu)

@@ -61,9 +61,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeRuntime:
-    """What runs a job's episodes: the event loop, the rollout service, and the processes of agent.num_workers and num_env_hosts.
+    """The parts that run a job's episodes: event loop, rollout service, and the processes of agent.num_workers and num_env_hosts.
 
-    score: for workflows that want the reward of a turn.  stack: gets what must be ended.
+    score: the reward of a turn, for workflows that read it.  stack: closes the parts when the job ends.
     """
 
     config: PPOConfig

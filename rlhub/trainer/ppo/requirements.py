@@ -1,4 +1,4 @@
-"""What the chosen algorithm needs, asked of its registry rows and settings; nothing here names an algorithm."""
+"""The requirements of the chosen algorithm, read from its registry rows and settings; no algorithm is named here."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def _(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
 
 
 def check_training(config: PPOConfig, set_keys: AbstractSet[str] = frozenset()) -> list[str]:
-    """As `check`, for a job that trains and does not only evaluate."""
+    """Checks as `check` does, for a job that trains and does not only evaluate."""
     problems = [*check(config, set_keys), *check_weights_reach(config)]
     return problems or _memory_problems(config)
 
@@ -279,7 +279,7 @@ def check_data(data: DataConfig) -> list[str]:
 
 
 def check_demonstrations(data: SFTDataConfig) -> list[str]:
-    """As `check_data`, for files with prompts and responses, or with whole conversations."""
+    """Checks as `check_data` does, for files with prompts and responses, or with whole conversations."""
     problems = []
     for split, files in (("train", data.train_files), ("val", data.val_files)):
         pairs = check_files(files, data.prompt_key, split, (data.response_key,)) if files else []
@@ -289,7 +289,7 @@ def check_demonstrations(data: SFTDataConfig) -> list[str]:
 
 
 def check_pairs(data: PreferenceDataConfig, margin_key: str | None = None) -> list[str]:
-    """As `check_data`, for preference pairs.  The prompt column is not required, since the answers may contain the prompt."""
+    """Checks as `check_data` does, for preference pairs, whose prompt column may be missing: answers may contain the prompt."""
     columns = {data.chosen_key: "data.chosen_key", data.rejected_key: "data.rejected_key"}
     columns |= {margin_key: "margin_key"} if margin_key else {}
     given = [(split, files) for split, files in (("train", data.train_files), ("val", data.val_files)) if files]

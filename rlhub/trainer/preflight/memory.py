@@ -83,14 +83,14 @@ def bytes_of(section: Section, num_params: int, num_ranks: int, trained: bool) -
 
 @bytes_of.register
 def _(section: FSDPConfig, num_params: int, num_ranks: int, trained: bool) -> Bytes:
-    """As `bytes_of`: parameters, gradients and two moments are sharded alike and have one dtype."""
+    """Returns `bytes_of` for FSDP2: parameters, gradients and two moments are sharded alike and have one dtype."""
     own = num_params / (num_ranks if section.fsdp_size == -1 else section.fsdp_size) * ITEM_BYTES[section.model_dtype]
     return Bytes(params=own, grads=own, states=2 * own) if trained else Bytes(params=own)
 
 
 @bytes_of.register
 def _(section: MegatronConfig, num_params: int, num_ranks: int, trained: bool) -> Bytes:
-    """As `bytes_of`: gradients are float32; the optimizer has two float32 moments, and float32 masters of bfloat16 weights."""
+    """Returns `bytes_of` for Megatron: float32 gradients, two float32 moments, and float32 masters of bfloat16 weights."""
     pieces = section.tensor_model_parallel_size * section.pipeline_model_parallel_size * section.expert_model_parallel_size
     own, item = num_params / pieces, ITEM_BYTES[section.model_dtype or "bf16"]
     stepped = num_params / num_ranks if section.use_distributed_optimizer else own
