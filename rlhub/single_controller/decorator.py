@@ -49,6 +49,12 @@ class Mesh:
     def dp_size(self) -> int:
         return len(self.collecting)
 
+    @property
+    def copies(self) -> dict[int, int]:
+        """Returns for each rank that does not collect the one that collects for its shard: both work on the same rows."""
+        homes = ((rank, self.collecting[dp]) for rank, dp in enumerate(self.dp_ranks))
+        return {rank: home for rank, home in homes if rank != home}
+
 
 class DispatchTarget(Protocol):
     """The part of a worker group that dispatch and collect functions use."""

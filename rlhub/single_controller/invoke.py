@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhub.errors import RlhubError, WorkerError
 from rlhub.protocol import BatchRef, DataProtoFuture, Retain
-from rlhub.protocol.exchange import ROWS, RowKeeper
+from rlhub.protocol.exchange import ROWS, Handover, RowKeeper
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext
 from rlhub.utils import faults
 from rlhub.utils.aio.loop_thread import LoopThread
@@ -73,9 +73,9 @@ class RankWorkers:
     worker left behind (a server, a pump) go on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, handover: Handover | None = None) -> None:
         self._turn = threading.RLock()  # in process a validation that runs during training calls the same workers
-        self._rows = RowKeeper()
+        self._rows = RowKeeper(handover)
         self._workers: dict[str, Any] = {ROWS: self._rows}
         self._contexts: dict[str, WorkerContext] = {}
         self._loop: LoopThread | None = None
