@@ -219,8 +219,8 @@ def main() -> int:
     options = parser.parse_args()
     sys.stdout.write(f"{options.rows} rows of {options.prompt} + {options.response} tokens, {options.ranks} ranks\n")
     sys.stdout.write(
-        f"{'batches':<10} {'bytes out':>12} {'bytes in':>12} {'a row':>10} {'prompts':>12} {'pickled out':>14} {'pickled in':>14} "
-        f"{'calls':>6} {'MiB more':>8} {'s':>6}\n"
+        f"{'batches':<10} {'bytes out':>12} {'bytes in':>12} {'a row':>10} {'prompts':>12} {'pickled out':>14} "
+        f"{'pickled in':>14} {'calls':>6} {'MiB more':>8} {'s':>6}\n"
     )
     good = True
     with tempfile.TemporaryDirectory() as name:
