@@ -28,8 +28,9 @@ from rlhub.models.tokenizer import load_tokenizer
 from rlhub.protocol import DataProto
 from rlhub.registry import suggest
 from rlhub.rewards import RewardManager, RewardResult, build_reward_manager
-from rlhub.rewards.base import FAILED
+from rlhub.rewards.base import FAILED, start_scoring
 from rlhub.rewards.combine import JUDGE, MODEL, CombinedManager, Judge, PartScores, RewardPart, outcomes_of
+from rlhub.rewards.managers import on_last_token
 from rlhub.rewards.rendering import Rendering, padded
 from rlhub.rollout_service.executor.batches import ADDED, add_rewards
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
@@ -55,11 +56,48 @@ class Samples:
     """Holds what a source has sampled.
 
     batch: the samples of each prompt side by side.  greedy: the most likely response to each of these prompts, in their order;
-    None where no estimator compares with it.
+    None where no estimator compares with it.  scoring: the scores on their way.
     """
 
     batch: DataProto
     greedy: DataProto | None = None
+    scoring: Scoring | None = None
+
+    def scored(self) -> DataProto:
+        """Returns the batch with its scores, which are waited for."""
+        if self.scoring is not None:
+            self.scoring.add_to(self.batch)
+        return self.batch
+
+
+@dataclass(slots=True)
+class Scoring:
+    """The scores of samples on their way.  finish: waits for the columns (rows,), in the order of sampling, and the metrics."""
+
+    finish: Callable[[], tuple[dict[str, Tensor], dict[str, float]]]
+    _metrics: dict[str, float] | None = None
+
+    def add_to(self, batch: DataProto) -> dict[str, float]:
+        """Waits for the scores, adds them to the samples, and returns the metrics.  The first batch gets the columns; later ones
+        are made of its rows.
+
+        batch: all of the samples, in the order of sampling or as its column `sample_index` says.
+        Raises RewardError when more rows failed than the limit allows.
+        """
+        if self._metrics is None:
+            columns, self._metrics = self.finish()
+            order = batch.batch["sample_index"] if "sample_index" in batch.batch.keys() else slice(None)
+            for name, column in columns.items():
+                batch.batch[name] = column[order]
+        return self._metrics
+
+
+def add_scores(batch: DataProto, scorings: Sequence[Scoring]) -> dict[str, float]:
+    """Waits for the scores of a step's samplings, adds them to the batch unless it has them, and returns their metrics."""
+    metrics = merge_scorings([scoring.add_to(batch) for scoring in scorings])
+    if "token_level_scores" not in batch.batch.keys():
+        batch.batch["token_level_scores"] = on_last_token(batch.batch["scores"], batch.batch["response_mask"])
+    return metrics
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,38 +113,59 @@ class Scorer:
     components: bool = False
     metric: str | None = None
 
-    def __call__(self, samples: Samples) -> dict[str, float]:
-        """Adds the scores to the samples, with greedy responses also baseline_rewards; returns the metrics of scoring."""
-        metrics = dict(self.score_rows(samples.batch))
-        if samples.greedy is not None:
-            compared = self.score_rows(samples.greedy)
-            metrics |= {name: value + metrics.get(name, 0.0) for name, value in compared.items() if name.startswith(COUNTS)}
-            metrics |= add_baseline(samples.batch, samples.greedy)
-        return metrics
+    def submit(self, samples: Samples) -> Scoring:
+        """Begins to score the samples and returns at once.  With greedy responses there is a column baseline_rewards too."""
+        begun = self._begin(samples.batch)
+        compared = None if samples.greedy is None else self._begin(samples.greedy)
+
+        def finish() -> tuple[dict[str, Tensor], dict[str, float]]:
+            with self.timers.measure("reward"):
+                columns, metrics = begun()
+                if compared is not None:
+                    greedy, more = compared()
+                    metrics |= {name: value + metrics.get(name, 0.0) for name, value in more.items() if name.startswith(COUNTS)}
+                    metrics |= add_baseline(columns, greedy)
+            return columns, metrics
+
+        samples.scoring = Scoring(finish)
+        return samples.scoring
 
     def score_rows(self, batch: DataProto) -> dict[str, float]:
-        """Adds token_level_scores (rows, response), scores (rows,) and valid (rows,), and returns the metrics.
+        """Adds the scores to a batch, and returns the metrics."""
+        return self.submit(Samples(batch=batch)).add_to(batch)
+
+    def _begin(self, batch: DataProto) -> Callable[[], tuple[dict[str, Tensor], dict[str, float]]]:
+        """Begins to score rows.  The result waits for scores (rows,), valid (rows,) and what else is kept of the reward; it gives
+        token_level_scores (rows, response) only where a manager or tools score tokens.
 
         Rows that come with their scores keep them: those of workflows that give rewards themselves, and recorded batches.
-        Raises RewardError when more rows fail than the limit allows.
         """
-        columns = batch.batch
-        if "token_level_scores" in columns.keys():
-            return {}
-        with self.timers.measure("reward"):
-            result = self.reward(batch)
-        columns["token_level_scores"] = result.token_level_scores
-        columns["scores"] = result.scores
-        columns["valid"] = result.valid
-        if ADDED in columns.keys():
-            add_rewards(columns)
-        if self.components:
-            for name in numeric_entries(result):
-                columns[f"{COMPONENT}{name}"] = component(result, name)
-        if self.metric is not None:
-            result.scores = columns["scores"]
-            columns[SIGNAL] = group_metric(result, self.metric)
-        return result.metrics
+        tensors = batch.batch
+        if "scores" in tensors.keys():
+            own = {name: tensors[name] for name in ("scores", "valid")}
+            return lambda: (own, {})
+        pending = start_scoring(self.reward, batch)
+        tools = {name: tensors[name] for name in (ADDED, "response_mask") if ADDED in tensors.keys()}
+
+        def finish() -> tuple[dict[str, Tensor], dict[str, float]]:
+            result = pending()
+            columns = {"scores": result.scores, "valid": result.valid}
+            if result.token_level_scores is not None:
+                columns["token_level_scores"] = result.token_level_scores
+            if tools:
+                columns.setdefault("token_level_scores", on_last_token(result.scores, tools["response_mask"]))
+                columns[ADDED] = tools[ADDED]
+                add_rewards(columns)
+                result.scores = columns["scores"]
+            return columns | self._kept(result), result.metrics
+
+        return finish
+
+    def _kept(self, result: RewardResult) -> dict[str, Tensor]:
+        """Returns the numbers of the reward that the estimator or the group filter reads."""
+        names = numeric_entries(result) if self.components else []
+        columns = {f"{COMPONENT}{name}": component(result, name) for name in names}
+        return columns if self.metric is None else columns | {SIGNAL: group_metric(result, self.metric)}
 
 
 def build_scorer(config: PPOConfig, reward: RewardManager, timers: PhaseTimer) -> Scorer:
@@ -120,17 +179,17 @@ def build_scorer(config: PPOConfig, reward: RewardManager, timers: PhaseTimer) -
     )
 
 
-def add_baseline(batch: DataProto, greedy: DataProto) -> dict[str, float]:
+def add_baseline(columns: dict[str, Tensor], greedy: Mapping[str, Tensor]) -> dict[str, float]:
     """Adds baseline_rewards (rows,): the reward of each prompt's greedy response (Li et al. 2024, arXiv 2310.10505); returns
     their mean as a metric.
 
-    greedy: scored, one row a prompt, in the order in which `batch`, which is scored, has its samples side by side.  Where that
-    response has no valid score there is nothing to compare with, and the prompt's samples do not train.
+    columns: scores and valid of the samples, which stand side by side in the order of `greedy`, which has one row a prompt.
+    Where that response has no valid score there is nothing to compare with, and the prompt's samples do not train.
     """
-    n = len(batch) // len(greedy)
-    scores, valid = greedy.batch["scores"], greedy.batch["valid"]
-    batch.batch["baseline_rewards"] = scores.repeat_interleave(n)
-    batch.batch["valid"] = batch.batch["valid"] & valid.repeat_interleave(n)
+    scores, valid = greedy["scores"], greedy["valid"]
+    n = len(columns["scores"]) // len(scores)
+    columns["baseline_rewards"] = scores.repeat_interleave(n)
+    columns["valid"] = columns["valid"] & valid.repeat_interleave(n)
     return {"reward/greedy_mean": scores[valid].double().mean().item()} if bool(valid.any()) else {}
 
 
@@ -221,7 +280,6 @@ class RewardParts:
             function=self.function,
             function_weight=scoring.function_weight,
             parts=parts,
-            tokenizer=self.tokenizer,
             on_error=scoring.on_error,
             max_error_rate=scoring.max_error_rate,
         )
