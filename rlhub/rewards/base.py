@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from rlhub.errors import RewardError
-from rlhub.protocol import DataProto
+from rlhub.protocol import Batch, DataProto
 from rlhub.rewards.pool import RewardOutcome, RewardPool
 from rlhub.rewards.rows import Decoder, rows_here
 
@@ -62,12 +62,12 @@ class RewardManager(Protocol):
 class BackgroundManager(RewardManager, Protocol):
     """A manager that reads no column of tokens on the driver, and scores while the driver does something else."""
 
-    def start(self, batch: DataProto) -> Callable[[], RewardResult]:
+    def start(self, batch: Batch) -> Callable[[], RewardResult]:
         """Begins to score all rows and returns without blocking; what it returns blocks until the rewards are there."""
         ...
 
 
-def start_scoring(manager: RewardManager, batch: DataProto) -> Callable[[], RewardResult]:
+def start_scoring(manager: RewardManager, batch: Batch) -> Callable[[], RewardResult]:
     """Begins to score a batch, and returns what waits for the rewards.
 
     For a manager that can only be called, the rows are brought to the driver, and it is called when the rewards are asked for.
@@ -109,7 +109,7 @@ class ScoredRows:
     sources: np.ndarray
 
     @classmethod
-    def of(cls, batch: DataProto, outcomes: Sequence[RewardOutcome]) -> ScoredRows:
+    def of(cls, batch: Batch, outcomes: Sequence[RewardOutcome]) -> ScoredRows:
         """Returns the outcomes of all rows of a batch with their lengths and sources."""
         lengths = batch.batch["response_length"].numpy()
         return cls(outcomes=outcomes, lengths=lengths, sources=batch.non_tensor_batch["data_source"])

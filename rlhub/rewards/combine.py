@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlhub.config.sections.reward import JudgeConfig
 from rlhub.errors import RewardError
-from rlhub.protocol import DataProto
+from rlhub.protocol import Batch, DataProto
 from rlhub.rewards.base import (
     FAILED,
     FAILED_SHARE,
@@ -65,7 +65,7 @@ class RewardPart:
 
     name: str
     weight: float
-    start: Callable[[DataProto], Callable[[], PartScores]]
+    start: Callable[[Batch], Callable[[], PartScores]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class CombinedManager:
     def __call__(self, batch: DataProto) -> RewardResult:
         return self.start(batch)()
 
-    def start(self, batch: DataProto) -> Callable[[], RewardResult]:
+    def start(self, batch: Batch) -> Callable[[], RewardResult]:
         """Starts the function and all parts."""
         facts, written = ScoredRows.of(batch, []), None
         if self.function is not None and not isinstance(self.function, BackgroundManager):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rlhub.protocol import BatchRef, DataProto
+from rlhub.protocol import Batch, DataProto
 from rlhub.rewards.pool import RewardFailure, RewardFailureKind, RewardOutcome, RewardPool, RewardRequest
 
 ROW_TOKENS = ("responses", "response_length")
@@ -53,11 +53,9 @@ def score_rows(
     return pool.score(requests, max_failures=max_failures)
 
 
-def rows_here(batch: DataProto | BatchRef) -> DataProto:
+def rows_here(batch: Batch) -> DataProto:
     """Returns the rows with all columns in this process; those that the ranks keep are fetched, and their bytes are counted."""
-    if isinstance(batch, DataProto):
-        return batch.select()
-    return batch.small.select().union(batch.fetch(list(batch.columns)))
+    return batch.select() if isinstance(batch, DataProto) else batch.fetch_all()
 
 
 class PackedOutcomes(NamedTuple):

@@ -25,13 +25,14 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError, RewardError
 from rlhub.models.shape import ModelShape, read_model_shape
 from rlhub.models.tokenizer import load_tokenizer
-from rlhub.protocol import DataProto
+from rlhub.protocol import Batch, BatchRef
 from rlhub.registry import suggest
 from rlhub.rewards import RewardManager, RewardResult, build_reward_manager
 from rlhub.rewards.base import FAILED, start_scoring
 from rlhub.rewards.combine import JUDGE, MODEL, CombinedManager, Judge, PartScores, RewardPart, outcomes_of
 from rlhub.rewards.managers import on_last_token
 from rlhub.rewards.rendering import Rendering, padded
+from rlhub.rewards.rows import rows_here
 from rlhub.rollout_service.executor.batches import ADDED, add_rewards
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
 from rlhub.trainer.ppo.requirements import NAMES_OF_THE_REWARD, requirements
@@ -59,11 +60,11 @@ class Samples:
     None where no estimator compares with it.  scoring: the scores on their way.
     """
 
-    batch: DataProto
-    greedy: DataProto | None = None
+    batch: Batch
+    greedy: Batch | None = None
     scoring: Scoring | None = None
 
-    def scored(self) -> DataProto:
+    def scored(self) -> Batch:
         """Returns the batch with its scores, which are waited for."""
         if self.scoring is not None:
             self.scoring.add_to(self.batch)
@@ -77,7 +78,7 @@ class Scoring:
     finish: Callable[[], tuple[dict[str, Tensor], dict[str, float]]]
     _metrics: dict[str, float] | None = None
 
-    def add_to(self, batch: DataProto) -> dict[str, float]:
+    def add_to(self, batch: Batch) -> dict[str, float]:
         """Waits for the scores, adds them to the samples, and returns the metrics.  The first batch gets the columns; later ones
         are made of its rows.
 
@@ -92,7 +93,7 @@ class Scoring:
         return self._metrics
 
 
-def add_scores(batch: DataProto, scorings: Sequence[Scoring]) -> dict[str, float]:
+def add_scores(batch: Batch, scorings: Sequence[Scoring]) -> dict[str, float]:
     """Waits for the scores of a step's samplings, adds them to the batch unless it has them, and returns their metrics."""
     metrics = merge_scorings([scoring.add_to(batch) for scoring in scorings])
     if "token_level_scores" not in batch.batch.keys():
@@ -125,16 +126,18 @@ class Scorer:
                     greedy, more = compared()
                     metrics |= {name: value + metrics.get(name, 0.0) for name, value in more.items() if name.startswith(COUNTS)}
                     metrics |= add_baseline(columns, greedy)
+                if isinstance(samples.greedy, BatchRef):
+                    samples.greedy.drop()
             return columns, metrics
 
         samples.scoring = Scoring(finish)
         return samples.scoring
 
-    def score_rows(self, batch: DataProto) -> dict[str, float]:
+    def score_rows(self, batch: Batch) -> dict[str, float]:
         """Adds the scores to a batch, and returns the metrics."""
         return self.submit(Samples(batch=batch)).add_to(batch)
 
-    def _begin(self, batch: DataProto) -> Callable[[], tuple[dict[str, Tensor], dict[str, float]]]:
+    def _begin(self, batch: Batch) -> Callable[[], tuple[dict[str, Tensor], dict[str, float]]]:
         """Begins to score rows.  The result waits for scores (rows,), valid (rows,) and what else is kept of the reward; it gives
         token_level_scores (rows, response) only where a manager or tools score tokens.
 
@@ -373,7 +376,8 @@ class ModelScorer:
     def __init__(self, group: WorkerGroup, rendering: Rendering | None) -> None:
         self.group, self.rendering = group, rendering
 
-    def __call__(self, batch: DataProto) -> Callable[[], PartScores]:
+    def __call__(self, batch: Batch) -> Callable[[], PartScores]:
+        batch = rows_here(batch)
         rows = self.rendering(batch) if self.rendering is not None else batch
         asked = rows.select(batch_keys=["input_ids", "attention_mask"], non_tensor_batch_keys=[], meta_info_keys=[])
         scored = self.group.compute_rm_score.submit(asked)
@@ -386,8 +390,9 @@ class JudgeScorer:
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
 
-    def __call__(self, batch: DataProto) -> Callable[[], PartScores]:
-        return lambda: asyncio.run(self.judge(batch))
+    def __call__(self, batch: Batch) -> Callable[[], PartScores]:
+        rows = rows_here(batch)
+        return lambda: asyncio.run(self.judge(rows))
 
 
 class JudgeGenerator:
