@@ -9,6 +9,7 @@ exchange (`protocol.exchange`) brings every row to the rank that will compute on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
@@ -269,6 +270,15 @@ class BatchRef:
         bounds = chunk_bounds(len(self), chunks)
         parts = zip(self.small.chunk(chunks), bounds, strict=True)
         return [self._with(small, self.layout.take(slice(*bound))) for small, bound in parts]
+
+    def by_rank(self, num_ranks: int) -> list[Self]:
+        """Returns the rows of each rank, as generation leaves them: in the order of the ranks; rows in another order as
+        `chunk`."""
+        ranks = self.layout.rank
+        if np.any(ranks[1:] < ranks[:-1]) or (len(ranks) and ranks[-1] >= num_ranks):
+            return self.chunk(num_ranks)
+        ends = np.searchsorted(ranks, np.arange(num_ranks + 1)).tolist()
+        return [self.slice(start, end) for start, end in itertools.pairwise(ends)]
 
     def select(
         self,

@@ -69,11 +69,13 @@ def _split(name: str, value: Any, shards: Sequence[int], num_shards: int) -> lis
         )
     if not isinstance(value, DataProto | DataProtoFuture | BatchRef):
         return [value] * len(shards)
-    chunks: Sequence[Any] = value.chunk(num_shards)
-    if isinstance(value, BatchRef):  # its rows do not travel, so each rank must have them
-        for rank, shard in enumerate(shards):
-            chunks[shard].check_rank(rank)
-    return [chunks[shard] for shard in shards]
+    if not isinstance(value, BatchRef):
+        chunks: Sequence[Any] = value.chunk(num_shards)
+        return [chunks[shard] for shard in shards]
+    parts = value.by_rank(num_shards)  # its rows do not travel, so each rank must have them
+    for rank, shard in enumerate(shards):
+        parts[shard].check_rank(rank)
+    return [parts[shard] for shard in shards]
 
 
 def dispatch_dp_compute_proto(group: DispatchTarget, *args: Any, **kwargs: Any) -> PerRank:

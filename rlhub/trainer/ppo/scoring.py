@@ -11,9 +11,10 @@ manager over all of them (`RewardParts`).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,16 @@ from rlhub.models.tokenizer import load_tokenizer
 from rlhub.protocol import Batch, BatchRef
 from rlhub.registry import suggest
 from rlhub.rewards import RewardManager, RewardResult, build_reward_manager
-from rlhub.rewards.base import FAILED, start_scoring
+from rlhub.rewards.base import FAILED, ScoredRows, start_scoring
 from rlhub.rewards.combine import JUDGE, MODEL, CombinedManager, Judge, PartScores, RewardPart, outcomes_of
-from rlhub.rewards.managers import on_last_token
+from rlhub.rewards.managers import NaiveManager, on_last_token
 from rlhub.rewards.rendering import Rendering, padded
-from rlhub.rewards.rows import rows_here
+from rlhub.rewards.rows import REWARD_FIELDS, ROW_TOKENS, rows_here, unpack_outcomes
 from rlhub.rollout_service.executor.batches import ADDED, add_rewards
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
 from rlhub.trainer.ppo.requirements import NAMES_OF_THE_REWARD, requirements
 from rlhub.trainer.ppo.validation_metrics import correctness
+from rlhub.trainer.ppo.worker_groups import COLOCATED_ROLE, ROLLOUT_ROLE
 from rlhub.utils.timing import PhaseTimer
 from rlhub.workers.memory_handover import WorkerRuntime
 from rlhub.workers.roles import JudgeWorker, RewardModelWorker
@@ -277,15 +279,26 @@ class RewardParts:
             )
         if scoring.judge.model.path:
             parts.append(RewardPart(name=JUDGE, weight=scoring.judge.weight, start=self._judge(groups[JUDGE_ROLE])))
-        if not parts and scoring.function_weight == 1.0 and self.function is not None:
-            return self.function
+        function = None if self.function is None else self._where_rows_are(self.function, groups)
+        if not parts and scoring.function_weight == 1.0 and function is not None:
+            return function
         return CombinedManager(
-            function=self.function,
+            function=function,
             function_weight=scoring.function_weight,
             parts=parts,
             on_error=scoring.on_error,
             max_error_rate=scoring.max_error_rate,
         )
+
+    def _where_rows_are(self, function: RewardManager, groups: Mapping[str, WorkerGroup]) -> RewardManager:
+        """Returns the function's manager; where the ranks that generate can score rows for it, the driver's processes end."""
+        rollout = groups.get(ROLLOUT_ROLE, groups.get(COLOCATED_ROLE))
+        if not isinstance(function, NaiveManager) or not function.scores_rows:
+            return function
+        if rollout is None or "begin_scoring" not in rollout.methods():
+            return function
+        function.close()
+        return RowsOnRanks(function, rollout)
 
     def _judge(self, group: WorkerGroup) -> JudgeScorer:
         config = self.config.reward_model.judge
@@ -368,6 +381,33 @@ def _check_vocabulary(shape: ModelShape | None, tokenizer: Any, model: str) -> N
             f"{model} has {shape.vocab_size} embeddings, but the tokenizer it reads has token ids up to {largest}; "
             "use the tokenizer the model was trained with"
         )
+
+
+@dataclass(slots=True)
+class RowsOnRanks:
+    """A manager whose rows are scored by the ranks that generated them, beside their next calls.  group: the rollout's."""
+
+    manager: NaiveManager
+    group: WorkerGroup
+    _numbers: Iterator[int] = field(init=False, default_factory=itertools.count)
+
+    def __call__(self, batch: Batch) -> RewardResult:
+        return self.start(batch)()
+
+    def start(self, batch: Batch) -> Callable[[], RewardResult]:
+        """Gives the ranks their rows with the data's columns that the function reads; see BackgroundManager."""
+        facts, key = ScoredRows.of(batch, []), f"scoring-{next(self._numbers)}"
+        asked = batch.select(ROW_TOKENS, REWARD_FIELDS, [])
+        self.group.begin_scoring(asked, key, self.manager.max_failures(len(batch)))
+
+        def finish() -> RewardResult:
+            outcomes = [one for part in self.group.take_outcomes(key) for one in unpack_outcomes(part)]
+            return self.manager.reward(replace(facts, outcomes=outcomes))
+
+        return finish
+
+    def close(self) -> None:
+        self.manager.close()
 
 
 class ModelScorer:
