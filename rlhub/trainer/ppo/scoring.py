@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhub.algorithms.inputs import COMPONENT
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError, RewardError
 from rlhub.models.shape import ModelShape, read_model_shape
@@ -42,8 +43,6 @@ from rlhub.workers.roles import JudgeWorker, RewardModelWorker
 logger = logging.getLogger(__name__)
 
 
-COMPONENT = "reward/"
-"""Prefix of the columns that hold the scorer's own numbers."""
 SIGNAL = "group_metric"
 """Column (rows,) float64: the number in which the samples of a group are compared."""
 COUNTS = FAILED
