@@ -49,6 +49,12 @@ class Mesh:
     def dp_size(self) -> int:
         return len(self.collecting)
 
+    @property
+    def copies(self) -> dict[int, int]:
+        """Returns for each rank that does not collect the one that collects for its shard: both work on the same rows."""
+        homes = ((rank, self.collecting[dp]) for rank, dp in enumerate(self.dp_ranks))
+        return {rank: home for rank, home in homes if rank != home}
+
 
 class DispatchTarget(Protocol):
     """The part of a worker group that dispatch and collect functions use."""
@@ -79,6 +85,7 @@ class DispatchMode:
     proto: outputs are DataProto, so a non-blocking call gives one DataProtoFuture over them.
     rank_zero: arguments go to rank 0 as they are, and its single output is the result.
     callable: False for methods that the driver must not call.
+    mesh: the arrangement of ranks by which batches are cut; "" where every rank has a part of its own.
     """
 
     name: str
@@ -88,6 +95,7 @@ class DispatchMode:
     proto: bool = False
     rank_zero: bool = False
     callable: bool = True
+    mesh: str = ""
 
 
 _MODES: dict[str, DispatchMode] = {}
@@ -161,6 +169,7 @@ class MethodSpec:
     blocking: bool
     materialize_futures: bool
     deadline: str
+    adds_columns: bool
 
     @property
     def mode(self) -> DispatchMode:
@@ -177,12 +186,15 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
     deadline: str = DEFAULT_DEADLINE,
+    adds_columns: bool = False,
 ) -> Callable[[F], F]:
     """Makes a worker method (sync or `async def`) callable on the worker group.
 
     blocking: False returns a future at once (a DataProtoFuture where the mode collects DataProto).
     materialize_futures: DataProtoFuture arguments are fetched in the worker before the method sees them.
     deadline: which field of trainer.deadline_s is the longest wait of the driver for a call.
+    adds_columns: the method returns further columns of its batch.  Called with a BatchRef, it leaves those of more than one
+        number a row with the ranks, and a BatchRef comes back.
     """
     if deadline not in _DEADLINES:
         raise DispatchError(f"no deadline {deadline!r}{suggest(deadline, _DEADLINES)} known: {', '.join(_DEADLINES)}")
@@ -194,6 +206,7 @@ def register(
         blocking=blocking,
         materialize_futures=materialize_futures,
         deadline=deadline,
+        adds_columns=adds_columns,
     )
 
     def mark(method: F) -> F:

@@ -78,7 +78,7 @@ class ActorPart(EngineWorker):
         reference.offload()
         return reference
 
-    @register(dispatch_mode=ACTOR, deadline="infer")
+    @register(dispatch_mode=ACTOR, deadline="infer", adds_columns=True)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Returns old_log_probs (rows, response) of the current policy, and sum_pi_squared where meta_info asks for it;
         meta_info["metrics"] are the throughput's."""
@@ -91,7 +91,7 @@ class ActorPart(EngineWorker):
         metrics = self.throughput.metrics("actor_infer", batch.batch["attention_mask"], 1, seconds)
         return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
 
-    @register(dispatch_mode=ACTOR, deadline="infer")
+    @register(dispatch_mode=ACTOR, deadline="infer", adds_columns=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Returns ref_log_prob (rows, response) of the frozen starting policy."""
         release_idle_memory()
@@ -101,7 +101,7 @@ class ActorPart(EngineWorker):
             self.reference.offload()
         return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
 
-    @register(dispatch_mode=ACTOR, deadline="infer")
+    @register(dispatch_mode=ACTOR, deadline="infer", adds_columns=True)
     def compute_advantages(self, batch: DataProto) -> DataProto:
         """Returns advantages, returns and learn_mask (rows, response), with statistics of the whole batch (collective).
 
@@ -117,13 +117,13 @@ class ActorPart(EngineWorker):
         )
         return self._new_columns(outputs)
 
-    @register(dispatch_mode=ACTOR, deadline="infer")
+    @register(dispatch_mode=ACTOR, deadline="infer", adds_columns=True)
     def rollout_correction(self, batch: DataProto) -> DataProto:
         """Returns loss_mask and, where tokens are weighted, importance_weights (rows, response) (collective)."""
         columns, config = dict(batch.batch.items()), self.algorithm.rollout_correction
         return self._new_columns(rollout_correction(columns, self._gather(batch), config))
 
-    @register(dispatch_mode=ACTOR, deadline="infer")
+    @register(dispatch_mode=ACTOR, deadline="infer", adds_columns=True)
     def select_tokens(self, batch: DataProto) -> DataProto:
         """Returns selected (rows, response), the tokens that the policy loss chose in training step meta_info["step"]
         (collective)."""
@@ -218,7 +218,7 @@ class ReferenceWorker(Worker):
         self.engine.offload()
         self._register_dispatch_collect_info("reference", self.engine.dp_rank, self.engine.is_collect)
 
-    @register(dispatch_mode=REFERENCE, deadline="infer")
+    @register(dispatch_mode=REFERENCE, deadline="infer", adds_columns=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Returns ref_log_prob (rows, response) of the frozen starting policy."""
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs",))

@@ -94,7 +94,7 @@ class PolicyUpdater:
         version: of the policy about to be updated, read with a column policy_version.
         """
         mask = "loss_mask" if "loss_mask" in rows else "learn_mask"
-        extremes, rows = Extremes(), self.correction.prepared(counting(rows, mask), version)
+        extremes, rows = Extremes(), with_staleness(counting(rows, mask), version)
         steps = take_steps(
             self.engine,
             rows,
@@ -155,20 +155,12 @@ class UpdateCorrection:
         self.own_ratio = "weights" not in loss_requires
         self.applied = dataclasses.replace(config, rollout_is=None) if config.bypass_mode and self.own_ratio else config
 
-    def prepared(self, rows: Rows, version: int | None) -> Rows:
-        """Returns the rows with what the mode reads: in bypass mode mu as old_log_probs, and how old tokens are as staleness."""
-        found = dict(rows)
-        if self.config.bypass_mode and "old_log_probs" not in found:
-            found["old_log_probs"] = found["rollout_log_probs"]
-        if version is not None and "policy_version" in found:
-            found["staleness"] = staleness_of(found.pop("policy_version"), version)
-        return found
-
     def anchor(self, log_probs: Tensor, micro: Rows) -> AnchoredLogProbs:
         """Returns the anchor of a micro-batch.
 
-        Columns read: old_log_probs and importance_weights if present; in bypass mode old_log_probs, which is mu; with A-3PO
-        rollout_log_probs and, if present, staleness.  log_probs: those of the current policy, (rows, response).
+        Columns read: old_log_probs and importance_weights if present; in bypass mode old_log_probs, which is mu, or without it
+        rollout_log_probs; with A-3PO the latter and, if present, staleness.  log_probs: those of the current policy, (rows,
+        response).
         """
         current, mask = log_probs.detach(), micro["response_mask"]
         if not self.config.in_update:
@@ -189,7 +181,7 @@ class UpdateCorrection:
     def behaviour(self, rows: Rows) -> Tensor | None:
         """Returns log mu, (rows, response), if the mismatch is measured in the update; None if the driver measures it."""
         if self.config.bypass_mode:
-            return rows["old_log_probs"]
+            return rows["old_log_probs"] if "old_log_probs" in rows else rows["rollout_log_probs"]
         measured_before = "old_log_probs" in rows and not self.config.in_update
         return rows["rollout_log_probs"] if "rollout_log_probs" in rows and not measured_before else None
 
@@ -317,6 +309,14 @@ def counting(rows: Rows, mask: str) -> Rows:
     if mask not in rows:
         return rows
     return {name: column for name, column in rows.items() if name != mask} | {"response_mask": rows[mask]}
+
+
+def with_staleness(rows: Rows, version: int | None) -> Rows:
+    """Returns the rows with how many versions each token is behind `version` in place of a column policy_version."""
+    if version is None or "policy_version" not in rows:
+        return rows
+    found = {name: column for name, column in rows.items() if name != "policy_version"}
+    return found | {"staleness": staleness_of(rows["policy_version"], version)}
 
 
 def take_steps(

@@ -29,7 +29,7 @@ from rlhub.algorithms.inputs import COMPONENT
 from rlhub.algorithms.kl import KLController, build_kl_controller
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.protocol import DataProto, DataProtoFuture
+from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.metrics import mean_metrics, timing_per_token
 from rlhub.trainer.ppo.mismatch_bound import MismatchBound, mismatch_bound
@@ -77,10 +77,10 @@ class TrainingStep:
             scorings.append(self.score(samples))
             batch = source.select(samples)
         metrics = source.metrics | merge_scorings(scorings)
-        self.deal_rows(batch, step)
+        batch = self.deal_rows(batch, step)
 
         # Log-probs of the policy before the update and of the reference, and values: submitted together, so that they run at
-        # the same time on pools of their own.  In bypass mode the rollout's log-probs stand in for the policy's.
+        # the same time on pools of their own.  In bypass mode the update compares with the rollout's log-probs instead.
         passes = []
         if needs.old_log_probs:
             passes.append(self.actor.compute_log_prob.submit(log_prob_inputs(batch, needs)))
@@ -112,9 +112,11 @@ class TrainingStep:
             metrics |= mean_metrics(update.get().meta_info["metrics"])
         if not needs.old_log_probs:  # without a pass of its own the update has measured the mismatch
             self.mismatch.check(metrics)
-        return metrics | timing_per_token(self.timers.so_far(), batch)
+        if isinstance(batch, BatchRef):
+            batch.drop()
+        return metrics | timing_per_token(self.timers.so_far(), row_lengths(batch), batch.batch["response_length"])
 
-    def choose_tokens(self, batch: DataProto, step: int) -> dict[str, float]:
+    def choose_tokens(self, batch: Batch, step: int) -> dict[str, float]:
         """Adds loss_mask and importance_weights where tokens are weighted or rejected, selected where the policy's loss chooses
         some of them; returns the metrics."""
         metrics = {} if self.needs.staleness else {"mismatch/masked_share": 0.0}
@@ -124,8 +126,11 @@ class TrainingStep:
             add_outputs(batch, [self.actor.select_tokens.submit(view(batch, SELECTION, step=step))])
         return metrics
 
-    def deal_rows(self, batch: DataProto, step: int) -> None:
-        """Fixes the mini-batches, and deals their rows to the ranks so that each rank of actor and critic has a part of each."""
+    def deal_rows(self, batch: Batch, step: int) -> Batch:
+        """Fixes the mini-batches, and deals their rows to the ranks so that each rank of actor and critic has a part of each.
+
+        Returns the batch: by reference, the rows are with their ranks now.
+        """
         actor, num_samples = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
         critic_ranks = self.critic.mesh("critic").dp_size if self.critic is not None else 1
         number_samples(batch)
@@ -139,6 +144,17 @@ class TrainingStep:
             if self.critic is not None
             else None,
         )
+        if self.config.trainer.batches == "driver":
+            return batch
+        if isinstance(batch, BatchRef):
+            batch = self.actor.exchange(batch, "actor")
+        else:
+            batch = self.actor.place(batch, "actor", key=f"step-{step}")
+        if self.needs.reference:
+            self.reference.compute_ref_log_prob.bring(model_inputs(batch))
+        if self.critic is not None:
+            self.critic.compute_values.bring(model_inputs(batch))
+        return batch
 
 
 class SampleSource(Protocol):
@@ -162,7 +178,7 @@ class SampleSource(Protocol):
         """Returns samples of further prompts for training step `step` (from 1).  prompts: endless, the same at each call."""
         ...
 
-    def select(self, samples: Samples) -> DataProto | None:
+    def select(self, samples: Samples) -> Batch | None:
         """Returns the training batch out of this step's scored samples, or None where further ones must be sampled."""
         ...
 
@@ -183,7 +199,7 @@ class SampleSource(Protocol):
         ...
 
 
-def add_outputs(batch: DataProto, passes: Sequence[DataProtoFuture]) -> dict[str, float]:
+def add_outputs(batch: Batch, passes: Sequence[Any]) -> dict[str, float]:
     """Waits for forward passes, adds the columns that they return to the batch, and returns their metrics."""
     metrics: dict[str, float] = {}
     for sent in passes:
@@ -200,7 +216,10 @@ def add_outputs(batch: DataProto, passes: Sequence[DataProtoFuture]) -> dict[str
 TOKENS = ("input_ids", "attention_mask")
 MODEL = (*TOKENS, "response_mask")
 REWARD = ("valid", "scores", "token_level_scores", "finish_reason", "baseline_rewards")
-BATCH = ("sample_index", "uid", "response_length", "attention_mask", "response_mask")
+ADVANTAGE = (
+    *("sample_index", "uid", "prompt_length", "response_length", "response_mask"),
+    *("values", "old_log_probs", "ref_log_prob", "sum_pi_squared"),
+)
 VALUE = (*TOKENS, "learn_mask", "critic_mini_batch", "values", "returns")
 CORRECTION = ("sample_index", "learn_mask", "advantages", "old_log_probs", "rollout_log_probs")
 SELECTION = ("sample_index", "mini_batch", "learn_mask", "loss_mask", "advantages", "old_log_probs", "rollout_log_probs")
@@ -210,40 +229,46 @@ POLICY = (
 )
 
 
-def view(batch: DataProto, names: tuple[str, ...], **meta: object) -> DataProto:
+def view(batch: Batch, names: tuple[str, ...], **meta: object) -> Batch:
     """Returns the named columns of `batch` that exist, without copying, with `meta` as meta_info."""
-    present = [name for name in names if name in batch.batch.keys()]
-    selected = batch.select(batch_keys=present, non_tensor_batch_keys=[], meta_info_keys=[])
+    present = [name for name in names if name in names_of(batch)]
+    selected: Batch = batch.select(batch_keys=present, non_tensor_batch_keys=[], meta_info_keys=[])
     selected.meta_info.update(meta)
     return selected
 
 
-def model_inputs(batch: DataProto) -> DataProto:
+def names_of(batch: Batch) -> set[str]:
+    """Returns the names of the tensor columns that a worker can read."""
+    return batch.names() if isinstance(batch, BatchRef) else set(batch.batch.keys())
+
+
+def model_inputs(batch: Batch) -> Batch:
     """Returns what a forward pass reads."""
     return view(batch, MODEL)
 
 
-def log_prob_inputs(batch: DataProto, needs: Requirements) -> DataProto:
+def log_prob_inputs(batch: Batch, needs: Requirements) -> Batch:
     """Returns what the policy's forward pass before the update reads; meta_info asks for sum_pi_squared where it is required."""
     return view(batch, MODEL, **({"sum_pi_squared": True} if needs.sum_pi_squared else {}))
 
 
-def advantage_inputs(batch: DataProto, needs: Requirements, kl_coef: float) -> DataProto:
+def advantage_inputs(batch: Batch, needs: Requirements, kl_coef: float) -> Batch:
     """Returns what the advantages are made of, and with log-probs of the policy those of the rollout, from which the mismatch is
     measured."""
-    names = [*BATCH, *REWARD, *(name for name in batch.batch.keys() if name.startswith(COMPONENT))]
-    names += ["values", "old_log_probs", "ref_log_prob", "sum_pi_squared"]
+    present = names_of(batch)
+    names = [*ADVANTAGE, *REWARD, *sorted(name for name in present if name.startswith(COMPONENT))]
+    if "prompt_length" not in present:
+        names.append("attention_mask")
     if needs.old_log_probs or needs.bypass:
         names += ["rollout_log_probs", "policy_version"]
     return view(batch, tuple(names), kl_coef=kl_coef, policy_version=batch.meta_info.get("policy_version"))
 
 
-def policy_inputs(batch: DataProto, needs: Requirements) -> DataProto:
+def policy_inputs(batch: Batch, needs: Requirements) -> Batch:
     """Returns what the policy's update reads.  The rollout's log-probs go only where the update reads them or where the mismatch
     is measured in the update itself."""
-    present = batch.batch.keys()
-    names = [*POLICY, "loss_mask" if "loss_mask" in present else "learn_mask"]
-    if needs.rollout_log_probs or "old_log_probs" not in present:
+    names = [*POLICY, "loss_mask" if "loss_mask" in names_of(batch) else "learn_mask"]
+    if needs.rollout_log_probs or not needs.old_log_probs:
         names.append("rollout_log_probs")
     meta: dict[str, object] = {"num_mini_batches": count(batch, "mini_batch")}
     if needs.staleness:
@@ -252,45 +277,52 @@ def policy_inputs(batch: DataProto, needs: Requirements) -> DataProto:
     return view(batch, tuple(names), **meta)
 
 
-def value_inputs(batch: DataProto) -> DataProto:
+def value_inputs(batch: Batch) -> Batch:
     """Returns what the critic's update reads."""
     selected = view(batch, VALUE, num_mini_batches=count(batch, "critic_mini_batch"))
     selected.batch["mini_batch"] = selected.batch.pop("critic_mini_batch")
     return selected
 
 
-def count(batch: DataProto, column: str) -> int:
+def count(batch: Batch, column: str) -> int:
     """Returns the number of mini-batches that a column of their indices (from 0) tells apart."""
     return int(batch.batch[column].max().item()) + 1
 
 
-def number_samples(batch: DataProto) -> None:
+def number_samples(batch: Batch) -> None:
     """Adds `sample_index` (rows,) int64, the samples' numbers as they were drawn: before rows are dealt to the ranks."""
     batch.batch["sample_index"] = torch.arange(len(batch))
 
 
 def arrange(
-    batch: DataProto,
+    batch: Batch,
     *,
     rows_per_mini_batch: int,
     num_ranks: int,
     balance: bool,
     shuffle_seed: int | None = None,
     critic_rows_per_mini_batch: int | None = None,
-) -> DataProto:
+) -> Batch:
     """Reorders `batch` in place so that part r of `chunk(num_ranks)` is what rank r should hold; adds column `mini_batch`
     and, where its size is given, `critic_mini_batch`.
 
-    batch: needs `attention_mask` (rows, prompt + response).  Returns the same batch.
+    batch: needs `prompt_length` and `response_length` (rows,), or `attention_mask` (rows, prompt + response).  Returns it.
     """
     ids = mini_batch_ids(len(batch), rows_per_mini_batch, shuffle_seed)
     batch.batch["mini_batch"] = ids
     if critic_rows_per_mini_batch is not None:
         batch.batch["critic_mini_batch"] = mini_batch_ids(len(batch), critic_rows_per_mini_batch, shuffle_seed)
-    if num_ranks == 1:
-        return batch
-    batch.reorder(deal(batch.batch["attention_mask"].sum(1).tolist(), ids, num_ranks, balance=balance))
+    if num_ranks > 1:
+        batch.reorder(deal(row_lengths(batch).tolist(), ids, num_ranks, balance=balance))
     return batch
+
+
+def row_lengths(batch: Batch) -> Tensor:
+    """Returns the tokens of prompt and response of each row, (rows,) int64."""
+    columns = batch.batch
+    if "prompt_length" not in columns.keys():
+        return torch.as_tensor(columns["attention_mask"].sum(1))
+    return torch.as_tensor(columns["prompt_length"] + columns["response_length"])
 
 
 def deal(lengths: Sequence[int], ids: Tensor, num_ranks: int, *, balance: bool) -> Tensor:
