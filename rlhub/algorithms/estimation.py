@@ -7,9 +7,9 @@ Each is a function of some rows of the batch and of the gather that brings numbe
 with its own rows.  What it returns is the same in every bit however the batch is cut, and the metrics are those of the whole
 batch, equal in every process.  Columns that are read:
 
-- one number a row: sample_index, uid, valid (bool), scores, finish_reason, response_length, mini_batch (int64 where not said);
+- one number a row: sample_index, uid, valid (bool), scores, finish_reason, response_length, mini_batch, and prompt_length or
+  instead attention_mask (rows, prompt + response);
 - (rows, response): response_mask, and token_level_scores where rewards stand on other tokens than the last that the model wrote;
-- attention_mask (rows, prompt + response);
 - where the estimator requires them or the settings read them: values, old_log_probs, ref_log_prob, rollout_log_probs,
   sum_pi_squared, baseline_rewards, reward/<name>, policy_version.
 
@@ -111,9 +111,12 @@ def token_rewards(
     """Returns the rewards (rows, response), less kl_coef times the KL to the reference and whitened where the settings say so,
     and the metrics of the KL.  A row's one score stands on the last token that the model wrote."""
     mask = columns["response_mask"]
-    rewards, metrics = columns.get("token_level_scores"), {}
-    if rewards is None:
+    if "token_level_scores" in columns:  # as wide as the whole batch where the driver has made them
+        refuse_lost_rewards(columns["token_level_scores"], scored, gather)
+        rewards = columns["token_level_scores"][:, : mask.shape[1]]
+    else:
         rewards = on_last_token(columns["scores"], mask)
+    metrics: dict[str, float] = {}
     if algorithm.use_kl_in_reward:
         kl = KL_ESTIMATORS.get(algorithm.kl_penalty)(columns["old_log_probs"], columns["ref_log_prob"])
         rewards = penalized_rewards(rewards, kl, mask, kl_coef)
@@ -134,7 +137,6 @@ def advantage_inputs(
     """Returns what the estimator reads; what it does not require is None.  valid: (rows,) bool; scored: (rows, response), the
     tokens of valid rows."""
     requires = ADVANTAGE_ESTIMATORS.row(estimator).requires
-    refuse_lost_rewards(rewards, scored.bool(), gather)
     optional = ("values", "old_log_probs", "sum_pi_squared", "baseline_rewards")
     return AdvantageInputs(
         token_level_rewards=rewards,
@@ -202,16 +204,17 @@ def metric_rows(columns: Columns, valid: Tensor) -> dict[str, Tensor]:
     """
     every = torch.ones_like(valid)
     mask = columns["response_mask"].bool() & valid[:, None]
-    tokens, lengths = columns["attention_mask"].sum(1), columns["response_length"]
+    lengths = columns["response_length"]
+    prompts = columns["prompt_length"] if "prompt_length" in columns else columns["attention_mask"].sum(1) - lengths
     tensors = {name: columns[name] for name in ("advantages", "returns", "values") if name in columns}
     return {
         "response_length": row_moments(lengths, every),
         "response_length/clip_ratio": row_moments(columns["finish_reason"] == 1, every),
-        "prompt_length": row_moments(tokens - lengths, every),
+        "prompt_length": row_moments(prompts, every),
         "critic/score": row_moments(columns["scores"], valid),
         "critic/rewards": row_moments(row_sums(columns["token_level_rewards"], mask), valid),
         **{f"critic/{name}": row_moments(column, mask) for name, column in tensors.items()},
-        "perf/total_num_tokens": row_moments(tokens, every),
+        "perf/total_num_tokens": row_moments(prompts + lengths, every),
         "actor/masked_samples": row_moments(~columns["learn_mask"].bool().any(1), every),
     }
 

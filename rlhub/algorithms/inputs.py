@@ -95,9 +95,11 @@ def refuse_lost_rewards(rewards: Tensor, mask: Tensor, gather: Gather = HERE) ->
     """Raises ProtocolError, in every process, for a reward outside the mask, where it would train nothing and no estimator would
     say so.
 
-    rewards: (batch, response); mask: (batch, response) bool.  A row without any token in the mask, as a sample without a valid
-    score, has no place for its reward and is passed over; so is NaN outside the mask, which is nobody's reward.
+    rewards: (rows, response); mask: (rows, response), or narrower where no token follows.  A row without any token in the mask,
+    as a sample without a valid score, has no place for its reward and is passed over; so is NaN outside the mask, which is
+    nobody's reward.
     """
+    mask = torch.nn.functional.pad(mask.bool(), (0, rewards.shape[1] - mask.shape[1]))
     lost = (rewards != 0) & ~rewards.isnan() & ~mask & mask.any(1, keepdim=True)
     first = lost & (lost.cumsum(1) == 1)
     tokens = torch.arange(rewards.shape[1], device=rewards.device)

@@ -94,7 +94,7 @@ class PolicyUpdater:
         version: of the policy about to be updated, read with a column policy_version.
         """
         mask = "loss_mask" if "loss_mask" in rows else "learn_mask"
-        extremes, rows = Extremes(), self.correction.prepared(counting(rows, mask), version)
+        extremes, rows = Extremes(), with_staleness(counting(rows, mask), version)
         steps = take_steps(
             self.engine,
             rows,
@@ -154,15 +154,6 @@ class UpdateCorrection:
         self.config = config
         self.own_ratio = "weights" not in loss_requires
         self.applied = dataclasses.replace(config, rollout_is=None) if config.bypass_mode and self.own_ratio else config
-
-    def prepared(self, rows: Rows, version: int | None) -> Rows:
-        """Returns the rows with what the mode reads: in bypass mode mu as old_log_probs, and how old tokens are as staleness."""
-        found = dict(rows)
-        if self.config.bypass_mode and "old_log_probs" not in found:
-            found["old_log_probs"] = found["rollout_log_probs"]
-        if version is not None and "policy_version" in found:
-            found["staleness"] = staleness_of(found.pop("policy_version"), version)
-        return found
 
     def anchor(self, log_probs: Tensor, micro: Rows) -> AnchoredLogProbs:
         """Returns the anchor of a micro-batch.
@@ -318,6 +309,14 @@ def counting(rows: Rows, mask: str) -> Rows:
     if mask not in rows:
         return rows
     return {name: column for name, column in rows.items() if name != mask} | {"response_mask": rows[mask]}
+
+
+def with_staleness(rows: Rows, version: int | None) -> Rows:
+    """Returns the rows with how many versions each token is behind `version` in place of a column policy_version."""
+    if version is None or "policy_version" not in rows:
+        return rows
+    found = {name: column for name, column in rows.items() if name != "policy_version"}
+    return found | {"staleness": staleness_of(rows["policy_version"], version)}
 
 
 def take_steps(

@@ -117,7 +117,7 @@ class TrainingStep:
             self.mismatch.check(metrics)
         if isinstance(batch, BatchRef):
             batch.drop()
-        return metrics | timing_per_token(self.timers.so_far(), batch)
+        return metrics | timing_per_token(self.timers.so_far(), row_lengths(batch), batch.batch["response_length"])
 
     def choose_tokens(self, batch: Batch, step: int) -> dict[str, float]:
         """Adds loss_mask and importance_weights where tokens are weighted or rejected, selected where the policy's loss chooses
@@ -221,7 +221,10 @@ def add_outputs(batch: Batch, passes: Sequence[Any]) -> dict[str, float]:
 TOKENS = ("input_ids", "attention_mask")
 MODEL = (*TOKENS, "response_mask")
 REWARD = ("valid", "scores", "token_level_scores", "finish_reason", "baseline_rewards")
-BATCH = ("sample_index", "uid", "response_length", "attention_mask", "response_mask")
+ADVANTAGE = (
+    *("sample_index", "uid", "prompt_length", "response_length", "response_mask"),
+    *("values", "old_log_probs", "ref_log_prob", "sum_pi_squared"),
+)
 VALUE = (*TOKENS, "learn_mask", "critic_mini_batch", "values", "returns")
 CORRECTION = ("sample_index", "learn_mask", "advantages", "old_log_probs", "rollout_log_probs")
 SELECTION = ("sample_index", "mini_batch", "learn_mask", "loss_mask", "advantages", "old_log_probs", "rollout_log_probs")
@@ -233,16 +236,15 @@ POLICY = (
 
 def view(batch: Batch, names: tuple[str, ...], **meta: object) -> Batch:
     """Returns the named columns of `batch` that exist, without copying, with `meta` as meta_info."""
-    known = column_names(batch)
-    present = [name for name in names if name in known]
+    present = [name for name in names if name in names_of(batch)]
     selected: Batch = batch.select(batch_keys=present, non_tensor_batch_keys=[], meta_info_keys=[])
     selected.meta_info.update(meta)
     return selected
 
 
-def column_names(batch: Batch) -> set[str]:
-    """Returns the names of the columns that a worker can read."""
-    return batch.names() if isinstance(batch, BatchRef) else set(map(str, batch.batch.keys()))
+def names_of(batch: Batch) -> set[str]:
+    """Returns the names of the tensor columns that a worker can read."""
+    return batch.names() if isinstance(batch, BatchRef) else set(batch.batch.keys())
 
 
 def model_inputs(batch: Batch) -> Batch:
@@ -258,8 +260,10 @@ def log_prob_inputs(batch: Batch, needs: Requirements) -> Batch:
 def advantage_inputs(batch: Batch, needs: Requirements, kl_coef: float) -> Batch:
     """Returns what the advantages are made of, and with log-probs of the policy those of the rollout, from which the mismatch is
     measured."""
-    names = [*BATCH, *REWARD, *(name for name in sorted(column_names(batch)) if name.startswith(COMPONENT))]
-    names += ["values", "old_log_probs", "ref_log_prob", "sum_pi_squared"]
+    present = names_of(batch)
+    names = [*ADVANTAGE, *REWARD, *sorted(name for name in present if name.startswith(COMPONENT))]
+    if "prompt_length" not in present:
+        names.append("attention_mask")
     if needs.old_log_probs or needs.bypass:
         names += ["rollout_log_probs", "policy_version"]
     return view(batch, tuple(names), kl_coef=kl_coef, policy_version=batch.meta_info.get("policy_version"))
@@ -268,9 +272,8 @@ def advantage_inputs(batch: Batch, needs: Requirements, kl_coef: float) -> Batch
 def policy_inputs(batch: Batch, needs: Requirements) -> Batch:
     """Returns what the policy's update reads.  The rollout's log-probs go only where the update reads them or where the mismatch
     is measured in the update itself."""
-    present = column_names(batch)
-    names = [*POLICY, "loss_mask" if "loss_mask" in present else "learn_mask"]
-    if needs.rollout_log_probs or "old_log_probs" not in present:
+    names = [*POLICY, "loss_mask" if "loss_mask" in names_of(batch) else "learn_mask"]
+    if needs.rollout_log_probs or not needs.old_log_probs:
         names.append("rollout_log_probs")
     meta: dict[str, object] = {"num_mini_batches": count(batch, "mini_batch")}
     if needs.staleness:

@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhub.protocol import DataProto
 from rlhub.trainer.ppo.metrics import mean_metrics, timing_per_token
 
-
-def batch_of() -> DataProto:
-    """5 response tokens; 13 with the prompts."""
-    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 0, 1, 0, 0], [0, 1, 1, 1, 1]])
-    return DataProto.from_dict(tensors={"attention_mask": mask, "response_length": torch.tensor([2, 1, 0, 2])})
+LENGTHS, RESPONSES = torch.tensor([5, 3, 1, 4]), torch.tensor([2, 1, 0, 2])
 
 
 def test_metrics_of_several_ranks_are_averaged_and_single_ones_kept() -> None:
@@ -26,16 +21,14 @@ def test_a_metric_that_no_rank_gave_is_left_out() -> None:
 
 def test_milliseconds_per_token_of_the_phases_that_ran() -> None:
     timings = {"timing_s/generate_sequences": 0.5, "timing_s/compute_ref_log_prob": 1.3, "timing_s/update_actor": 2.6}
-    assert timing_per_token(timings | {"timing_s/reward": 9.0}, batch_of()) == pytest.approx(
+    assert timing_per_token(timings | {"timing_s/reward": 9.0}, LENGTHS, RESPONSES) == pytest.approx(
         {"timing_per_token_ms/gen": 100.0, "timing_per_token_ms/ref": 100.0, "timing_per_token_ms/update_actor": 200.0}
     )
     others = {"timing_s/compute_values": 0.013, "timing_s/compute_advantages": 0.026, "timing_s/update_critic": 0.039}
-    assert timing_per_token(others, batch_of()) == pytest.approx(
+    assert timing_per_token(others, LENGTHS, RESPONSES) == pytest.approx(
         {"timing_per_token_ms/values": 1.0, "timing_per_token_ms/adv": 2.0, "timing_per_token_ms/update_critic": 3.0}
     )
 
 
 def test_without_a_response_token_generation_has_no_time_per_token() -> None:
-    batch = batch_of()
-    batch.batch["response_length"] = torch.zeros(4, dtype=torch.int64)
-    assert timing_per_token({"timing_s/generate_sequences": 0.5}, batch) == {}
+    assert timing_per_token({"timing_s/generate_sequences": 0.5}, LENGTHS, torch.zeros(4, dtype=torch.int64)) == {}
