@@ -152,7 +152,7 @@ class TrainingStep:
         if isinstance(batch, BatchRef):
             batch = self.actor.exchange(batch, "actor")
         else:
-            batch.batch["prompt_length"] = row_lengths(batch) - batch.batch["response_length"]
+            batch.batch["prompt_length"] = row_lengths(batch) - batch.batch["response_length"]  # recordings of old lack it
             batch = self.actor.place(batch, "actor", key=f"step-{step}")
         if self.needs.reference:
             self.reference.compute_ref_log_prob.bring(model_inputs(batch))

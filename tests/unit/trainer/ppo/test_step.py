@@ -402,7 +402,7 @@ def check_sent(run: Run, policy: set[str]) -> None:
     config = run.train_step.config
     read = {name for name, wanted in OF_ADVANTAGES.items() if wanted(run.train_step)}
     expected = {
-        ADVANTAGES: {"attention_mask", "response_mask", *ONE_NUMBER, "token_level_scores"} | read,
+        ADVANTAGES: {"attention_mask", "response_mask", *ONE_NUMBER} | read,
         "actor.update_actor": TOKENS | {"learn_mask", "mini_batch", "advantages"} | policy,
         "critic.update_critic": TOKENS | {"learn_mask", "mini_batch", "values", "returns"},
     }
@@ -572,7 +572,7 @@ def test_the_reward_loses_beta_times_the_kl_of_old_and_reference() -> None:
     for row, length in enumerate(LENGTHS):
         expected[row][length - 1] += SCORES[row]
     torch.testing.assert_close(rewards_of(run), torch.tensor(expected))
-    assert torch.equal(run.batch.batch["token_level_scores"].sum(1), torch.tensor(SCORES))
+    assert torch.equal(run.batch.batch["scores"], torch.tensor(SCORES))
     per_row = [references.mean(references.inside([row], [m])) for row, m in zip(kl, mask, strict=True)]
     assert run.metrics["actor/reward_kl_penalty"] == pytest.approx(references.mean(per_row), rel=1e-5)
     assert run.metrics["actor/reward_kl_penalty_coeff"] == 0.5
@@ -601,7 +601,9 @@ def test_rewards_are_whitened_after_the_kl_over_the_tokens_that_train(whitened: 
 
 def test_without_it_rewards_are_the_scores_and_no_coefficient_is_told() -> None:
     run = learn(config_of(kl_loss=True))
-    assert torch.equal(rewards_of(run), run.batch.batch["token_level_scores"])
+    rewards = rewards_of(run)
+    assert torch.equal(rewards[torch.arange(ROWS), torch.tensor(LENGTHS) - 1], torch.tensor(SCORES))
+    assert torch.equal(rewards.sum(1), torch.tensor(SCORES)), "and no other token has a reward"
     assert not any("reward_kl" in name for name in run.metrics)
 
 
