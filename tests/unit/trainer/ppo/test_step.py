@@ -21,6 +21,7 @@ from rlhub.algorithms.kl import AdaptiveKLController, FixedKLController, build_k
 from rlhub.algorithms.masked import masked
 from rlhub.config.sections.algorithm import KLControlConfig
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.errors import ConfigError, RegistryError, RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import RewardResult
@@ -217,7 +218,7 @@ def config_of(
     estimator: str = "grpo", *, mini: int | None = None, kl_loss: bool = False, kl_reward: bool = False, samples: int = 2
 ) -> PPOConfig:
     """mini: prompts in an optimizer step; None: all of the batch."""
-    config = PPOConfig()
+    config = PPOConfig(trainer=TrainerConfig(batches="driver"))  # the fake groups have no stores
     config.algorithm.adv_estimator, config.algorithm.use_kl_in_reward = estimator, kl_reward
     config.algorithm.kl_ctrl.kl_coef = 0.5
     config.data.train_batch_size = ROWS // samples
