@@ -24,7 +24,7 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError, RewardError
 from rlhub.models.shape import ModelShape, local_shape
 from rlhub.models.tokenizer import load_tokenizer
-from rlhub.protocol import Batch, BatchRef, DataProto
+from rlhub.protocol import Batch, BatchRef
 from rlhub.registry import suggest
 from rlhub.rewards import RewardManager, RewardResult, build_reward_manager
 from rlhub.rewards.base import FAILED, ScoredRows, start_scoring
@@ -261,6 +261,10 @@ def group_metric(result: RewardResult, name: str) -> Tensor:
 
 
 REWARD_MODEL_ROLE, JUDGE_ROLE = "reward_model", "judge"
+MODEL_TOKENS = ("input_ids", "attention_mask")
+"""Columns that a reward model of the policy's tokens reads."""
+JUDGED_FIELDS = ("raw_chat", "ground_truth")
+"""Columns of the data that a judge reads."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -275,15 +279,15 @@ class RewardParts:
 
     def manager(self, groups: Mapping[str, WorkerGroup]) -> RewardManager:
         """Returns the reward over the launched groups: the function's own manager where it is all there is."""
-        scoring, rollout = self.config.reward_model, groups.get(ROLLOUT_ROLE, groups.get(COLOCATED_ROLE))
+        scoring = self.config.reward_model
         parts = []
         if scoring.enable:
-            model = ModelScorer(group=groups[REWARD_MODEL_ROLE], rollout=rollout, renders=bool(scoring.model.input_tokenizer))
+            model = ModelScorer(group=groups[REWARD_MODEL_ROLE], renders=bool(scoring.model.input_tokenizer))
             parts.append(RewardPart(name=MODEL, weight=scoring.weight, start=model))
         if scoring.judge.model.path:
-            judge = JudgeScorer(group=groups[JUDGE_ROLE], rollout=rollout)
+            judge = JudgeScorer(group=groups[JUDGE_ROLE])
             parts.append(RewardPart(name=JUDGE, weight=scoring.judge.weight, start=judge))
-        function = None if self.function is None else self._where_rows_are(self.function, rollout)
+        function = None if self.function is None else self._where_rows_are(self.function, groups)
         if not parts and scoring.function_weight == 1.0 and function is not None:
             return function
         return CombinedManager(
@@ -294,8 +298,9 @@ class RewardParts:
             max_error_rate=scoring.max_error_rate,
         )
 
-    def _where_rows_are(self, function: RewardManager, rollout: WorkerGroup | None) -> RewardManager:
+    def _where_rows_are(self, function: RewardManager, groups: Mapping[str, WorkerGroup]) -> RewardManager:
         """Returns the function's manager; where the ranks that generate can score rows for it, the driver's processes end."""
+        rollout = groups.get(ROLLOUT_ROLE, groups.get(COLOCATED_ROLE))
         if not isinstance(function, NaiveManager) or not function.scores_rows:
             return function
         if rollout is None or "begin_scoring" not in rollout.methods():
@@ -408,13 +413,11 @@ class ModelScorer:
     """
 
     group: WorkerGroup
-    rollout: WorkerGroup | None
     renders: bool
 
     def __call__(self, batch: Batch) -> Callable[[], PartScores]:
         tokens, fields = (ROW_TOKENS, ("raw_chat",)) if self.renders else (MODEL_TOKENS, ())
-        asked = readable(batch.select(tokens, fields, []), self.group, "reward_model", self.rollout)
-        scored = self.group.compute_rm_score.submit(asked)
+        scored = self.group.compute_rm_score.submit(batch.select(tokens, fields, []))
         return lambda: PartScores(outcomes=outcomes_of(scored.get().batch["rm_scores"]))
 
 
@@ -423,24 +426,9 @@ class JudgeScorer:
     """Scores by the judge, whose ranks make its prompts of the rows and read its answers."""
 
     group: WorkerGroup
-    rollout: WorkerGroup | None
 
     def __call__(self, batch: Batch) -> Callable[[], PartScores]:
         asked = batch.select(ROW_TOKENS, JUDGED_FIELDS, [])
         asked.batch[NUMBER] = torch.tensor(running_numbers(batch.batch["ordinal"].tolist()), dtype=torch.int64)
-        sent = self.group.generate_judgements.submit(readable(asked, self.group, "judge", self.rollout))
+        sent = self.group.generate_judgements.submit(asked)
         return lambda: judged(sent.get())
-
-
-MODEL_TOKENS = ("input_ids", "attention_mask")
-JUDGED_FIELDS = ("raw_chat", "ground_truth")
-
-
-def readable(batch: Batch, group: WorkerGroup, mesh: str, rollout: WorkerGroup | None) -> Batch:
-    """Returns the rows as the ranks of a group can read them: by reference, if they are the rollout's processes and have a part
-    each; else with their columns, which are brought here."""
-    if isinstance(batch, DataProto):
-        return batch
-    places = [[(worker.node, worker.pid) for worker in one.workers] for one in (group, rollout) if one is not None]
-    own_parts = group.mesh(mesh).dp_ranks == tuple(range(group.world_size))
-    return batch if own_parts and places[0] == places[-1] else batch.fetch_all()

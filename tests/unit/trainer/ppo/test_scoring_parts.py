@@ -158,7 +158,7 @@ def sampled() -> DataProto:
 def test_a_reward_model_is_given_only_what_it_reads(renders: bool, tensors: set[str], arrays: set[str]) -> None:
     sent = Sent(lambda batch: DataProto.from_dict({"rm_scores": torch.tensor([4.0, float("nan")])}))
     group: Any = SimpleNamespace(compute_rm_score=sent)
-    found = ModelScorer(group=group, rollout=None, renders=renders)(sampled())()
+    found = ModelScorer(group=group, renders=renders)(sampled())()
     assert set(sent.asked.batch.keys()) == tensors and set(sent.asked.non_tensor_batch) == arrays
     assert found.outcomes[0].score == 4.0 and found.outcomes[1].error is not None
 
@@ -167,7 +167,7 @@ def test_a_judge_is_given_rows_with_the_numbers_of_their_noise() -> None:
     """Both samples of a prompt; the judgements of two parts of the rows are one part of the reward."""
     parts = [Judgements(pack_outcomes([RewardOutcome(score=score)]), 3, read) for score, read in ((7.0, 3), (5.0, 1))]
     sent = Sent(lambda batch: parts)
-    found = JudgeScorer(group=SimpleNamespace(generate_judgements=sent), rollout=None)(sampled())()  # type: ignore[arg-type]
+    found = JudgeScorer(group=SimpleNamespace(generate_judgements=sent))(sampled())()  # type: ignore[arg-type]
     assert set(sent.asked.batch.keys()) == {"responses", "response_length", NUMBER}
     assert sent.asked.batch[NUMBER].tolist() == [3 << 12, (3 << 12) + 1]
     assert set(sent.asked.non_tensor_batch) == {"raw_chat", "ground_truth"}
