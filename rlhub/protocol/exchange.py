@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlhub.errors import ProtocolError
-from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout, Numbers, pack_numbers, unpack_numbers
+from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout, Numbers, Retain, pack_numbers, unpack_numbers
 from rlhub.protocol.columns import join_tensors, take_rows
 from rlhub.protocol.data_proto import DataProto
 
@@ -302,6 +302,10 @@ class RowKeeper:
         """Adds rows under `key` that ranks of `role` have put; handles: by those ranks."""
         came = {rank: self.handover.get(handle, role, rank) for rank, handle in handles.items()}
         self.store.put(key, unpack({name: info.empty() for name, info in moves.columns.items()}, came, moves))
+
+    def keep(self, rows: DataProto, key: str) -> BatchRef:
+        """Puts all columns of these rows under the key."""
+        return Retain(key, tuple(rows.tensors())).keep(rows, self.store)
 
     def fetch(self, ref: BatchRef) -> DataProto:
         """Returns the wide columns of rows that are all here."""

@@ -69,8 +69,8 @@ class GroupMethod:
         ranks, collected = _rank_zero(mode, group, args, kwargs) if rank_zero else _per_rank(mode, group, args, kwargs)
         request = group._request(self.name, ranks)
         request.materialize = self._spec.materialize_futures
-        request.retain = _retained_by(self._retain, group, self.name, (*args, *kwargs.values()))
-        request.as_data = mode.proto and not rank_zero and not self._blocking and self._retain is None
+        request.retain = _retained_by(self._retain, self._spec, group, self.name, (*args, *kwargs.values()))
+        request.as_data = mode.proto and not rank_zero and not self._blocking and request.retain is None
         with group._watch(request, blocking=self._blocking) as watch:
             watch.send(ranks)
             pending = group._send(request)
@@ -80,18 +80,25 @@ class GroupMethod:
         def finish(outputs: dict[int, Any]) -> Any:
             result = outputs[0] if rank_zero else mode.collect_fn(group, [outputs[rank] for rank in collected])
             if isinstance(result, BatchRef):
-                result.group = group
+                result.home = group
             return result
 
         future = CallFuture(pending, finish, watch)
         return future.get() if self._blocking else future
 
 
-def _retained_by(retain: Retain | None, group: WorkerGroup, method: str, values: Iterable[Any]) -> Retain | None:
-    """Completes the key of what a call retains.  DispatchError where there is none."""
+def _retained_by(
+    retain: Retain | None, spec: MethodSpec, group: WorkerGroup, method: str, values: Iterable[Any]
+) -> Retain | None:
+    """Returns what a call retains, with its key: what was said, or the columns that a method adds to a batch by reference.
+
+    DispatchError where there is no key.
+    """
+    rows = next((value for value in values if isinstance(value, BatchRef)), None)
+    if retain is None and spec.adds_columns and rows is not None:
+        retain = Retain("")
     if retain is None or retain.key:
         return retain
-    rows = next((value for value in values if isinstance(value, BatchRef)), None)
     if rows is None:
         raise DispatchError(
             f"{group.role}.{method}: a result can stay with the ranks under the key of a BatchRef argument, and there is none; "
@@ -295,12 +302,24 @@ class WorkerGroup(ABC):
 
     def _source_of(self, ref: BatchRef) -> WorkerGroup:
         """Returns the group whose processes have the rows."""
-        return ref.group if isinstance(ref.group, WorkerGroup) else self
+        return ref.home if isinstance(ref.home, WorkerGroup) else self
 
     def _has(self, ref: BatchRef, layout: Layout, copies: Mapping[int, int]) -> bool:
         """Returns whether the rows of one batch are where a layout wants them."""
         here = self._source_of(ref).processes is self.processes and len(ref.keys) == 1
         return here and ref.layout.same(layout) and ref.copies == copies
+
+    def place(self, batch: DataProto, mesh: str, key: str) -> BatchRef:
+        """Sends part r of `batch.chunk` to the ranks of shard r, once, where its columns of more than one number a row stay under
+        `key`; the others are the reference's."""
+        arranged = self.mesh(mesh)
+        wide = [name for name, column in batch.tensors().items() if column.is_nested or column.dim() > 1]
+        parts = batch.select(wide, [], []).chunk(arranged.dp_size)
+        calls = [(rank, parts[part], key) for rank, part in enumerate(arranged.dp_ranks)]
+        kept: dict[int, BatchRef] = self._call_rows("keep", calls)
+        small = batch.select([name for name in batch.tensors() if name not in wide])
+        after = Layout.even(len(batch), arranged.collecting)
+        return BatchRef((key,), small, kept[0].columns, after, self, arranged.copies)
 
     def fetch_rows(self, ref: BatchRef) -> DataProto:
         """Returns the wide columns of these rows, and counts their bytes; see `BatchRef.fetch`."""
