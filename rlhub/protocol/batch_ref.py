@@ -9,6 +9,7 @@ exchange (`protocol.exchange`) brings every row to the rank that will compute on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
@@ -175,8 +176,8 @@ class ColumnStore:
         )
 
 
-class Home(Protocol):
-    """The group whose processes have the wide columns."""
+class RowGroup(Protocol):
+    """The group of processes that have the rows of a reference."""
 
     @property
     def processes(self) -> object:
@@ -184,7 +185,7 @@ class Home(Protocol):
         ...
 
     def fetch_rows(self, ref: BatchRef) -> DataProto:
-        """Returns all wide columns of the rows of `ref`, in their order, and counts their bytes."""
+        """Returns all wide columns of the rows of `ref`, in their order, and counts what it brings."""
         ...
 
     def drop(self, ref: BatchRef) -> None:
@@ -197,15 +198,15 @@ class BatchRef:
     """Rows whose columns `small` are here and whose other columns are in the ColumnStores of a group's processes.
 
     keys: the batches in the stores to which the rows belong; one, except where batches were joined.  columns: the wide columns.
-    home: the group; it does not travel.  copies: by rank, the other rank whose rows it has too, at the same places, as
-    tensor-parallel ranks do.  Raises ProtocolError where lengths differ or a name stands in both.
+    group: that of the processes; it does not travel.  copies: by rank, the other rank whose rows it has too, at the same places,
+    as tensor-parallel ranks do.  Raises ProtocolError where lengths differ or a name stands in both.
     """
 
     keys: tuple[str, ...]
     small: DataProto
     columns: dict[str, ColumnInfo]
     layout: Layout
-    home: Home | None = field(default=None, repr=False)
+    group: RowGroup | None = field(default=None, repr=False)
     copies: Mapping[int, int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -278,6 +279,17 @@ class BatchRef:
         parts = zip(self.small.chunk(chunks), bounds, strict=True)
         return [self._with(small, self.layout.take(slice(*bound))) for small, bound in parts]
 
+    def by_home(self, homes: Sequence[int]) -> list[Self]:
+        """Returns the rows of each of these ranks, as generation leaves them: one rank's after another's, in the order of the
+        ranks.  Rows in another order are cut as by `chunk`."""
+        numbers = np.full(1 + max([*homes, int(self.layout.rank.max(initial=0))]), -1)
+        numbers[list(homes)] = np.arange(len(homes))
+        parts = numbers[self.layout.rank]
+        if np.any(parts < 0) or np.any(parts[1:] < parts[:-1]):
+            return self.chunk(len(homes))
+        ends = np.searchsorted(parts, np.arange(len(homes) + 1)).tolist()
+        return [self.slice(start, end) for start, end in itertools.pairwise(ends)]
+
     def select(
         self,
         batch_keys: Sequence[str] | None = None,
@@ -298,7 +310,7 @@ class BatchRef:
         A reference must name the same rows of the same batches.
         """
         if isinstance(other, BatchRef):
-            elsewhere = self.home and other.home and self.home.processes is not other.home.processes
+            elsewhere = self.group and other.group and self.group.processes is not other.group.processes
             if self.keys != other.keys or elsewhere or not self.layout.same(other.layout):
                 raise ProtocolError(f"union of references to different rows: of {', '.join(self.keys)}, {', '.join(other.keys)}")
             for name in self.columns.keys() & other.columns.keys():
@@ -322,7 +334,7 @@ class BatchRef:
             if part.columns != data[0].columns:
                 names = {name for name, _ in part.columns.items() ^ data[0].columns.items()}
                 raise ProtocolError(f"concat: wide column {sorted(names)[0]!r} is not the same in all parts")
-        if len({id(part.home.processes) for part in data if part.home is not None}) > 1:
+        if len({id(part.group.processes) for part in data if part.group is not None}) > 1:
             raise ProtocolError("concat: the rows are in the processes of different worker groups; exchange them first")
         keys = tuple(dict.fromkeys(key for part in data for key in part.keys))
         number = {key: index for index, key in enumerate(keys)}
@@ -332,7 +344,7 @@ class BatchRef:
             layouts.append(Layout(part.layout.rank, renamed, part.layout.place))
         small = DataProto.concat([part.small for part in data])
         copies = data[0].copies if all(part.copies == data[0].copies for part in data) else {}
-        return BatchRef(keys, small, dict(data[0].columns), Layout.join(layouts), data[0].home, copies)
+        return BatchRef(keys, small, dict(data[0].columns), Layout.join(layouts), data[0].group, copies)
 
     # -- the wide columns --------------------------------------------------------------------------------------------------
 
@@ -370,15 +382,15 @@ class BatchRef:
             )
 
     def fetch(self, names: Sequence[str], rows: Index | None = None) -> DataProto:
-        """Brings wide columns of these rows, or of all, to this process; every use is counted."""
+        """Brings wide columns of these rows, or of all, to this process.  The group counts every use."""
         names = stored_names(names)
-        if self.home is None:
+        if self.group is None:
             raise ProtocolError(f"nothing can fetch {', '.join(names)} here: only references that a worker group returned can")
         missing = [name for name in names if name not in self.columns]
         if missing:
             raise ProtocolError(f"no wide column {missing[0]!r}; there are: {', '.join(sorted(self.columns)) or 'none'}")
         chosen = self.select(names, [], [])
-        fetched = self.home.fetch_rows(chosen if rows is None else chosen.select_idxs(rows))
+        fetched = self.group.fetch_rows(chosen if rows is None else chosen.select_idxs(rows))
         return DataProto.from_dict(with_padding(fetched.tensors()))
 
     def fetch_all(self) -> DataProto:
@@ -387,11 +399,11 @@ class BatchRef:
 
     def drop(self) -> None:
         """Lets the processes forget the wide columns: their step is over."""
-        if self.home is not None:
-            self.home.drop(self)
+        if self.group is not None:
+            self.group.drop(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels as small columns, names and numbers, without its home: some hundred bytes, for there is one for each rank
+        """Travels as small columns, names and numbers, without the group: some hundred bytes, for there is one for each rank
         and call."""
         columns = [(name, info.dtype, info.shape, info.ragged) for name, info in self.columns.items()]
         small = self.small if self.names_of_small() or self.small.meta_info else None

@@ -292,6 +292,10 @@ class RowKeeper:
         self.store.put(key, part)
         return self.transport.sent_bytes - before
 
+    def keep(self, rows: DataProto, key: str) -> BatchRef:
+        """Puts all columns of these rows under the key."""
+        return Retain(key, tuple(rows.tensors())).keep(rows, self.store)
+
     def send(self, moves: RankMoves) -> tuple[dict[int, Any], int]:
         """Puts the rows for each rank of another group where it can get them; returns the handles, and the bytes."""
         _, pieces = pack(self.store, moves)
@@ -302,10 +306,6 @@ class RowKeeper:
         """Adds rows under `key` that ranks of `role` have put; handles: by those ranks."""
         came = {rank: self.handover.get(handle, role, rank) for rank, handle in handles.items()}
         self.store.put(key, unpack({name: info.empty() for name, info in moves.columns.items()}, came, moves))
-
-    def keep(self, rows: DataProto, key: str) -> BatchRef:
-        """Puts all columns of these rows under the key."""
-        return Retain(key, tuple(rows.tensors())).keep(rows, self.store)
 
     def fetch(self, ref: BatchRef) -> DataProto:
         """Returns the wide columns of rows that are all here."""

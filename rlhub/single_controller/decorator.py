@@ -85,6 +85,7 @@ class DispatchMode:
     proto: outputs are DataProto, so a non-blocking call gives one DataProtoFuture over them.
     rank_zero: arguments go to rank 0 as they are, and its single output is the result.
     callable: False for methods that the driver must not call.
+    mesh: the arrangement of ranks by which batches are cut; "" where every rank has a part of its own.
     """
 
     name: str
@@ -94,6 +95,7 @@ class DispatchMode:
     proto: bool = False
     rank_zero: bool = False
     callable: bool = True
+    mesh: str = ""
 
 
 _MODES: dict[str, DispatchMode] = {}

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import DispatchError
-from rlhub.protocol import BatchRef, DataProto, Retain
+from rlhub.protocol import Batch, BatchRef, DataProto, Retain
 from rlhub.protocol.batch_ref import Layout
 from rlhub.protocol.columns import num_bytes
 from rlhub.protocol.exchange import plan_exchange, plan_transfer
@@ -63,9 +63,18 @@ class GroupMethod:
         """
         return GroupMethod(self._group, self.name, self._spec, blocking=self._blocking, retain=Retain(key, names))
 
+    def bring(self, rows: Batch) -> None:
+        """Brings rows of other processes to the ranks that this method runs on; nothing where they have them, or rows travel."""
+        if isinstance(rows, BatchRef) and self._group._lacks(rows, self._spec.mode):
+            self._group.copy_of(rows, self._spec.mode.mesh)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # One frame, and one more for the backend's `_send`: the traceback of a step stays short.
         group, mode, rank_zero = self._group, self._spec.mode, self._spec.rank_zero
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, BatchRef)), None)
+        if given is not None and group._lacks(given, mode):
+            args = tuple(group.copy_of(value, mode.mesh) if isinstance(value, BatchRef) else value for value in args)
+            kwargs = {n: group.copy_of(value, mode.mesh) if isinstance(value, BatchRef) else value for n, value in kwargs.items()}
         ranks, collected = _rank_zero(mode, group, args, kwargs) if rank_zero else _per_rank(mode, group, args, kwargs)
         request = group._request(self.name, ranks)
         request.materialize = self._spec.materialize_futures
@@ -80,7 +89,9 @@ class GroupMethod:
         def finish(outputs: dict[int, Any]) -> Any:
             result = outputs[0] if rank_zero else mode.collect_fn(group, [outputs[rank] for rank in collected])
             if isinstance(result, BatchRef):
-                result.home = group
+                result.group = group
+                if given is not None and group._lacks(given, mode) and isinstance(given.group, WorkerGroup):
+                    return given.group.receive(result, given)
             return result
 
         future = CallFuture(pending, finish, watch)
@@ -156,6 +167,8 @@ class WorkerGroup(ABC):
         self._meshes: dict[str, Mesh] = {}
         self._methods: dict[str, GroupMethod] = {}
         self.exchanged_bytes = self.fetched_bytes = 0
+        self._copied: dict[str, tuple[Layout, BatchRef]] = {}
+        self._lent: dict[str, set[WorkerGroup]] = {}
         self._closed = False
         for name, spec in ({} if worker_cls is None else registered_methods(worker_cls)).items():
             if name in dir(type(self)):
@@ -271,7 +284,19 @@ class WorkerGroup(ABC):
         moves = plan_exchange(ref, after, self.world_size, copies)
         sent = self._call_rows("exchange", [(rank.rank, rank, key) for rank in moves])
         self.exchanged_bytes += sum(sent.values())
+        source._drop_copies(ref.keys)
         return BatchRef((key,), ref.small, ref.columns, after, self, copies)
+
+    def place(self, batch: DataProto, mesh: str, key: str) -> BatchRef:
+        """Sends part r of `batch.chunk` to the ranks of shard r, once, where its columns of more than one number a row stay under
+        `key`; the others are the reference's."""
+        arranged = self.mesh(mesh)
+        wide = [name for name, column in batch.tensors().items() if column.is_nested or column.dim() > 1]
+        parts = batch.select(wide, [], []).chunk(arranged.dp_size)
+        kept = self._call_rows("keep", [(rank, parts[dp], key) for rank, dp in enumerate(arranged.dp_ranks)])
+        small = batch.select([name for name in batch.tensors() if name not in wide])
+        after = Layout.even(len(batch), arranged.collecting)
+        return BatchRef((key,), small, kept[0].columns, after, self, arranged.copies)
 
     def receive(self, ref: BatchRef, to: str | BatchRef) -> BatchRef:
         """Returns the rows of `ref` on this group's ranks, in the same order; they stay where they are, too.
@@ -300,26 +325,38 @@ class WorkerGroup(ABC):
         self._call_rows("receive", [(rank, receives[home], key, source.role, handles[home]) for rank, home in enumerate(homes)])
         return BatchRef((key,), ref.small, ref.columns, after, self, copies)
 
+    def copy_of(self, ref: BatchRef, mesh: str) -> BatchRef:
+        """Returns the rows of a batch of other processes on this group's ranks, which keep them until the batch is dropped there.
+
+        Only columns that are not here yet travel.  A call on a batch of other processes does this by itself; doing it before
+        those processes are busy spares the call from waiting for them.  Columns that the call adds go back the same way.
+        """
+        layout, here = self._copied.get(ref.key, (ref.layout, None))
+        if not ref.layout.same(layout):
+            raise DispatchError(f"{self.role}: batch {ref.key!r} was copied here with other rows, or in another order")
+        missing = [name for name in ref.columns if here is None or name not in here.columns]
+        if missing or here is None:
+            came = self.receive(ref.select(missing, [], []), mesh if here is None else here)
+            here = came if here is None else here.union(came)
+            self._copied[ref.key] = ref.layout, here
+            self._source_of(ref)._lent.setdefault(ref.key, set()).add(self)
+        columns = {name: here.columns[name] for name in ref.columns}
+        return BatchRef(here.keys, ref.small, columns, here.layout, self, here.copies)
+
+    def _lacks(self, ref: BatchRef, mode: DispatchMode) -> bool:
+        """Returns whether the rows are with other processes, or with other ranks of this group than the mode's mesh wants."""
+        if self._source_of(ref).processes is not self.processes:
+            return True
+        return bool(mode.mesh) and len(ref.keys) == 1 and ref.copies != self.mesh(mode.mesh).copies
+
     def _source_of(self, ref: BatchRef) -> WorkerGroup:
         """Returns the group whose processes have the rows."""
-        return ref.home if isinstance(ref.home, WorkerGroup) else self
+        return ref.group if isinstance(ref.group, WorkerGroup) else self
 
     def _has(self, ref: BatchRef, layout: Layout, copies: Mapping[int, int]) -> bool:
         """Returns whether the rows of one batch are where a layout wants them."""
         here = self._source_of(ref).processes is self.processes and len(ref.keys) == 1
         return here and ref.layout.same(layout) and ref.copies == copies
-
-    def place(self, batch: DataProto, mesh: str, key: str) -> BatchRef:
-        """Sends part r of `batch.chunk` to the ranks of shard r, once, where its columns of more than one number a row stay under
-        `key`; the others are the reference's."""
-        arranged = self.mesh(mesh)
-        wide = [name for name, column in batch.tensors().items() if column.is_nested or column.dim() > 1]
-        parts = batch.select(wide, [], []).chunk(arranged.dp_size)
-        calls = [(rank, parts[part], key) for rank, part in enumerate(arranged.dp_ranks)]
-        kept: dict[int, BatchRef] = self._call_rows("keep", calls)
-        small = batch.select([name for name in batch.tensors() if name not in wide])
-        after = Layout.even(len(batch), arranged.collecting)
-        return BatchRef((key,), small, kept[0].columns, after, self, arranged.copies)
 
     def fetch_rows(self, ref: BatchRef) -> DataProto:
         """Returns the wide columns of these rows, and counts their bytes; see `BatchRef.fetch`."""
@@ -332,8 +369,14 @@ class WorkerGroup(ABC):
         return fetched.select_idxs(np.argsort(np.concatenate(rows), kind="stable"))
 
     def drop(self, ref: BatchRef) -> None:
-        """Lets the ranks forget the batches of the reference: its step is over."""
+        """Lets the ranks forget the batches of the reference, and others their copies of them: its step is over."""
         self._call_rows("drop", [(rank, ref.keys) for rank in range(self.world_size)])
+        self._drop_copies(ref.keys)
+
+    def _drop_copies(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            for group in self._lent.pop(key, ()):
+                group.drop(group._copied.pop(key)[1])
 
     def stored_bytes(self) -> list[int]:
         """Returns the bytes that each rank's process keeps of batches held by reference."""
