@@ -16,9 +16,9 @@ import numpy as np
 from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import DispatchError
 from rlhub.protocol import Batch, BatchRef, DataProto, Retain
-from rlhub.protocol.batch_ref import Layout
 from rlhub.protocol.columns import num_bytes
 from rlhub.protocol.exchange import plan_exchange, plan_transfer
+from rlhub.protocol.layout import Layout
 from rlhub.registry import suggest
 from rlhub.single_controller.calls import (
     CallFuture,
