@@ -9,6 +9,7 @@ builtin.py     ppo and its relatives, dapo, sft and dpo
 load.py        pipelines by name, and those of the user's own
 show.py        a graph as text, mermaid, JSON and SVG
 executor.py    runs a graph, independent nodes at the same time
+coordinator.py which rows a rank gets, where every rank runs the loop and roles have data-parallel sizes of their own
 
 Declaring, checking and showing load no torch: all that nodes name is text.
 """
