@@ -345,7 +345,7 @@ class WorkerGroup(ABC):
 
     def _give_back(self, result: BatchRef, given: BatchRef) -> BatchRef:
         """Adds the columns that a call has left with the copy of a batch to the batch itself."""
-        self._copied[given.key][1].columns |= result.columns
+        self._copied[given.key][1].columns.update(result.columns)
         return self._source_of(given).receive(result, given)
 
     def _lacks(self, ref: BatchRef, mode: DispatchMode) -> bool:
