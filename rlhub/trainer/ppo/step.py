@@ -33,7 +33,7 @@ from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.metrics import MismatchBound, mean_metrics, mismatch_bound, timing_per_token
 from rlhub.trainer.ppo.requirements import Requirements, requirements
-from rlhub.trainer.ppo.scoring import Samples, Scorer, merge_scorings
+from rlhub.trainer.ppo.scoring import Samples, Scorer, add_scores
 from rlhub.utils.balance import partition
 from rlhub.utils.timing import PhaseTimer
 
@@ -69,13 +69,14 @@ class TrainingStep:
         # The trainer's weights go to whatever generates, and are checked there; before the first step they are version 0.
         source.publish()
 
-        # Responses to further prompts, each scored once.  Dynamic sampling asks again until enough groups differ in reward.
+        # Responses to further prompts, each scored once; only a source that chooses by reward waits for the scores.  Dynamic
+        # sampling asks again until enough groups differ in reward.
         batch, scorings = None, []
         while batch is None:
             samples = source.sample(prompts, step)
-            scorings.append(self.score(samples))
+            scorings.append(self.score.submit(samples))
             batch = source.select(samples)
-        metrics = source.metrics | merge_scorings(scorings)
+        metrics = dict(source.metrics)
         batch = self.deal_rows(batch, step)
 
         # Log-probs of the policy before the update and of the reference, and values: submitted together, so that they run at
@@ -88,6 +89,9 @@ class TrainingStep:
         if self.critic is not None:
             passes.append(self.critic.compute_values.submit(model_inputs(batch)))
         metrics |= add_outputs(batch, passes)
+
+        # The rewards were computed beside the passes.
+        metrics |= add_scores(batch, scorings)
 
         # Advantages, by the actor's ranks: each of its own rows, with statistics of the whole batch.
         inputs = advantage_inputs(batch, needs, self.kl_controller.value)
@@ -113,7 +117,8 @@ class TrainingStep:
             self.mismatch.check(metrics)
         if isinstance(batch, BatchRef):
             batch.drop()
-        return metrics | timing_per_token(self.timers.so_far(), row_lengths(batch), batch.batch["response_length"])
+        num_response_tokens = batch.batch["response_length"].sum().item()
+        return metrics | timing_per_token(self.timers.so_far(), metrics["perf/total_num_tokens"], num_response_tokens)
 
     def choose_tokens(self, batch: Batch, step: int) -> dict[str, float]:
         """Adds loss_mask and importance_weights where tokens are weighted or rejected, selected where the policy's loss chooses
@@ -178,7 +183,8 @@ class SampleSource(Protocol):
         ...
 
     def select(self, samples: Samples) -> Batch | None:
-        """Returns the training batch out of this step's scored samples, or None where further ones must be sampled."""
+        """Returns the training batch out of this step's samples, or None where further ones must be sampled.  Their scores may be
+        on their way; `samples.scored()` waits for them."""
         ...
 
     def trained(self, step: int) -> None:

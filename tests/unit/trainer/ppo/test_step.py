@@ -17,6 +17,7 @@ from torch import Tensor
 from rlhub.algorithms import estimation
 from rlhub.algorithms.estimation import ColumnOutputs, own_group_when_invalid
 from rlhub.algorithms.gather import Gather
+from rlhub.algorithms.inputs import on_last_token
 from rlhub.algorithms.kl import AdaptiveKLController, FixedKLController, build_kl_controller
 from rlhub.algorithms.masked import masked
 from rlhub.config.sections.algorithm import KLControlConfig
@@ -156,26 +157,33 @@ def token_value(columns: dict[str, Tensor], factor: float) -> Tensor:
 
 @dataclass
 class FakeReward:
-    """Scores of the prompts in turn, by the row's number; invalid rows score 0."""
+    """Scores of the prompts in turn, by the row's number; invalid rows score 0.
+
+    waited: the number of calls that were sent when the scores were waited for, of each batch.
+    """
 
     calls: list[Call]
     scores: list[float]
     invalid: set[int]
+    waited: list[int] = field(default_factory=list)
 
     def __call__(self, batch: DataProto) -> RewardResult:
+        return self.start(batch)()
+
+    def start(self, batch: DataProto) -> Callable[[], RewardResult]:
         self.calls.append(Call("reward", {}, set(), {}))
-        rows, mask = batch.batch["row"].tolist(), batch.batch["response_mask"]
-        scores = torch.tensor([0.0 if row in self.invalid else self.scores[row] for row in rows])
-        tokens = torch.zeros(mask.shape)
-        tokens[torch.arange(len(rows)), mask.sum(1) - 1] = scores
-        valid = torch.tensor([row not in self.invalid for row in rows])
-        return RewardResult(
-            token_level_scores=tokens,
-            scores=scores,
-            valid=valid,
-            extra={},
-            metrics={"reward/num_failed": float(len(self.invalid))},
-        )
+        rows = batch.batch["row"].tolist()
+
+        def finish() -> RewardResult:
+            self.waited.append(len(self.calls))
+            return RewardResult(
+                scores=torch.tensor([0.0 if row in self.invalid else self.scores[row] for row in rows]),
+                valid=torch.tensor([row not in self.invalid for row in rows]),
+                extra={},
+                metrics={"reward/num_failed": float(len(self.invalid))},
+            )
+
+        return finish
 
     def close(self) -> None: ...
 
@@ -224,12 +232,13 @@ def config_of(
 class FakeSource:
     """A schedule that gives one batch after the other, and notes the calls between those of the workers.
 
-    spoilt: generations of a step after which it asks for another one.
+    spoilt: generations of a step after which it asks for another one.  chooses: waits for the scores of each.
     """
 
     calls: list[Call]
     batches: Iterator[DataProto]
     spoilt: int = 0
+    chooses: bool = False
     policy_version: int = 0
     metrics: dict[str, float] = field(default_factory=lambda: {"sampling/of_the_source": 1.0})
 
@@ -242,6 +251,8 @@ class FakeSource:
 
     def select(self, samples: Samples) -> DataProto | None:
         self.spoilt -= 1
+        if self.chooses or self.spoilt >= 0:
+            samples.scored()
         return samples.batch if self.spoilt < 0 else None
 
 
@@ -308,6 +319,18 @@ def test_calls_that_do_not_need_each_other_are_sent_before_one_is_waited_for() -
         ("actor.update_actor", num_all),
     ]
     assert critic.waited == [("critic.compute_values", num_passes), ("critic.update_critic", num_all)]
+    reward = run.train_step.score.reward
+    assert isinstance(reward, FakeReward) and reward.waited == [num_passes]
+
+
+def test_scores_that_a_source_chooses_by_are_waited_for_there() -> None:
+    """Dynamic sampling compares groups; control: a source that takes what comes leaves the rewards to run beside the passes."""
+    for chooses, expected in ((True, 3), (False, 4)):
+        calls: list[Call] = []
+        train_step = step_of(config_of(mini=1), calls, FakeGroup("actor", calls), None, [rollout_batch()])
+        train_step.source.chooses = chooses  # type: ignore[attr-defined]
+        train_step(1, iter(()))
+        assert train_step.score.reward.waited == [expected]  # type: ignore[attr-defined]
 
 
 START = ("publish", "sample", "reward")
@@ -380,7 +403,7 @@ def check_sent(run: Run, policy: set[str]) -> None:
     config = run.train_step.config
     read = {name for name, wanted in OF_ADVANTAGES.items() if wanted(run.train_step)}
     expected = {
-        ADVANTAGES: {"attention_mask", "response_mask", *ONE_NUMBER, "token_level_scores"} | read,
+        ADVANTAGES: {"attention_mask", "response_mask", *ONE_NUMBER} | read,
         "actor.update_actor": TOKENS | {"learn_mask", "mini_batch", "advantages"} | policy,
         "critic.update_critic": TOKENS | {"learn_mask", "mini_batch", "values", "returns"},
     }
@@ -550,7 +573,7 @@ def test_the_reward_loses_beta_times_the_kl_of_old_and_reference() -> None:
     for row, length in enumerate(LENGTHS):
         expected[row][length - 1] += SCORES[row]
     torch.testing.assert_close(rewards_of(run), torch.tensor(expected))
-    assert torch.equal(run.batch.batch["token_level_scores"].sum(1), torch.tensor(SCORES))
+    assert torch.equal(run.batch.batch["scores"], torch.tensor(SCORES)) and "token_level_scores" not in run.batch.batch.keys()
     per_row = [references.mean(references.inside([row], [m])) for row, m in zip(kl, mask, strict=True)]
     assert run.metrics["actor/reward_kl_penalty"] == pytest.approx(references.mean(per_row), rel=1e-5)
     assert run.metrics["actor/reward_kl_penalty_coeff"] == 0.5
@@ -579,7 +602,7 @@ def test_rewards_are_whitened_after_the_kl_over_the_tokens_that_train(whitened: 
 
 def test_without_it_rewards_are_the_scores_and_no_coefficient_is_told() -> None:
     run = learn(config_of(kl_loss=True))
-    assert torch.equal(rewards_of(run), run.batch.batch["token_level_scores"])
+    assert torch.equal(rewards_of(run), on_last_token(torch.tensor(SCORES), rollout_batch().batch["response_mask"]))
     assert not any("reward_kl" in name for name in run.metrics)
 
 
