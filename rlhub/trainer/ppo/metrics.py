@@ -13,10 +13,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from rlhub.config.rules.asynchronous import is_collected
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout_correction import KEY
 from rlhub.errors import PolicyMismatchError
+from rlhub.protocol import Batch
 from rlhub.utils.timing import PREFIX
 
 logger = logging.getLogger(__name__)
@@ -49,6 +53,14 @@ def timing_per_token(timings: Mapping[str, float], num_tokens: float, num_respon
             if tokens and PREFIX + phase in timings:
                 found[f"timing_per_token_ms/{name}"] = timings[PREFIX + phase] * 1000 / tokens
     return found
+
+
+def row_lengths(batch: Batch) -> Tensor:
+    """Returns the tokens of prompt and response of each row, (rows,) int64."""
+    columns = batch.batch
+    if "prompt_length" not in columns.keys():
+        return torch.as_tensor(columns["attention_mask"].sum(1))
+    return torch.as_tensor(columns["prompt_length"] + columns["response_length"])
 
 
 BY_PRECISION = {"float32": (1e-3, 0.1), "16 bits": (0.1, 1.0)}

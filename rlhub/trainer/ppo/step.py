@@ -31,7 +31,7 @@ from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.single_controller import WorkerGroup
-from rlhub.trainer.ppo.metrics import MismatchBound, mean_metrics, mismatch_bound, timing_per_token
+from rlhub.trainer.ppo.metrics import MismatchBound, mean_metrics, mismatch_bound, row_lengths, timing_per_token
 from rlhub.trainer.ppo.requirements import Requirements, requirements
 from rlhub.trainer.ppo.scoring import Samples, Scorer, add_scores
 from rlhub.utils.balance import partition
@@ -90,10 +90,9 @@ class TrainingStep:
             passes.append(self.critic.compute_values.submit(model_inputs(batch)))
         metrics |= add_outputs(batch, passes)
 
-        # The rewards were computed beside the passes.
+        # The rewards were computed beside the passes.  Advantages come from the actor's ranks: each computes those of its own
+        # rows, with statistics of the whole batch.
         metrics |= add_scores(batch, scorings)
-
-        # Advantages, by the actor's ranks: each of its own rows, with statistics of the whole batch.
         inputs = advantage_inputs(batch, needs, self.kl_controller.value)
         metrics |= add_outputs(batch, [self.actor.compute_advantages.submit(inputs)])
         self.mismatch.check(metrics)
@@ -153,6 +152,7 @@ class TrainingStep:
         if isinstance(batch, BatchRef):
             batch = self.actor.exchange(batch, "actor")
         else:
+            batch.batch["prompt_length"] = row_lengths(batch) - batch.batch["response_length"]  # recordings of old lack it
             batch = self.actor.place(batch, "actor", key=f"step-{step}")
         if self.needs.reference:
             self.reference.compute_ref_log_prob.bring(model_inputs(batch))
@@ -320,14 +320,6 @@ def arrange(
     if num_ranks > 1:
         batch.reorder(deal(row_lengths(batch).tolist(), ids, num_ranks, balance=balance))
     return batch
-
-
-def row_lengths(batch: Batch) -> Tensor:
-    """Returns the tokens of prompt and response of each row, (rows,) int64."""
-    columns = batch.batch
-    if "prompt_length" not in columns.keys():
-        return torch.as_tensor(columns["attention_mask"].sum(1))
-    return torch.as_tensor(columns["prompt_length"] + columns["response_length"])
 
 
 def deal(lengths: Sequence[int], ids: Tensor, num_ranks: int, *, balance: bool) -> Tensor:
