@@ -31,8 +31,7 @@ from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.single_controller import WorkerGroup
-from rlhub.trainer.ppo.metrics import mean_metrics, row_lengths, timing_per_token
-from rlhub.trainer.ppo.mismatch_bound import MismatchBound, mismatch_bound
+from rlhub.trainer.ppo.metrics import MismatchBound, mean_metrics, mismatch_bound, row_lengths, timing_per_token
 from rlhub.trainer.ppo.requirements import Requirements, requirements
 from rlhub.trainer.ppo.scoring import Samples, Scorer, add_scores
 from rlhub.utils.balance import partition

@@ -21,7 +21,7 @@ from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.errors import PolicyMismatchError, ProtocolError
 from rlhub.protocol import DataProto
 from rlhub.registry import Row
-from rlhub.trainer.ppo.mismatch_bound import MismatchBound, mismatch_bound
+from rlhub.trainer.ppo.metrics import MismatchBound, mismatch_bound
 from rlhub.trainer.ppo.requirements import requirements
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.step import policy_inputs
