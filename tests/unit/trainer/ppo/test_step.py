@@ -17,6 +17,7 @@ from torch import Tensor
 from rlhub.algorithms import estimation
 from rlhub.algorithms.estimation import ColumnOutputs, own_group_when_invalid
 from rlhub.algorithms.gather import Gather
+from rlhub.algorithms.inputs import on_last_token
 from rlhub.algorithms.kl import AdaptiveKLController, FixedKLController, build_kl_controller
 from rlhub.algorithms.masked import masked
 from rlhub.config.sections.algorithm import KLControlConfig
