@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhub.algorithms.inputs import on_last_token
 from rlhub.config.sections.reward import JudgeConfig
 from rlhub.errors import RewardError
 from rlhub.protocol import Batch, DataProto
@@ -36,7 +37,7 @@ from rlhub.rewards.base import (
     start_scoring,
 )
 from rlhub.rewards.judge_prompt import JudgePrompt, read_pattern, read_prompt, read_score
-from rlhub.rewards.managers import as_rewards, numeric_means, on_last_token
+from rlhub.rewards.managers import as_rewards, numeric_means
 from rlhub.rewards.pool import LARGEST_SCORE, RewardFailure, RewardOutcome
 from rlhub.rewards.rendering import ChatTokenizer, question_of, render
 from rlhub.rewards.rows import Decoder, PackedOutcomes, pack_outcomes, response_texts, rows_here, unpack_outcomes

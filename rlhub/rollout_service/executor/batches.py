@@ -27,6 +27,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.algorithms.inputs import COMPONENT
 from rlhub.engines.rollout.base import FINISH_CODES
 from rlhub.errors import WorkflowError
 from rlhub.protocol import DataProto
@@ -38,8 +39,6 @@ from rlhub.rollout_service.executor.statistics import RolloutStatistics
 
 logger = logging.getLogger(__name__)
 ADDED = "added_rewards"
-COMPONENT = "reward/"
-"""Prefix of the columns that hold the scorer's other numbers."""
 
 
 class Delivery:

@@ -41,13 +41,12 @@ def mean_metrics(collected: dict[str, list[float]] | dict[str, float]) -> dict[s
     return {name: sum(v) / len(v) if isinstance(v, list) else float(v) for name, v in collected.items() if v != []}
 
 
-def timing_per_token(timings: Mapping[str, float], lengths: Tensor, response_lengths: Tensor) -> dict[str, float]:
+def timing_per_token(timings: Mapping[str, float], num_tokens: float, num_response_tokens: float) -> dict[str, float]:
     """Returns timing_per_token_ms/{gen,ref,values,adv,update_critic,update_actor} of the phases that a step has had.
 
-    timings: timing_s/... of the step.  lengths: (rows,) the tokens of prompt and response; response_lengths: (rows,).  Generation
-    is divided by the response tokens of the batch that trains, the other phases by all of its tokens (verl's definition).
+    timings: timing_s/... of the step.  Generation is divided by the response tokens of the batch that trains, the other phases
+    by all of its tokens (verl's definition).
     """
-    num_tokens, num_response_tokens = lengths.sum().item(), response_lengths.sum().item()
     found = {}
     for phases, tokens in ((PER_RESPONSE_TOKEN, num_response_tokens), (PER_TOKEN, num_tokens)):
         for name, phase in phases.items():

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhub.algorithms.inputs import COMPONENT
+from rlhub.algorithms.inputs import COMPONENT, on_last_token
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError, RewardError
 from rlhub.models.shape import ModelShape, local_shape
@@ -40,7 +40,7 @@ from rlhub.rewards.combine import (
     outcomes_of,
     running_numbers,
 )
-from rlhub.rewards.managers import NaiveManager, on_last_token
+from rlhub.rewards.managers import NaiveManager
 from rlhub.rewards.rows import REWARD_FIELDS, ROW_TOKENS, unpack_outcomes
 from rlhub.rollout_service.executor.batches import ADDED, add_rewards
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
