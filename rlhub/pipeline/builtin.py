@@ -11,25 +11,24 @@ from typing import Any, Protocol
 from rlhub.pipeline.graph import Pipeline
 
 # The columns that each call reads or writes.  response_mask are the tokens of the model as they were generated, learn_mask those
-# of the rows that train, loss_mask those of them that the policy's loss counts: none is ever written again.  Who reads row_order
-# waits until the rows are with the ranks that train on them.
+# of rows that train, loss_mask those of them that a correction keeps: none is ever written again.  Who reads row_order waits
+# until the rows are with the ranks that train on them.
 TOKENS = "input_ids attention_mask"
 ROWS = "uid ordinal sample_index prompt_length? response_length"
 SAMPLED = f"{TOKENS} prompts? responses response_mask finish_reason {ROWS} reward_fields? rollout_log_probs policy_version?"
 TEXT = f"{TOKENS} responses response_mask {ROWS} reward_fields?"
-SCORES = "token_level_scores scores valid baseline_rewards? group_metric? reward/*?"
+SCORES = "scores valid token_level_scores? baseline_rewards? group_metric? reward/*?"
 MODEL = f"{TOKENS} response_mask"
+PLACES = "row_order mini_batch critic_mini_batch?"
 DEALT = f"{MODEL} row_order"
-PREDICTED = "old_log_probs? rollout_log_probs sum_pi_squared? ref_log_prob? values?"
 SCORED = f"{SCORES} response_mask finish_reason {ROWS} row_order"
-COMPARED = "old_log_probs rollout_log_probs response_mask policy_version?"
-ESTIMATED = "token_level_rewards advantages returns learn_mask"
-CORRECTED = "old_log_probs? rollout_log_probs policy_version? learn_mask advantages"
-CHOSEN_FROM = "step sample_index mini_batch old_log_probs? rollout_log_probs advantages loss_mask"
+PREDICTED = "values? old_log_probs? ref_log_prob? sum_pi_squared? rollout_log_probs policy_version?"
 VALUE = f"{TOKENS} learn_mask critic_mini_batch values returns"
+CORRECTION = "sample_index learn_mask advantages old_log_probs? rollout_log_probs"
+SELECTION = f"{CORRECTION} loss_mask? mini_batch step"
 POLICY = (
-    f"{TOKENS} loss_mask mini_batch advantages old_log_probs? rollout_log_probs ref_log_prob? "
-    "importance_weights? selected? staleness?"
+    f"{TOKENS} mini_batch advantages learn_mask loss_mask? importance_weights? selected? "
+    "old_log_probs? rollout_log_probs ref_log_prob? policy_version?"
 )
 
 
@@ -39,6 +38,7 @@ class Needs(Protocol):
     values: bool
     reference: bool
     old_log_probs: bool
+    correction: bool
     selection: bool
 
 
@@ -48,19 +48,19 @@ def ppo(config: Any, needs: Needs) -> Pipeline:
     step.add("publish", on="actor", reads="step", writes="weights_version")
     step.add("sample", on="rollout", reads="step weights_version", writes=SAMPLED)
     step.add("score", reads=TEXT, writes=SCORES)
-    step.add("balance", reads=f"step {ROWS}", writes="row_order mini_batch critic_mini_batch?")
+    step.add("balance", reads=f"step {ROWS}", writes=PLACES, gathers="response_length sample_index")
 
     step.add("compute_log_prob", on="actor", reads=DEALT, writes="old_log_probs sum_pi_squared?", when=needs.old_log_probs)
     step.add("compute_ref_log_prob", on="reference", reads=DEALT, writes="ref_log_prob", when=needs.reference)
     step.add("compute_values", on="critic", reads=DEALT, writes="values", when=needs.values)
-    step.add("measure_mismatch", reads=COMPARED, when=needs.old_log_probs)
+    step.add("compute_advantages", on="actor", reads=[SCORED, PREDICTED], writes="advantages returns learn_mask")
 
-    step.add("advantages", reads=[SCORED, PREDICTED], writes=ESTIMATED, gathers="scores valid uid sample_index")
     step.add("update_critic", on="critic", reads=VALUE, trains="critic", when=needs.values)
 
     learns = "step > trainer.critic_warmup"
-    step.add("rollout_correction", reads=CORRECTED, writes="loss_mask importance_weights? staleness?", when=learns)
-    step.add("select_tokens", reads=CHOSEN_FROM, writes="selected", when=needs.selection and learns)
+    corrected = "loss_mask importance_weights?"
+    step.add("rollout_correction", on="actor", reads=CORRECTION, writes=corrected, when=needs.correction and learns)
+    step.add("select_tokens", on="actor", reads=SELECTION, writes="selected", when=needs.selection and learns)
     step.add("update_actor", on="actor", reads=POLICY, trains="actor", when=learns)
     return step
 
@@ -113,18 +113,6 @@ class Driver(Protocol):
 
     def balance(self, batch: Any) -> Any:
         """Deals the rows to the ranks by their lengths: gets all columns and returns them in the new order, where they train."""
-
-    def measure_mismatch(self, batch: Any) -> Any:
-        """Compares the log-probs of rollout engine and trainer.  Raises PolicyMismatchError beyond the bound."""
-
-    def advantages(self, batch: Any) -> Any:
-        """Estimates advantages and returns, and says which rows may train."""
-
-    def rollout_correction(self, batch: Any) -> Any:
-        """Weights and rejects tokens by the distance of the policy that sampled them."""
-
-    def select_tokens(self, batch: Any) -> Any:
-        """Returns the tokens that the policy's loss chooses from each mini-batch."""
 
     def next_batch(self, batch: Any) -> Any:
         """Returns the next batch of a data set."""

@@ -122,13 +122,11 @@ old_log_probs       float32(rows response)   compute_log_prob     log-probs by t
 sum_pi_squared      float32(rows response)   compute_log_prob     the sum of the squared probabilities of all tokens
 ref_log_prob        float32(rows response)   compute_ref_log_prob log-probs by the frozen reference
 values              float32(rows response)   compute_values       the critic's value of the state before each token
-token_level_rewards float32(rows response)   advantages           the scores, less the KL penalty and whitened where asked for
-advantages          float32(rows response)   advantages           how much better than expected each token was
-returns             float32(rows response)   advantages           the target of the values
-learn_mask          bool(rows response)      advantages           response_mask of the rows that train; the critic learns from it
+advantages          float32(rows response)   compute_advantages   how much better than expected each token was
+returns             float32(rows response)   compute_advantages   the target of the values
+learn_mask          bool(rows response)      compute_advantages   response_mask of the rows that train
 importance_weights  float32(rows response)   rollout_correction   trainer's over rollout's probability, bounded
-staleness           int32(rows response)     rollout_correction   versions by which each token is behind the policy
-loss_mask           bool(rows response)      rollout_correction   learn_mask without rejected tokens; the policy learns from it
+loss_mask           bool(rows response)      rollout_correction   learn_mask without rejected tokens, where there are any
 selected            bool(rows response)      select_tokens        the tokens that the policy's loss chose from the mini-batch
 # of a robot's episode
 actions             float32(rows chunk action) sample             the actions that were taken

@@ -59,10 +59,7 @@ class RoleCalls:
             return partial(load_target(node.run), batch)
         if node.run in self.functions:
             return partial(self.functions[node.run], batch)
-        method = getattr(self.groups[node.on], node.run).submit
-        if isinstance(batch, BatchRef) and node.writes:
-            method = method.retain()  # what is more than one number a row stays with the ranks
-        wait: Callable[[], Output] = method(batch).get
+        wait: Callable[[], Output] = getattr(self.groups[node.on], node.run).submit(batch).get
         return wait
 
 

@@ -24,6 +24,7 @@ class SomeNeeds:
     values: bool = True
     reference: bool = True
     old_log_probs: bool = True
+    correction: bool = True
     selection: bool = True
 
 

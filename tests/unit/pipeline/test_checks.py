@@ -46,12 +46,12 @@ FAULTS: dict[str, tuple[Callable[[Pipeline], object], str]] = {
         "node 'select_tokens' writes 'selectd', which is no column; did you mean 'selected'?",
     ),
     "a column has no writer": (
-        lambda p: p.remove("rollout_correction"),
-        "node 'update_actor' reads 'loss_mask', which no node writes (usually 'rollout_correction' does)",
+        lambda p: p.remove("compute_advantages"),
+        "node 'update_critic' reads 'learn_mask', which no node writes (usually 'compute_advantages' does)",
     ),
     "a column has two writers": (
         lambda p: p.add("mask_truncated", run=SHAPE, reads="finish_reason", writes="learn_mask", after="update_actor"),
-        "column 'learn_mask' is written by 'advantages' and 'mask_truncated'; no column is written twice",
+        "column 'learn_mask' is written by 'compute_advantages' and 'mask_truncated'; no column is written twice",
     ),
     "nodes wait in a circle": (
         lambda p: p.replace("publish", "publish", on="actor", reads="step", writes="weights_version", after="update_actor"),
@@ -78,8 +78,11 @@ FAULTS: dict[str, tuple[Callable[[Pipeline], object], str]] = {
         "node 'look' writes 'shaped' as 'flaot32', which is no dtype; did you mean 'float32'?",
     ),
     "a node after the one that needs it": (
-        lambda p: (p.remove("score"), p.insert("score", below="advantages", reads="responses", writes="scores valid reward/*?")),
-        "node 'advantages' needs 'score' (scores valid reward/*), which stands below it; put 'advantages' below 'score'",
+        lambda p: (
+            p.remove("score"),
+            p.insert("score", below="compute_advantages", reads="responses", writes="scores valid reward/*?"),
+        ),
+        "node 'compute_advantages' needs 'score' (scores valid reward/*), which stands below it; put 'compute_advantages' below",
     ),
     "a name twice": (
         lambda p: p.insert("score", below="score", run=SHAPE, reads="responses", writes="rm_scores"),
@@ -182,7 +185,7 @@ def test_checks_load_no_torch_and_take_little_time(tmp_path: Path) -> None:
         "import rlhub.config.sections.ppo\n"
         "start = time.process_time()\n"
         "from rlhub.pipeline.load import pipeline_problems\n"
-        "needs = SimpleNamespace(values=True, reference=True, old_log_probs=True, selection=True)\n"
+        "needs = SimpleNamespace(values=True, reference=True, old_log_probs=True, correction=True, selection=True)\n"
         f"problems = pipeline_problems('{tmp_path}/mine.py:mine', rlhub.config.sections.ppo.PPOConfig(), needs)\n"
         "seconds = time.process_time() - start\n"
         "assert len(problems) >= 15, problems\n"

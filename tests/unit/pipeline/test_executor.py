@@ -21,10 +21,10 @@ from rlhub.pipeline.executor import Executor, Output, RoleCalls, StepResult, nam
 from rlhub.pipeline.graph import TaskGraph
 from rlhub.pipeline.nodes import Edge, Node, NodeFields
 from rlhub.protocol import Batch, BatchRef, DataProto
-from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, launch
+from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, launch, register
 from tests.support.batch_refs import same_batch
 from tests.support.pipelines import NUM_ROWS, FunctionCalls, graph_of, mix, mixed
-from tests.support.row_workers import RowWorker
+from tests.support.row_workers import ROWS_MESH, RowWorker
 
 WAIT_S = 20.0
 
@@ -377,15 +377,24 @@ def test_rows_in_another_order_take_late_columns_along(slow: str) -> None:
 READ_ROWS: list[tuple[str, NodeFields]] = [
     ("sample", {"on": "rollout", "writes": "padded keep tokens length made_by"}),
     ("length_twice", {"reads": "length", "writes": "twice"}),
-    ("add_up", {"on": "rollout", "reads": "tokens padded", "writes": "sum wide rank"}),
+    ("double", {"on": "rollout", "reads": "tokens padded", "writes": "sum wide"}),
     ("spread", {"reads": "sum twice", "writes": "spread"}),
 ]
+
+
+class AddingWorker(RowWorker):
+    """Adds columns to a batch, those of several numbers a row to its own store."""
+
+    @register(ROWS_MESH, adds_columns=True)
+    def double(self, batch: DataProto) -> DataProto:
+        sums = torch.stack([row.sum() * 2 for row in batch.batch["tokens"].unbind()])
+        return DataProto.from_dict({"sum": sums, "wide": batch.batch["padded"] * 2})
 
 
 @pytest.mark.parametrize("by_reference", [False, True])
 def test_rows_here_and_rows_by_reference_are_the_same(by_reference: bool) -> None:
     prompts = DataProto.from_dict({"number": torch.arange(3, 9)})
-    with launch({"rollout": ClassWithInitArgs(RowWorker)}, LaunchOptions(backend="local")) as started:
+    with launch({"rollout": ClassWithInitArgs(AddingWorker)}, LaunchOptions(backend="local")) as started:
         group = started.groups["rollout"]
 
         calls = RoleCalls(
@@ -399,7 +408,7 @@ def test_rows_here_and_rows_by_reference_are_the_same(by_reference: bool) -> Non
         result = Executor(graph_of(READ_ROWS), calls)(1)
         assert isinstance(result.batch, BatchRef) == by_reference
         whole = group.generate(prompts)
-        summed = group.add_up(whole)
+        summed = group.double(whole)
         expected = summed.batch["sum"] - whole.batch["length"] * 2
         assert torch.equal(result.batch.batch["spread"], expected)
         if isinstance(result.batch, BatchRef):

@@ -106,7 +106,7 @@ def test_reward_and_passes_of_ppo_do_not_wait_for_each_other() -> None:
     for name in passes:
         assert graph.sources(name) == ["sample", "balance"]
     assert graph.sources("score") == ["sample"]
-    assert {*passes, "score"} <= set(graph.sources("advantages"))
+    assert {*passes, "score"} <= set(graph.sources("compute_advantages"))
 
 
 def test_both_updates_of_ppo_do_not_wait_for_each_other() -> None:
@@ -121,6 +121,9 @@ def test_types_and_roles_are_derived() -> None:
         "compute_log_prob": ("model_inference", "actor"),
         "compute_ref_log_prob": ("model_inference", "reference"),
         "compute_values": ("model_inference", "critic"),
+        "compute_advantages": ("model_inference", "actor"),
+        "rollout_correction": ("model_inference", "actor"),
+        "select_tokens": ("model_inference", "actor"),
         "update_critic": ("model_train", "critic"),
         "update_actor": ("model_train", "actor"),
     }
@@ -136,12 +139,11 @@ def test_built_in_pipelines_are_short(function: object) -> None:
 
 
 def test_needs_take_nodes_out() -> None:
-    graph = ppo_graph(values=False, reference=False, selection=False)
+    graph = ppo_graph(values=False, reference=False, correction=False, selection=False)
     assert [node.name for node in graph.nodes] == [
-        *("publish", "sample", "score", "balance", "compute_log_prob", "measure_mismatch", "advantages"),
-        *("rollout_correction", "update_actor"),
+        *("publish", "sample", "score", "balance", "compute_log_prob", "compute_advantages", "update_actor"),
     ]
-    assert graph.skipped == (*("compute_ref_log_prob", "compute_values", "update_critic", "select_tokens"),)
+    assert graph.skipped == (*("compute_ref_log_prob", "compute_values", "update_critic", "rollout_correction", "select_tokens"),)
 
 
 def test_needs_of_a_configuration_are_what_the_pipelines_ask_for() -> None:
@@ -182,7 +184,7 @@ MINE = '''"""Adds a second scorer and a shaping node, replaces the advantages an
 
 from typing import Any
 
-from rlhub.pipeline.builtin import ESTIMATED, SCORED, PREDICTED, TEXT, ppo
+from rlhub.pipeline.builtin import PREDICTED, SCORED, TEXT, ppo
 from rlhub.pipeline.graph import Pipeline
 from rlhub.protocol import DataProto
 
@@ -192,22 +194,21 @@ def brevity(batch: Any) -> DataProto:
 
 
 def shape(batch: Any) -> DataProto:
-    return DataProto.from_dict({"shaped": batch.batch["token_level_scores"] + batch.batch["brevity"][:, None]})
+    return DataProto.from_dict({"shaped": batch.batch["scores"] + batch.batch["brevity"]})
 
 
 def estimate(batch: Any) -> DataProto:
-    shaped, mask = batch.batch["shaped"], batch.batch["response_mask"]
-    return DataProto.from_dict(
-        {"token_level_rewards": shaped, "advantages": shaped, "returns": shaped, "learn_mask": mask}
-    )
+    mask = batch.batch["response_mask"]
+    shaped = batch.batch["shaped"][:, None] * mask
+    return DataProto.from_dict({"advantages": shaped, "returns": shaped, "learn_mask": mask})
 
 
 def mine(config: Any, needs: Any) -> Pipeline:
     step, here = ppo(config, needs), __file__
     step.insert("brevity", below="score", run=f"{here}:brevity", reads=TEXT, writes="brevity:float32(rows)")
-    shaped = "shaped:float32(rows response)"
-    step.insert("shape", below="brevity", run=f"{here}:shape", reads="token_level_scores brevity", writes=shaped)
-    step.replace("advantages", "estimate", run=f"{here}:estimate", reads=["shaped", SCORED, PREDICTED], writes=ESTIMATED)
+    step.insert("shape", below="brevity", run=f"{here}:shape", reads="scores brevity", writes="shaped:float32(rows)")
+    reads, writes = ["shaped", SCORED, PREDICTED], "advantages returns learn_mask"
+    step.replace("compute_advantages", "estimate", run=f"{here}:estimate", reads=reads, writes=writes)
     return step.remove("compute_ref_log_prob")
 '''
 
