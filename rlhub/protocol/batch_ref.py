@@ -127,6 +127,10 @@ class ColumnStore:
         rows = torch.from_numpy(places.astype(np.int64))
         return {name: take_rows(column, rows) for name, column in chosen.items()}
 
+    def has(self, key: str, name: str) -> bool:
+        """Returns whether a batch has this column."""
+        return name in self._batches.get(key, {})
+
     def drop(self, key: str) -> None:
         """Forgets a batch; one that is not there is no error."""
         self._batches.pop(key, None)
@@ -137,7 +141,7 @@ class ColumnStore:
 
     def nbytes(self) -> int:
         """Returns the bytes of all columns."""
-        return sum(num_bytes(column) for columns in self._batches.values() for column in columns.values())
+        return sum(num_bytes(column) for columns in list(self._batches.values()) for column in columns.values())
 
     def _find(self, key: str, names: Sequence[str]) -> Mapping[str, Tensor]:
         if key not in self._batches:

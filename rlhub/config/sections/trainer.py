@@ -98,6 +98,9 @@ class TrainerConfig:
     """Folder of recorded batches (trainer.record_batches) to train on again, without rollout engines; null: generate."""
     record_batches: bool = False
     """Write every training batch to the run folder, for replay_from."""
+    batches: Literal["reference", "driver"] = "reference"
+    """reference: token columns stay with the processes that made them and go to the ranks that train them; driver: every batch
+    travels through the driver with each call."""
     balance_batch: bool = True
     """Give each rank about the same number of tokens."""
     log_val_generations: NonNegativeInt = 0

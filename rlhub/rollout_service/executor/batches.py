@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,7 +26,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlhub.agents.trajectory import NOT_SAMPLED, Trajectory
+from rlhub.agents.trajectory import NOT_SAMPLED, Sampled, Trajectory
 from rlhub.engines.rollout.base import FINISH_CODES
 from rlhub.errors import WorkflowError
 from rlhub.protocol import DataProto
@@ -38,17 +38,32 @@ from rlhub.rollout_service.executor.statistics import RolloutStatistics
 
 logger = logging.getLogger(__name__)
 ADDED = "added_rewards"
+Release = Callable[[Sequence[Sampled | None]], None]
+"""Takes notice of samples that are trained, or will not be."""
 COMPONENT = "reward/"
 """Prefix of the columns that hold the scorer's other numbers."""
 
 
+def keep_nothing(samples: Sequence[Sampled | None]) -> None:
+    """Is the Release of samples that are all here."""
+
+
 class Delivery:
-    """Keeps the finished groups until training takes them or they are too old.  Only one thread may use it at a time."""
+    """Keeps the finished groups until training takes them or they are too old.  Only one thread may use it at a time.
+
+    release: called with the samples of groups that are trained or dropped.
+    """
 
     def __init__(
-        self, staleness: StalenessManager, ledger: PromptLedger, statistics: RolloutStatistics, policy: StalePolicy
+        self,
+        staleness: StalenessManager,
+        ledger: PromptLedger,
+        statistics: RolloutStatistics,
+        policy: StalePolicy,
+        release: Release = keep_nothing,
     ) -> None:
         self.staleness, self.ledger, self.statistics, self.policy = staleness, ledger, statistics, policy
+        self.release = release
         self._waiting: list[tuple[int, Group]] = []  # with the version of each one's first token
         self._taken: dict[int, tuple[int, Group]] = {}
         self._requests: deque[GroupRequest] = deque()
@@ -106,8 +121,21 @@ class Delivery:
         """Marks the groups that were taken for this step or an earlier one as trained."""
         trained = [ordinal for ordinal, (taken_for, _) in self._taken.items() if taken_for <= step]
         for ordinal in trained:
-            del self._taken[ordinal]
+            _, group = self._taken.pop(ordinal)
+            self.release(group.scored)
         self.ledger.train(*trained)
+
+    def give_back(self, ordinals: Iterable[int]) -> None:
+        """Lets these groups, which were taken, wait again: they could not be read."""
+        for ordinal in ordinals:
+            _, group = self._taken.pop(ordinal)
+            self._waiting.append((group.first_version, group))
+
+    def take_lost(self, home: str) -> list[Group]:
+        """Removes the waiting groups with samples in a process that has died, and returns them."""
+        lost = [group for _, group in self._waiting if group.lies_in(home)]
+        self._waiting = [(version, group) for version, group in self._waiting if not group.lies_in(home)]
+        return lost
 
     def untrained(self) -> list[Group]:
         """Returns the groups that wait or were taken for an unfinished step, sorted by ordinal."""
@@ -129,6 +157,7 @@ class Delivery:
         self.ledger.drop(group.ordinal, f"too old at step {self._step}")
         self.staleness.on_drop()
         self.statistics.drop(group)
+        self.release(group.scored)
         self.dropped_in_a_row += 1
 
     def _take(self, count: int, step: int) -> list[Group]:
@@ -220,7 +249,7 @@ def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = N
 
     policy_version is NOT_SAMPLED for tokens that the policy did not write.  vocab_size: tokens outside of it raise WorkflowError.
     """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories = [trajectory for group in groups for trajectory in group.whole]
     counts = [len(group.trajectories) for group in groups]
     columns = token_columns(trajectories, pad_id)
     columns["ordinal"] = torch.from_numpy(np.repeat(np.array([group.ordinal for group in groups], dtype=np.int64), counts))
@@ -318,7 +347,7 @@ def score_columns(groups: Sequence[Group], width: int) -> dict[str, Tensor]:
     if not any(map(any, scored)):
         return {}
     rewards = torch.zeros(sum(map(len, scored)), width)
-    for row, (ordinal, trajectory) in enumerate((group.ordinal, t) for group in groups for t in group.trajectories):
+    for row, (ordinal, trajectory) in enumerate((group.ordinal, t) for group in groups for t in group.whole):
         if trajectory.rewards is None:
             raise WorkflowError(f"prompt {ordinal} has samples without rewards in a batch in which others have them")
         if not trajectory.finite_rewards:

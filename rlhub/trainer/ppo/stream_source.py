@@ -15,24 +15,28 @@ and `PromptLog` writes prompts.jsonl, one line a prompt, whatever was killed in 
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from rlhub.agents.remote.actor_pool import ActorPool
+from rlhub.agents.remote.holders import Holders
+from rlhub.agents.trajectory import Sampled, TrajectoryRef, sampled_of
 from rlhub.checkpoint.files import FileEntry, write_file
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
-from rlhub.errors import RewardError, WorkflowError
+from rlhub.errors import HolderLostError, RewardError, WorkflowError
 from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import DataProto
 from rlhub.protocol.columns import object_array
@@ -49,6 +53,8 @@ from rlhub.trainer.ppo.sync_source import STREAMED
 from rlhub.utils.atomic import write_bytes
 from rlhub.utils.timing import PhaseTimer
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 ROLLOUTS_FILE = "rollouts.json"
 """In a checkpoint's folder: prompts that have been drawn and have not ended."""
 
@@ -60,7 +66,8 @@ MAY_TRAIN = "may_train"
 class StreamSource:
     """Is the SampleSource of the asynchronous schedules.
 
-    outcomes: what the reward function returned for each finished group.  actor_pools: their metrics are reported too.
+    outcomes: what the reward function returned for each finished group.  holders: keep the tokens of finished groups; None: the
+    executor has them.  actor_pools: their metrics are reported too.
     """
 
     config: PPOConfig
@@ -71,6 +78,7 @@ class StreamSource:
     vocabulary: Vocabulary
     log: PromptLog
     timers: PhaseTimer
+    holders: Holders | None = None
     actor_pools: Sequence[ActorPool] = ()
     policy_version: int = field(init=False, default=0)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
@@ -110,7 +118,7 @@ class StreamSource:
             first = self.executor.first_ordinal
             self.executor.start(dropwhile(lambda item: item.ordinal < first, self.positions.items(prompts)))
         with self.timers.measure("wait_for_episodes"):
-            groups = self._groups(step)
+            groups = self._whole_groups(step)
         self.log.take(step, [group.ordinal for group in groups])
         counters = self.executor.metrics_soon()
         batch = self._batch(groups, [outcome for group in groups for outcome in self.outcomes.take(group)])
@@ -138,6 +146,18 @@ class StreamSource:
             raise WorkflowError(f"step {step} needs {wanted} groups of episodes; only {len(groups)} came, and no prompt is left")
         return groups
 
+    def _whole_groups(self, step: int) -> list[Group]:
+        """Returns the step's groups with their tokens; those that are lost on the way are generated again."""
+        while True:
+            groups = self._groups(step)
+            if self.holders is None:
+                return groups
+            try:
+                return self._on_loop(read_groups(self.holders, groups))
+            except HolderLostError as error:
+                logger.warning("step %d waits for other groups: %s", step, error)
+                self.executor.give_back(groups)
+
     def _batch(self, groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None]) -> DataProto:
         complete_rewards(groups, outcomes)
         batch = to_batch(groups, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size)
@@ -159,11 +179,32 @@ class StreamSource:
     def save(self, folder: Path) -> list[FileEntry]:
         """Writes the ledger, finished samples with what they were scored, and what has been generated of the others."""
         self.publisher.wait()
-        executor = self.executor.state()
+        executor, entries, rows = self._saved_rows(folder)
         executor["staleness"]["version"] = self.policy_version  # a resumed run begins with its publication
-        rollouts = {"executor": executor, "outcomes": self.outcomes.state(executor["finished"])}
+        rollouts = {"executor": executor, "outcomes": self.outcomes.state(executor["finished"]), "rows": rows}
         self._frontier = frontier_of(executor["ledger"])
-        return [write_file(folder / ROLLOUTS_FILE, json.dumps(rollouts).encode("utf-8"))]
+        return [write_file(folder / ROLLOUTS_FILE, json.dumps(rollouts).encode("utf-8")), *entries]
+
+    def _saved_rows(self, folder: Path) -> tuple[dict[str, Any], list[FileEntry], list[dict[str, Any]]]:
+        """Returns the executor's state, the files of the rows that it names, and what is in which of them.  The processes that
+        keep the rows write them."""
+        if self.holders is None:
+            return self.executor.state(), [], []
+        runner = self.executor.runner
+        runner.ask(self.holders.hold, True).result()
+        try:
+            while True:
+                executor = self.executor.state()
+                rows = [row for row in map(sampled_of, sample_states(executor)) if isinstance(row, TrajectoryRef)]
+                try:
+                    return executor, *self._on_loop(self.holders.save(folder, rows))
+                except HolderLostError as error:
+                    logger.warning("the checkpoint will not hold the rows of a process: %s", error)
+        finally:
+            runner.ask(self.holders.hold, False).result()
+
+    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.executor.runner.loop).result()
 
     def state(self) -> dict[str, Any]:
         """Returns the position of the first prompt that had not ended when `save` looked."""
@@ -177,12 +218,59 @@ class StreamSource:
         self.policy_version = state["policy_version"]
         if STREAMED in state:
             rollouts = json.loads((folder / state[STREAMED]["file"]).read_text())
+            self._load_rows(folder, rollouts)
             self.outcomes.load_state(rollouts["outcomes"])
             self.executor.load_state(rollouts["executor"])
             self.log.load_state(rollouts["executor"]["ledger"])
         else:
             self.executor.load_state(after_whole_batches(state))
         self.loader.load_state(state["loader"])
+
+    def _load_rows(self, folder: Path, rollouts: Mapping[str, Any]) -> None:
+        """Gives the rows of a checkpoint to the processes that keep them now, and enters their new homes in its state.
+
+        A checkpoint of a run with trainer.batches=driver has the tokens in the state, and such a run takes them back into it.
+        """
+        holders = self.holders or Holders(None)
+        moved = self._on_loop(holders.load(folder, rollouts.get("rows", ())))
+        for state in sample_states(rollouts["executor"]):
+            sample = sampled_of(state)
+            if isinstance(sample, TrajectoryRef):
+                sample.home, sample.key = moved[sample.home, sample.key]
+                if self.holders is None:
+                    (sample,) = self._on_loop(holders.read([sample]))
+            elif self.holders is not None:
+                sample = holders.adopt(sample)
+            state.clear()
+            state.update(asdict(sample))
+
+
+def sample_states(executor: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the state of each ended episode in that of an executor."""
+    for group in executor["finished"]:
+        yield from group["trajectories"]
+        if "baseline" in group:
+            yield group["baseline"]
+    for work in executor["begun"]:
+        yield from (sample["trajectory"] for sample in work["samples"] if sample["trajectory"] is not None)
+
+
+async def read_groups(holders: Holders, groups: Sequence[Group]) -> list[Group]:
+    """Returns the groups with the tokens of their samples.  Raises HolderLostError."""
+    rows = [sample for group in groups for sample in group.scored if isinstance(sample, TrajectoryRef)]
+    found = iter(await holders.read(rows))
+
+    def whole(sample: Sampled) -> Sampled:
+        return next(found) if isinstance(sample, TrajectoryRef) else sample
+
+    return [
+        replace(
+            group,
+            trajectories=[whole(sample) for sample in group.trajectories],
+            baseline=None if group.baseline is None else whole(group.baseline),
+        )
+        for group in groups
+    ]
 
 
 def complete_rewards(groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None]) -> None:
