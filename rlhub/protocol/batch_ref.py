@@ -19,9 +19,20 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlhub.errors import ColumnStoreError, ProtocolError
-from rlhub.protocol.columns import Index, chunk_bounds, join_tensors, num_bytes, row_numbers, row_shape, take_rows, without
+from rlhub.protocol.columns import (
+    Index,
+    chunk_bounds,
+    dense_rows,
+    join_tensors,
+    num_bytes,
+    row_numbers,
+    row_shape,
+    take_rows,
+    without,
+)
 from rlhub.protocol.data_proto import DataProto
 from rlhub.protocol.readonly_tensor import guard
+from rlhub.protocol.sequences import ATTENTION_MASK, INPUT_IDS, PROMPTS, RESPONSES, stored_names, with_padding, without_padding
 
 MOST_KEYS_NAMED = 8
 """An error names at most so many of the batches that a store has."""
@@ -131,6 +142,11 @@ class ColumnStore:
         """Returns whether a batch has this column."""
         return name in self._batches.get(key, {})
 
+    def response_lengths(self, key: str) -> Tensor | None:
+        """Returns the tokens of each response of a batch, (rows,); None for one that has no responses, or is not here."""
+        column = self._batches.get(key, {}).get(RESPONSES)
+        return None if column is None or not column.is_nested else dense_rows(column)[1]
+
     def drop(self, key: str) -> None:
         """Forgets a batch; one that is not there is no error."""
         self._batches.pop(key, None)
@@ -162,11 +178,15 @@ class ColumnStore:
         )
 
 
-class Fetcher(Protocol):
-    """Brings columns of rows from the ranks that have them, and counts what it brings."""
+class Home(Protocol):
+    """The group whose processes have the wide columns."""
 
-    def __call__(self, ref: BatchRef) -> DataProto:
-        """Returns all wide columns of the rows of `ref`, in their order."""
+    def fetch_rows(self, ref: BatchRef) -> DataProto:
+        """Returns all wide columns of the rows of `ref`, in their order, and counts their bytes."""
+        ...
+
+    def drop(self, ref: BatchRef) -> None:
+        """Lets the processes forget the batches of `ref`."""
         ...
 
 
@@ -175,14 +195,14 @@ class BatchRef:
     """Rows whose columns `small` are here and whose other columns are in the ColumnStores of a group's processes.
 
     keys: the batches in the stores to which the rows belong; one, except where batches were joined.  columns: the wide columns.
-    fetcher: the group's; it does not travel.  Raises ProtocolError where lengths differ or a name stands in both.
+    home: the group; it does not travel.  Raises ProtocolError where lengths differ or a name stands in both.
     """
 
     keys: tuple[str, ...]
     small: DataProto
     columns: dict[str, ColumnInfo]
     layout: Layout
-    fetcher: Fetcher | None = field(default=None, repr=False)
+    home: Home | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.layout.rank) != len(self.small):
@@ -202,8 +222,23 @@ class BatchRef:
         return self.keys[0]
 
     @property
+    def batch(self) -> TensorDict:
+        """Returns the small tensor columns."""
+        return self.small.batch
+
+    @property
+    def non_tensor_batch(self) -> dict[str, np.ndarray]:
+        """Returns the small array columns."""
+        return self.small.non_tensor_batch
+
+    @property
     def meta_info(self) -> dict[str, Any]:
         return self.small.meta_info
+
+    def names(self) -> set[str]:
+        """Returns the names of all columns that a worker can read."""
+        tokens = {INPUT_IDS, ATTENTION_MASK} if {PROMPTS, RESPONSES} <= self.columns.keys() else set()
+        return self.names_of_small() | self.columns.keys() | tokens
 
     def names_of_small(self) -> set[str]:
         """Returns the names of the columns that are here."""
@@ -245,7 +280,9 @@ class BatchRef:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> Self:
-        """Returns the rows with those columns, small or wide, and meta entries (None: all)."""
+        """Returns the rows with those columns, small or wide, and meta entries (None: all); `input_ids` and `attention_mask` are
+        stored as prompts and responses without padding."""
+        batch_keys = None if batch_keys is None else stored_names(batch_keys)
         keys = None if batch_keys is None else [name for name in batch_keys if name not in self.columns]
         small = self.small.select(keys, non_tensor_batch_keys, meta_info_keys)
         wide = {name: info for name, info in self.columns.items() if batch_keys is None or name in batch_keys}
@@ -287,7 +324,7 @@ class BatchRef:
             renamed = np.array([number[key] for key in part.keys], dtype=np.int32)[part.layout.key]
             layouts.append(Layout(part.layout.rank, renamed, part.layout.place))
         small = DataProto.concat([part.small for part in data])
-        return BatchRef(keys, small, dict(data[0].columns), Layout.join(layouts), data[0].fetcher)
+        return BatchRef(keys, small, dict(data[0].columns), Layout.join(layouts), data[0].home)
 
     # -- the wide columns --------------------------------------------------------------------------------------------------
 
@@ -325,17 +362,28 @@ class BatchRef:
             )
 
     def fetch(self, names: Sequence[str], rows: Index | None = None) -> DataProto:
-        """Brings wide columns of these rows, or of all, to this process.  The fetcher counts every use."""
-        if self.fetcher is None:
+        """Brings wide columns of these rows, or of all, to this process; every use is counted."""
+        names = stored_names(names)
+        if self.home is None:
             raise ProtocolError(f"nothing can fetch {', '.join(names)} here: only references that a worker group returned can")
         missing = [name for name in names if name not in self.columns]
         if missing:
             raise ProtocolError(f"no wide column {missing[0]!r}; there are: {', '.join(sorted(self.columns)) or 'none'}")
-        chosen = self.select(list(names), [], [])
-        return self.fetcher(chosen if rows is None else chosen.select_idxs(rows))
+        chosen = self.select(names, [], [])
+        fetched = self.home.fetch_rows(chosen if rows is None else chosen.select_idxs(rows))
+        return DataProto.from_dict(with_padding(fetched.tensors()))
+
+    def fetch_all(self) -> DataProto:
+        """Brings all wide columns to this process, and returns them with the small ones."""
+        return self.fetch(list(self.columns)).union(self.small)
+
+    def drop(self) -> None:
+        """Lets the processes forget the wide columns: their step is over."""
+        if self.home is not None:
+            self.home.drop(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels as small columns, names and numbers, without the fetcher: some hundred bytes, for there is one for each rank
+        """Travels as small columns, names and numbers, without its home: some hundred bytes, for there is one for each rank
         and call."""
         columns = [(name, info.dtype, info.shape, info.ragged) for name, info in self.columns.items()]
         small = self.small if self.names_of_small() or self.small.meta_info else None
@@ -375,6 +423,10 @@ def unpack_numbers(packed: Numbers) -> np.ndarray:
     return np.full(second, first, dtype=np.int32)
 
 
+Batch = DataProto | BatchRef
+"""A batch as the driver has it; what a step does with its small columns is the same for both."""
+
+
 @dataclass(slots=True, frozen=True)
 class Retain:
     """The part of a call's result that stays in the processes.  key: the batch to which it is added.  names: the columns; ():
@@ -398,8 +450,9 @@ class Retain:
         order = np.argsort(places, kind="stable")
         if not np.array_equal(places[order], np.arange(len(output))):
             raise ProtocolError(f"columns of batch {self.key!r} can be retained only from a call on all rows that the rank has")
-        kept = {name: take_rows(tensors[name], torch.from_numpy(order)) for name in names} if rows is not None else tensors
-        store.put(self.key, {name: kept[name] for name in names})
+        kept = {name: tensors[name] if rows is None else take_rows(tensors[name], torch.from_numpy(order)) for name in names}
+        stored = without_padding(kept, store.response_lengths(self.key))
+        store.put(self.key, stored)
         small = output.select([name for name in tensors if name not in names])
-        infos = {name: ColumnInfo.of(tensors[name]) for name in names}
+        infos = {name: ColumnInfo.of(column) for name, column in stored.items()}
         return BatchRef((self.key,), small, infos, Layout.of(store.rank, places))

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlhub.errors import ProtocolError
-from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout, Numbers, pack_numbers, unpack_numbers
+from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout, Numbers, Retain, pack_numbers, unpack_numbers
 from rlhub.protocol.columns import join_tensors, take_rows
 from rlhub.protocol.data_proto import DataProto
 
@@ -239,6 +239,10 @@ class RowKeeper:
             self.store.drop(old)
         self.store.put(key, part)
         return self.transport.sent_bytes - before
+
+    def keep(self, rows: DataProto, key: str) -> BatchRef:
+        """Puts all columns of these rows under the key."""
+        return Retain(key, tuple(rows.tensors())).keep(rows, self.store)
 
     def fetch(self, ref: BatchRef) -> DataProto:
         """Returns the wide columns of rows that are all here."""

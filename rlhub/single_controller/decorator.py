@@ -161,6 +161,7 @@ class MethodSpec:
     blocking: bool
     materialize_futures: bool
     deadline: str
+    adds_columns: bool
 
     @property
     def mode(self) -> DispatchMode:
@@ -177,12 +178,15 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
     deadline: str = DEFAULT_DEADLINE,
+    adds_columns: bool = False,
 ) -> Callable[[F], F]:
     """Makes a worker method (sync or `async def`) callable on the worker group.
 
     blocking: False returns a future at once (a DataProtoFuture where the mode collects DataProto).
     materialize_futures: DataProtoFuture arguments are fetched in the worker before the method sees them.
     deadline: which field of trainer.deadline_s is the longest wait of the driver for a call.
+    adds_columns: the method returns further columns of its batch.  Called with a BatchRef, it leaves those of more than one
+        number a row with the ranks, and a BatchRef comes back.
     """
     if deadline not in _DEADLINES:
         raise DispatchError(f"no deadline {deadline!r}{suggest(deadline, _DEADLINES)} known: {', '.join(_DEADLINES)}")
@@ -194,6 +198,7 @@ def register(
         blocking=blocking,
         materialize_futures=materialize_futures,
         deadline=deadline,
+        adds_columns=adds_columns,
     )
 
     def mark(method: F) -> F:

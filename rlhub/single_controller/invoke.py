@@ -15,9 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from tensordict import TensorDict
+
 from rlhub.errors import RlhubError, WorkerError
-from rlhub.protocol import BatchRef, DataProtoFuture, Retain
+from rlhub.protocol import BatchRef, DataProto, DataProtoFuture, Retain
 from rlhub.protocol.exchange import ROWS, RowKeeper
+from rlhub.protocol.sequences import with_padding
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext
 from rlhub.utils import faults
 from rlhub.utils.aio.loop_thread import LoopThread
@@ -116,9 +119,10 @@ class RankWorkers:
             return result if retain is None else retain.keep(result, self._rows.store, rows)
 
     def _materialized(self, value: Any) -> Any:
-        """Returns the batch of a future, and that of a reference from this process's own store."""
+        """Returns the batch of a future, and that of a reference from this process's own store, padded."""
         if isinstance(value, BatchRef):
-            return value.local(self._rows.store)
+            rows = value.local(self._rows.store)
+            return DataProto(TensorDict(with_padding(rows.tensors()), [len(rows)]), rows.non_tensor_batch, rows.meta_info)
         return value.get() if isinstance(value, DataProtoFuture) else value
 
     def close(self) -> None:

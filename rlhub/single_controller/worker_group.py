@@ -68,8 +68,8 @@ class GroupMethod:
         ranks, collected = _rank_zero(mode, group, args, kwargs) if rank_zero else _per_rank(mode, group, args, kwargs)
         request = group._request(self.name, ranks)
         request.materialize = self._spec.materialize_futures
-        request.retain = _retained_by(self._retain, group, self.name, (*args, *kwargs.values()))
-        request.as_data = mode.proto and not rank_zero and not self._blocking and self._retain is None
+        request.retain = _retained_by(self._retain, self._spec, group, self.name, (*args, *kwargs.values()))
+        request.as_data = mode.proto and not rank_zero and not self._blocking and request.retain is None
         with group._watch(request, blocking=self._blocking) as watch:
             watch.send(ranks)
             pending = group._send(request)
@@ -79,18 +79,25 @@ class GroupMethod:
         def finish(outputs: dict[int, Any]) -> Any:
             result = outputs[0] if rank_zero else mode.collect_fn(group, [outputs[rank] for rank in collected])
             if isinstance(result, BatchRef):
-                result.fetcher = group.fetch_rows
+                result.home = group
             return result
 
         future = CallFuture(pending, finish, watch)
         return future.get() if self._blocking else future
 
 
-def _retained_by(retain: Retain | None, group: WorkerGroup, method: str, values: Iterable[Any]) -> Retain | None:
-    """Completes the key of what a call retains.  DispatchError where there is none."""
+def _retained_by(
+    retain: Retain | None, spec: MethodSpec, group: WorkerGroup, method: str, values: Iterable[Any]
+) -> Retain | None:
+    """Returns what a call retains, with its key: what was said, or the columns that a method adds to a batch by reference.
+
+    DispatchError where there is no key.
+    """
+    rows = next((value for value in values if isinstance(value, BatchRef)), None)
+    if retain is None and spec.adds_columns and rows is not None:
+        retain = Retain("")
     if retain is None or retain.key:
         return retain
-    rows = next((value for value in values if isinstance(value, BatchRef)), None)
     if rows is None:
         raise DispatchError(
             f"{group.role}.{method}: a result can stay with the ranks under the key of a BatchRef argument, and there is none; "
@@ -241,13 +248,7 @@ class WorkerGroup(ABC):
         The references from before are void.  Nothing happens where every rank has its part.  mesh: the arrangement of the calls
         that will read the rows; DispatchError where ranks share a part.
         """
-        dp_ranks = self.mesh(mesh).dp_ranks
-        if dp_ranks != tuple(range(self.world_size)):
-            raise DispatchError(
-                f"{self.role}: mesh {mesh!r} gives the ranks the parts {list(dp_ranks)}; by reference each has a part of its "
-                "own, so tensor, pipeline and sequence parallelism are not supported with it"
-            )
-        after = Layout.even(len(ref), self.world_size)
+        after = self._even_parts(len(ref), mesh)
         if len(ref.keys) == 1 and ref.layout.same(after):
             return ref
         self._num_exchanges += 1
@@ -255,7 +256,27 @@ class WorkerGroup(ABC):
         moves = plan_exchange(ref, after, self.world_size)
         sent = self._call_rows("exchange", [(rank.rank, rank, key) for rank in moves])
         self.exchanged_bytes += sum(sent.values())
-        return BatchRef((key,), ref.small, ref.columns, after, self.fetch_rows)
+        return BatchRef((key,), ref.small, ref.columns, after, self)
+
+    def place(self, batch: DataProto, mesh: str, key: str) -> BatchRef:
+        """Sends part r of `batch.chunk(num_ranks)` to rank r, once, where its columns of more than one number a row stay under
+        `key`; the others are the reference's."""
+        after = self._even_parts(len(batch), mesh)
+        wide = [name for name, column in batch.tensors().items() if column.is_nested or column.dim() > 1]
+        parts = batch.select(wide, [], []).chunk(self.world_size)
+        kept: dict[int, BatchRef] = self._call_rows("keep", [(rank, part, key) for rank, part in enumerate(parts)])
+        small = batch.select([name for name in batch.tensors() if name not in wide])
+        return BatchRef((key,), small, kept[0].columns, after, self)
+
+    def _even_parts(self, num_rows: int, mesh: str) -> Layout:
+        """Returns the layout of even parts, one for each rank.  DispatchError where ranks share a part."""
+        dp_ranks = self.mesh(mesh).dp_ranks
+        if dp_ranks != tuple(range(self.world_size)):
+            raise DispatchError(
+                f"{self.role}: mesh {mesh!r} gives the ranks the parts {list(dp_ranks)}; by reference each has a part of its "
+                "own, so tensor, pipeline and sequence parallelism are not supported with it"
+            )
+        return Layout.even(num_rows, self.world_size)
 
     def fetch_rows(self, ref: BatchRef) -> DataProto:
         """Returns the wide columns of these rows, and counts their bytes; see `BatchRef.fetch`."""

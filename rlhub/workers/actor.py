@@ -75,7 +75,7 @@ class ActorPart(EngineWorker):
         reference.offload()
         return reference
 
-    @register(dispatch_mode=ACTOR, deadline="infer")
+    @register(dispatch_mode=ACTOR, deadline="infer", adds_columns=True)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Returns old_log_probs (rows, response) of the current policy, and sum_pi_squared where meta_info asks for it;
         meta_info["metrics"] are the throughput's."""
@@ -88,7 +88,7 @@ class ActorPart(EngineWorker):
         metrics = self.throughput.metrics("actor_infer", batch.batch["attention_mask"], 1, seconds)
         return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
 
-    @register(dispatch_mode=ACTOR, deadline="infer")
+    @register(dispatch_mode=ACTOR, deadline="infer", adds_columns=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Returns ref_log_prob (rows, response) of the frozen starting policy."""
         release_idle_memory()
@@ -174,7 +174,7 @@ class ReferenceWorker(Worker):
         self.engine.offload()
         self._register_dispatch_collect_info("reference", self.engine.dp_rank, self.engine.is_collect)
 
-    @register(dispatch_mode=REFERENCE, deadline="infer")
+    @register(dispatch_mode=REFERENCE, deadline="infer", adds_columns=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Returns ref_log_prob (rows, response) of the frozen starting policy."""
         outputs = self.engine.infer(dict(batch.batch.items()), outputs=("log_probs",))

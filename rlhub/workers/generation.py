@@ -123,7 +123,7 @@ def pad_completions(
 
 def training_columns(prompts: Tensor, prompt_mask: Tensor, padded: PaddedCompletions, num_samples: int) -> dict[str, Tensor]:
     """Returns the columns that training reads: input_ids, attention_mask (rows, prompt + response), responses, response_mask,
-    response_length, finish_reason and, when asked for, rollout_log_probs."""
+    prompt_length, response_length, finish_reason and, when asked for, rollout_log_probs."""
     width = padded.responses.shape[1]
     response_mask = (torch.arange(width)[None, :] < padded.response_length[:, None]).long()
     columns = {
@@ -131,6 +131,7 @@ def training_columns(prompts: Tensor, prompt_mask: Tensor, padded: PaddedComplet
         "attention_mask": torch.cat([prompt_mask.repeat_interleave(num_samples, 0), response_mask], 1),
         "responses": padded.responses,
         "response_mask": response_mask,
+        "prompt_length": prompt_mask.sum(1).repeat_interleave(num_samples),
         "response_length": padded.response_length,
         "finish_reason": padded.finish_reason,
     }

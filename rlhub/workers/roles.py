@@ -130,7 +130,7 @@ class CriticWorker(EngineWorker):
         self.throughput = ThroughputMeter(self.config.model, self.device, ranks_per_copy, head=False)
         self._register_dispatch_collect_info("critic", self.engine.dp_rank, self.engine.is_collect)
 
-    @register(dispatch_mode=CRITIC, deadline="infer")
+    @register(dispatch_mode=CRITIC, deadline="infer", adds_columns=True)
     def compute_values(self, batch: DataProto) -> DataProto:
         """Returns values (rows, response), of the state before each response token."""
         release_idle_memory()

@@ -64,9 +64,7 @@ def gradient(path: str, settings: dict[str, Any], gap: float, case: dict[str, An
         pi = plain_outputs(plain_model(path, "policy", torch.float64), make_rows(), "policy")["log_probs"]
     rows = sampled_rows(pi, gap)
     plain_rows = dict(rows)
-    rows["old_log_probs"] = rows["rollout_log_probs"] if config.bypass_mode else pi
-    if config.proximal != "old_log_probs":
-        del rows["old_log_probs"]
+    rows |= {} if config.in_update else {"old_log_probs": pi}
     batch = DataProto.from_dict(tensors=rows | {"learn_mask": rows["response_mask"]})
     metrics = {} if config.in_update else measure_mismatch(batch)
     metrics |= correct_batch(batch, config)

@@ -60,6 +60,9 @@ class TrainerConfig:
     """Worker ranks per machine: GPUs, or on CPU processes; null: the machine's GPUs, on CPU 1."""
     pools: dict[str, Any] = field(default_factory=dict)
     """Further pools of ranks, for roles that should not share the actor's: name -> {nnodes: 1, n_gpus_per_node: 1}."""
+    batches: Literal["reference", "driver"] = "driver"
+    """reference: columns of tokens stay with the processes that made them and move once a step, to the ranks that train them;
+    driver: they travel through this process with every call."""
     placement: dict[str, Any] = field(default_factory=dict)
     """Pools of roles, role -> pool, for rollout, reference, critic, reward_model and judge; other roles share the actor's
     processes."""
@@ -98,9 +101,6 @@ class TrainerConfig:
     """Folder of recorded batches (trainer.record_batches) to train on again, without rollout engines; null: generate."""
     record_batches: bool = False
     """Write every training batch to the run folder, for replay_from."""
-    batches: Literal["reference", "driver"] = "reference"
-    """reference: token columns stay with the processes that made them and go to the ranks that train them; driver: every batch
-    travels through the driver with each call."""
     balance_batch: bool = True
     """Give each rank about the same number of tokens."""
     log_val_generations: NonNegativeInt = 0

@@ -128,6 +128,41 @@ def take_rows(rows: Rows, indices: list[int], fillers: int = 1) -> dict[str, Ten
     return {name: column[index.to(column.device)] for name, column in rows.items()}
 
 
+def trim(rows: Rows) -> dict[str, Tensor]:
+    """Returns the rows of one pass as views, without the columns to the left of every prompt and to the right of every response.
+
+    One column of the prompt and one of the response remain where no row has a token.  So a pass depends on its own rows only, and
+    not on the width to which the rank's or the whole batch's rows were padded.
+    """
+    width, longest = response_width(rows), rows["attention_mask"].shape[1]
+    attended = rows["attention_mask"].any(0).nonzero().squeeze(1)
+    prompt = longest - width
+    first, last = (int(attended[0]), int(attended[-1])) if len(attended) else (longest, 0)
+    left, right = min(first, max(prompt - 1, 0)), max(last, prompt) + 1
+
+    def cut(column: Tensor) -> Tensor:
+        if column.dim() < 2 or column.shape[1] not in (longest, width):
+            return column
+        return column[:, left:right] if column.shape[1] == longest else column[:, : right - prompt]
+
+    return {name: cut(column) for name, column in rows.items()}
+
+
+def response_width(rows: Rows) -> int:
+    """Returns the number of columns of the response, which are the last ones of `input_ids`; all of them for a reward model."""
+    for name in ("response_mask", "responses"):
+        if name in rows:
+            return int(rows[name].shape[1])
+    return int(rows["attention_mask"].shape[1])
+
+
+def put_rows(target: Tensor, indices: list[int], values: Tensor) -> None:
+    """Writes the results of one pass, (rows, trimmed response) or (rows,), into those rows of all results; behind the trimmed
+    columns they stay as they are."""
+    where = target if values.dim() == 1 else target[:, : values.shape[1]]
+    where[indices] = values.to(target.device)
+
+
 def on_device(rows: Rows, device: torch.device) -> dict[str, Tensor]:
     """Returns the same rows on the device, without waiting for the copies."""
     return {name: column.to(device, non_blocking=True) for name, column in rows.items()}

@@ -153,8 +153,9 @@ class UpdateCorrection:
     def anchor(self, log_probs: Tensor, micro: Rows) -> AnchoredLogProbs:
         """Returns the anchor of a micro-batch.
 
-        Columns read: old_log_probs and importance_weights if present; in bypass mode old_log_probs, which is mu; with A-3PO
-        rollout_log_probs and, if present, staleness.  log_probs: those of the current policy, (rows, response).
+        Columns read: old_log_probs and importance_weights if present; in bypass mode old_log_probs, which is mu, or without it
+        rollout_log_probs; with A-3PO the latter and, if present, staleness.  log_probs: those of the current policy, (rows,
+        response).
         """
         current, mask = log_probs.detach(), micro["response_mask"]
         if not self.config.in_update:
@@ -175,7 +176,7 @@ class UpdateCorrection:
     def behaviour(self, rows: Rows) -> Tensor | None:
         """Returns log mu, (rows, response), if the mismatch is measured in the update; None if the driver measures it."""
         if self.config.bypass_mode:
-            return rows["old_log_probs"]
+            return rows["old_log_probs"] if "old_log_probs" in rows else rows["rollout_log_probs"]
         measured_before = "old_log_probs" in rows and not self.config.in_update
         return rows["rollout_log_probs"] if "rollout_log_probs" in rows and not measured_before else None
 

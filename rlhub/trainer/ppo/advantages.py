@@ -104,7 +104,7 @@ class AdvantageEstimation:
             response_mask=scored,
             group=own_group_when_invalid(columns["uid"], valid),
             values=columns["values"] if needs.values else None,
-            old_log_probs=columns["old_log_probs"] if needs.old_log_probs or needs.bypass else None,
+            old_log_probs=old_log_probs(batch, needs.bypass) if needs.old_log_probs or needs.bypass else None,
             sum_pi_squared=columns["sum_pi_squared"] if needs.sum_pi_squared else None,
             baseline_rewards=columns["baseline_rewards"] if needs.baseline_rewards else None,
             reward_components=reward_components(batch) if needs.reward_components else None,
@@ -116,7 +116,7 @@ class AdvantageEstimation:
         if not algorithm.use_kl_in_reward:
             return columns["token_level_scores"], {}
         mask = columns["response_mask"]
-        kl = KL_ESTIMATORS.get(algorithm.kl_penalty)(columns["old_log_probs"], columns["ref_log_prob"])
+        kl = KL_ESTIMATORS.get(algorithm.kl_penalty)(old_log_probs(batch, self.needs.bypass), columns["ref_log_prob"])
         rewards = penalized_rewards(columns["token_level_scores"], kl, mask, self.kl_controller.value)
         rows = row_moments(kl, mask)
         means, written = rows[:, SUM] / rows[:, COUNT].clamp(min=1), rows[:, COUNT] > 0
@@ -124,6 +124,12 @@ class AdvantageEstimation:
         metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": self.kl_controller.value}
         self.kl_controller.update(mean_kl, len(batch))
         return rewards, metrics
+
+
+def old_log_probs(batch: DataProto, bypass: bool) -> Tensor:
+    """Returns the log-probs of the policy before the update, (rows, response): in bypass mode those of the rollout."""
+    column: Tensor = batch.batch["rollout_log_probs" if bypass else "old_log_probs"]
+    return column
 
 
 def build_kl_controller(config: KLControlConfig) -> KLController:

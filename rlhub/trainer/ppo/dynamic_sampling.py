@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.protocol import DataProto
+from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.trainer.ppo.scoring import SIGNAL
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ PROMPT_AND_RESPONSE = ("input_ids", "attention_mask")
 class _Drawn:
     """The groups of one step so far.  num_signal: all that have signal, also those that are dropped."""
 
-    with_signal: list[DataProto] = field(default_factory=list)
-    without: list[DataProto] = field(default_factory=list)
+    with_signal: list[Batch] = field(default_factory=list)
+    without: list[Batch] = field(default_factory=list)
     num_generations: int = 0
     num_prompts: int = 0
     num_signal: int = 0
@@ -54,7 +54,7 @@ class DynamicSampling:
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     _drawn: _Drawn = field(init=False, default_factory=_Drawn)
 
-    def add(self, batch: DataProto) -> DataProto | None:
+    def add(self, batch: Batch) -> Batch | None:
         """Takes the scored samples of one generation; returns the training batch once it is full or the bound is reached."""
         drawn, wanted, n = self._drawn, self.config.data.train_batch_size, self.config.actor_rollout_ref.rollout.n
         drawn.num_generations += 1
@@ -71,7 +71,7 @@ class DynamicSampling:
             return None
         return self._full_batch(filled)
 
-    def _full_batch(self, filled: int) -> DataProto:
+    def _full_batch(self, filled: int) -> Batch:
         """Returns the groups with signal and as many of the others as are missing, and begins anew."""
         drawn, self._drawn = self._drawn, _Drawn()
         if filled:
@@ -97,7 +97,7 @@ class DynamicSampling:
         )  # fmt: skip
 
 
-def groups_with_signal(batch: DataProto, n: int) -> Tensor:
+def groups_with_signal(batch: Batch, n: int) -> Tensor:
     """Returns (prompts,) bool: at least two of a prompt's n neighbouring samples have a valid score and differ in it."""
     values: Tensor = batch.batch[SIGNAL].reshape(-1, n)
     valid = batch.batch["valid"].reshape(-1, n)
@@ -106,23 +106,28 @@ def groups_with_signal(batch: DataProto, n: int) -> Tensor:
     return high > low
 
 
-def rows_of_groups(batch: DataProto, groups: Tensor, n: int) -> DataProto:
+def rows_of_groups(batch: Batch, groups: Tensor, n: int) -> Batch:
     """Returns all rows of those groups (their numbers within the batch), n rows each."""
     return batch.select_idxs((groups[:, None] * n + torch.arange(n)).flatten())
 
 
-def in_order_of_drawing(batch: DataProto) -> DataProto:
+def in_order_of_drawing(batch: Batch) -> Batch:
     """Returns the batch with its rows by their prompt's ordinal, samples as they were; `uid` counts the prompts from 0 again."""
     batch.reorder(torch.argsort(batch.batch["ordinal"], stable=True))
     batch.batch["uid"] = torch.unique_consecutive(batch.batch["ordinal"], return_inverse=True)[1]
     return batch
 
 
-def join(parts: Sequence[DataProto]) -> DataProto:
-    """Returns the rows of all parts in order; prompts are padded on the left and responses on the right to the widest."""
-    prompt = max(prompt_width(part) for part in parts)
-    response = max(part.batch["responses"].shape[1] for part in parts)
-    return DataProto.concat([widen(part, prompt, response) for part in parts])
+def join(parts: Sequence[Batch]) -> Batch:
+    """Returns the rows of all parts in order; prompts are padded on the left and responses on the right to the widest, except
+    where they are by reference, without padding."""
+    refs = [part for part in parts if isinstance(part, BatchRef)]
+    if refs:
+        return BatchRef.concat(refs)
+    batches = [part for part in parts if isinstance(part, DataProto)]
+    prompt = max(prompt_width(part) for part in batches)
+    response = max(part.batch["responses"].shape[1] for part in batches)
+    return DataProto.concat([widen(part, prompt, response) for part in batches])
 
 
 def prompt_width(batch: DataProto) -> int:

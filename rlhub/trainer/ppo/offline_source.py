@@ -20,7 +20,7 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.errors import DataError, WorkflowError
 from rlhub.models.tokenizer import Vocabulary, read_vocabulary
-from rlhub.protocol import DataProto
+from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.rollout_service.executor.batches import episode_metrics, to_batch
 from rlhub.rollout_service.trajectory_files import TrajectoryReader
 from rlhub.trainer.ppo.scoring import Samples
@@ -72,7 +72,7 @@ class OfflineSource:
         self.metrics = self.reader.metrics() | episode_metrics(groups)
         return Samples(batch=batch)
 
-    def select(self, samples: Samples) -> DataProto:
+    def select(self, samples: Samples) -> Batch:
         """Returns all samples."""
         return samples.batch
 
@@ -137,14 +137,15 @@ class RecordingSource:
         self._step = step
         return self.source.sample(prompts, step)
 
-    def select(self, samples: Samples) -> DataProto | None:
+    def select(self, samples: Samples) -> Batch | None:
         """Returns what the other source does, and records it."""
         batch = self.source.select(samples)
         if batch is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             path = batch_file(self.folder, self._step)
             aside = path.with_name(path.name + TEMPORARY_SUFFIX)
-            batch.select(non_tensor_batch_keys=[]).save_to_disk(aside)
+            recorded = batch.fetch_all() if isinstance(batch, BatchRef) else batch
+            recorded.select(non_tensor_batch_keys=[]).save_to_disk(aside)
             aside.rename(path)
         return batch
 
@@ -183,7 +184,7 @@ class ReplaySource:
             )
         return Samples(batch=DataProto.load_from_disk(path))
 
-    def select(self, samples: Samples) -> DataProto:
+    def select(self, samples: Samples) -> Batch:
         """Returns the batch as it was recorded."""
         return samples.batch
 

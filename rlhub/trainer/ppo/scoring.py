@@ -25,7 +25,7 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError, RewardError
 from rlhub.models.shape import ModelShape, read_model_shape
 from rlhub.models.tokenizer import load_tokenizer
-from rlhub.protocol import DataProto
+from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.registry import suggest
 from rlhub.rewards import RewardManager, RewardResult, build_reward_manager
 from rlhub.rewards.base import FAILED
@@ -58,8 +58,8 @@ class Samples:
     None where no estimator compares with it.
     """
 
-    batch: DataProto
-    greedy: DataProto | None = None
+    batch: Batch
+    greedy: Batch | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,9 +82,11 @@ class Scorer:
             compared = self.score_rows(samples.greedy)
             metrics |= {name: value + metrics.get(name, 0.0) for name, value in compared.items() if name.startswith(COUNTS)}
             metrics |= add_baseline(samples.batch, samples.greedy)
+            if isinstance(samples.greedy, BatchRef):
+                samples.greedy.drop()
         return metrics
 
-    def score_rows(self, batch: DataProto) -> dict[str, float]:
+    def score_rows(self, batch: Batch) -> dict[str, float]:
         """Adds token_level_scores (rows, response), scores (rows,) and valid (rows,), and returns the metrics.
 
         Rows that come with their scores keep them: those of workflows that give rewards themselves, and recorded batches.
@@ -94,7 +96,7 @@ class Scorer:
         if "token_level_scores" in columns.keys():
             return {}
         with self.timers.measure("reward"):
-            result = self.reward(batch)
+            result = self.reward(with_tokens(batch))
         columns["token_level_scores"] = result.token_level_scores
         columns["scores"] = result.scores
         columns["valid"] = result.valid
@@ -109,6 +111,11 @@ class Scorer:
         return result.metrics
 
 
+def with_tokens(batch: Batch) -> DataProto:
+    """Returns the batch with the columns that a reward manager reads; by reference they are brought to this process."""
+    return batch if isinstance(batch, DataProto) else batch.fetch_all()
+
+
 def build_scorer(config: PPOConfig, reward: RewardManager, timers: PhaseTimer) -> Scorer:
     """Returns a scorer that keeps what the chosen estimator and the group filter read."""
     groups = config.algorithm.filter_groups
@@ -120,7 +127,7 @@ def build_scorer(config: PPOConfig, reward: RewardManager, timers: PhaseTimer) -
     )
 
 
-def add_baseline(batch: DataProto, greedy: DataProto) -> dict[str, float]:
+def add_baseline(batch: Batch, greedy: Batch) -> dict[str, float]:
     """Adds baseline_rewards (rows,): the reward of each prompt's greedy response (Li et al. 2024, arXiv 2310.10505); returns
     their mean as a metric.
 

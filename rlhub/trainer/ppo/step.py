@@ -31,10 +31,17 @@ from rlhub.algorithms.inputs import SelectionInputs
 from rlhub.algorithms.registry import POLICY_LOSSES
 from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
-from rlhub.protocol import DataProto, DataProtoFuture
+from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.registry import knobs_for
 from rlhub.single_controller import WorkerGroup
-from rlhub.trainer.ppo.advantages import AdvantageEstimation, MismatchBound, correct_batch, measure_mismatch, mismatch_bound
+from rlhub.trainer.ppo.advantages import (
+    AdvantageEstimation,
+    MismatchBound,
+    correct_batch,
+    measure_mismatch,
+    mismatch_bound,
+    old_log_probs,
+)
 from rlhub.trainer.ppo.metrics import mean_metrics, timing_per_token
 from rlhub.trainer.ppo.requirements import Requirements, requirements
 from rlhub.trainer.ppo.scoring import Samples, Scorer, merge_scorings
@@ -77,20 +84,21 @@ class TrainingStep:
             scorings.append(self.score(samples))
             batch = source.select(samples)
         metrics = source.metrics | merge_scorings(scorings)
-        self.deal_rows(batch, step)
+        batch = self.deal_rows(batch, step)
 
         # Log-probs of the policy before the update and of the reference, and values: submitted together, so that they run at
-        # the same time on pools of their own.  In bypass the rollout's log-probs stand in for the policy's.
+        # the same time on pools of their own.  In bypass mode the update compares with the rollout's log-probs instead.
         passes = []
         if needs.old_log_probs:
             passes.append(self.actor.compute_log_prob.submit(log_prob_inputs(batch, needs)))
-        elif needs.bypass:
-            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         if needs.reference:
             passes.append(self.reference.compute_ref_log_prob.submit(model_inputs(batch)))
         if self.critic is not None:
             passes.append(self.critic.compute_values.submit(model_inputs(batch)))
         metrics |= add_outputs(batch, passes)
+        if isinstance(batch, BatchRef):
+            held, batch = batch, batch.fetch_all()
+            held.drop()
         if needs.old_log_probs:
             metrics |= measure_mismatch(batch)
             self.mismatch.check(metrics)
@@ -113,8 +121,11 @@ class TrainingStep:
             self.mismatch.check(metrics)
         return metrics | timing_per_token(self.timers.so_far(), batch)
 
-    def deal_rows(self, batch: DataProto, step: int) -> None:
-        """Fixes the mini-batches, and deals their rows to the ranks so that each rank of actor and critic has a part of each."""
+    def deal_rows(self, batch: Batch, step: int) -> Batch:
+        """Fixes the mini-batches, and deals their rows to the ranks so that each rank of actor and critic has a part of each.
+
+        Returns the batch: by reference, the rows are with their ranks now.
+        """
         actor, num_samples = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
         critic_ranks = self.critic.mesh("critic").dp_size if self.critic is not None else 1
         number_samples(batch)
@@ -128,6 +139,11 @@ class TrainingStep:
             if self.critic is not None
             else None,
         )
+        if isinstance(batch, BatchRef):
+            return self.actor.exchange(batch, "actor")
+        if self.config.trainer.batches == "reference":
+            return self.actor.place(batch, "actor", key=f"step-{step}")
+        return batch
 
 
 class SampleSource(Protocol):
@@ -151,7 +167,7 @@ class SampleSource(Protocol):
         """Returns samples of further prompts for training step `step` (from 1).  prompts: endless, the same at each call."""
         ...
 
-    def select(self, samples: Samples) -> DataProto | None:
+    def select(self, samples: Samples) -> Batch | None:
         """Returns the training batch out of this step's scored samples, or None where further ones must be sampled."""
         ...
 
@@ -172,7 +188,7 @@ class SampleSource(Protocol):
         ...
 
 
-def add_outputs(batch: DataProto, passes: Sequence[DataProtoFuture]) -> dict[str, float]:
+def add_outputs(batch: Batch, passes: Sequence[Any]) -> dict[str, float]:
     """Waits for forward passes, adds the columns that they return to the batch, and returns their metrics."""
     metrics: dict[str, float] = {}
     for sent in passes:
@@ -194,72 +210,80 @@ POLICY = (
 )
 
 
-def view(batch: DataProto, names: tuple[str, ...], **meta: object) -> DataProto:
+def view(batch: Batch, names: tuple[str, ...], **meta: object) -> Batch:
     """Returns the named columns of `batch` that exist, without copying, with `meta` as meta_info."""
-    present = [name for name in names if name in batch.batch.keys()]
-    selected = batch.select(batch_keys=present, non_tensor_batch_keys=[], meta_info_keys=[])
+    known = batch.names() if isinstance(batch, BatchRef) else set(batch.batch.keys())
+    present = [name for name in names if name in known]
+    selected: Batch = batch.select(batch_keys=present, non_tensor_batch_keys=[], meta_info_keys=[])
     selected.meta_info.update(meta)
     return selected
 
 
-def model_inputs(batch: DataProto) -> DataProto:
+def model_inputs(batch: Batch) -> Batch:
     """Returns what a forward pass reads."""
     return view(batch, MODEL)
 
 
-def log_prob_inputs(batch: DataProto, needs: Requirements) -> DataProto:
+def log_prob_inputs(batch: Batch, needs: Requirements) -> Batch:
     """Returns what the policy's forward pass before the update reads; meta_info asks for sum_pi_squared where it is required."""
     return view(batch, MODEL, **({"sum_pi_squared": True} if needs.sum_pi_squared else {}))
 
 
-def policy_inputs(batch: DataProto, needs: Requirements) -> DataProto:
+def policy_inputs(batch: Batch, needs: Requirements) -> Batch:
     """Returns what the policy's update reads.  The rollout's log-probs go only where the update reads them or where the mismatch
     is measured in the update itself."""
     names: tuple[str, ...] = POLICY
-    if needs.rollout_log_probs or "old_log_probs" not in batch.batch.keys():
+    if needs.rollout_log_probs or not needs.old_log_probs:
         names = (*POLICY, "rollout_log_probs")
     return view(batch, names, num_mini_batches=count(batch, "mini_batch"))
 
 
-def value_inputs(batch: DataProto) -> DataProto:
+def value_inputs(batch: Batch) -> Batch:
     """Returns what the critic's update reads."""
     selected = view(batch, VALUE, num_mini_batches=count(batch, "critic_mini_batch"))
     selected.batch["mini_batch"] = selected.batch.pop("critic_mini_batch")
     return selected
 
 
-def count(batch: DataProto, column: str) -> int:
+def count(batch: Batch, column: str) -> int:
     """Returns the number of mini-batches that a column of their indices (from 0) tells apart."""
     return int(batch.batch[column].max().item()) + 1
 
 
-def number_samples(batch: DataProto) -> None:
+def number_samples(batch: Batch) -> None:
     """Adds `sample_index` (rows,) int64, the samples' numbers as they were drawn: before rows are dealt to the ranks."""
     batch.batch["sample_index"] = torch.arange(len(batch))
 
 
 def arrange(
-    batch: DataProto,
+    batch: Batch,
     *,
     rows_per_mini_batch: int,
     num_ranks: int,
     balance: bool,
     shuffle_seed: int | None = None,
     critic_rows_per_mini_batch: int | None = None,
-) -> DataProto:
+) -> Batch:
     """Reorders `batch` in place so that part r of `chunk(num_ranks)` is what rank r should hold; adds column `mini_batch`
     and, where its size is given, `critic_mini_batch`.
 
-    batch: needs `attention_mask` (rows, prompt + response).  Returns the same batch.
+    batch: needs `prompt_length` and `response_length` (rows,), or `attention_mask` (rows, prompt + response).  Returns it.
     """
     ids = mini_batch_ids(len(batch), rows_per_mini_batch, shuffle_seed)
     batch.batch["mini_batch"] = ids
     if critic_rows_per_mini_batch is not None:
         batch.batch["critic_mini_batch"] = mini_batch_ids(len(batch), critic_rows_per_mini_batch, shuffle_seed)
-    if num_ranks == 1:
-        return batch
-    batch.reorder(deal(batch.batch["attention_mask"].sum(1).tolist(), ids, num_ranks, balance=balance))
+    if num_ranks > 1:
+        batch.reorder(deal(row_lengths(batch).tolist(), ids, num_ranks, balance=balance))
     return batch
+
+
+def row_lengths(batch: Batch) -> Tensor:
+    """Returns the tokens of prompt and response of each row, (rows,) int64."""
+    columns = batch.batch
+    if "prompt_length" not in columns.keys():
+        return torch.as_tensor(columns["attention_mask"].sum(1))
+    return torch.as_tensor(columns["prompt_length"] + columns["response_length"])
 
 
 def deal(lengths: Sequence[int], ids: Tensor, num_ranks: int, *, balance: bool) -> Tensor:
@@ -325,7 +349,7 @@ def select_tokens(batch: DataProto, config: PPOConfig, step: int) -> Tensor:
         rows = (columns["mini_batch"] == mini_batch).nonzero().squeeze(1)
         rows = rows[columns["sample_index"][rows].argsort()]
         inputs = SelectionInputs(
-            old_log_probs=columns["old_log_probs"][rows],
+            old_log_probs=old_log_probs(batch, bypass=config.algorithm.rollout_correction.bypass_mode)[rows],
             advantages=columns["advantages"][rows],
             response_mask=columns["loss_mask"][rows],
             keys=token_keys(config.trainer.seed, step, columns["sample_index"][rows].numpy(), selected.shape[1]),

@@ -38,7 +38,7 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.errors import HolderLostError, RewardError, WorkflowError
 from rlhub.models.tokenizer import Vocabulary
-from rlhub.protocol import DataProto
+from rlhub.protocol import Batch, DataProto
 from rlhub.protocol.columns import object_array
 from rlhub.rewards import RewardOutcome
 from rlhub.rewards.managers import OUTCOMES
@@ -128,7 +128,7 @@ class StreamSource:
         self.metrics = self._measure(counters.result()) | episode_metrics(groups)
         return Samples(batch=batch, greedy=baselines)
 
-    def select(self, samples: Samples) -> DataProto:
+    def select(self, samples: Samples) -> Batch:
         """Returns all samples: groups without signal were turned down as they finished."""
         columns = samples.batch.batch
         columns["valid"] = columns["valid"] & columns.pop(MAY_TRAIN)

@@ -9,6 +9,7 @@ sample is generated twice, and a resumed run draws what the uninterrupted one wo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +22,9 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RolloutConfig, ValSamplingConfig
 from rlhub.data.prompts import PromptLoader
 from rlhub.errors import CheckpointError
-from rlhub.protocol import DataProto
+from rlhub.protocol import Batch, DataProto
 from rlhub.single_controller import WorkerGroup
+from rlhub.single_controller.worker_group import GroupMethod
 from rlhub.trainer.ppo.dynamic_sampling import DynamicSampling
 from rlhub.trainer.ppo.requirements import requirements
 from rlhub.trainer.ppo.scoring import Samples
@@ -43,24 +45,34 @@ class Generator:
 
     rollout: WorkerGroup
     config: RolloutConfig
+    by_reference: bool = False
+    _numbers: Iterator[int] = field(init=False, default_factory=itertools.count)
 
-    def training(self, prompts: DataProto) -> DataProto:
+    def training(self, prompts: DataProto) -> Batch:
         """Returns n samples per prompt with their log-probs; rows of a prompt are neighbours and share a `uid`."""
         config = self.config
         sampling = ValSamplingConfig(
             n=config.n, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, do_sample=True
         )
-        return self._generate(prompts, sampling, log_probs=True)
+        return self._generate(prompts, sampling, self._method("samples"), log_probs=True)
 
-    def greedy(self, prompts: DataProto) -> DataProto:
+    def greedy(self, prompts: DataProto) -> Batch:
         """Returns the most likely response to each prompt, without log-probs."""
-        return self._generate(prompts, ValSamplingConfig(n=1, do_sample=False), log_probs=False)
+        return self._generate(prompts, ValSamplingConfig(n=1, do_sample=False), self._method("greedy"), log_probs=False)
 
     def validation(self, prompts: DataProto) -> DataProto:
         """Returns val_kwargs' samples per prompt, without log-probs."""
-        return self._generate(prompts, self.config.val_kwargs, log_probs=False)
+        generated = self._generate(prompts, self.config.val_kwargs, self.rollout.generate_sequences, log_probs=False)
+        assert isinstance(generated, DataProto)
+        return generated
 
-    def _generate(self, prompts: DataProto, sampling: ValSamplingConfig, *, log_probs: bool) -> DataProto:
+    def _method(self, purpose: str) -> GroupMethod:
+        """Returns the call that generates; by reference, the tokens of each generation stay with the ranks under a key of its
+        own."""
+        method: GroupMethod = self.rollout.generate_sequences
+        return method.retain(key=f"{purpose}-{next(self._numbers)}") if self.by_reference else method
+
+    def _generate(self, prompts: DataProto, sampling: ValSamplingConfig, method: GroupMethod, *, log_probs: bool) -> Batch:
         request = prompts.select(batch_keys=["prompts", "attention_mask", "ordinal"], non_tensor_batch_keys=[], meta_info_keys=[])
         request.meta_info.update(
             n=sampling.n,
@@ -69,11 +81,11 @@ class Generator:
             top_k=sampling.top_k,
             log_probs=log_probs,
         )
-        generated = self.rollout.generate_sequences(request)
+        generated: Batch = method(request)
+        generated.meta_info.clear()
         kept = prompts.select(batch_keys=["ordinal"], meta_info_keys=[]).repeat(sampling.n, interleave=True)
         kept.batch["uid"] = torch.arange(len(prompts)).repeat_interleave(sampling.n)
-        generated.meta_info.clear()
-        return kept.union(generated)
+        return generated.union(kept)
 
 
 @dataclass(slots=True)
@@ -108,7 +120,7 @@ class SyncSource:
             greedy=self.generator.greedy(batch) if self._with_greedy else None,
         )
 
-    def select(self, samples: Samples) -> DataProto | None:
+    def select(self, samples: Samples) -> Batch | None:
         """Returns the generation as it is, or what dynamic sampling makes of this one and those before it."""
         if self._dynamic_sampling is None:
             return samples.batch

@@ -189,7 +189,8 @@ def build_schedule(
         concurrent = ConcurrentValidation(validator(samples), samples, stream.publisher.wait, run.spans.record)
         stack.callback(concurrent.close)
         return stream, concurrent if data.val_batches else None
-    generator = Generator(groups.rollout, config.actor_rollout_ref.rollout)
+    by_reference = config.trainer.batches == "reference"
+    generator = Generator(groups.rollout, config.actor_rollout_ref.rollout, by_reference)
     blocking = BlockingValidation(validator(generator))
     return SyncSource(config, data.loader, generator, groups.weights), blocking if data.val_batches else None
 

@@ -63,11 +63,28 @@ def test_reorder_changes_in_place_and_chunks_leave_the_batch_alone() -> None:
     assert same_batch(fetch_from(stores, part), whole_before)
 
 
-def test_a_reference_travels_without_its_fetcher() -> None:
+class FakeHome:
+    """Reads the stores of ranks that are in this process."""
+
+    def __init__(self, stores: list[ColumnStore]) -> None:
+        self.stores = stores
+        self.asked: list[int] = []
+
+    def fetch_rows(self, ref: BatchRef) -> DataProto:
+        self.asked.append(len(ref))
+        return fetch_from(self.stores, ref)
+
+    def drop(self, ref: BatchRef) -> None:
+        for store in self.stores:
+            for key in ref.keys:
+                store.drop(key)
+
+
+def test_a_reference_travels_without_its_home() -> None:
     whole, ref, stores = scattered(3, num_rows=10, num_ranks=2)
-    ref.fetcher = lambda chosen: fetch_from(stores, chosen)
+    ref.home = FakeHome(stores)
     copy = pickle.loads(pickle.dumps(ref.chunk(2)[1], protocol=5))
-    assert copy.fetcher is None
+    assert copy.home is None
     assert same_batch(fetch_from(stores, copy), whole.chunk(2)[1])
 
 
@@ -145,22 +162,18 @@ def test_rows_of_another_rank_are_refused() -> None:
         ref.local(stores[1])
 
 
-def test_fetching_is_explicit_and_goes_to_the_fetcher() -> None:
+def test_fetching_is_explicit_and_goes_to_the_home() -> None:
     whole, ref, stores = scattered(1, num_rows=7, num_ranks=2)
     with pytest.raises(ProtocolError, match="nothing can fetch"):
         ref.fetch(["ids"])
-    asked: list[int] = []
-
-    def fetch(chosen: BatchRef) -> DataProto:
-        asked.append(len(chosen))
-        return fetch_from(stores, chosen)
-
-    ref.fetcher = fetch
+    home = ref.home = FakeHome(stores)
     assert same_batch(ref.fetch(["ids"], [4, 1]), whole.select_idxs([4, 1]).select(["ids"], []))
     assert torch.equal(ref.repeat(2).fetch(["mask"]).batch["mask"], whole.repeat(2).batch["mask"])
-    assert asked == [2, 14]
+    assert home.asked == [2, 14]
     with pytest.raises(ProtocolError, match="no wide column 'uid'"):
         ref.fetch(["uid"])
+    ref.drop()
+    assert all(store.nbytes() == 0 for store in stores)
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------------

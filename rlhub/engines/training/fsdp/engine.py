@@ -23,7 +23,7 @@ from rlhub.engines.training.fsdp.weights import (
     num_bytes,
     reshard,
 )
-from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_rows, on_device, take_rows
+from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_rows, on_device, put_rows, take_rows, trim
 from rlhub.engines.training.packing import ModelInputs, check_outputs, columns_read, model_inputs, row_inputs
 from rlhub.errors import EngineError
 from rlhub.models.hf import ModelKind
@@ -110,7 +110,7 @@ class FSDPEngine(TrainEngine):
         for number, indices in enumerate(bins):
             if isinstance(self.root, FSDPModule):
                 self.root.set_requires_gradient_sync(not self._sync_once or number == len(bins) - 1)
-            micro = take_rows(rows, indices, fillers=rows_per_unit)
+            micro = trim(take_rows(rows, indices, fillers=rows_per_unit))
             inputs, micro = self._inputs(micro), on_device(micro, self.device)
             result = loss_fn(self._forward(inputs, wanted), micro)
             if not result.loss.requires_grad:
@@ -139,10 +139,10 @@ class FSDPEngine(TrainEngine):
         set_adapters(self.root, adapters)
         with torch.no_grad():
             for indices in self._cut(needed, self.infer_micro_batch):
-                passed = self._forward(self._inputs(take_rows(needed, indices)), wanted)
+                passed = self._forward(self._inputs(trim(take_rows(needed, indices))), wanted)
                 for name in results if indices else ():
                     value: Tensor = getattr(passed, name)
-                    results[name][indices] = value.to("cpu")
+                    put_rows(results[name], indices, value)
         set_adapters(self.root, True)
         reshard(self.root)
         return results

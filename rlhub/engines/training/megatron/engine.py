@@ -48,7 +48,7 @@ from rlhub.engines.training.megatron.weights import (
     mark_cut_weights,
     plan_stream,
 )
-from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_rows, on_device, take_rows
+from rlhub.engines.training.micro_batch import MicroBatchConfig, cut_rows, on_device, put_rows, take_rows, trim
 from rlhub.engines.training.optimizer import HostCopies
 from rlhub.engines.training.packing import check_outputs, columns_read, model_inputs, row_inputs
 from rlhub.errors import ConfigError, EngineError
@@ -181,7 +181,7 @@ class MegatronEngine(TrainEngine):
         run_micro_batches(self.chunks, make, len(bins), finish, train=train)
 
     def _micro_batch(self, rows: Rows, bins: list[list[int]], fillers: int, number: int) -> MicroBatch:
-        micro = take_rows(rows, bins[number], fillers=fillers)
+        micro = trim(take_rows(rows, bins[number], fillers=fillers))
         plan = row_inputs if self.kind == "reward" else model_inputs
         inputs = plan(micro, pack=True, device=self.device)
         return MicroBatch(rows=on_device(micro, self.device), inputs=inputs, indices=bins[number])
@@ -235,7 +235,7 @@ class MegatronEngine(TrainEngine):
             passed = self._outputs(batch, chunk, hidden, frozenset(names))
             for number, name in enumerate(names if batch.indices else ()):
                 value: Tensor = getattr(passed, name)
-                results[number][batch.indices] = value.to("cpu")
+                put_rows(results[number], batch.indices, value)
             return hidden.new_zeros(())
 
         with torch.no_grad():

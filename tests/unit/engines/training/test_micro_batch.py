@@ -11,8 +11,10 @@ from rlhub.engines.training.micro_batch import (
     even_cut,
     extend_cut,
     on_device,
+    put_rows,
     rows_of,
     take_rows,
+    trim,
 )
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
@@ -112,3 +114,34 @@ def test_on_device_leaves_the_rows_as_they_are() -> None:
     rows = {"a": torch.arange(6).view(3, 2)}
     moved = on_device(rows, torch.device("meta"))["a"]
     assert moved.is_meta and moved.shape == (3, 2) and moved.dtype == torch.int64 and not rows["a"].is_meta
+
+
+def padded_rows(prompts: list[int], responses: list[int], prompt: int, response: int) -> dict[str, torch.Tensor]:
+    columns = torch.arange(prompt + response)
+    starts, ends = (torch.tensor(lengths)[:, None] for lengths in (prompts, responses))
+    attended = (columns >= prompt - starts) & (columns < prompt + ends)
+    ids = torch.where(attended, columns - prompt + 100, 0)
+    mask = attended[:, prompt:]
+    return {"input_ids": ids, "attention_mask": attended.long(), "response_mask": mask, "uid": torch.tensor(prompts)}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=4), st.integers(0, 4), st.integers(0, 4))
+def test_a_pass_does_not_depend_on_the_width_of_its_padding(rows: list[tuple[int, int]], left: int, right: int) -> None:
+    prompts, responses = [a for a, _ in rows], [b for _, b in rows]
+    prompt, response = max([1, *prompts]), max([1, *responses])
+    wide = trim(padded_rows(prompts, responses, prompt + left, response + right))
+    tight = padded_rows(prompts, responses, prompt, response)
+    assert all(torch.equal(wide[name], column) for name, column in tight.items())
+
+
+def test_results_of_a_trimmed_pass_go_to_their_rows() -> None:
+    target, numbers = torch.zeros(3, 4), torch.zeros(3)
+    put_rows(target, [2, 0], torch.ones(2, 2))
+    put_rows(numbers, [1], torch.tensor([7.0]))
+    assert target.tolist() == [[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0]] and numbers.tolist() == [0, 7, 0]
+
+
+def test_rows_without_a_response_of_their_own_are_trimmed_too() -> None:
+    rows = {"input_ids": torch.tensor([[0, 5, 6, 0]]), "attention_mask": torch.tensor([[0, 1, 1, 0]])}
+    assert trim(rows)["input_ids"].tolist() == [[0, 5, 6]]

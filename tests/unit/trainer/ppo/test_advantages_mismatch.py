@@ -134,16 +134,15 @@ def test_mismatch_has_the_extremes_of_the_weight() -> None:
 # What travels to the update
 
 
-def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_and_travel_once() -> None:
+def test_in_bypass_mode_the_rollouts_log_probs_travel_to_the_update() -> None:
     batch = batch_of()
     del batch.batch["old_log_probs"]
-    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     needs = requirements(config_of(bypass_mode=True))
     assert correct_batch(batch, settings(bypass_mode=True, rollout_rs=["token_k2"], rollout_rs_threshold=["0.1"])) == {}
     assert batch.batch["loss_mask"].tolist() == MASK
     sent = policy_inputs(batch, needs).batch
-    assert torch.equal(sent["old_log_probs"], batch.batch["rollout_log_probs"])
-    assert "rollout_log_probs" not in sent.keys()
+    assert torch.equal(sent["rollout_log_probs"], batch.batch["rollout_log_probs"])
+    assert "old_log_probs" not in sent.keys()
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -335,7 +334,7 @@ def test_in_bypass_mode_no_pass_is_made_and_the_update_gets_the_rollouts_log_pro
     run = learn(config)
     assert "actor.compute_log_prob" not in run.names()
     sent = run.sent("actor.update_actor").columns
-    assert torch.equal(sent["old_log_probs"], run.batch.batch["rollout_log_probs"]) and "importance_weights" not in sent
+    assert torch.equal(sent["rollout_log_probs"], run.batch.batch["rollout_log_probs"]) and "importance_weights" not in sent
 
 
 def test_the_mismatch_is_told_apart_by_staleness() -> None:
