@@ -81,10 +81,11 @@ class Layout:
         return cls(ranks.astype(np.int32), np.zeros(len(place), dtype=np.int32), place.astype(np.int32))
 
     @classmethod
-    def even(cls, num_rows: int, num_ranks: int) -> Layout:
-        """Returns the layout in which rank r has part r of `DataProto.chunk(num_ranks)`."""
-        sizes = [stop - start for start, stop in chunk_bounds(num_rows, num_ranks)]
-        return cls.of(np.repeat(np.arange(num_ranks), sizes), np.concatenate([np.arange(size) for size in sizes]))
+    def even(cls, num_rows: int, ranks: int | Sequence[int]) -> Layout:
+        """Returns the layout in which rank r, or the r-th of `ranks`, has part r of `DataProto.chunk`."""
+        homes = np.arange(ranks) if isinstance(ranks, int) else np.asarray(ranks)
+        sizes = [stop - start for start, stop in chunk_bounds(num_rows, len(homes))]
+        return cls.of(np.repeat(homes, sizes), np.concatenate([np.arange(size) for size in sizes]))
 
     def take(self, rows: np.ndarray | slice) -> Layout:
         """Returns the layout of those rows."""
@@ -178,11 +179,16 @@ class ColumnStore:
         )
 
 
-class Home(Protocol):
-    """The group whose processes have the wide columns."""
+class RowGroup(Protocol):
+    """The group of processes that have the rows of a reference."""
+
+    @property
+    def processes(self) -> object:
+        """Returns the identity of the processes: the groups of roles that share them have the same."""
+        ...
 
     def fetch_rows(self, ref: BatchRef) -> DataProto:
-        """Returns all wide columns of the rows of `ref`, in their order, and counts their bytes."""
+        """Returns all wide columns of the rows of `ref`, in their order, and counts what it brings."""
         ...
 
     def drop(self, ref: BatchRef) -> None:
@@ -195,14 +201,16 @@ class BatchRef:
     """Rows whose columns `small` are here and whose other columns are in the ColumnStores of a group's processes.
 
     keys: the batches in the stores to which the rows belong; one, except where batches were joined.  columns: the wide columns.
-    home: the group; it does not travel.  Raises ProtocolError where lengths differ or a name stands in both.
+    group: that of the processes; it does not travel.  copies: by rank, the other rank whose rows it has too, at the same places,
+    as tensor-parallel ranks do.  Raises ProtocolError where lengths differ or a name stands in both.
     """
 
     keys: tuple[str, ...]
     small: DataProto
     columns: dict[str, ColumnInfo]
     layout: Layout
-    home: Home | None = field(default=None, repr=False)
+    group: RowGroup | None = field(default=None, repr=False)
+    copies: Mapping[int, int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.layout.rank) != len(self.small):
@@ -294,7 +302,8 @@ class BatchRef:
         A reference must name the same rows of the same batches.
         """
         if isinstance(other, BatchRef):
-            if self.keys != other.keys or not self.layout.same(other.layout):
+            elsewhere = self.group and other.group and self.group.processes is not other.group.processes
+            if self.keys != other.keys or elsewhere or not self.layout.same(other.layout):
                 raise ProtocolError(f"union of references to different rows: of {', '.join(self.keys)}, {', '.join(other.keys)}")
             for name in self.columns.keys() & other.columns.keys():
                 if self.columns[name] != other.columns[name]:
@@ -317,6 +326,8 @@ class BatchRef:
             if part.columns != data[0].columns:
                 names = {name for name, _ in part.columns.items() ^ data[0].columns.items()}
                 raise ProtocolError(f"concat: wide column {sorted(names)[0]!r} is not the same in all parts")
+        if len({id(part.group.processes) for part in data if part.group is not None}) > 1:
+            raise ProtocolError("concat: the rows are in the processes of different worker groups; exchange them first")
         keys = tuple(dict.fromkeys(key for part in data for key in part.keys))
         number = {key: index for index, key in enumerate(keys)}
         layouts = []
@@ -324,7 +335,8 @@ class BatchRef:
             renamed = np.array([number[key] for key in part.keys], dtype=np.int32)[part.layout.key]
             layouts.append(Layout(part.layout.rank, renamed, part.layout.place))
         small = DataProto.concat([part.small for part in data])
-        return BatchRef(keys, small, dict(data[0].columns), Layout.join(layouts), data[0].home)
+        copies = data[0].copies if all(part.copies == data[0].copies for part in data) else {}
+        return BatchRef(keys, small, dict(data[0].columns), Layout.join(layouts), data[0].group, copies)
 
     # -- the wide columns --------------------------------------------------------------------------------------------------
 
@@ -354,7 +366,7 @@ class BatchRef:
 
     def check_rank(self, rank: int) -> None:
         """Raises ProtocolError unless `rank` has all rows."""
-        other = np.flatnonzero(self.layout.rank != rank)
+        other = np.flatnonzero(self.layout.rank != self.copies.get(rank, rank))
         if len(other):
             raise ProtocolError(
                 f"{len(other)} of the {len(self)} rows that rank {rank} shall compute on are on other ranks (the first on rank "
@@ -362,15 +374,15 @@ class BatchRef:
             )
 
     def fetch(self, names: Sequence[str], rows: Index | None = None) -> DataProto:
-        """Brings wide columns of these rows, or of all, to this process; every use is counted."""
+        """Brings wide columns of these rows, or of all, to this process.  The group counts every use."""
         names = stored_names(names)
-        if self.home is None:
+        if self.group is None:
             raise ProtocolError(f"nothing can fetch {', '.join(names)} here: only references that a worker group returned can")
         missing = [name for name in names if name not in self.columns]
         if missing:
             raise ProtocolError(f"no wide column {missing[0]!r}; there are: {', '.join(sorted(self.columns)) or 'none'}")
         chosen = self.select(names, [], [])
-        fetched = self.home.fetch_rows(chosen if rows is None else chosen.select_idxs(rows))
+        fetched = self.group.fetch_rows(chosen if rows is None else chosen.select_idxs(rows))
         return DataProto.from_dict(with_padding(fetched.tensors()))
 
     def fetch_all(self) -> DataProto:
@@ -379,21 +391,30 @@ class BatchRef:
 
     def drop(self) -> None:
         """Lets the processes forget the wide columns: their step is over."""
-        if self.home is not None:
-            self.home.drop(self)
+        if self.group is not None:
+            self.group.drop(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels as small columns, names and numbers, without its home: some hundred bytes, for there is one for each rank
+        """Travels as small columns, names and numbers, without the group: some hundred bytes, for there is one for each rank
         and call."""
         columns = [(name, info.dtype, info.shape, info.ragged) for name, info in self.columns.items()]
         small = self.small if self.names_of_small() or self.small.meta_info else None
-        return _rebuild, (self.keys, small, columns, *map(pack_numbers, self.layout.arrays()))
+        homes = set(np.unique(self.layout.rank).tolist()) if self.copies else ()
+        copies = {rank: home for rank, home in self.copies.items() if home in homes}
+        return _rebuild, (self.keys, small, columns, copies, *map(pack_numbers, self.layout.arrays()))
 
 
-def _rebuild(keys: tuple[str, ...], small: DataProto | None, columns: list[tuple[Any, ...]], *numbers: Numbers) -> BatchRef:
+def _rebuild(
+    keys: tuple[str, ...],
+    small: DataProto | None,
+    columns: list[tuple[Any, ...]],
+    copies: dict[int, int],
+    *numbers: Numbers,
+) -> BatchRef:
     rank, key, place = map(unpack_numbers, numbers)
     infos = {name: ColumnInfo(*info) for name, *info in columns}
-    return BatchRef(keys, small or DataProto(TensorDict({}, batch_size=[len(rank)])), infos, Layout(rank, key, place))
+    rows = small or DataProto(TensorDict({}, batch_size=[len(rank)]))
+    return BatchRef(keys, rows, infos, Layout(rank, key, place), copies=copies)
 
 
 Numbers = int | tuple[int, int] | tuple[str, bytes]

@@ -2,12 +2,17 @@
 
 `plan_exchange` compares two layouts and says for each rank which rows it sends where; only rows that change rank move.  A sender
 packs the rows of one destination, all columns of them, into one piece of bytes, and ONE collective moves all pieces: the bytes on
-the wire are those of the rows, and four for the length of each row of a ragged column.  The plan and the packing are pure; a
-`Transport` moves the pieces.
+the wire are those of the rows, and four for the length of each row of a ragged column.  The ranks of one tensor-, pipeline- or
+sequence-parallel shard all get the rows of their part.  The plan and the packing are pure; a `Transport` moves the pieces.
+
+Between the processes of two groups there is no collective.  By `plan_transfer` the ranks that have rows put one piece for each
+part of the other group where its ranks can get it (`Handover`), and return; the other group's ranks then get them.  So no rank
+waits for one that waits for it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -25,6 +30,9 @@ from rlhub.protocol.data_proto import DataProto
 
 ROWS = "rows"
 """The role of a process's RowKeeper, in calls and errors; the driver's own roles have other names."""
+
+OTHER_GROUP = -1
+"""Stands for the own rank where rows go to the processes of another group or come from them."""
 
 Piece = Sequence[Tensor]
 """The bytes for one destination, uint8 (bytes,) each, to be sent one after the other."""
@@ -63,6 +71,28 @@ class GroupTransport:
         return {rank: cut[rank] for rank in ranks if into[rank]}
 
 
+class Handover(Protocol):
+    """Hands pieces from the processes of one group to those of another."""
+
+    def put(self, piece: Tensor) -> Any:
+        """Keeps a piece, uint8 (bytes,), and returns the handle of a few bytes with which other processes get it."""
+        ...
+
+    def get(self, handle: Any, role: str, rank: int) -> Tensor:
+        """Returns the piece that `rank` of `role` has put.  WorkerDiedError, of that rank, where its process is gone."""
+        ...
+
+
+class OwnMemory:
+    """The handover where all groups are in one process."""
+
+    def put(self, piece: Tensor) -> Tensor:
+        return piece
+
+    def get(self, handle: Tensor, role: str, rank: int) -> Tensor:
+        return handle
+
+
 def own_store(pieces: Mapping[int, Piece]) -> dict[int, Tensor]:
     """The transport where no row changes rank.  ProtocolError for a piece: there is no other process to send it to."""
     if pieces:
@@ -74,9 +104,10 @@ def own_store(pieces: Mapping[int, Piece]) -> dict[int, Tensor]:
 class RankMoves:
     """The share of one rank in an exchange.
 
-    rows: (3, kept or sent) int32: the destination of each row, ascending, and the row's key and place in this rank's store.
-    sources: (received,) int32: the rank from which each row of its new part comes.  columns: what moves.  moving: whether any
-    row of the group changes rank, so that all ranks meet.
+    rank: the rank, OTHER_GROUP where all rows go to other processes or come from them.  rows: (3, kept or sent) int32: the
+    destination of each row, ascending, and the row's key and place in this rank's store.  sources: (received,) int32: the rank
+    from which each row of its new part comes.  columns: what moves.  moving: whether any row of the group changes rank, so that
+    all ranks meet.
     """
 
     rank: int
@@ -97,37 +128,57 @@ def _rebuild(rank: int, keys: tuple[str, ...], columns: list[tuple[Any, ...]], m
     return RankMoves(rank, keys, infos, np.stack(rows), sources, moving)
 
 
-def plan_exchange(ref: BatchRef, after: Layout, num_ranks: int) -> list[RankMoves]:
+def plan_exchange(ref: BatchRef, after: Layout, num_ranks: int, copies: Mapping[int, int] | None = None) -> list[RankMoves]:
     """Returns what each rank does so that the rows of `ref`, in their order, get the homes of `after`.
 
-    Rows of the stores that `ref` does not name go nowhere; one that it names twice is there twice.  ProtocolError where a row
-    has no rank, or the places of a rank are not 0, 1, 2 and so on.
+    copies: by rank, the other rank whose rows it gets too.  Rows come from the ranks that `ref.layout` names, never from copies
+    of theirs.  Rows of the stores that `ref` does not name go nowhere; one that it names twice is there twice.  ProtocolError
+    where a row has no rank, or the places of a rank are not 0, 1, 2 and so on.
     """
-    before = ref.layout
-    ranks = np.arange(num_ranks)
-    for layout in (before, after):
-        if len(layout.rank) and not 0 <= layout.rank.min() <= layout.rank.max() < num_ranks:
-            raise ProtocolError(f"a row is on rank {layout.rank.max()} of {num_ranks} ranks")
-    sending = np.lexsort((after.place, after.rank, before.rank))
-    sends = np.searchsorted(before.rank[sending], [*ranks, num_ranks])
-    receiving = np.lexsort((after.place, after.rank))
-    receives = np.searchsorted(after.rank[receiving], [*ranks, num_ranks])
-    if not np.array_equal(after.place[receiving] + receives[after.rank[receiving]], np.arange(len(receiving))):
+    arriving = _arriving(after, num_ranks, copies or {})
+    rows, sources = _sent_by(ref.layout, arriving, num_ranks), [ref.layout.rank[rows] for rows in arriving]
+    moving = any((came != rank).any() for rank, came in enumerate(sources))
+    return [RankMoves(rank, ref.keys, ref.columns, rows[rank], sources[rank], moving) for rank in range(num_ranks)]
+
+
+def plan_transfer(ref: BatchRef, after: Layout, num_ranks: tuple[int, int]) -> tuple[list[RankMoves], list[RankMoves]]:
+    """Returns what the ranks of one group send, and those of another receive, so that rows of `ref` are also in the other group.
+
+    num_ranks: of both groups.  after: the homes in the other.  Raises as `plan_exchange`.
+    """
+    arriving = _arriving(after, num_ranks[1], {})
+    sends, nothing = _sent_by(ref.layout, arriving, num_ranks[0]), np.zeros((3, 0), dtype=np.int32)
+    return (
+        [RankMoves(OTHER_GROUP, ref.keys, ref.columns, rows, nothing[0], True) for rows in sends],
+        [RankMoves(OTHER_GROUP, (), ref.columns, nothing, ref.layout.rank[rows], True) for rows in arriving],
+    )
+
+
+def _arriving(after: Layout, num_ranks: int, copies: Mapping[int, int]) -> list[np.ndarray]:
+    """Returns for each rank the rows (received,) that it will have, in the order of their places."""
+    _check_ranks(after, num_ranks)
+    order = np.lexsort((after.place, after.rank))
+    starts = np.searchsorted(after.rank[order], np.arange(num_ranks + 1))
+    if not np.array_equal(after.place[order] + starts[after.rank[order]], np.arange(len(order))):
         raise ProtocolError("after an exchange the rows of each rank must have the places 0, 1, 2 and so on, each once")
-    rows = np.stack([after.rank, before.key, before.place])[:, sending].astype(np.int32)
-    sources = before.rank[receiving].astype(np.int32)
-    moving = bool((before.rank != after.rank).any())
-    return [
-        RankMoves(
-            rank=rank,
-            keys=ref.keys,
-            columns=ref.columns,
-            rows=rows[:, sends[rank] : sends[rank + 1]],
-            sources=sources[receives[rank] : receives[rank + 1]],
-            moving=moving,
-        )
-        for rank in range(num_ranks)
-    ]
+    homes = [copies.get(rank, rank) for rank in range(num_ranks)]
+    return [order[starts[home] : starts[home + 1]] for home in homes]
+
+
+def _sent_by(before: Layout, arriving: Sequence[np.ndarray], num_ranks: int) -> list[np.ndarray]:
+    """Returns for each rank the `RankMoves.rows` that it sends to the ranks in which rows arrive."""
+    _check_ranks(before, num_ranks)
+    rows = np.concatenate(arriving)
+    targets = np.repeat(np.arange(len(arriving)), [len(part) for part in arriving])
+    order = np.argsort(before.rank[rows], kind="stable")
+    sent = np.stack([targets, before.key[rows], before.place[rows]])[:, order].astype(np.int32)
+    starts = np.searchsorted(before.rank[rows][order], np.arange(num_ranks + 1))
+    return [sent[:, start:stop] for start, stop in itertools.pairwise(starts)]
+
+
+def _check_ranks(layout: Layout, num_ranks: int) -> None:
+    if len(layout.rank) and not 0 <= layout.rank.min() <= layout.rank.max() < num_ranks:
+        raise ProtocolError(f"a row is on rank {layout.rank.max()} of {num_ranks} ranks")
 
 
 def pack(store: ColumnStore, moves: RankMoves) -> tuple[dict[str, Tensor], dict[int, Piece]]:
@@ -191,7 +242,7 @@ def _from_bytes(piece: Tensor, columns: Mapping[str, ColumnInfo], num_rows: int)
     def read(dtype: torch.dtype, count: int) -> Tensor:
         nonlocal start
         stop = start + count * dtype.itemsize
-        if stop > len(piece):
+        if not start <= stop <= len(piece):  # garbage read as lengths may be negative
             raise ProtocolError(f"a piece of {len(piece)} bytes is too short for its {num_rows} rows")
         values = piece[start:stop].clone().view(dtype)  # a copy, for bytes in the middle of a piece are not aligned
         start = stop
@@ -218,9 +269,10 @@ class RowKeeper:
     It stands beside the workers of the process's roles and is called like one; every rank of the group runs every call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, handover: Handover | None = None) -> None:
         self.store = ColumnStore()
         self.transport = GroupTransport()
+        self.handover = handover or OwnMemory()
 
     def place(self, rank: int, device: str) -> None:
         """Says which rank this is, and from which device it sends."""
@@ -243,6 +295,17 @@ class RowKeeper:
     def keep(self, rows: DataProto, key: str) -> BatchRef:
         """Puts all columns of these rows under the key."""
         return Retain(key, tuple(rows.tensors())).keep(rows, self.store)
+
+    def send(self, moves: RankMoves) -> tuple[dict[int, Any], int]:
+        """Puts the rows for each rank of another group where it can get them; returns the handles, and the bytes."""
+        _, pieces = pack(self.store, moves)
+        joined = {rank: torch.cat(list(piece)) for rank, piece in pieces.items()}
+        return {rank: self.handover.put(piece) for rank, piece in joined.items()}, sum(map(len, joined.values()))
+
+    def receive(self, moves: RankMoves, key: str, role: str, handles: Mapping[int, Any]) -> None:
+        """Adds rows under `key` that ranks of `role` have put; handles: by those ranks."""
+        came = {rank: self.handover.get(handle, role, rank) for rank, handle in handles.items()}
+        self.store.put(key, unpack({name: info.empty() for name, info in moves.columns.items()}, came, moves))
 
     def fetch(self, ref: BatchRef) -> DataProto:
         """Returns the wide columns of rows that are all here."""

@@ -10,8 +10,9 @@ After the single-controller idea of HybridFlow (Sheng et al., arXiv:2409.19256).
 and comes back through calls.py as a result, a future or an error that names role, rank and node.
 
     sampled = group.generate_sequences.retain(key="step 3")(prompts)     the columns of tokens stay with the ranks
-    sampled.reorder(order); sampled = group.exchange(sampled, "actor")   they move once, to the ranks that compute on them
-    group.update_actor(sampled.union(advantages))                        each rank reads its own rows
+    sampled.reorder(order); sampled = actor.exchange(sampled, "actor")   they move once, to the ranks that compute on them
+    actor.update_actor(sampled.union(advantages))                        each rank reads its own rows
+    critic.receive(sampled.select(names), "critic")                      copies go to a role with processes of its own
 
 decorator.py, dispatch.py   `@register` (where arguments go, who runs, how long it may take) and the built-in dispatch modes
 resources.py, launch.py     the options of a run, and `launch`, which starts its workers under Ray or in this process

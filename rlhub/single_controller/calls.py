@@ -27,7 +27,7 @@ from torch import Tensor
 from rlhub.errors import DeadlineError, WorkerDiedError
 from rlhub.protocol import BatchRef, DataProto, DataProtoFuture, Retain
 from rlhub.protocol.columns import num_bytes
-from rlhub.protocol.exchange import RankMoves
+from rlhub.protocol.exchange import ROWS, RankMoves
 
 GRACE_S = 3.0
 """After a first failure, wait this long for the others': when a rank dies its peers fail too (their collective breaks), often
@@ -154,6 +154,7 @@ class Request:
     materialize: fetch DataProtoFuture arguments in the worker before the method runs.
     as_data: the outputs are DataProto and will be read through `data_future`.
     retain: what of the outputs stays with the ranks.
+    rows: the method is one of the processes' RowKeepers, not of the role's worker.
     """
 
     role: str
@@ -163,6 +164,12 @@ class Request:
     materialize: bool = True
     as_data: bool = False
     retain: Retain | None = None
+    rows: bool = False
+
+    @property
+    def worker(self) -> str:
+        """Returns the name by which the process knows the object that runs the method."""
+        return ROWS if self.rows else self.role
 
     @property
     def name(self) -> str:

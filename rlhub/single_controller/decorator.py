@@ -49,6 +49,12 @@ class Mesh:
     def dp_size(self) -> int:
         return len(self.collecting)
 
+    @property
+    def copies(self) -> dict[int, int]:
+        """Returns for each rank that does not collect the one that collects for its shard: both work on the same rows."""
+        homes = ((rank, self.collecting[dp]) for rank, dp in enumerate(self.dp_ranks))
+        return {rank: home for rank, home in homes if rank != home}
+
 
 class DispatchTarget(Protocol):
     """The part of a worker group that dispatch and collect functions use."""
@@ -79,6 +85,7 @@ class DispatchMode:
     proto: outputs are DataProto, so a non-blocking call gives one DataProtoFuture over them.
     rank_zero: arguments go to rank 0 as they are, and its single output is the result.
     callable: False for methods that the driver must not call.
+    mesh: the arrangement of ranks by which batches are cut; "" where every rank has a part of its own.
     """
 
     name: str
@@ -88,6 +95,7 @@ class DispatchMode:
     proto: bool = False
     rank_zero: bool = False
     callable: bool = True
+    mesh: str = ""
 
 
 _MODES: dict[str, DispatchMode] = {}

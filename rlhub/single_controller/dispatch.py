@@ -70,9 +70,6 @@ def _split(name: str, value: Any, shards: Sequence[int], num_shards: int) -> lis
     if not isinstance(value, DataProto | DataProtoFuture | BatchRef):
         return [value] * len(shards)
     chunks: Sequence[Any] = value.chunk(num_shards)
-    if isinstance(value, BatchRef):  # its rows do not travel, so each rank must have them
-        for rank, shard in enumerate(shards):
-            chunks[shard].check_rank(rank)
     return [chunks[shard] for shard in shards]
 
 
@@ -128,12 +125,19 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
         mesh = group.mesh(mesh_name)
         return _map_arguments(lambda name, value: _split(name, value, mesh.dp_ranks, mesh.dp_size), args, kwargs)
 
+    def collect(group: DispatchTarget, outputs: list[Any]) -> DataProto | BatchRef:
+        joined = collect_dp_compute_proto(group, outputs)
+        if isinstance(joined, BatchRef):  # the other ranks of a shard have kept the same columns
+            joined.copies = group.mesh(mesh_name).copies
+        return joined
+
     return DispatchMode(
         name=f"mesh {mesh_name}",
         dispatch_fn=dispatch,
-        collect_fn=collect_dp_compute_proto,
+        collect_fn=collect,
         ranks_fn=lambda group: group.mesh(mesh_name).collecting,
         proto=True,
+        mesh=mesh_name,
     )
 
 

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from rlhub.errors import RlhubError, WorkerError
 from rlhub.protocol import BatchRef, DataProto, DataProtoFuture, Retain
-from rlhub.protocol.exchange import ROWS, RowKeeper
+from rlhub.protocol.exchange import ROWS, Handover, RowKeeper
 from rlhub.protocol.sequences import with_padding
 from rlhub.single_controller.worker import ClassWithInitArgs, WorkerContext
 from rlhub.utils import faults
@@ -76,9 +76,9 @@ class RankWorkers:
     worker left behind (a server, a pump) go on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, handover: Handover | None = None) -> None:
         self._turn = threading.RLock()  # in process a validation that runs during training calls the same workers
-        self._rows = RowKeeper()
+        self._rows = RowKeeper(handover)
         self._workers: dict[str, Any] = {ROWS: self._rows}
         self._contexts: dict[str, WorkerContext] = {}
         self._loop: LoopThread | None = None

@@ -169,6 +169,10 @@ class LocalWorkerGroup(WorkerGroup):
     def workers(self) -> tuple[WorkerInfo, ...]:
         return self._workers
 
+    @property
+    def processes(self) -> object:
+        return self._rank
+
     def _send(self, request: Request) -> PendingCall:
         share = request.ranks[0]
         args = [_own_columns(value) for value in share.args]
@@ -177,7 +181,7 @@ class LocalWorkerGroup(WorkerGroup):
         inside = _in_worker.set(True)
         try:
             output = self._rank.run(
-                request.role, request.method, args, kwargs, materialize=request.materialize, retain=request.retain
+                request.worker, request.method, args, kwargs, materialize=request.materialize, retain=request.retain
             )
         except RemoteError as failure:
             return _Finished({}, failure)

@@ -6,6 +6,7 @@ per rank, the backend runs the ranks, and the mode joins the results.  Backends 
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,10 +15,10 @@ import numpy as np
 
 from rlhub.config.sections.trainer import DeadlineConfig
 from rlhub.errors import DispatchError
-from rlhub.protocol import BatchRef, DataProto, Retain
+from rlhub.protocol import Batch, BatchRef, DataProto, Retain
 from rlhub.protocol.batch_ref import Layout
 from rlhub.protocol.columns import num_bytes
-from rlhub.protocol.exchange import ROWS, plan_exchange
+from rlhub.protocol.exchange import plan_exchange, plan_transfer
 from rlhub.registry import suggest
 from rlhub.single_controller.calls import (
     CallFuture,
@@ -62,9 +63,18 @@ class GroupMethod:
         """
         return GroupMethod(self._group, self.name, self._spec, blocking=self._blocking, retain=Retain(key, names))
 
+    def bring(self, rows: Batch) -> None:
+        """Brings rows of other processes to the ranks that this method runs on; nothing where they have them, or rows travel."""
+        if isinstance(rows, BatchRef) and self._group._lacks(rows, self._spec.mode):
+            self._group.copy_of(rows, self._spec.mode.mesh)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # One frame, and one more for the backend's `_send`: the traceback of a step stays short.
         group, mode, rank_zero = self._group, self._spec.mode, self._spec.rank_zero
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, BatchRef)), None)
+        if given is not None and group._lacks(given, mode):
+            args = tuple(group.copy_of(value, mode.mesh) if isinstance(value, BatchRef) else value for value in args)
+            kwargs = {n: group.copy_of(value, mode.mesh) if isinstance(value, BatchRef) else value for n, value in kwargs.items()}
         ranks, collected = _rank_zero(mode, group, args, kwargs) if rank_zero else _per_rank(mode, group, args, kwargs)
         request = group._request(self.name, ranks)
         request.materialize = self._spec.materialize_futures
@@ -79,7 +89,9 @@ class GroupMethod:
         def finish(outputs: dict[int, Any]) -> Any:
             result = outputs[0] if rank_zero else mode.collect_fn(group, [outputs[rank] for rank in collected])
             if isinstance(result, BatchRef):
-                result.home = group
+                result.group = group
+                if given is not None and group._lacks(given, mode) and isinstance(given.group, WorkerGroup):
+                    return given.group.receive(result, given)
             return result
 
         future = CallFuture(pending, finish, watch)
@@ -154,8 +166,9 @@ class WorkerGroup(ABC):
         self.deadline_s = DeadlineConfig()
         self._meshes: dict[str, Mesh] = {}
         self._methods: dict[str, GroupMethod] = {}
-        self._num_exchanges = 0
         self.exchanged_bytes = self.fetched_bytes = 0
+        self._copied: dict[str, tuple[Layout, BatchRef]] = {}
+        self._lent: dict[str, set[WorkerGroup]] = {}
         self._closed = False
         for name, spec in ({} if worker_cls is None else registered_methods(worker_cls)).items():
             if name in dir(type(self)):
@@ -206,6 +219,10 @@ class WorkerGroup(ABC):
     def _request(self, method: str, ranks: list[RankRequest]) -> Request:
         if self._closed:
             raise DispatchError(f"{self.role}.{method}: this worker group was closed")
+        for share in ranks:
+            for value in (*share.args, *share.kwargs.values()):
+                if isinstance(value, BatchRef):  # its rows do not travel, so the rank must have them
+                    value.check_rank(share.rank)
         return Request(role=self.role, method=method, ranks=ranks, deadline=self.deadline(method))
 
     def _watch(self, request: Request, *, blocking: bool) -> Watch:
@@ -242,41 +259,104 @@ class WorkerGroup(ABC):
 
     # -- batches held by reference -----------------------------------------------------------------------------------------
 
-    def exchange(self, ref: BatchRef, mesh: str) -> BatchRef:
-        """Brings part r of `ref.chunk(num_ranks)` to rank r, in one collective of the ranks, under a key of its own.
+    @property
+    def processes(self) -> object:
+        """Returns the identity of the processes: the groups of roles that share them have the same."""
+        return self
 
-        The references from before are void.  Nothing happens where every rank has its part.  mesh: the arrangement of the calls
-        that will read the rows; DispatchError where ranks share a part.
+    def exchange(self, ref: BatchRef, mesh: str) -> BatchRef:
+        """Brings part r of `ref.chunk` to the ranks of shard r, under a key of its own.
+
+        Nothing happens where every rank has its part; else the references from before are void.  Rows of this group's processes
+        move in one collective of them, and rows of another's as by `receive`.  mesh: the arrangement of the calls that will read
+        the rows.  Rows are read from the ranks whose results were collected; copies of them are dropped.
         """
-        after = self._even_parts(len(ref), mesh)
-        if len(ref.keys) == 1 and ref.layout.same(after):
+        arranged = self.mesh(mesh)
+        after, copies = Layout.even(len(ref), arranged.collecting), arranged.copies
+        if self._has(ref, after, copies):
             return ref
-        self._num_exchanges += 1
-        key = f"{ref.keys[0].partition('+')[0]}+{self._num_exchanges}"
-        moves = plan_exchange(ref, after, self.world_size)
+        source = self._source_of(ref)
+        if source.processes is not self.processes:
+            moved = self.receive(ref, mesh)
+            source.drop(ref)
+            return moved
+        key = _new_key(ref)
+        moves = plan_exchange(ref, after, self.world_size, copies)
         sent = self._call_rows("exchange", [(rank.rank, rank, key) for rank in moves])
         self.exchanged_bytes += sum(sent.values())
-        return BatchRef((key,), ref.small, ref.columns, after, self)
+        source._drop_copies(ref.keys)
+        return BatchRef((key,), ref.small, ref.columns, after, self, copies)
 
     def place(self, batch: DataProto, mesh: str, key: str) -> BatchRef:
-        """Sends part r of `batch.chunk(num_ranks)` to rank r, once, where its columns of more than one number a row stay under
+        """Sends part r of `batch.chunk` to the ranks of shard r, once, where its columns of more than one number a row stay under
         `key`; the others are the reference's."""
-        after = self._even_parts(len(batch), mesh)
+        arranged = self.mesh(mesh)
         wide = [name for name, column in batch.tensors().items() if column.is_nested or column.dim() > 1]
-        parts = batch.select(wide, [], []).chunk(self.world_size)
-        kept: dict[int, BatchRef] = self._call_rows("keep", [(rank, part, key) for rank, part in enumerate(parts)])
+        parts = batch.select(wide, [], []).chunk(arranged.dp_size)
+        kept = self._call_rows("keep", [(rank, parts[dp], key) for rank, dp in enumerate(arranged.dp_ranks)])
         small = batch.select([name for name in batch.tensors() if name not in wide])
-        return BatchRef((key,), small, kept[0].columns, after, self)
+        after = Layout.even(len(batch), arranged.collecting)
+        return BatchRef((key,), small, kept[0].columns, after, self, arranged.copies)
 
-    def _even_parts(self, num_rows: int, mesh: str) -> Layout:
-        """Returns the layout of even parts, one for each rank.  DispatchError where ranks share a part."""
-        dp_ranks = self.mesh(mesh).dp_ranks
-        if dp_ranks != tuple(range(self.world_size)):
-            raise DispatchError(
-                f"{self.role}: mesh {mesh!r} gives the ranks the parts {list(dp_ranks)}; by reference each has a part of its "
-                "own, so tensor, pipeline and sequence parallelism are not supported with it"
-            )
-        return Layout.even(num_rows, self.world_size)
+    def receive(self, ref: BatchRef, to: str | BatchRef) -> BatchRef:
+        """Returns the rows of `ref` on this group's ranks, in the same order; they stay where they are, too.
+
+        to: the mesh of the calls that will read the rows, whose shard r gets part r of `ref.chunk` under a key of its own.  Or a
+        batch that this group has, whose rows are the same in the same order: it gets the columns of `ref`, and its `union` with
+        the result is the whole.  `ref.select` chooses what travels: all pieces that one rank sends to another are put once where
+        that can get them, and the handles go through this process.  `ref` itself is returned where the ranks have the rows.
+        """
+        arranged = self.mesh(to) if isinstance(to, str) else None
+        if isinstance(to, BatchRef):
+            key, after, copies = to.key, to.layout, to.copies
+        elif arranged is not None:
+            key, after, copies = "", Layout.even(len(ref), arranged.collecting), arranged.copies
+        if self._has(ref, after, copies) and key in ("", *ref.keys):
+            return ref
+        key, source = key or _new_key(ref), self._source_of(ref)
+        sends, receives = plan_transfer(ref, after, (source.world_size, self.world_size))
+        put = source._call_rows("send", [(rank, moves) for rank, moves in enumerate(sends) if moves.rows.size])
+        handles: dict[int, dict[int, Any]] = {rank: {} for rank in range(self.world_size)}
+        for sender, (pieces, sent) in put.items():
+            self.exchanged_bytes += sent
+            for rank, handle in pieces.items():
+                handles[rank][sender] = handle
+        homes = [copies.get(rank, rank) for rank in range(self.world_size)]
+        self._call_rows("receive", [(rank, receives[home], key, source.role, handles[home]) for rank, home in enumerate(homes)])
+        return BatchRef((key,), ref.small, ref.columns, after, self, copies)
+
+    def copy_of(self, ref: BatchRef, mesh: str) -> BatchRef:
+        """Returns the rows of a batch of other processes on this group's ranks, which keep them until the batch is dropped there.
+
+        Only columns that are not here yet travel.  A call on a batch of other processes does this by itself; doing it before
+        those processes are busy spares the call from waiting for them.  Columns that the call adds go back the same way.
+        """
+        layout, here = self._copied.get(ref.key, (ref.layout, None))
+        if not ref.layout.same(layout):
+            raise DispatchError(f"{self.role}: batch {ref.key!r} was copied here with other rows, or in another order")
+        missing = [name for name in ref.columns if here is None or name not in here.columns]
+        if missing or here is None:
+            came = self.receive(ref.select(missing, [], []), mesh if here is None else here)
+            here = came if here is None else here.union(came)
+            self._copied[ref.key] = ref.layout, here
+            self._source_of(ref)._lent.setdefault(ref.key, set()).add(self)
+        columns = {name: here.columns[name] for name in ref.columns}
+        return BatchRef(here.keys, ref.small, columns, here.layout, self, here.copies)
+
+    def _lacks(self, ref: BatchRef, mode: DispatchMode) -> bool:
+        """Returns whether the rows are with other processes, or with other ranks of this group than the mode's mesh wants."""
+        if self._source_of(ref).processes is not self.processes:
+            return True
+        return bool(mode.mesh) and len(ref.keys) == 1 and ref.copies != self.mesh(mode.mesh).copies
+
+    def _source_of(self, ref: BatchRef) -> WorkerGroup:
+        """Returns the group whose processes have the rows."""
+        return ref.group if isinstance(ref.group, WorkerGroup) else self
+
+    def _has(self, ref: BatchRef, layout: Layout, copies: Mapping[int, int]) -> bool:
+        """Returns whether the rows of one batch are where a layout wants them."""
+        here = self._source_of(ref).processes is self.processes and len(ref.keys) == 1
+        return here and ref.layout.same(layout) and ref.copies == copies
 
     def fetch_rows(self, ref: BatchRef) -> DataProto:
         """Returns the wide columns of these rows, and counts their bytes; see `BatchRef.fetch`."""
@@ -289,8 +369,14 @@ class WorkerGroup(ABC):
         return fetched.select_idxs(np.argsort(np.concatenate(rows), kind="stable"))
 
     def drop(self, ref: BatchRef) -> None:
-        """Lets the ranks forget the batches of the reference: its step is over."""
+        """Lets the ranks forget the batches of the reference, and others their copies of them: its step is over."""
         self._call_rows("drop", [(rank, ref.keys) for rank in range(self.world_size)])
+        self._drop_copies(ref.keys)
+
+    def _drop_copies(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            for group in self._lent.pop(key, ()):
+                group.drop(group._copied.pop(key)[1])
 
     def stored_bytes(self) -> list[int]:
         """Returns the bytes that each rank's process keeps of batches held by reference."""
@@ -300,7 +386,7 @@ class WorkerGroup(ABC):
     def _call_rows(self, method: str, calls: Iterable[tuple[Any, ...]]) -> dict[int, Any]:
         """Calls the RowKeepers of ranks: (rank, argument, ...).  Returns their outputs."""
         request = self._request(method, [RankRequest(rank=call[0], args=call[1:]) for call in calls])
-        request.role = ROWS
+        request.rows = True
         with self._watch(request, blocking=True) as watch:
             watch.send(request.ranks)
             pending = self._send(request)
@@ -312,6 +398,14 @@ class WorkerGroup(ABC):
         if name not in self._meshes:
             self._meshes[name] = build_mesh(self.role, name, self.execute_all_sync("query_mesh", name))
         return self._meshes[name]
+
+
+_EXCHANGES = itertools.count(1)
+"""Numbers the keys under which rows come to new homes: roles share stores, so all groups count together."""
+
+
+def _new_key(ref: BatchRef) -> str:
+    return f"{ref.keys[0].partition('+')[0]}+{next(_EXCHANGES)}"
 
 
 def build_mesh(role: str, name: str, infos: Sequence[MeshInfo | tuple[str, ...]]) -> Mesh:

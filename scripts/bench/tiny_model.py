@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 VOCAB_SIZE = 512
 
 
-def build(folder: Path, *, hidden: int = 128, layers: int = 6, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> int:
+def build(
+    folder: Path, *, hidden: int = 128, layers: int = 6, vocab_size: int = VOCAB_SIZE, positions: int = 1024, seed: int = 0
+) -> int:
     """Write the model (tied embeddings, fp32) and its tokenizer; returns the number of parameters."""
     vocab = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, vocab_size)}}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
@@ -25,7 +27,7 @@ def build(folder: Path, *, hidden: int = 128, layers: int = 6, vocab_size: int =
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
         pad_token_id=0,
         eos_token_id=1,

@@ -1,15 +1,22 @@
-"""Batches by reference through Ray: rows stay with their ranks, move over gloo, and cost the driver nothing."""
+"""Batches by reference through Ray: rows stay with their ranks, move within and between groups, and cost the driver nothing."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import ray
+from ray.exceptions import RayError
 
-from rlhub.errors import DispatchError, ProtocolError
+from rlhub.errors import ProtocolError, WorkerDiedError
+from rlhub.protocol import BatchRef, DataProto
 from rlhub.single_controller import ClassWithInitArgs, Launched, LaunchOptions, WorkerGroup, launch
-from tests.support.row_calls import check_joined, check_life, check_refusals, sampled
+from tests.support.batch_refs import same_batch
+from tests.support.row_calls import check_joined, check_life, check_refusals, prompts, sampled
 from tests.support.row_workers import RowWorker
 
 RANKS = 2
@@ -17,12 +24,16 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Launched]:
-    roles = {
-        "rollout": ClassWithInitArgs(RowWorker),
-        "actor": ClassWithInitArgs(RowWorker),
-        "wide": ClassWithInitArgs(RowWorker, 2),
-    }
-    with launch(roles, LaunchOptions(backend="ray", ranks_per_node=RANKS)) as run:
+    """Two ranks with three roles, of which "wide" has one part for both; "critic" is alone on one rank, "pair" on two."""
+    roles = {role: ClassWithInitArgs(RowWorker) for role in ("rollout", "actor", "critic")}
+    roles |= {role: ClassWithInitArgs(RowWorker, 2) for role in ("wide", "pair")}
+    options = LaunchOptions(
+        backend="ray",
+        ranks_per_node=RANKS,
+        pools={"one": [1], "two": [2]},
+        placement={"critic": "one", "pair": "two"},
+    )
+    with launch(roles, options) as run:
         run.groups["actor"].join()
         yield run
 
@@ -48,8 +59,97 @@ def test_colocated_roles_read_what_another_left(run: Launched) -> None:
     rollout.drop(ref)
 
 
-def test_ranks_that_share_a_part_are_refused(run: Launched) -> None:
-    _, ref = sampled(run.groups["rollout"], "refused")
-    with pytest.raises(DispatchError, match=r"mesh 'actor' gives the ranks the parts \[0, 0\].*not supported"):
-        run.groups["wide"].exchange(ref, "actor")
-    run.groups["rollout"].drop(ref)
+def rows_of(group: WorkerGroup, key: str, order: np.ndarray) -> tuple[DataProto, BatchRef]:
+    """Samples in one piece and by reference, in an order."""
+    whole, ref = sampled(group, key)
+    for data in (whole, ref):
+        data.meta_info.clear()
+        data.reorder(order)
+    return whole, ref
+
+
+def stored(run: Launched) -> int:
+    return sum(sum(run.groups[role].stored_bytes()) for role in ("actor", "critic", "pair"))
+
+
+def test_ranks_of_one_shard_share_a_part(run: Launched) -> None:
+    """Both ranks of "wide" have all rows: each reads its own store, and what both compute stays with both."""
+    rollout, wide = run.groups["rollout"], run.groups["wide"]
+    whole, ref = rows_of(rollout, "parts", np.random.default_rng(1).permutation(16))
+    assert same_batch(wide.read(ref), whole), "rows of other ranks are copied for the call"
+    ref = wide.exchange(ref, "actor")
+    assert wide.exchange(ref, "actor") is ref and set(ref.layout.rank.tolist()) == {0} and ref.copies == {1: 0}
+    assert same_batch(wide.read(ref), whole)
+    added = wide.add_up.retain("wide")(ref)
+    assert added.small.batch["rank"].tolist() == [0] * 16
+    ref.union(added)
+    whole.union(wide.add_up(whole))
+    assert same_batch(wide.read(ref), whole)
+    everywhere = wide.sums_of_all_ranks(ref)
+    assert everywhere[0] == everywhere[1] == int(whole.batch["wide"].sum()), "the rank that does not collect has the column too"
+    parts = run.groups["actor"].exchange(ref, "actor")
+    assert same_batch(run.groups["actor"].read(parts), whole)
+    assert parts.copies == {} and set(parts.layout.rank.tolist()) == {0, 1}
+    wide.drop(parts)
+    assert stored(run) == 0, "copies are dropped as well"
+
+
+@pytest.mark.parametrize("role", ["critic", "pair"])
+def test_rows_go_to_other_processes_and_results_come_back(run: Launched, role: str) -> None:
+    rollout, actor, other = run.groups["rollout"], run.groups["actor"], run.groups[role]
+    whole, ref = rows_of(rollout, f"to {role}", np.random.default_rng(2).permutation(16))
+    ref = actor.exchange(ref, "actor")
+    theirs = other.receive(ref.select(["tokens", "padded"]), "actor")
+    assert same_batch(other.read(theirs), whole.select(["tokens", "padded"]))
+    assert set(theirs.columns) == {"tokens", "padded"}, "only named columns travel"
+    values = other.add_up.retain("wide")(theirs, factor=5).select(["wide", "sum"])
+    ref.union(actor.receive(values, ref))
+    whole.union(other.add_up(whole, factor=5).select(["wide", "sum"]))
+    assert same_batch(actor.read(ref), whole)
+    assert actor.receive(ref, "actor") is ref, "nothing moves where the ranks have the rows"
+    with pytest.raises(ProtocolError, match="different worker groups"):
+        BatchRef.concat([ref.select(["padded"], []), theirs.select(["padded"], [])])
+    other.drop(theirs)
+    actor.drop(ref)
+    assert stored(run) == 0
+
+
+def test_an_exchange_brings_rows_from_other_processes_and_leaves_none(run: Launched) -> None:
+    """The rollout on a pool of its own, tensor-parallel: its rows are read from the rank that collects, and all copies go."""
+    pair, actor = run.groups["pair"], run.groups["actor"]
+    whole, ref = rows_of(pair, "pools", np.arange(16))
+    assert ref.copies == {1: 0} and same_batch(pair.read(ref), whole)
+    whole.reorder(np.arange(16)[::-1])
+    ref.reorder(np.arange(16)[::-1])
+    ref = actor.exchange(ref, "actor")
+    assert same_batch(actor.read(ref), whole)
+    assert sum(pair.stored_bytes()) == 0 < sum(actor.stored_bytes())
+    actor.drop(ref)
+
+
+def test_rows_of_a_process_that_dies_are_reported_with_their_rank(run: Launched) -> None:
+    """The last test of these processes: the owner of the pieces is killed after it has put them."""
+    pair, actor = run.groups["pair"], run.groups["actor"]
+    _, ref = sampled(pair, "lost")
+    real = pair._call_rows
+
+    def put_and_die(method: str, calls: list[tuple[object, ...]]) -> object:
+        put = real(method, calls)
+        os.kill(pair.workers[0].pid, signal.SIGKILL)
+        ((handles, _),) = put.values()
+        deadline = time.monotonic() + 60
+        with pytest.raises(RayError):  # as soon as the cluster knows of the death
+            while time.monotonic() < deadline:
+                ray.get(handles[0][0], timeout=5.0)
+                time.sleep(0.1)
+        return put
+
+    pair._call_rows = put_and_die  # type: ignore[method-assign, assignment]
+    with pytest.raises(WorkerDiedError, match=f"process {pair.workers[0].pid} died") as died:
+        actor.exchange(ref, "actor")
+    assert (died.value.role, died.value.rank) == ("pair", 0)
+    del pair._call_rows  # type: ignore[method-assign]
+    with pytest.raises(WorkerDiedError) as died:
+        actor.exchange(ref, "actor")
+    assert (died.value.role, died.value.rank) == ("pair", 0), "the calls of rows name the role as others do"
+    assert len(run.groups["rollout"].generate(prompts(4))) == 8, "the ranks that wanted them go on"

@@ -43,6 +43,11 @@ class RowWorker(Worker):
         wide = batch.batch["padded"] * factor
         return DataProto.from_dict({"sum": sums, "wide": wide, "rank": torch.full((len(batch),), self.rank)})
 
+    @register(Dispatch.ONE_TO_ALL)
+    def sums_of_all_ranks(self, batch: DataProto) -> int:
+        """The sum of what this rank has in column `wide`: all ranks need all rows."""
+        return int(batch.batch["wide"].sum())
+
     @register(ROWS_MESH)
     def read(self, batch: DataProto) -> DataProto:
         return batch

@@ -115,6 +115,10 @@ class RayWorkerGroup(WorkerGroup):
     def workers(self) -> tuple[WorkerInfo, ...]:
         return self._processes.workers
 
+    @property
+    def processes(self) -> object:
+        return self._processes
+
     def spawn(self, prefix_set: Collection[str]) -> dict[str, RayWorkerGroup]:
         """Returns one group per role, all over the same processes; closing one ends them all."""
         unknown = sorted(set(prefix_set) - set(self._roles))
@@ -168,7 +172,7 @@ def _roles_of(spec: ClassWithInitArgs | ColocatedClass, name: str) -> dict[str, 
 
 def _header(request: Request, rank: RankRequest) -> CallHeader:
     return CallHeader(
-        role=request.role,
+        role=request.worker,
         method=request.method,
         keywords=tuple(rank.kwargs),
         materialize=request.materialize,

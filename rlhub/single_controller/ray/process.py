@@ -15,11 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
+from ray.exceptions import RayError
+from torch import Tensor
 
 from rlhub.errors import DispatchError
 from rlhub.protocol import DataProto, Retain
+from rlhub.single_controller.calls import WorkerInfo
 from rlhub.single_controller.invoke import RankWorkers, failures_of
 from rlhub.single_controller.ray.nodes import own_address
+from rlhub.single_controller.ray.pending import typed_error
 from rlhub.single_controller.ray.reaper import MARKER
 from rlhub.single_controller.worker import VISIBLE_DEVICES, WorkerContext
 from rlhub.utils import faults
@@ -143,11 +148,29 @@ class CallHeader:
     retain: Retain | None = None
 
 
+class ObjectStoreHandover:
+    """Hands pieces of rows over in Ray's object store, which belongs to the process that puts them.  A handle is the reference,
+    and where that process is."""
+
+    def put(self, piece: Tensor) -> tuple[Any, str, int]:
+        return ray.put(piece.numpy()), own_address(), os.getpid()
+
+    def get(self, handle: tuple[Any, str, int], role: str, rank: int) -> Tensor:
+        reference, node, pid = handle
+        try:
+            return torch.from_numpy(ray.get(reference))
+        except RayError as error:
+            raise typed_error(error, role, WorkerInfo(rank=rank, node=node, pid=pid), "receive") from None
+
+
 class WorkerProcess(RankWorkers):
     """The Ray actor of one rank: it has the workers of all roles of its pool and runs their methods.
 
     The actor is synchronous with one thread, so methods run in the process's main thread, in the order in which they were sent.
     """
+
+    def __init__(self) -> None:
+        super().__init__(ObjectStoreHandover())
 
     def identity(self) -> ProcessIdentity:
         """Returns where this process is."""

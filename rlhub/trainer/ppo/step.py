@@ -139,10 +139,16 @@ class TrainingStep:
             if self.critic is not None
             else None,
         )
+        if self.config.trainer.batches == "driver":
+            return batch
         if isinstance(batch, BatchRef):
-            return self.actor.exchange(batch, "actor")
-        if self.config.trainer.batches == "reference":
-            return self.actor.place(batch, "actor", key=f"step-{step}")
+            batch = self.actor.exchange(batch, "actor")
+        else:
+            batch = self.actor.place(batch, "actor", key=f"step-{step}")
+        if self.needs.reference:
+            self.reference.compute_ref_log_prob.bring(model_inputs(batch))
+        if self.critic is not None:
+            self.critic.compute_values.bring(model_inputs(batch))
         return batch
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from rlhub.protocol.batch_ref import (
     Layout,
     Numbers,
     Retain,
+    RowGroup,
     pack_numbers,
     unpack_numbers,
 )
@@ -63,28 +65,16 @@ def test_reorder_changes_in_place_and_chunks_leave_the_batch_alone() -> None:
     assert same_batch(fetch_from(stores, part), whole_before)
 
 
-class FakeHome:
-    """Reads the stores of ranks that are in this process."""
-
-    def __init__(self, stores: list[ColumnStore]) -> None:
-        self.stores = stores
-        self.asked: list[int] = []
-
-    def fetch_rows(self, ref: BatchRef) -> DataProto:
-        self.asked.append(len(ref))
-        return fetch_from(self.stores, ref)
-
-    def drop(self, ref: BatchRef) -> None:
-        for store in self.stores:
-            for key in ref.keys:
-                store.drop(key)
+def group_of(fetch: Callable[[BatchRef], DataProto]) -> RowGroup:
+    """A group whose rows come from a function."""
+    return cast(RowGroup, SimpleNamespace(processes=fetch, fetch_rows=fetch))
 
 
-def test_a_reference_travels_without_its_home() -> None:
+def test_a_reference_travels_without_its_group() -> None:
     whole, ref, stores = scattered(3, num_rows=10, num_ranks=2)
-    ref.home = FakeHome(stores)
+    ref.group = group_of(lambda chosen: fetch_from(stores, chosen))
     copy = pickle.loads(pickle.dumps(ref.chunk(2)[1], protocol=5))
-    assert copy.home is None
+    assert copy.group is None
     assert same_batch(fetch_from(stores, copy), whole.chunk(2)[1])
 
 
@@ -162,18 +152,50 @@ def test_rows_of_another_rank_are_refused() -> None:
         ref.local(stores[1])
 
 
-def test_fetching_is_explicit_and_goes_to_the_home() -> None:
+def test_ranks_that_have_copies_of_rows_may_read_them_and_no_others() -> None:
+    columns = {"x": ColumnInfo(torch.int64, ())}
+    ref = BatchRef(("k",), DataProto.from_dict({"n": torch.arange(4)}), columns, Layout.even(4, [1, 2]), copies={0: 1, 3: 2})
+    assert ref.layout.rank.tolist() == [1, 1, 2, 2]
+    parts = [pickle.loads(pickle.dumps(part)) for part in ref.chunk(2)]
+    assert [dict(part.copies) for part in parts] == [{0: 1}, {3: 2}], "each part travels with its own copies only"
+    for part, allowed in zip(parts, ([0, 1], [2, 3]), strict=True):
+        for rank in range(4):
+            if rank in allowed:
+                part.check_rank(rank)
+            else:
+                with pytest.raises(ProtocolError, match="are on other ranks"):
+                    part.check_rank(rank)
+    assert BatchRef.concat(ref.chunk(2)).copies == ref.copies
+    other = BatchRef(("k",), ref.small, columns, ref.layout)
+    assert not BatchRef.concat([ref, other]).copies, "only the ranks that have the rows of all parts may read the whole"
+
+
+def test_rows_of_different_processes_are_not_joined() -> None:
+    _, ref, _ = scattered(0, num_rows=4, num_ranks=2)
+    _, other, _ = scattered(0, num_rows=4, num_ranks=2)
+    ref.group, other.group = group_of(lambda chosen: chosen.small), group_of(lambda chosen: chosen.small)
+    with pytest.raises(ProtocolError, match="different worker groups"):
+        BatchRef.concat([ref, other])
+    with pytest.raises(ProtocolError, match="different rows"):
+        ref.union(other)
+
+
+def test_fetching_is_explicit_and_goes_to_the_group() -> None:
     whole, ref, stores = scattered(1, num_rows=7, num_ranks=2)
     with pytest.raises(ProtocolError, match="nothing can fetch"):
         ref.fetch(["ids"])
-    home = ref.home = FakeHome(stores)
+    asked: list[int] = []
+
+    def fetch(chosen: BatchRef) -> DataProto:
+        asked.append(len(chosen))
+        return fetch_from(stores, chosen)
+
+    ref.group = group_of(fetch)
     assert same_batch(ref.fetch(["ids"], [4, 1]), whole.select_idxs([4, 1]).select(["ids"], []))
     assert torch.equal(ref.repeat(2).fetch(["mask"]).batch["mask"], whole.repeat(2).batch["mask"])
-    assert home.asked == [2, 14]
+    assert asked == [2, 14]
     with pytest.raises(ProtocolError, match="no wide column 'uid'"):
         ref.fetch(["uid"])
-    ref.drop()
-    assert all(store.nbytes() == 0 for store in stores)
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------------
