@@ -80,6 +80,14 @@ class Trajectory:
         """Returns the number of tokens that the policy wrote."""
         return sum(self.response_mask)
 
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def response_length(self) -> int:
+        return len(self.response_ids)
+
     def mask_older(self, oldest: int) -> int:
         """Masks the tokens of versions before `oldest`; returns how many there were.
 

@@ -13,7 +13,7 @@ waits for one that waits for it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlhub.errors import ProtocolError
+from rlhub.errors import HolderLostError, ProtocolError
 from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout, Numbers, Retain, pack_numbers, unpack_numbers
-from rlhub.protocol.columns import join_tensors, take_rows
+from rlhub.protocol.columns import join_tensors, num_bytes, take_rows
 from rlhub.protocol.data_proto import DataProto
 
 ROWS = "rows"
@@ -263,6 +263,14 @@ def _from_bytes(piece: Tensor, columns: Mapping[str, ColumnInfo], num_rows: int)
     return found
 
 
+class RowSource(Protocol):
+    """Rows that a process outside of all worker groups has."""
+
+    def begin(self) -> Callable[[], DataProto]:
+        """Asks for the rows; what it returns waits for them.  Both raise HolderLostError where the process has ended."""
+        ...
+
+
 class RowKeeper:
     """The ColumnStore of a process as the driver reaches it: rows move, are read, and are forgotten.
 
@@ -306,6 +314,28 @@ class RowKeeper:
         """Adds rows under `key` that ranks of `role` have put; handles: by those ranks."""
         came = {rank: self.handover.get(handle, role, rank) for rank, handle in handles.items()}
         self.store.put(key, unpack({name: info.empty() for name, info in moves.columns.items()}, came, moves))
+
+    def collect(
+        self, sources: Sequence[tuple[RowSource, np.ndarray]], columns: Mapping[str, ColumnInfo], key: str
+    ) -> tuple[str, int]:
+        """Adds rows of other processes under `key`, those of each source at these places.
+
+        Returns "" and the bytes of the rows; or what ended one of the processes, and 0: then nothing is added.
+        """
+        parts = {name: [info.empty()] for name, info in columns.items()}
+        try:
+            waits = [source.begin() for source, _ in sources]
+            for wait in waits:
+                for name, column in wait().tensors().items():
+                    parts[name].append(column)
+        except HolderLostError as error:
+            return str(error), 0
+        order = torch.from_numpy(
+            np.argsort(np.concatenate([np.empty(0, int), *(places for _, places in sources)]), kind="stable")
+        )
+        joined = {name: take_rows(join_tensors(rows), order) for name, rows in parts.items()}
+        self.store.put(key, joined)
+        return "", sum(map(num_bytes, joined.values()))
 
     def fetch(self, ref: BatchRef) -> DataProto:
         """Returns the wide columns of rows that are all here."""

@@ -12,15 +12,22 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhub.agents.remote.trajectory_store import RowRequest, TrajectoryStore, trajectories_of
+import numpy as np
+
+from rlhub.agents.remote.actor_pool import PooledActor
+from rlhub.agents.remote.trajectory_store import RowRequest, TrajectoryStore, trajectories_of, wide_names
 from rlhub.agents.remote.workflow import EpisodeActors, RemoteWorkflow
 from rlhub.agents.trajectory import Sampled, Trajectory, TrajectoryRef
 from rlhub.agents.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
 from rlhub.checkpoint.files import FileEntry
 from rlhub.errors import ConfigError, HolderLostError, RegistryError, WorkerDiedError
+from rlhub.protocol import DataProto
+from rlhub.protocol.exchange import RowSource
+from rlhub.single_controller.async_actor import ActorAddress
 
 logger = logging.getLogger(__name__)
 DRIVER = "driver"
@@ -46,9 +53,22 @@ class Holders:
         found: dict[int, Trajectory] = {}
         for home, numbers in by_home(rows).items():
             chosen = [rows[number] for number in numbers]
-            data = await self._call(home, "read", RowRequest.of(chosen))
+            data = await self._call(home, "read", RowRequest.of(chosen, wide_names(chosen)))
             found |= zip(numbers, trajectories_of(chosen, data), strict=True)
         return [found[number] for number in range(len(rows))]
+
+    async def sources(self, rows: Sequence[TrajectoryRef], names: tuple[str, ...]) -> list[tuple[RowSource, np.ndarray]]:
+        """Returns for each process that has some of these rows what another process gets these columns of them by, and their
+        places among the rows.  Raises HolderLostError."""
+        found: list[tuple[RowSource, np.ndarray]] = []
+        for home, numbers in by_home(rows).items():
+            request = RowRequest.of([rows[number] for number in numbers], names)
+            places = np.array(numbers)
+            if home == DRIVER:
+                found.append((GivenRows(self.own.read(request)), places))
+            else:
+                found.append((ActorRows(home, self._member(home).actor.address, request), places))
+        return found
 
     def release(self, results: Sequence[Sampled | None]) -> None:
         """Lets the processes forget results that are trained, or will not be."""
@@ -115,14 +135,58 @@ class Holders:
     async def _call(self, home: str, method: str, *args: Any) -> Any:
         if home == DRIVER:
             return getattr(self.own, method)(*args)
-        member = None if self.actors is None else self.actors.at(home)
-        if member is None or self.actors is None:
-            raise HolderLostError(f"the process {home}, which kept rows, has ended", role=home, rank=0, node="")
+        member = self._member(home)
         try:
             return await member.actor.call("rows", method, *args)
         except WorkerDiedError as error:
+            assert self.actors is not None, "its member was found"
             self.actors.lost(member, error)
-            raise HolderLostError(f"the process {home}, which kept rows, has died", role=home, rank=0, node=error.node) from error
+            raise lost_holder(home) from error
+
+    def _member(self, home: str) -> PooledActor:
+        member = None if self.actors is None else self.actors.at(home)
+        if member is None:
+            raise lost_holder(home)
+        return member
+
+
+@dataclass(slots=True, frozen=True)
+class ActorRows:
+    """Is the RowSource of rows that an episode actor has."""
+
+    home: str
+    address: ActorAddress
+    request: RowRequest
+
+    def begin(self) -> Callable[[], DataProto]:
+        try:
+            waiting = self.address.begin("rows", "read", self.request)
+        except WorkerDiedError as error:
+            raise lost_holder(self.home) from error
+
+        def wait() -> DataProto:
+            try:
+                rows: DataProto = waiting()
+            except WorkerDiedError as error:
+                raise lost_holder(self.home) from error
+            return rows
+
+        return wait
+
+
+@dataclass(slots=True, frozen=True)
+class GivenRows:
+    """Is the RowSource of rows that the driver has, and sends along."""
+
+    rows: DataProto
+
+    def begin(self) -> Callable[[], DataProto]:
+        return lambda: self.rows
+
+
+def lost_holder(home: str) -> HolderLostError:
+    """Returns the error for rows of a process that has ended."""
+    return HolderLostError(f"the process {home}, which kept tokens of finished episodes, has ended", role=home, rank=0, node="")
 
 
 class KeepingWorkflow(RolloutWorkflow):

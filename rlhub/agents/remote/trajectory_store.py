@@ -54,11 +54,11 @@ class RowRequest:
     rewards: tuple[float | None, ...] = ()
 
     @classmethod
-    def of(cls, rows: Sequence[TrajectoryRef]) -> RowRequest:
-        """Returns the request for all columns of these rows, which are in one process."""
+    def of(cls, rows: Sequence[TrajectoryRef], names: tuple[str, ...]) -> RowRequest:
+        """Returns the request for columns of these rows, which are in one process."""
         oldest = tuple(row.oldest for row in rows) if any(row.oldest > NOT_SAMPLED for row in rows) else ()
         rewards = tuple(row.late_reward for row in rows) if any(row.late_reward is not None for row in rows) else ()
-        return cls(tuple(row.key for row in rows), wide_names(rows), oldest, rewards)
+        return cls(tuple(row.key for row in rows), names, oldest, rewards)
 
 
 def wide_names(rows: Iterable[TrajectoryRef]) -> tuple[str, ...]:

@@ -240,7 +240,7 @@ def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = N
     """Returns the columns of the samples of all groups; T is the length of the longest response:
 
     input_ids, attention_mask (rows, prompt + T); responses, response_mask, policy_version (rows, T) int64; rollout_log_probs
-    (rows, T) float32; response_length, finish_reason, ordinal, uid (rows,) int64; the prompts' other columns.
+    (rows, T) float32; those of `row_columns`; the prompts' other columns.
 
     Only if tools gave rewards: added_rewards (rows, T) float32, which belong to the configured reward (see `add_rewards`).
 
@@ -250,15 +250,28 @@ def to_batch(groups: Sequence[Group], *, pad_id: int, vocab_size: int | None = N
     policy_version is NOT_SAMPLED for tokens that the policy did not write.  vocab_size: tokens outside of it raise WorkflowError.
     """
     trajectories = [trajectory for group in groups for trajectory in group.whole]
-    counts = [len(group.trajectories) for group in groups]
     columns = token_columns(trajectories, pad_id)
-    columns["ordinal"] = torch.from_numpy(np.repeat(np.array([group.ordinal for group in groups], dtype=np.int64), counts))
-    columns["uid"] = torch.from_numpy(np.repeat(np.arange(len(groups)), counts))
+    columns |= row_columns(groups)
     check(columns, vocab_size)
     columns |= added_columns(trajectories, columns["responses"].shape[1])
     columns |= score_columns(groups, columns["responses"].shape[1])
     add_rewards(columns)
     return DataProto.from_dict(columns, prompt_columns(groups))
+
+
+def row_columns(groups: Sequence[Group]) -> dict[str, Tensor]:
+    """Returns the columns of one number a row that follow from the samples' numbers: prompt_length, response_length,
+    finish_reason, ordinal, uid (rows,) int64."""
+    samples = [sample for group in groups for sample in group.trajectories]
+    counts = [len(group.trajectories) for group in groups]
+    numbers = {
+        "prompt_length": [sample.prompt_length for sample in samples],
+        "response_length": [sample.response_length for sample in samples],
+        "finish_reason": [FINISH_CODES[sample.finish_reason] for sample in samples],
+        "ordinal": np.repeat([group.ordinal for group in groups], counts),
+        "uid": np.repeat(np.arange(len(groups)), counts),
+    }
+    return {name: torch.from_numpy(np.array(column, dtype=np.int64)) for name, column in numbers.items()}
 
 
 def check(columns: Mapping[str, Tensor], vocab_size: int | None) -> None:
@@ -295,8 +308,6 @@ def token_columns(trajectories: Sequence[Trajectory], pad_id: int) -> dict[str, 
         "attention_mask": torch.from_numpy(np.concatenate([prompt_mask, filled], 1).astype(np.int64)),
         "responses": torch.from_numpy(responses),
         "response_mask": padded((t.response_mask for t in trajectories), 0, np.int64),
-        "response_length": torch.from_numpy(lengths),
-        "finish_reason": torch.from_numpy(np.array([FINISH_CODES[t.finish_reason] for t in trajectories], dtype=np.int64)),
         "rollout_log_probs": padded((t.rollout_log_probs for t in trajectories), 0.0, np.float32),
         "policy_version": padded((t.versions for t in trajectories), NOT_SAMPLED, np.int64),
     }

@@ -154,6 +154,7 @@ def build_stream(
         log=log,
         timers=run.timers,
         holders=episodes.holders,
+        ranks=groups.actor,
         actor_pools=[found for found in (episodes.episode_actors, episodes.environments) if found is not None],
     )
     samples = episodes.validation_samples()

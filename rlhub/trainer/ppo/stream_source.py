@@ -28,10 +28,12 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from rlhub.agents.remote.actor_pool import ActorPool
 from rlhub.agents.remote.holders import Holders
+from rlhub.agents.remote.trajectory_store import WIDE, wide_names
 from rlhub.agents.trajectory import Sampled, TrajectoryRef, sampled_of
 from rlhub.checkpoint.files import FileEntry, write_file
 from rlhub.config.sections.ppo import PPOConfig
@@ -39,13 +41,16 @@ from rlhub.data.prompts import PromptLoader
 from rlhub.errors import HolderLostError, RewardError, WorkflowError
 from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import Batch, DataProto
+from rlhub.protocol.batch_ref import ColumnInfo
 from rlhub.protocol.columns import object_array
+from rlhub.protocol.exchange import RowSource
 from rlhub.rewards import RewardOutcome
 from rlhub.rewards.managers import OUTCOMES
-from rlhub.rollout_service.executor.batches import episode_metrics, to_batch
+from rlhub.rollout_service.executor.batches import episode_metrics, prompt_columns, row_columns, to_batch
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.executor.executor import WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import Phase
+from rlhub.single_controller import WorkerGroup
 from rlhub.trainer.ppo.episode_scoring import OutcomeStore
 from rlhub.trainer.ppo.publication import Publisher
 from rlhub.trainer.ppo.scoring import Samples
@@ -58,6 +63,8 @@ T = TypeVar("T")
 ROLLOUTS_FILE = "rollouts.json"
 """In a checkpoint's folder: prompts that have been drawn and have not ended."""
 
+TRAINING_MESH = "actor"
+"""The arrangement of the ranks that train."""
 MAY_TRAIN = "may_train"
 """Column (rows,) bool: false for a sample whose tokens are all beyond the bound on staleness."""
 
@@ -79,6 +86,7 @@ class StreamSource:
     log: PromptLog
     timers: PhaseTimer
     holders: Holders | None = None
+    ranks: WorkerGroup | None = None
     actor_pools: Sequence[ActorPool] = ()
     policy_version: int = field(init=False, default=0)
     metrics: dict[str, float] = field(init=False, default_factory=dict)
@@ -118,15 +126,12 @@ class StreamSource:
             first = self.executor.first_ordinal
             self.executor.start(dropwhile(lambda item: item.ordinal < first, self.positions.items(prompts)))
         with self.timers.measure("wait_for_episodes"):
-            groups = self._whole_groups(step)
+            groups, samples = self._taken(step)
         self.log.take(step, [group.ordinal for group in groups])
         counters = self.executor.metrics_soon()
-        batch = self._batch(groups, [outcome for group in groups for outcome in self.outcomes.take(group)])
-        batch.batch[MAY_TRAIN] = torch.tensor([valid for group in groups for valid in group.valid])
-        greedy = [Group(item=group.item, trajectories=[group.baseline]) for group in groups if group.baseline is not None]
-        baselines = self._batch(greedy, [self.outcomes.take_baseline(group) for group in groups]) if greedy else None
+        samples.batch.batch[MAY_TRAIN] = torch.tensor([valid for group in groups for valid in group.valid])
         self.metrics = self._measure(counters.result()) | episode_metrics(groups)
-        return Samples(batch=batch, greedy=baselines)
+        return samples
 
     def select(self, samples: Samples) -> Batch:
         """Returns all samples: groups without signal were turned down as they finished."""
@@ -146,21 +151,53 @@ class StreamSource:
             raise WorkflowError(f"step {step} needs {wanted} groups of episodes; only {len(groups)} came, and no prompt is left")
         return groups
 
-    def _whole_groups(self, step: int) -> list[Group]:
-        """Returns the step's groups with their tokens; those that are lost on the way are generated again."""
+    def _taken(self, step: int) -> tuple[list[Group], Samples]:
+        """Returns the step's groups, and their samples; groups that are lost on the way are generated again."""
         while True:
             groups = self._groups(step)
-            if self.holders is None:
-                return groups
             try:
-                return self._on_loop(read_groups(self.holders, groups))
+                return groups, self._samples(groups, step)
             except HolderLostError as error:
-                logger.warning("step %d waits for other groups: %s", step, error)
+                logger.warning("step %d takes groups anew: %s", step, error)
                 self.executor.give_back(groups)
 
-    def _batch(self, groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None]) -> DataProto:
+    def _samples(self, groups: Sequence[Group], step: int) -> Samples:
+        """Returns the groups' samples; by reference, the training ranks have their tokens.  Raises HolderLostError.
+
+        Batches in which workflows or tools reward tokens go through the driver, which adds these rewards.
+        """
+        by_reference = self.holders is not None
+        if self.holders is not None and any(
+            sample.rewards or sample.added_rewards for group in groups for sample in group.scored
+        ):
+            groups, by_reference = self._on_loop(read_groups(self.holders, groups)), False
+        build = self._by_reference if by_reference else self._batch
+        batch = build(groups, [outcome for group in groups for outcome in self.outcomes.take(group)], f"episodes-{step}")
+        greedy = [Group(item=group.item, trajectories=[group.baseline]) for group in groups if group.baseline is not None]
+        if not greedy:
+            return Samples(batch=batch)
+        outcomes = [self.outcomes.take_baseline(group) for group in groups]
+        return Samples(batch=batch, greedy=build(greedy, outcomes, f"greedy-{step}"))
+
+    def _batch(self, groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None], key: str) -> Batch:
         complete_rewards(groups, outcomes)
-        batch = to_batch(groups, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size)
+        return self._with_outcomes(to_batch(groups, pad_id=self.vocabulary.pad_id, vocab_size=self.vocabulary.size), outcomes)
+
+    def _by_reference(self, groups: Sequence[Group], outcomes: Sequence[RewardOutcome | None], key: str) -> Batch:
+        """Lets the training ranks get the tokens from the processes that keep them."""
+        holders, ranks = self.holders, self.ranks
+        assert holders is not None and ranks is not None, "built with both"
+        rows = [sample for group in groups for sample in group.trajectories if isinstance(sample, TrajectoryRef)]
+        names = wide_names(rows)
+
+        def sources(chosen: np.ndarray) -> list[tuple[RowSource, np.ndarray]]:
+            return self._on_loop(holders.sources([rows[row] for row in chosen.tolist()], names))
+
+        small = self._with_outcomes(DataProto.from_dict(row_columns(groups), prompt_columns(groups)), outcomes)
+        columns = {name: ColumnInfo(WIDE[name], (), ragged=True) for name in names}
+        return ranks.collect(small, columns, sources, TRAINING_MESH, key)
+
+    def _with_outcomes(self, batch: DataProto, outcomes: Sequence[RewardOutcome | None]) -> DataProto:
         batch.non_tensor_batch[OUTCOMES] = object_array(outcomes)
         batch.meta_info["policy_version"] = self.policy_version
         return batch
