@@ -115,6 +115,10 @@ class ColumnStore:
         self.rank = rank
         self._batches: dict[str, dict[str, Tensor]] = {}
 
+    def __len__(self) -> int:
+        """Returns the number of batches."""
+        return len(self._batches)
+
     def put(self, key: str, columns: Mapping[str, Tensor]) -> None:
         """Adds columns to a batch, or begins it.  ProtocolError for a column that it has, or one of another length."""
         known = self._batches.get(key, {})

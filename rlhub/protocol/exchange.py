@@ -320,7 +320,7 @@ class RowKeeper:
     ) -> tuple[str, int]:
         """Adds rows of other processes under `key`, those of each source at these places.
 
-        Returns "" and the bytes of the rows; or what ended one of the processes, and 0: then nothing is added.
+        Returns "" and the bytes of the rows; or the name of a process that has ended, and 0: then nothing is added.
         """
         parts = {name: [info.empty()] for name, info in columns.items()}
         try:
@@ -329,7 +329,7 @@ class RowKeeper:
                 for name, column in wait().tensors().items():
                     parts[name].append(column)
         except HolderLostError as error:
-            return str(error), 0
+            return error.role, 0
         order = torch.from_numpy(
             np.argsort(np.concatenate([np.empty(0, int), *(places for _, places in sources)]), kind="stable")
         )

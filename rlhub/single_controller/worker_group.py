@@ -315,7 +315,7 @@ class WorkerGroup(ABC):
         for lost, _ in collected:
             if lost:
                 ref.drop()
-                raise HolderLostError(lost, role=self.role, rank=0, node="")
+                raise HolderLostError("it had rows of the batch, and has ended", role=lost, rank=0, node="")
         return ref
 
     def receive(self, ref: BatchRef, to: str | BatchRef) -> BatchRef:

@@ -128,9 +128,10 @@ class Holders:
         actors = [] if self.actors is None else [member.home for member in self.actors.members]
         return actors or [DRIVER]
 
-    async def stored_bytes(self) -> dict[str, int]:
-        """Returns the bytes of the rows that each process keeps."""
-        return {home: await self._call(home, "nbytes") for home in {DRIVER, *self.homes()}}
+    async def sizes(self) -> dict[str, tuple[int, int]]:
+        """Returns the number of rows that each process keeps, and their bytes.  Raises HolderLostError."""
+        homes = list({DRIVER, *self.homes()})
+        return dict(zip(homes, await asyncio.gather(*(self._call(home, "size") for home in homes)), strict=True))
 
     async def _call(self, home: str, method: str, *args: Any) -> Any:
         if home == DRIVER:
@@ -186,7 +187,7 @@ class GivenRows:
 
 def lost_holder(home: str) -> HolderLostError:
     """Returns the error for rows of a process that has ended."""
-    return HolderLostError(f"the process {home}, which kept tokens of finished episodes, has ended", role=home, rank=0, node="")
+    return HolderLostError("it kept tokens of finished episodes, and has ended", role=home, rank=0, node="")
 
 
 class KeepingWorkflow(RolloutWorkflow):

@@ -130,9 +130,9 @@ class TrajectoryStore:
         for key in keys:
             self._store.drop(key)
 
-    def nbytes(self) -> int:
-        """Returns the bytes of all rows."""
-        return self._store.nbytes()
+    def size(self) -> tuple[int, int]:
+        """Returns the number of rows, and their bytes."""
+        return len(self._store), self._store.nbytes()
 
     def save(self, path: Path, keys: Sequence[str]) -> FileEntry:
         """Writes these rows to a file of a checkpoint, in the order of the keys."""
