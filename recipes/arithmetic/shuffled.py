@@ -9,32 +9,25 @@ and so validation, are what they were.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from rlhub.protocol import DataProto
-from rlhub.rewards import ManagerParts, RewardManager, RewardResult
-from rlhub.rewards.managers import on_last_token
+from rlhub.rewards import ManagerParts, RewardResult
+from rlhub.rewards.base import ScoredRows
+from rlhub.rewards.managers import NaiveManager
 from rlhub.rewards.registry import REWARD_MANAGERS
 
 
-class ShuffledRewards:
-    """Scores as another manager does, then permutes the scores over the batch."""
+@REWARD_MANAGERS.register("shuffled")
+class ShuffledRewards(NaiveManager):
+    """Scores as the naive manager does, then permutes the scores over the batch."""
 
-    def __init__(self, inner: RewardManager) -> None:
-        self.inner = inner
+    def __init__(self, parts: ManagerParts, knobs: Any = None) -> None:
+        super().__init__(parts, knobs)
         self.generator = torch.Generator().manual_seed(0)
 
-    def __call__(self, batch: DataProto) -> RewardResult:
-        result = self.inner(batch)
+    def reward(self, rows: ScoredRows) -> RewardResult:
+        result = super().reward(rows)
         result.scores = result.scores[torch.randperm(len(result.scores), generator=self.generator)]
-        result.token_level_scores = on_last_token(result.scores, batch.batch["response_mask"])
         return result
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-@REWARD_MANAGERS.register("shuffled")
-def build(parts: ManagerParts, knobs: None) -> ShuffledRewards:
-    """The naive manager, shuffled."""
-    return ShuffledRewards(REWARD_MANAGERS.get("naive")(parts, None))

@@ -13,6 +13,7 @@ from rlhub.algorithms.advantages.grpo import GRPOKnobs, grpo
 from rlhub.algorithms.inputs import AdvantageInputs
 from rlhub.config.cli import run
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.rewards.managers import on_last_token
 from rlhub.trainer.launch import launch_workers
 from rlhub.trainer.ppo.metrics import mean_metrics
 from rlhub.trainer.ppo.scoring import prepare_reward
@@ -40,7 +41,7 @@ def main(config: PPOConfig) -> None:
 
             rewards = score(batch)
             mask = batch.batch["response_mask"]
-            rows = AdvantageInputs(token_level_rewards=rewards.token_level_scores, response_mask=mask, group=uid)
+            rows = AdvantageInputs(token_level_rewards=on_last_token(rewards.scores, mask), response_mask=mask, group=uid)
             batch.batch["advantages"] = grpo(rows, GRPOKnobs()).advantages
 
             columns = ["input_ids", "attention_mask", "response_mask", "advantages", "rollout_log_probs"]

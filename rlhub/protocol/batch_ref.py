@@ -9,6 +9,7 @@ exchange (`protocol.exchange`) brings every row to the rank that will compute on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
@@ -285,6 +286,17 @@ class BatchRef:
         bounds = chunk_bounds(len(self), chunks)
         parts = zip(self.small.chunk(chunks), bounds, strict=True)
         return [self._with(small, self.layout.take(slice(*bound))) for small, bound in parts]
+
+    def by_home(self, homes: Sequence[int]) -> list[Self]:
+        """Returns the rows of each of these ranks, as generation leaves them: one rank's after another's, in the order of the
+        ranks.  Rows in another order are cut as by `chunk`."""
+        numbers = np.full(1 + max([*homes, int(self.layout.rank.max(initial=0))]), -1)
+        numbers[list(homes)] = np.arange(len(homes))
+        parts = numbers[self.layout.rank]
+        if np.any(parts < 0) or np.any(parts[1:] < parts[:-1]):
+            return self.chunk(len(homes))
+        ends = np.searchsorted(parts, np.arange(len(homes) + 1)).tolist()
+        return [self.slice(start, end) for start, end in itertools.pairwise(ends)]
 
     def select(
         self,

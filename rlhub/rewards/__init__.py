@@ -2,7 +2,8 @@
 
 base.py           the interface of managers, and the policy for failed scores
 registry.py       the names of managers and scorers, and the scorer of each data source
-managers.py       the managers naive and dapo, built from a configuration
+rows.py           outcomes of rows: responses as texts, and the scoring of rows in the background
+managers.py       the managers naive and dapo: the rewards of a batch out of its outcomes
 combine.py        one reward out of a function, a reward model and a judge; the judge itself
 judge_prompt.py   the judge's prompt, and the score in its answer
 pool.py           scores from a function in killable processes

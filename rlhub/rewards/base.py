@@ -1,4 +1,8 @@
-"""The interface of reward managers, their parts, the rewards that they return, and the policy for failed scores."""
+"""The interface of reward managers, their parts, the rewards that they return, and the policy for failed scores.
+
+A manager that judges each row by the reward function alone works in two parts: the outcomes of rows, which are made wherever the
+rows are (rows.py), and the rewards of a batch, which are made of its outcomes on the driver, over one number a row.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
 from rlhub.errors import RewardError
-from rlhub.protocol import DataProto
-from rlhub.rewards.pool import RewardOutcome, RewardPool, RewardRequest
+from rlhub.protocol import Batch, DataProto
+from rlhub.rewards.pool import RewardOutcome, RewardPool
+from rlhub.rewards.rows import Decoder, rows_here
 
 logger = logging.getLogger(__name__)
 MAX_EXAMPLES = 3  # in the report of failures
@@ -26,20 +31,19 @@ FAILED_SHARE = "reward/failed_share"
 class RewardResult:
     """The rewards of a batch.
 
-    token_level_scores: (B, T) float32, the score on the last token that the model wrote, 0 on other tokens and in rows without
-    such a token.
     scores: (B,) float32, the rewards themselves.
     valid: (B,) bool; False: scoring failed and the sample must not train.
     extra: further entries of each row by the reward function and the manager, (B,) float64, or objects with None where a row has
     no such entry; "acc", where given, is the correctness that validation reports.
     metrics: reward/num_failed, reward/failed_share, and means of the numeric extras under the names of `managers.metric_of`.
+    token_level_scores: (B, T) float32; None: each score is on the last token that the model wrote, and other tokens have 0.
     """
 
-    token_level_scores: Tensor
     scores: Tensor
     valid: Tensor
     extra: dict[str, np.ndarray]
     metrics: dict[str, float]
+    token_level_scores: Tensor | None = None
 
 
 class RewardManager(Protocol):
@@ -54,10 +58,24 @@ class RewardManager(Protocol):
         ...
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that managers use."""
+@runtime_checkable
+class BackgroundManager(RewardManager, Protocol):
+    """A manager that reads no column of tokens on the driver, and scores while the driver does something else."""
 
-    def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool = False) -> list[str]: ...
+    def start(self, batch: Batch) -> Callable[[], RewardResult]:
+        """Begins to score all rows and returns without blocking; what it returns blocks until the rewards are there."""
+        ...
+
+
+def start_scoring(manager: RewardManager, batch: Batch) -> Callable[[], RewardResult]:
+    """Begins to score a batch, and returns what waits for the rewards.
+
+    For a manager that can only be called, the rows are brought to the driver, and it is called when the rewards are asked for.
+    """
+    if isinstance(manager, BackgroundManager):
+        return manager.start(batch)
+    rows = rows_here(batch)
+    return lambda: manager(rows)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,23 +97,33 @@ def max_failures(num_rows: int, *, on_error: Literal["fail", "mask", "zero"], ma
     return 0 if on_error == "fail" else int(max_error_rate * num_rows)
 
 
-def check_failures(
-    request: Callable[[int], RewardRequest],
-    outcomes: Sequence[RewardOutcome],
-    *,
-    on_error: Literal["fail", "mask", "zero"],
-    max_error_rate: float,
-) -> dict[str, float]:
-    """Returns metrics of the failures.  Raises RewardError if `on_error` or `max_error_rate` does not tolerate them.
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ScoredRows:
+    """The outcomes of a batch's rows, with what the driver knows of each row.
 
-    request: returns the request of a row; called for the few rows that a message shows.
+    lengths: (B,) int64, tokens of the response; sources: (B,) objects, the data_source.
     """
+
+    outcomes: Sequence[RewardOutcome]
+    lengths: np.ndarray
+    sources: np.ndarray
+
+    @classmethod
+    def of(cls, batch: Batch, outcomes: Sequence[RewardOutcome]) -> ScoredRows:
+        """Returns the outcomes of all rows of a batch with their lengths and sources."""
+        lengths = batch.batch["response_length"].numpy()
+        return cls(outcomes=outcomes, lengths=lengths, sources=batch.non_tensor_batch["data_source"])
+
+
+def check_failures(rows: ScoredRows, *, on_error: Literal["fail", "mask", "zero"], max_error_rate: float) -> dict[str, float]:
+    """Returns metrics of the failures.  Raises RewardError if `on_error` or `max_error_rate` does not tolerate them."""
+    outcomes = rows.outcomes
     kinds: Counter[str] = Counter(outcome.error.kind for outcome in outcomes if outcome.error is not None)
     num_skipped = kinds.pop("skipped", 0)
     num_failed = sum(kinds.values())
     share = num_failed / max(len(outcomes), 1)
     if num_failed:
-        report = _report(request, outcomes, kinds)
+        report = _report(rows, kinds)
         if on_error == "fail":
             raise RewardError(
                 f"{report}\nThe run stops because reward_model.on_error=fail; mask and zero go on without such samples."
@@ -114,14 +142,11 @@ def check_failures(
     }
 
 
-def _report(request: Callable[[int], RewardRequest], outcomes: Sequence[RewardOutcome], kinds: Counter[str]) -> str:
+def _report(rows: ScoredRows, kinds: Counter[str]) -> str:
     """Returns counts by kind, and one example each of the first few kinds."""
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    lines = [f"scoring failed for {sum(kinds.values())} of {len(outcomes)} samples ({counts})"]
+    lines = [f"scoring failed for {sum(kinds.values())} of {len(rows.outcomes)} samples ({counts})"]
     for kind in list(kinds)[:MAX_EXAMPLES]:
-        row, error = next((i, o.error) for i, o in enumerate(outcomes) if o.error is not None and o.error.kind == kind)
-        shown = request(row)
-        lines.append(
-            f"row {row}, data_source {shown.data_source!r}, {len(shown.solution_str)} characters: {kind}: {error.message}"
-        )
+        row, error = next((i, o.error) for i, o in enumerate(rows.outcomes) if o.error is not None and o.error.kind == kind)
+        lines.append(f"row {row}, data_source {rows.sources[row]!r}, {rows.lengths[row]} tokens: {kind}: {error.message}")
     return "\n".join(lines)

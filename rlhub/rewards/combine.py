@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from re import Pattern
 from typing import Literal, Protocol
 
@@ -24,12 +24,22 @@ from torch import Tensor
 
 from rlhub.config.sections.reward import JudgeConfig
 from rlhub.errors import RewardError
-from rlhub.protocol import DataProto
-from rlhub.rewards.base import FAILED, FAILED_SHARE, Decoder, RewardManager, RewardResult, check_failures
+from rlhub.protocol import Batch, DataProto
+from rlhub.rewards.base import (
+    FAILED,
+    FAILED_SHARE,
+    BackgroundManager,
+    RewardManager,
+    RewardResult,
+    ScoredRows,
+    check_failures,
+    start_scoring,
+)
 from rlhub.rewards.judge_prompt import JudgePrompt, read_pattern, read_prompt, read_score
-from rlhub.rewards.managers import as_rewards, numeric_means, on_last_token, response_lengths, reward_requests, written_tokens
+from rlhub.rewards.managers import as_rewards, numeric_means, on_last_token
 from rlhub.rewards.pool import LARGEST_SCORE, RewardFailure, RewardOutcome
-from rlhub.rewards.rendering import ChatTokenizer, question_of, render, response_texts
+from rlhub.rewards.rendering import ChatTokenizer, question_of, render
+from rlhub.rewards.rows import Decoder, response_texts, rows_here
 
 FUNCTION, MODEL, JUDGE = "function", "model", "judge"
 CORRECT_ABOVE = 0.5  # a function's score above this is correct, where the function returns no "acc" of its own
@@ -55,7 +65,7 @@ class RewardPart:
 
     name: str
     weight: float
-    start: Callable[[DataProto], Callable[[], PartScores]]
+    start: Callable[[Batch], Callable[[], PartScores]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,72 +73,81 @@ class CombinedManager:
     """A RewardManager that sums the weighted scores of a function and of further parts.
 
     function: None: the parts alone score.  A failed row of any part follows `on_error`: the run stops, the row is masked, or that
-    part counts 0.  The parts start before the function runs, since the function has processes of its own.
+    part counts 0.  The function starts first, since it has processes of its own, and all parts before one is waited for.
     """
 
     function: RewardManager | None
     function_weight: float
     parts: Sequence[RewardPart]
-    tokenizer: Decoder
     on_error: Literal["fail", "mask", "zero"]
     max_error_rate: float
 
     def __call__(self, batch: DataProto) -> RewardResult:
+        return self.start(batch)()
+
+    def start(self, batch: Batch) -> Callable[[], RewardResult]:
+        """Starts the function and all parts."""
+        facts, written = ScoredRows.of(batch, []), None
+        if self.function is not None and not isinstance(self.function, BackgroundManager):
+            batch = rows_here(batch)
+            written = batch.batch["response_mask"]
+        function = None if self.function is None else start_scoring(self.function, batch)
         started = [(part, part.start(batch)) for part in self.parts]
-        result = self._start(batch)
-        lengths = response_lengths(batch)
-        for part, finish in started:
-            self._add(result, part, finish(), batch, lengths)
-        result.scores[~result.valid] = 0
-        result.token_level_scores[~result.valid] = 0
-        result.scores = as_rewards(result.scores.numpy())
-        return result
+
+        def finish() -> RewardResult:
+            result = self._function_result(len(facts.lengths), function)
+            for part, found in started:
+                share = self._add(result, part, found(), facts)
+                if result.token_level_scores is not None:
+                    assert written is not None, "its manager was given the rows"
+                    result.token_level_scores = result.token_level_scores + on_last_token(share, written)
+            result.scores[~result.valid] = 0
+            result.scores = as_rewards(result.scores.numpy())
+            if result.token_level_scores is not None:
+                result.token_level_scores[~result.valid] = 0
+            return result
+
+        return finish
 
     def close(self) -> None:
         if self.function is not None:
             self.function.close()
 
-    def _start(self, batch: DataProto) -> RewardResult:
-        """Returns the function's weighted scores; zeros without a function."""
-        if self.function is None:
-            shape = batch.batch["responses"].shape
-            return RewardResult(
-                token_level_scores=torch.zeros(shape),
-                scores=torch.zeros(shape[0]),
-                valid=torch.ones(shape[0], dtype=torch.bool),
-                extra={},
-                metrics={FAILED: 0.0, FAILED_SHARE: 0.0},
-            )
-        result = self.function(batch)
+    def _function_result(self, num_rows: int, function: Callable[[], RewardResult] | None) -> RewardResult:
+        """Waits for the function and returns its weighted scores; zeros without a function."""
+        if function is None:
+            scores, valid = torch.zeros(num_rows), torch.ones(num_rows, dtype=torch.bool)
+            return RewardResult(scores=scores, valid=valid, extra={}, metrics={FAILED: 0.0, FAILED_SHARE: 0.0})
+        result = function()
         raw = result.scores.double().numpy()
         own = {FUNCTION: column_of(raw, result.valid.numpy())}
         return RewardResult(
-            token_level_scores=self.function_weight * result.token_level_scores,
             scores=self.function_weight * result.scores,
             valid=result.valid.clone(),
             extra=result.extra | own | {"acc": accuracy(result.extra.get("acc"), raw)},
             metrics=result.metrics | part_means(own),
+            token_level_scores=None if result.token_level_scores is None else self.function_weight * result.token_level_scores,
         )
 
-    def _add(self, result: RewardResult, part: RewardPart, found: PartScores, batch: DataProto, lengths: Tensor) -> None:
-        counted = self._check(part.name, found.outcomes, batch, lengths)
+    def _add(self, result: RewardResult, part: RewardPart, found: PartScores, facts: ScoredRows) -> Tensor:
+        """Adds the scores of a part, and returns its share in the reward, (B,) float32."""
+        counted = self._check(part.name, replace(facts, outcomes=found.outcomes))
         scored = np.array([outcome.error is None for outcome in found.outcomes], dtype=bool)
         raw = np.array([outcome.score for outcome in found.outcomes], dtype=np.float64)
         share = torch.from_numpy(part.weight * np.where(scored, raw, 0.0)).float()
         result.scores = result.scores + share
-        result.token_level_scores = result.token_level_scores + on_last_token(share, written_tokens(batch))
         if self.on_error == "mask":
             result.valid = result.valid & torch.from_numpy(scored)
         own = {part.name: column_of(raw, scored)}
         result.extra |= own
         result.metrics = add_failures(result.metrics, counted, len(raw)) | part_means(own) | found.metrics
+        return share
 
-    def _check(self, name: str, outcomes: list[RewardOutcome], batch: DataProto, lengths: Tensor) -> dict[str, float]:
-        if all(outcome.error is None for outcome in outcomes):
+    def _check(self, name: str, rows: ScoredRows) -> dict[str, float]:
+        if all(outcome.error is None for outcome in rows.outcomes):
             return {}
-        requests = reward_requests(batch, lengths, self.tokenizer)
         try:
-            return check_failures(requests.__getitem__, outcomes, on_error=self.on_error, max_error_rate=self.max_error_rate)
+            return check_failures(rows, on_error=self.on_error, max_error_rate=self.max_error_rate)
         except RewardError as error:
             raise RewardError(f"the {name} part of the reward: {error}") from error
 

@@ -21,9 +21,10 @@ from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
 from rlhub.errors import ConfigError, LoadError, RewardError
 from rlhub.protocol import DataProto
 from rlhub.registry import knobs_for, suggest
-from rlhub.rewards.base import Decoder, ManagerParts, RewardManager, RewardResult, check_failures, max_failures
-from rlhub.rewards.pool import LARGEST_SCORE, RewardOutcome, RewardPool, RewardRequest
+from rlhub.rewards.base import ManagerParts, RewardManager, RewardResult, ScoredRows, check_failures, max_failures
+from rlhub.rewards.pool import LARGEST_SCORE, RewardFunction, RewardOutcome
 from rlhub.rewards.registry import REWARD_MANAGERS
+from rlhub.rewards.rows import Decoder, score_rows
 
 NUMBERS = (bool, int, float)
 OWN_METRICS = ("num_failed", "failed_share", "mean", "std", "greedy_mean", "function", "model", "judge", "judge_unreadable_share")
@@ -44,13 +45,7 @@ def build_reward_manager(
     name = reward_model.reward_manager
     where = "reward_model.reward_kwargs"
     knobs = knobs_for(REWARD_MANAGERS.knobs_class(name), reward_model, reward_model.reward_kwargs, where=where)
-    pool = RewardPool(
-        reward_target(custom),
-        num_workers=reward_model.num_workers,
-        timeout_s=reward_model.timeout_s,
-        memory_gb=reward_model.memory_gb,
-        env=custom.env,
-    )
+    pool = reward_function(reward_model, custom).pool()
     parts = ManagerParts(
         pool=pool,
         tokenizer=tokenizer,
@@ -70,6 +65,17 @@ def build_reward_manager(
     return manager
 
 
+def reward_function(reward_model: RewardModelConfig, custom: CustomRewardConfig) -> RewardFunction:
+    """Returns the configured function with the limits of its processes.  Raises ConfigError where its file does not exist."""
+    return RewardFunction(
+        target=reward_target(custom),
+        num_workers=reward_model.num_workers,
+        timeout_s=reward_model.timeout_s,
+        memory_gb=reward_model.memory_gb,
+        env=tuple(custom.env),
+    )
+
+
 def reward_target(custom: CustomRewardConfig) -> str:
     """Returns the function's name for the pool; a relative path is relative to the working directory.
 
@@ -84,48 +90,53 @@ def reward_target(custom: CustomRewardConfig) -> str:
 
 
 class NaiveManager:
-    """Decodes the responses, scores them in the pool, and applies the policy for failures.
+    """Makes the rewards of a batch of the reward function's outcomes, and applies the policy for failures.
 
-    Subclasses change scores in `adjust`.
+    Subclasses change scores in `adjust`, or all that is made of the outcomes in `reward`.  Both read one number a row, so the
+    rows themselves may be scored where they are; a subclass that has a `__call__` of its own is given the rows.
     """
 
     def __init__(self, parts: ManagerParts, knobs: Any = None) -> None:
         self.parts, self.knobs = parts, knobs
 
     def __call__(self, batch: DataProto) -> RewardResult:
-        parts = self.parts
-        lengths = response_lengths(batch)
-        outcomes = self._outcomes(batch, lengths)
+        """Scores the rows here, those that OUTCOMES does not have yet."""
+        return self.reward(ScoredRows.of(batch, self._outcomes(batch)))
 
-        def request(row: int) -> RewardRequest:
-            return reward_requests(batch, lengths, parts.tokenizer, [row])[0]
+    @property
+    def scores_rows(self) -> bool:
+        """Returns whether the outcomes of the rows are all that this manager reads of a batch."""
+        return type(self).__call__ is NaiveManager.__call__
 
-        metrics = check_failures(request, outcomes, on_error=parts.on_error, max_error_rate=parts.max_error_rate)
+    def reward(self, rows: ScoredRows) -> RewardResult:
+        """Returns the rewards of a batch.  Raises RewardError where more rows failed than the policy allows."""
+        parts, outcomes = self.parts, rows.outcomes
+        metrics = check_failures(rows, on_error=parts.on_error, max_error_rate=parts.max_error_rate)
         scored = np.array([outcome.error is None for outcome in outcomes], dtype=bool)
         raw = np.array([outcome.score for outcome in outcomes], dtype=np.float32)
-        adjusted, added = self.adjust(raw, lengths.numpy())
-        scores = as_rewards(np.where(scored, adjusted, 0))
+        adjusted, added = self.adjust(raw, rows.lengths)
         extra = added | collect_details(outcomes)
         return RewardResult(
-            token_level_scores=on_last_token(scores, written_tokens(batch)),
-            scores=scores,
+            scores=as_rewards(np.where(scored, adjusted, 0)),
             valid=torch.from_numpy(scored) if parts.on_error == "mask" else torch.ones(len(outcomes), dtype=torch.bool),
             extra=extra,
             metrics=metrics | {metric_of(name): mean for name, mean in numeric_means(extra).items()},
         )
 
-    def _outcomes(self, batch: DataProto, lengths: Tensor) -> list[RewardOutcome]:
+    def _outcomes(self, batch: DataProto) -> list[RewardOutcome]:
         """Returns the outcome of every row; only rows without one in OUTCOMES are decoded and sent to the pool."""
         parts = self.parts
         ahead = batch.non_tensor_batch.get(OUTCOMES)
-        known: list[RewardOutcome | None] = [None] * len(lengths) if ahead is None else list(ahead)
+        known: list[RewardOutcome | None] = [None] * len(batch) if ahead is None else list(ahead)
         missing = [row for row, outcome in enumerate(known) if outcome is None]
         scored: Iterator[RewardOutcome] = iter(())
         if missing:
-            requests = reward_requests(batch, lengths, parts.tokenizer, missing)
-            allowed = max_failures(len(known), on_error=parts.on_error, max_error_rate=parts.max_error_rate)
-            scored = iter(parts.pool.score(requests, max_failures=allowed))
+            scored = iter(score_rows(batch, parts.tokenizer, parts.pool, self.max_failures(len(known)), missing))
         return [next(scored) if outcome is None else outcome for outcome in known]
+
+    def max_failures(self, num_rows: int) -> int:
+        """Returns the number of failures among so many rows that the policy tolerates."""
+        return max_failures(num_rows, on_error=self.parts.on_error, max_error_rate=self.parts.max_error_rate)
 
     def lenient(self) -> NaiveManager:
         """Returns a manager of the same scores for which every failure is a sample without a valid score."""
@@ -137,47 +148,6 @@ class NaiveManager:
 
     def close(self) -> None:
         self.parts.pool.close()
-
-
-def response_lengths(batch: DataProto) -> Tensor:
-    """Returns the number of tokens of each response, (B,) int64, those of an environment included.
-
-    It is the sum of attention_mask over the response.
-    """
-    return _response_attention(batch).sum(1)
-
-
-def written_tokens(batch: DataProto) -> Tensor:
-    """Returns (B, T), 1 on tokens that the model wrote: response_mask, or without that column the whole response."""
-    return _tensor(batch, "response_mask") if "response_mask" in batch.batch.keys() else _response_attention(batch)
-
-
-def _response_attention(batch: DataProto) -> Tensor:
-    width, mask = _tensor(batch, "responses").shape[1], _tensor(batch, "attention_mask")
-    return mask[:, mask.shape[1] - width :]
-
-
-def _tensor(batch: DataProto, name: str) -> Tensor:
-    column: Tensor = batch.batch[name]
-    return column
-
-
-def reward_requests(
-    batch: DataProto, lengths: Tensor, tokenizer: Decoder, rows: Sequence[int] | None = None
-) -> list[RewardRequest]:
-    """Returns one request for each row, with the response's text without special tokens.  rows: None: all rows."""
-    responses, columns = _tensor(batch, "responses"), batch.non_tensor_batch
-    chosen = range(len(lengths)) if rows is None else rows
-    texts = tokenizer.batch_decode([responses[row, : int(lengths[row])].tolist() for row in chosen], skip_special_tokens=True)
-    return [
-        RewardRequest(
-            data_source=columns["data_source"][row],
-            solution_str=text,
-            ground_truth=columns["ground_truth"][row],
-            extra_info=columns["extra_info"][row],
-        )
-        for row, text in zip(chosen, texts, strict=True)
-    ]
 
 
 def on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:

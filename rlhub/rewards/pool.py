@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rlhub.utils import faults
 from rlhub.utils.children.access import Access
-from rlhub.utils.children.pool import CallResult, KillablePool
+from rlhub.utils.children.pool import CallResult, KillablePool, default_num_workers
 
 RewardFailureKind = Literal["raised", "timeout", "died", "memory", "bad_value", "bad_input", "skipped"]
 LARGEST_SCORE = 3.4e38  # float32, the dtype of the reward columns
@@ -44,6 +44,31 @@ class RewardOutcome:
     score: float = 0.0
     details: dict[str, Any] = field(default_factory=dict)
     error: RewardFailure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFunction:
+    """The reward function and the limits of its processes, as they travel to the ranks; see RewardPool.
+
+    num_workers: processes on a machine; None: one per CPU core, at most 4.
+    """
+
+    target: str
+    num_workers: int | None = None
+    timeout_s: float = 30.0
+    memory_gb: float = 4.0
+    env: tuple[str, ...] = ()
+
+    def pool(self, share: int = 0, num_shares: int = 1) -> RewardPool:
+        """Returns a pool with this one of the even shares of a machine's processes; each share has at least one."""
+        number, more = divmod(self.num_workers or default_num_workers(), num_shares)
+        return RewardPool(
+            self.target,
+            num_workers=max(1, number + (share < more)),
+            timeout_s=self.timeout_s,
+            memory_gb=self.memory_gb,
+            env=self.env,
+        )
 
 
 class RewardPool:

@@ -10,8 +10,7 @@ import torch
 
 from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
-from rlhub.rewards.base import Decoder
-from rlhub.rewards.managers import response_lengths
+from rlhub.rewards.rows import Decoder, response_texts
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A row's prompt as the data has it (column `raw_chat`): text, or chat messages."""
@@ -42,13 +41,6 @@ def question_of(prompt: Prompt) -> str:
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
-
-
-def response_texts(batch: DataProto, tokenizer: Decoder) -> list[str]:
-    """Returns each row's response, without special tokens."""
-    lengths = response_lengths(batch).tolist()
-    rows = [ids[:length] for ids, length in zip(batch.batch["responses"].tolist(), lengths, strict=True)]
-    return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
 def render(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], *, generation: bool) -> list[int]:

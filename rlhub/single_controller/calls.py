@@ -300,6 +300,8 @@ def column_bytes(value: Any) -> int:
 def pickled_bytes(value: Any) -> int:
     """Returns the bytes of a value between processes: of a batch the tensors, and its pickled arrays and meta dictionary with
     their out-of-band buffers; of anything else `column_bytes`."""
+    if isinstance(value, BatchRef):
+        return pickled_bytes(value.small) + column_bytes(value) - column_bytes(value.small)
     if not isinstance(value, DataProto):
         return column_bytes(value)
     buffers: list[pickle.PickleBuffer] = []

@@ -60,8 +60,11 @@ def dispatch_dp_compute(group: DispatchTarget, *args: Any, **kwargs: Any) -> Per
     return _map_arguments(spread, args, kwargs)
 
 
-def _split(name: str, value: Any, shards: Sequence[int], num_shards: int) -> list[Any]:
-    """Gives rank r chunk `shards[r]` of a batch, the SAME object as its fellow ranks; other values are replicated."""
+def _split(name: str, value: Any, shards: Sequence[int], homes: Sequence[int]) -> list[Any]:
+    """Gives rank r chunk `shards[r]` of a batch, the SAME object as its fellow ranks; other values are replicated.
+
+    homes: by shard, the rank that has the rows of a batch by reference.
+    """
     if isinstance(value, TensorDictBase):
         raise DispatchError(
             f"{name} is a {type(value).__name__}, which would go whole to every rank of a method that cuts batches: pass "
@@ -69,14 +72,14 @@ def _split(name: str, value: Any, shards: Sequence[int], num_shards: int) -> lis
         )
     if not isinstance(value, DataProto | DataProtoFuture | BatchRef):
         return [value] * len(shards)
-    chunks: Sequence[Any] = value.chunk(num_shards)
+    chunks: Sequence[Any] = value.by_home(homes) if isinstance(value, BatchRef) else value.chunk(len(homes))
     return [chunks[shard] for shard in shards]
 
 
 def dispatch_dp_compute_proto(group: DispatchTarget, *args: Any, **kwargs: Any) -> PerRank:
     """Cuts batches into one chunk per rank; all else is the same for all."""
     ranks = range(group.world_size)
-    return _map_arguments(lambda name, value: _split(name, value, ranks, group.world_size), args, kwargs)
+    return _map_arguments(lambda name, value: _split(name, value, ranks, ranks), args, kwargs)
 
 
 def dispatch_dp_compute_proto_with_func(group: DispatchTarget, *args: Any, **kwargs: Any) -> PerRank:
@@ -123,7 +126,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
 
     def dispatch(group: DispatchTarget, *args: Any, **kwargs: Any) -> PerRank:
         mesh = group.mesh(mesh_name)
-        return _map_arguments(lambda name, value: _split(name, value, mesh.dp_ranks, mesh.dp_size), args, kwargs)
+        return _map_arguments(lambda name, value: _split(name, value, mesh.dp_ranks, mesh.collecting), args, kwargs)
 
     def collect(group: DispatchTarget, outputs: list[Any]) -> DataProto | BatchRef:
         joined = collect_dp_compute_proto(group, outputs)

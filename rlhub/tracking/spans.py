@@ -40,7 +40,8 @@ TRAINER = "trainer"
 
 BYTES_OUT, BYTES_IN, CALLS = "perf/driver_bytes_out", "perf/driver_bytes_in", "perf/driver_calls"
 BYTES_PROMPTS = "perf/driver_bytes_prompts"
-GENERATION = "generate_sequences"
+PROMPT_CALLS = ("generate_sequences", "begin_scoring")
+"""Methods that carry the data's columns: the tokens of prompts, and what a reward function reads beside responses."""
 
 MICROSECONDS = 1e6
 _PID = 1
@@ -133,7 +134,7 @@ class CallTiming:
 
     def traffic(self) -> dict[str, float]:
         """Returns perf/driver_{bytes_out,bytes_in,calls} since `reset_traffic`, and perf/driver_bytes_prompts where a worker
-        group generated: bytes of arguments and of results, and calls of ranks (a call of four ranks counts four)."""
+        group generated or scored: bytes of arguments and of results, and calls of ranks (a call of four ranks counts four)."""
         with self._lock:
             return dict(self._traffic)
 
@@ -157,7 +158,7 @@ class CallTiming:
     def on_transfer(self, call: ObservedCall, *, sent: int = 0, received: int = 0) -> None:
         self._count(BYTES_OUT, sent)
         self._count(BYTES_IN, received)
-        if call.method == GENERATION:
+        if call.method in PROMPT_CALLS:
             self._count(BYTES_PROMPTS, sent)
 
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhub.algorithms.masked import masked_sum
-from rlhub.config.sections.ppo import CriticConfig
+from rlhub.config.sections.ppo import ActorRolloutRefConfig, CriticConfig
 from rlhub.config.sections.preference import DPOConfig, RMConfig
 from rlhub.config.sections.reward import JudgeConfig, RewardModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
@@ -54,6 +55,7 @@ from rlhub.models.hf import ModelKind
 from rlhub.models.throughput import ThroughputMeter
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
+from rlhub.rewards.pool import RewardFunction
 from rlhub.sharding_manager.manager import ShardingManager
 from rlhub.sharding_manager.route import SyncReport
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
@@ -66,6 +68,13 @@ from rlhub.workers.rollout import RolloutPart
 
 class ActorRolloutRefWorker(ActorPart, RolloutPart, MemoryHolder):
     """Trains and generates in turns on the same devices.  All methods run on every rank."""
+
+    def __init__(
+        self, config: ActorRolloutRefConfig, runtime: WorkerRuntime, *, reward: RewardFunction | None = None, **actor: Any
+    ) -> None:
+        """actor: the further settings of ActorPart."""
+        super().__init__(config, runtime, **actor)
+        self.reward = reward
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")
     def init_model(self) -> None:

@@ -1,7 +1,12 @@
-"""Generation with the policy's weights: the part that has the rollout engine, in the actor's processes or in its own."""
+"""Generation with the policy's weights: the part that has the rollout engine, in the actor's processes or in its own.
+
+The ranks that generate also score what they wrote: processes of the reward function beside each rank judge its rows while the
+rank does other work, so that responses need not travel for it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,14 +17,17 @@ from rlhub.config.sections.ppo import ActorRolloutRefConfig
 from rlhub.engines.rollout.base import SamplingParams
 from rlhub.engines.rollout.registry import build_rollout_engine
 from rlhub.engines.training.collectives import ensure_process_group
+from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
+from rlhub.rewards.pool import RewardFunction
+from rlhub.rewards.rows import BackgroundScorer, PackedOutcomes
 from rlhub.sharding_manager.route import SyncReport
 from rlhub.sharding_manager.separate import WeightReceiver
 from rlhub.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from rlhub.single_controller.dispatch import collect_list
 from rlhub.workers.generation import (
     check_completions,
     generation_requests,
-    load_vocabulary,
     pad_completions,
     rollout_setup,
     spoil_log_probs,
@@ -29,20 +37,33 @@ from rlhub.workers.generation import (
 from rlhub.workers.memory_handover import Rendezvous, WorkerRuntime
 
 ROLLOUT = make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout")
+OUTCOMES = dataclasses.replace(ROLLOUT, name="outcomes of mesh rollout", collect_fn=collect_list, proto=False)
+"""The same, for methods that return no batch: one output for each part of the rows, in their order."""
 
 
 class RolloutPart(Worker):
     """The methods of every worker that has the rollout engine.  All run on every rank; ranks of one tensor-parallel engine
-    get the same prompts."""
+    get the same prompts.
+
+    reward: the function that scores rows; None where none does.
+    """
 
     config: ActorRolloutRefConfig
     runtime: WorkerRuntime
     device: torch.device
+    reward: RewardFunction | None = None
 
     def _init_rollout(self) -> None:
         """Builds the rollout engine (collective); it has no weights yet.  The process group must exist."""
-        self.vocabulary = load_vocabulary(self.config)
-        dp_rank, tp_rank = divmod(self.rank, self.config.rollout.tensor_model_parallel_size)
+        model = self.config.model
+        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        self.vocabulary = read_vocabulary(model, tokenizer)
+        num_tp = self.config.rollout.tensor_model_parallel_size
+        dp_rank, tp_rank = divmod(self.rank, num_tp)
+        if self.reward is not None and tp_rank == 0:
+            pool = self.reward.pool(self.local_rank // num_tp, -(-self.context.local_world_size // num_tp))
+            self.scorer = BackgroundScorer(pool, tokenizer)
+            self.closing.callback(self.scorer.close)
         setup = rollout_setup(self.config, self.runtime, self.device, dp_rank=dp_rank, tp_rank=tp_rank)
         self.rollout = build_rollout_engine(setup)
         self.closing.callback(self.rollout.shutdown)
@@ -78,6 +99,21 @@ class RolloutPart(Worker):
         rows = training_columns(columns["prompts"], columns["attention_mask"], padded, meta["n"])
         return DataProto.from_dict(tensors=rows)
 
+    @register(dispatch_mode=OUTCOMES, deadline="generate")
+    def begin_scoring(self, batch: DataProto, key: str, max_failures: int) -> None:
+        """Begins to score the rank's rows by the reward function, beside the rank's next calls, and returns at once.
+
+        batch: needs responses, response_length and the columns of the data that the function reads.  max_failures: after more
+        failures the rank's other rows are skipped.
+        """
+        if self._meshes["rollout"].is_collect:
+            self.scorer.begin(key, batch, max_failures)
+
+    @register(dispatch_mode=OUTCOMES, deadline="generate")
+    def take_outcomes(self, key: str) -> PackedOutcomes | None:
+        """Waits for the outcomes of the rank's rows that began to be scored under this key, and returns them in their order."""
+        return self.scorer.take(key) if self._meshes["rollout"].is_collect else None
+
     def _sampling(self, meta: Mapping[str, Any]) -> SamplingParams:
         return SamplingParams(
             temperature=float(meta["temperature"]),
@@ -99,8 +135,8 @@ class RolloutPart(Worker):
 class RolloutWorker(RolloutPart):
     """The rollout engine alone; its weights come from the actor's pool.  It keeps its memory while others train."""
 
-    def __init__(self, config: ActorRolloutRefConfig, runtime: WorkerRuntime) -> None:
-        self.config, self.runtime = config, runtime
+    def __init__(self, config: ActorRolloutRefConfig, runtime: WorkerRuntime, *, reward: RewardFunction | None = None) -> None:
+        self.config, self.runtime, self.reward = config, runtime, reward
         self.device = runtime.torch_device(self.local_rank)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline="start")

@@ -120,7 +120,7 @@ def measure_step(staleness: int, episode_s: float, training_s: float) -> Step:
                 started = clocks()
             stream.publish()
             samples = stream.sample(prompts, step)
-            context.score(samples)
+            context.score.submit(samples).add_to(samples.batch)
             stream.select(samples)
             train(context.weights, step, training_s)
             stream.trained(step)

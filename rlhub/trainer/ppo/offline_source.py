@@ -138,7 +138,8 @@ class RecordingSource:
         return self.source.sample(prompts, step)
 
     def select(self, samples: Samples) -> Batch | None:
-        """Returns what the other source does, and records it."""
+        """Returns what the other source does, and records it with its scores."""
+        samples.scored()
         batch = self.source.select(samples)
         if batch is not None:
             self.folder.mkdir(parents=True, exist_ok=True)

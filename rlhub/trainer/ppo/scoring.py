@@ -11,9 +11,10 @@ manager over all of them (`RewardParts`).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,19 @@ from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError, RewardError
 from rlhub.models.shape import ModelShape, read_model_shape
 from rlhub.models.tokenizer import load_tokenizer
-from rlhub.protocol import Batch, BatchRef, DataProto
+from rlhub.protocol import Batch, BatchRef
 from rlhub.registry import suggest
 from rlhub.rewards import RewardManager, RewardResult, build_reward_manager
-from rlhub.rewards.base import FAILED
+from rlhub.rewards.base import FAILED, ScoredRows, start_scoring
 from rlhub.rewards.combine import JUDGE, MODEL, CombinedManager, Judge, PartScores, RewardPart, outcomes_of
+from rlhub.rewards.managers import NaiveManager, on_last_token
 from rlhub.rewards.rendering import Rendering, padded
+from rlhub.rewards.rows import REWARD_FIELDS, ROW_TOKENS, rows_here, unpack_outcomes
 from rlhub.rollout_service.executor.batches import ADDED, add_rewards
 from rlhub.single_controller import ClassWithInitArgs, WorkerGroup
 from rlhub.trainer.ppo.requirements import NAMES_OF_THE_REWARD, requirements
 from rlhub.trainer.ppo.validation_metrics import correctness
+from rlhub.trainer.ppo.worker_groups import COLOCATED_ROLE, ROLLOUT_ROLE
 from rlhub.utils.timing import PhaseTimer
 from rlhub.workers.memory_handover import WorkerRuntime
 from rlhub.workers.roles import JudgeWorker, RewardModelWorker
@@ -55,11 +59,48 @@ class Samples:
     """Holds what a source has sampled.
 
     batch: the samples of each prompt side by side.  greedy: the most likely response to each of these prompts, in their order;
-    None where no estimator compares with it.
+    None where no estimator compares with it.  scoring: the scores on their way.
     """
 
     batch: Batch
     greedy: Batch | None = None
+    scoring: Scoring | None = None
+
+    def scored(self) -> Batch:
+        """Returns the batch with its scores, which are waited for."""
+        if self.scoring is not None:
+            self.scoring.add_to(self.batch)
+        return self.batch
+
+
+@dataclass(slots=True)
+class Scoring:
+    """The scores of samples on their way.  finish: waits for the columns (rows,), in the order of sampling, and the metrics."""
+
+    finish: Callable[[], tuple[dict[str, Tensor], dict[str, float]]]
+    _metrics: dict[str, float] | None = None
+
+    def add_to(self, batch: Batch) -> dict[str, float]:
+        """Waits for the scores, adds them to the samples, and returns the metrics.  The first batch gets the columns; later ones
+        are made of its rows.
+
+        batch: all of the samples, in the order of sampling or as its column `sample_index` says.
+        Raises RewardError when more rows failed than the limit allows.
+        """
+        if self._metrics is None:
+            columns, self._metrics = self.finish()
+            order = batch.batch["sample_index"] if "sample_index" in batch.batch.keys() else slice(None)
+            for name, column in columns.items():
+                batch.batch[name] = column[order]
+        return self._metrics
+
+
+def add_scores(batch: Batch, scorings: Sequence[Scoring]) -> dict[str, float]:
+    """Waits for the scores of a step's samplings, adds them to the batch unless it has them, and returns their metrics."""
+    metrics = merge_scorings([scoring.add_to(batch) for scoring in scorings])
+    if "token_level_scores" not in batch.batch.keys():
+        batch.batch["token_level_scores"] = on_last_token(batch.batch["scores"], batch.batch["response_mask"])
+    return metrics
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,45 +116,61 @@ class Scorer:
     components: bool = False
     metric: str | None = None
 
-    def __call__(self, samples: Samples) -> dict[str, float]:
-        """Adds the scores to the samples, with greedy responses also baseline_rewards; returns the metrics of scoring."""
-        metrics = dict(self.score_rows(samples.batch))
-        if samples.greedy is not None:
-            compared = self.score_rows(samples.greedy)
-            metrics |= {name: value + metrics.get(name, 0.0) for name, value in compared.items() if name.startswith(COUNTS)}
-            metrics |= add_baseline(samples.batch, samples.greedy)
-            if isinstance(samples.greedy, BatchRef):
-                samples.greedy.drop()
-        return metrics
+    def submit(self, samples: Samples) -> Scoring:
+        """Begins to score the samples and returns at once.  With greedy responses there is a column baseline_rewards too."""
+        begun = self._begin(samples.batch)
+        compared = None if samples.greedy is None else self._begin(samples.greedy)
+
+        def finish() -> tuple[dict[str, Tensor], dict[str, float]]:
+            with self.timers.measure("reward"):
+                columns, metrics = begun()
+                if compared is not None:
+                    greedy, more = compared()
+                    metrics |= {name: value + metrics.get(name, 0.0) for name, value in more.items() if name.startswith(COUNTS)}
+                    metrics |= add_baseline(columns, greedy)
+                if isinstance(samples.greedy, BatchRef):
+                    samples.greedy.drop()
+            return columns, metrics
+
+        samples.scoring = Scoring(finish)
+        return samples.scoring
 
     def score_rows(self, batch: Batch) -> dict[str, float]:
-        """Adds token_level_scores (rows, response), scores (rows,) and valid (rows,), and returns the metrics.
+        """Adds the scores to a batch, and returns the metrics."""
+        return self.submit(Samples(batch=batch)).add_to(batch)
+
+    def _begin(self, batch: Batch) -> Callable[[], tuple[dict[str, Tensor], dict[str, float]]]:
+        """Begins to score rows.  The result waits for scores (rows,), valid (rows,) and what else is kept of the reward; it gives
+        token_level_scores (rows, response) only where a manager or tools score tokens.
 
         Rows that come with their scores keep them: those of workflows that give rewards themselves, and recorded batches.
-        Raises RewardError when more rows fail than the limit allows.
         """
-        columns = batch.batch
-        if "token_level_scores" in columns.keys():
-            return {}
-        with self.timers.measure("reward"):
-            result = self.reward(with_tokens(batch))
-        columns["token_level_scores"] = result.token_level_scores
-        columns["scores"] = result.scores
-        columns["valid"] = result.valid
-        if ADDED in columns.keys():
-            add_rewards(columns)
-        if self.components:
-            for name in numeric_entries(result):
-                columns[f"{COMPONENT}{name}"] = component(result, name)
-        if self.metric is not None:
-            result.scores = columns["scores"]
-            columns[SIGNAL] = group_metric(result, self.metric)
-        return result.metrics
+        tensors = batch.batch
+        if "scores" in tensors.keys():
+            own = {name: tensors[name] for name in ("scores", "valid")}
+            return lambda: (own, {})
+        pending = start_scoring(self.reward, batch)
+        tools = {name: tensors[name] for name in (ADDED, "response_mask") if ADDED in tensors.keys()}
 
+        def finish() -> tuple[dict[str, Tensor], dict[str, float]]:
+            result = pending()
+            columns = {"scores": result.scores, "valid": result.valid}
+            if result.token_level_scores is not None:
+                columns["token_level_scores"] = result.token_level_scores
+            if tools:
+                columns.setdefault("token_level_scores", on_last_token(result.scores, tools["response_mask"]))
+                columns[ADDED] = tools[ADDED]
+                add_rewards(columns)
+                result.scores = columns["scores"]
+            return columns | self._kept(result), result.metrics
 
-def with_tokens(batch: Batch) -> DataProto:
-    """Returns the batch with the columns that a reward manager reads; by reference they are brought to this process."""
-    return batch if isinstance(batch, DataProto) else batch.fetch_all()
+        return finish
+
+    def _kept(self, result: RewardResult) -> dict[str, Tensor]:
+        """Returns the numbers of the reward that the estimator or the group filter reads."""
+        names = numeric_entries(result) if self.components else []
+        columns = {f"{COMPONENT}{name}": component(result, name) for name in names}
+        return columns if self.metric is None else columns | {SIGNAL: group_metric(result, self.metric)}
 
 
 def build_scorer(config: PPOConfig, reward: RewardManager, timers: PhaseTimer) -> Scorer:
@@ -127,17 +184,17 @@ def build_scorer(config: PPOConfig, reward: RewardManager, timers: PhaseTimer) -
     )
 
 
-def add_baseline(batch: Batch, greedy: Batch) -> dict[str, float]:
+def add_baseline(columns: dict[str, Tensor], greedy: Mapping[str, Tensor]) -> dict[str, float]:
     """Adds baseline_rewards (rows,): the reward of each prompt's greedy response (Li et al. 2024, arXiv 2310.10505); returns
     their mean as a metric.
 
-    greedy: scored, one row a prompt, in the order in which `batch`, which is scored, has its samples side by side.  Where that
-    response has no valid score there is nothing to compare with, and the prompt's samples do not train.
+    columns: scores and valid of the samples, which stand side by side in the order of `greedy`, which has one row a prompt.
+    Where that response has no valid score there is nothing to compare with, and the prompt's samples do not train.
     """
-    n = len(batch) // len(greedy)
-    scores, valid = greedy.batch["scores"], greedy.batch["valid"]
-    batch.batch["baseline_rewards"] = scores.repeat_interleave(n)
-    batch.batch["valid"] = batch.batch["valid"] & valid.repeat_interleave(n)
+    scores, valid = greedy["scores"], greedy["valid"]
+    n = len(columns["scores"]) // len(scores)
+    columns["baseline_rewards"] = scores.repeat_interleave(n)
+    columns["valid"] = columns["valid"] & valid.repeat_interleave(n)
     return {"reward/greedy_mean": scores[valid].double().mean().item()} if bool(valid.any()) else {}
 
 
@@ -222,16 +279,26 @@ class RewardParts:
             )
         if scoring.judge.model.path:
             parts.append(RewardPart(name=JUDGE, weight=scoring.judge.weight, start=self._judge(groups[JUDGE_ROLE])))
-        if not parts and scoring.function_weight == 1.0 and self.function is not None:
-            return self.function
+        function = None if self.function is None else self._where_rows_are(self.function, groups)
+        if not parts and scoring.function_weight == 1.0 and function is not None:
+            return function
         return CombinedManager(
-            function=self.function,
+            function=function,
             function_weight=scoring.function_weight,
             parts=parts,
-            tokenizer=self.tokenizer,
             on_error=scoring.on_error,
             max_error_rate=scoring.max_error_rate,
         )
+
+    def _where_rows_are(self, function: RewardManager, groups: Mapping[str, WorkerGroup]) -> RewardManager:
+        """Returns the function's manager; where the ranks that generate can score rows for it, the driver's processes end."""
+        rollout = groups.get(ROLLOUT_ROLE, groups.get(COLOCATED_ROLE))
+        if not isinstance(function, NaiveManager) or not function.scores_rows:
+            return function
+        if rollout is None or "begin_scoring" not in rollout.methods():
+            return function
+        function.close()
+        return RowsOnRanks(function, rollout)
 
     def _judge(self, group: WorkerGroup) -> JudgeScorer:
         config = self.config.reward_model.judge
@@ -316,13 +383,41 @@ def _check_vocabulary(shape: ModelShape | None, tokenizer: Any, model: str) -> N
         )
 
 
+@dataclass(slots=True)
+class RowsOnRanks:
+    """A manager whose rows are scored by the ranks that generated them, beside their next calls.  group: the rollout's."""
+
+    manager: NaiveManager
+    group: WorkerGroup
+    _numbers: Iterator[int] = field(init=False, default_factory=itertools.count)
+
+    def __call__(self, batch: Batch) -> RewardResult:
+        return self.start(batch)()
+
+    def start(self, batch: Batch) -> Callable[[], RewardResult]:
+        """Gives the ranks their rows with the data's columns that the function reads; see BackgroundManager."""
+        facts, key = ScoredRows.of(batch, []), f"scoring-{next(self._numbers)}"
+        asked = batch.select(ROW_TOKENS, REWARD_FIELDS, [])
+        self.group.begin_scoring(asked, key, self.manager.max_failures(len(batch)))
+
+        def finish() -> RewardResult:
+            outcomes = [one for part in self.group.take_outcomes(key) for one in unpack_outcomes(part)]
+            return self.manager.reward(replace(facts, outcomes=outcomes))
+
+        return finish
+
+    def close(self) -> None:
+        self.manager.close()
+
+
 class ModelScorer:
     """Scores by the reward model: one pass over the batch, which runs while the driver scores with the function."""
 
     def __init__(self, group: WorkerGroup, rendering: Rendering | None) -> None:
         self.group, self.rendering = group, rendering
 
-    def __call__(self, batch: DataProto) -> Callable[[], PartScores]:
+    def __call__(self, batch: Batch) -> Callable[[], PartScores]:
+        batch = rows_here(batch)
         rows = self.rendering(batch) if self.rendering is not None else batch
         asked = rows.select(batch_keys=["input_ids", "attention_mask"], non_tensor_batch_keys=[], meta_info_keys=[])
         scored = self.group.compute_rm_score.submit(asked)
@@ -335,8 +430,9 @@ class JudgeScorer:
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
 
-    def __call__(self, batch: DataProto) -> Callable[[], PartScores]:
-        return lambda: asyncio.run(self.judge(batch))
+    def __call__(self, batch: Batch) -> Callable[[], PartScores]:
+        rows = rows_here(batch)
+        return lambda: asyncio.run(self.judge(rows))
 
 
 class JudgeGenerator:

@@ -44,7 +44,7 @@ from rlhub.trainer.ppo.advantages import (
 )
 from rlhub.trainer.ppo.metrics import mean_metrics, timing_per_token
 from rlhub.trainer.ppo.requirements import Requirements, requirements
-from rlhub.trainer.ppo.scoring import Samples, Scorer, merge_scorings
+from rlhub.trainer.ppo.scoring import Samples, Scorer, add_scores
 from rlhub.utils.balance import partition
 from rlhub.utils.seeding import Purpose, uniforms
 from rlhub.utils.timing import PhaseTimer
@@ -77,13 +77,14 @@ class TrainingStep:
         # The trainer's weights go to whatever generates, and are checked there; before the first step they are version 0.
         source.publish()
 
-        # Responses to further prompts, each scored once.  Dynamic sampling asks again until enough groups differ in reward.
+        # Responses to further prompts, each scored once; only a source that chooses by reward waits for the scores.  Dynamic
+        # sampling asks again until enough groups differ in reward.
         batch, scorings = None, []
         while batch is None:
             samples = source.sample(prompts, step)
-            scorings.append(self.score(samples))
+            scorings.append(self.score.submit(samples))
             batch = source.select(samples)
-        metrics = source.metrics | merge_scorings(scorings)
+        metrics = dict(source.metrics)
         batch = self.deal_rows(batch, step)
 
         # Log-probs of the policy before the update and of the reference, and values: submitted together, so that they run at
@@ -103,6 +104,8 @@ class TrainingStep:
             metrics |= measure_mismatch(batch)
             self.mismatch.check(metrics)
 
+        # The rewards were computed beside the passes.
+        metrics |= add_scores(batch, scorings)
         metrics |= self.compute_advantages(batch)
 
         # Both updates are submitted before one is waited for.  The critic learns from all tokens; the policy from those that
@@ -174,7 +177,8 @@ class SampleSource(Protocol):
         ...
 
     def select(self, samples: Samples) -> Batch | None:
-        """Returns the training batch out of this step's scored samples, or None where further ones must be sampled."""
+        """Returns the training batch out of this step's samples, or None where further ones must be sampled.  Their scores may be
+        on their way; `samples.scored()` waits for them."""
         ...
 
     def trained(self, step: int) -> None:

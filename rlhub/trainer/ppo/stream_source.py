@@ -135,7 +135,7 @@ class StreamSource:
 
     def select(self, samples: Samples) -> Batch:
         """Returns all samples: groups without signal were turned down as they finished."""
-        columns = samples.batch.batch
+        columns = samples.scored().batch
         columns["valid"] = columns["valid"] & columns.pop(MAY_TRAIN)
         return samples.batch
 

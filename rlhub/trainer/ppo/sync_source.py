@@ -124,7 +124,7 @@ class SyncSource:
         """Returns the generation as it is, or what dynamic sampling makes of this one and those before it."""
         if self._dynamic_sampling is None:
             return samples.batch
-        batch = self._dynamic_sampling.add(samples.batch)
+        batch = self._dynamic_sampling.add(samples.scored())
         self.metrics = self._dynamic_sampling.metrics
         return batch
 

@@ -20,6 +20,7 @@ from rlhub.data.prompts import PromptDataset, PromptLoader
 from rlhub.models.tokenizer import load_tokenizer, read_vocabulary
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager
+from rlhub.rewards.managers import reward_function
 from rlhub.single_controller import ClassWithInitArgs, Launched
 from rlhub.tracking.tracker import Metrics
 from rlhub.trainer.launch import launch_workers
@@ -218,19 +219,22 @@ def policy_roles(
 ) -> dict[str, ClassWithInitArgs]:
     """Returns the roles of actor, rollout and, where it is read, reference: together, or apart on pools of their own."""
     section, trainer = config.actor_rollout_ref, config.trainer
+    scores = config.reward_model.function_weight != 0
+    reward = reward_function(config.reward_model, config.custom_reward_function) if scores else None
     own_rollout, own_reference = (is_separate(trainer, role) for role in (ROLLOUT_ROLE, REFERENCE_ROLE))
     serves = is_async(config) or bool(trainer.replay_from)  # what generates, if anything does, is no role of the workers'
-    actor = ClassWithInitArgs(
-        ActorWorker if own_rollout or serves else ActorRolloutRefWorker,
-        section,
-        runtime,
-        train=train,
-        needs_reference=needs_reference and not own_reference,
-        correction=config.algorithm.rollout_correction,
-    )
+    settings = {
+        "train": train,
+        "needs_reference": needs_reference and not own_reference,
+        "correction": config.algorithm.rollout_correction,
+    }
+    if own_rollout or serves:
+        actor = ClassWithInitArgs(ActorWorker, section, runtime, **settings)
+    else:
+        actor = ClassWithInitArgs(ActorRolloutRefWorker, section, runtime, reward=reward, **settings)
     roles = {actor_role(trainer): actor}
     if own_rollout and not serves:
-        roles[ROLLOUT_ROLE] = ClassWithInitArgs(RolloutWorker, section, runtime)
+        roles[ROLLOUT_ROLE] = ClassWithInitArgs(RolloutWorker, section, runtime, reward=reward)
     if needs_reference and own_reference:
         roles[REFERENCE_ROLE] = ClassWithInitArgs(ReferenceWorker, section, runtime)
     return roles

@@ -21,8 +21,9 @@ from rlhub.config.sections.reward import RewardModelConfig
 from rlhub.config.sections.rollout import RolloutConfig
 from rlhub.protocol import DataProto
 from rlhub.rewards import RewardManager, RewardOutcome
-from rlhub.rewards.base import check_failures
-from rlhub.rewards.managers import OUTCOMES, response_lengths, reward_requests
+from rlhub.rewards.base import ScoredRows, check_failures
+from rlhub.rewards.managers import OUTCOMES
+from rlhub.rewards.rows import ROW_TOKENS, response_texts, rows_here
 from rlhub.tracking.spans import RecordSpan, ignore_span
 from rlhub.tracking.tracker import GenerationRow
 from rlhub.trainer.ppo.episodes import EpisodeSamples
@@ -101,21 +102,15 @@ class Validator:
             )
         scores, policy = batch.batch["scores"].numpy(), self.failures
         outcomes = [outcome or RewardOutcome() for outcome in batch.non_tensor_batch.get(OUTCOMES, [None] * len(scores))]
-        failures = check_failures(
-            lambda row: reward_requests(batch, response_lengths(batch), self.tokenizer, [row])[0],
-            outcomes,
-            on_error=policy.on_error,
-            max_error_rate=policy.max_error_rate,
-        )
+        rows = ScoredRows.of(batch, outcomes)
+        failures = check_failures(rows, on_error=policy.on_error, max_error_rate=policy.max_error_rate)
         valid = np.array([policy.on_error == "zero" or outcome.error is None for outcome in outcomes], dtype=bool)
         return ScoredSamples(scores=scores, correct=correctness({}, scores), valid=valid, lengths=lengths, failures=failures)
 
     def _shown(self, batch: DataProto, scored: ScoredSamples, limit: int) -> list[GenerationRow]:
         rows = range(min(limit, len(batch)))
-        lengths = batch.batch["response_length"].tolist()
-        responses = [batch.batch["responses"][row, : lengths[row]].tolist() for row in rows]
         finished = batch.batch["finish_reason"].tolist()
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        texts = response_texts(rows_here(batch.select_idxs(list(rows)).select(list(ROW_TOKENS), [], [])), self.tokenizer)
         return [
             GenerationRow(
                 prompt=str(batch.non_tensor_batch["raw_prompt"][row]),

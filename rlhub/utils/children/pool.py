@@ -31,6 +31,7 @@ GROW_AFTER_S = 0.1  # about twice the start of a child: less work than that is d
 GATHER_S = (
     0.0005  # after a first reply, before reading: trivial calls answer by the dozen, and each wake-up costs more than a call
 )
+WAKE_S = 1.0  # a `map` that waits sees at least so often that the pool is closed
 MAX_LOADS = 3  # failed ones in a row of a function that could be loaded before
 MAX_CHUNK = 256
 TRIVIAL_CHUNK, TRIVIAL_CHUNK_S = 32, 0.002  # so many calls at once, if they are done so soon: a round trip takes half as long
@@ -98,6 +99,11 @@ class _MapRun:
         return (sendable, self.request(sendable)[1]) if sendable else ([], None)
 
 
+def default_num_workers() -> int:
+    """Returns the children of a pool on this machine for which no number is set."""
+    return min(4, os.cpu_count() or 1)
+
+
 class KillablePool:
     """Runs `target(**call)` in children for each call of `map`.  It may be used from several threads; one `map` runs at a
     time."""
@@ -116,10 +122,11 @@ class KillablePool:
         the time in which it imports.  memory_gb: address space of one child, in GiB. access: the environment variables that the
         function may read."""
         self.target, self.parameters, self.access = target, tuple(parameters), access or Access()
-        self.num_workers = num_workers or min(4, os.cpu_count() or 1)
+        self.num_workers = num_workers or default_num_workers()
         self.timeout_s, self.memory_gb = timeout_s, memory_gb
         self._children: list[ChildProcess] = []
         self._loaded = False
+        self._run_now: _MapRun | None = None
         self._lock = threading.Lock()
         self._finalizer = weakref.finalize(self, _kill_all, self._children)
 
@@ -136,6 +143,7 @@ class KillablePool:
         most = len(calls) if max_failures is None else max_failures
         run = _MapRun(calls=calls, pending=deque(range(len(calls))), max_failures=most)
         with self._lock:
+            self._run_now = run
             try:
                 self._run(run)
             except BaseException:  # re-raised: an interrupted run must not leave children whose answers would be taken for others
@@ -145,7 +153,9 @@ class KillablePool:
         return [run.results.get(number, skipped) for number in range(len(calls))]
 
     def close(self) -> None:
-        """Ends all children.  A later `map` starts new ones."""
+        """Ends all children; a `map` of another thread skips the calls that are not done.  A later `map` starts new children."""
+        if self._run_now is not None:
+            self._run_now.max_failures = -1
         with self._lock:
             _kill_all(self._children)
 
@@ -199,7 +209,7 @@ class KillablePool:
         limits = [self._deadline(child) - now for child in self._children if child.items or not child.ready]
         if run.pending and len(self._children) < self.num_workers and all(child.ready for child in self._children):
             limits.append(run.began + GROW_AFTER_S - now)
-        return max(0.0, min(limits, default=0.0))
+        return max(0.0, min(WAKE_S, *limits)) if limits else 0.0
 
     def _deadline(self, child: ChildProcess) -> float:
         return child.deadline(self.timeout_s)

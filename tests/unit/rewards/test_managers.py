@@ -1,6 +1,7 @@
 """Managers over a scripted pool: decoding, placing, policies, penalties; `build_reward_manager` with real children."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,16 @@ from rlhub.config.sections.reward import CustomRewardConfig, RewardModelConfig
 from rlhub.errors import ConfigError, RegistryError, RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards import ManagerParts, RewardFailure, RewardOutcome, RewardRequest, build_reward_manager
-from rlhub.rewards.managers import DapoKnobs, DapoManager, NaiveManager, OverlongBuffer, overlong_penalty, reward_target
+from rlhub.rewards.base import BackgroundManager, RewardResult, ScoredRows, start_scoring
+from rlhub.rewards.managers import (
+    DapoKnobs,
+    DapoManager,
+    NaiveManager,
+    OverlongBuffer,
+    on_last_token,
+    overlong_penalty,
+    reward_target,
+)
 
 EOS = 0
 WIDTH = 6
@@ -55,6 +65,7 @@ def make_batch(texts: list[str], prompt_width: int = 2) -> DataProto:
     tensors = {
         "responses": responses,
         "response_mask": mask,
+        "response_length": mask.sum(1),
         "attention_mask": torch.cat([torch.ones(rows, prompt_width, dtype=torch.int64), mask], 1),
     }
     columns = {
@@ -70,6 +81,12 @@ def parts(table: dict[str, Any], **settings: Any) -> ManagerParts:
     return ManagerParts(pool=Scripted(table), tokenizer=Letters(), **values)  # type: ignore[arg-type]
 
 
+def tokens_of(result: RewardResult, batch: DataProto) -> torch.Tensor:
+    """The rewards on tokens, (rows, WIDTH): where a manager scores whole responses, on the last token that the model wrote."""
+    assert result.token_level_scores is None
+    return on_last_token(result.scores, batch.batch["response_mask"])
+
+
 def ending_in_context(texts: list[str], written: list[list[int]]) -> DataProto:
     """The model wrote only some of each response's tokens."""
     batch = make_batch(texts)
@@ -83,13 +100,14 @@ def test_the_score_is_on_the_last_token_that_the_model_wrote() -> None:
     result = NaiveManager(parts({"abcd": 0.5, "ab": 1.0}))(batch)
     expected = torch.zeros(4, WIDTH)
     expected[0, 1], expected[1, 2], expected[2, 1] = 0.5, 0.5, 1.0
-    assert torch.equal(result.token_level_scores, expected)
+    assert torch.equal(tokens_of(result, batch), expected)
     assert result.scores.tolist() == [0.5, 0.5, 1.0, 0.5]
 
 
 def test_requests_hold_the_response_without_padding_and_special_tokens() -> None:
     built = parts({"ab": 1.0, "": 0.25, "abcdef": 0.5})
-    result = NaiveManager(built)(make_batch(["ab\0", "", "abcdef"]))
+    batch = make_batch(["ab\0", "", "abcdef"])
+    result = NaiveManager(built)(batch)
     assert [(r.data_source, r.solution_str, r.ground_truth, r.extra_info) for r in built.pool.seen] == [  # type: ignore[attr-defined]
         ("source", "ab", "truth 0", {"i": 0}),
         ("source", "", "truth 1", {"i": 1}),
@@ -97,7 +115,7 @@ def test_requests_hold_the_response_without_padding_and_special_tokens() -> None
     ]
     expected = torch.zeros(3, WIDTH)
     expected[0, 2], expected[2, 5] = 1.0, 0.5
-    assert torch.equal(result.token_level_scores, expected) and result.token_level_scores.dtype == torch.float32
+    assert torch.equal(tokens_of(result, batch), expected) and result.scores.dtype == torch.float32
     assert torch.equal(result.scores, torch.tensor([1.0, 0.25, 0.5]))
     assert result.valid.tolist() == [True] * 3 and result.valid.dtype == torch.bool
     assert result.metrics == {"reward/num_failed": 0.0, "reward/failed_share": 0.0}
@@ -106,7 +124,42 @@ def test_requests_hold_the_response_without_padding_and_special_tokens() -> None
 def test_an_environments_tokens_count_towards_the_place_of_the_score() -> None:
     batch = make_batch(["abcd"])
     batch.batch["response_mask"] = torch.tensor([[1, 0, 0, 1, 0, 0]])
-    assert NaiveManager(parts({"abcd": 2.0}))(batch).token_level_scores.tolist() == [[0, 0, 0, 2.0, 0, 0]]
+    assert tokens_of(NaiveManager(parts({"abcd": 2.0}))(batch), batch).tolist() == [[0, 0, 0, 2.0, 0, 0]]
+
+
+def test_rewards_are_made_of_outcomes_and_one_number_a_row_alone() -> None:
+    """The rows may be elsewhere.  Control: outcomes in another order are other rewards."""
+    knobs = DapoKnobs(overlong_buffer_cfg={"enable": True, "len": 2})  # type: ignore[arg-type]
+    table: dict[str, Any] = {"a": 1.0, "abcde": {"score": 0.5, "n": 3}, "abcdef": 1.0}
+    batch = make_batch(["a", "abcde", "abcdef", "xxxxxx"])
+    manager = DapoManager(parts(table), knobs)
+    whole, outcomes = manager(batch), manager.parts.pool._one  # type: ignore[attr-defined]
+    scored = [outcomes(text) for text in ("a", "abcde", "abcdef", "xxxxxx")]
+    rows = ScoredRows(outcomes=scored, lengths=np.array([1, 5, 6, 6]), sources=np.array(["source"] * 4, dtype=object))
+    apart = manager.reward(rows)
+    assert torch.equal(apart.scores, whole.scores) and torch.equal(apart.valid, whole.valid) and apart.metrics == whole.metrics
+    assert {name: column.tolist() for name, column in apart.extra.items()} == {
+        name: column.tolist() for name, column in whole.extra.items()
+    }
+    shuffled = manager.reward(replace(rows, outcomes=scored[::-1]))
+    assert not torch.equal(shuffled.scores, whole.scores)
+
+
+def test_only_a_manager_that_reads_outcomes_alone_says_so() -> None:
+    class Calls(NaiveManager):
+        def __call__(self, batch: DataProto) -> RewardResult:
+            return super().__call__(batch)
+
+    assert NaiveManager(parts({})).scores_rows and DapoManager(parts({}), DapoKnobs()).scores_rows
+    assert not Calls(parts({})).scores_rows
+
+
+def test_a_manager_that_can_only_be_called_is_given_the_rows_when_its_rewards_are_asked_for() -> None:
+    manager, batch = NaiveManager(parts({"a": 1.0, "b": 2.0})), make_batch(["a", "b"])
+    assert not isinstance(manager, BackgroundManager)
+    pending = start_scoring(manager, batch)
+    batch.reorder(torch.tensor([1, 0]))
+    assert pending().scores.tolist() == [1.0, 2.0], "of the rows as they were"
 
 
 def test_mask_and_zero_keep_going_and_count() -> None:
@@ -114,7 +167,7 @@ def test_mask_and_zero_keep_going_and_count() -> None:
     for on_error, valid in (("mask", [True, False, True, False]), ("zero", [True] * 4)):
         result = NaiveManager(parts({"ab": 1.0}, on_error=on_error))(batch)
         assert result.scores.tolist() == [1.0, 0.0, 1.0, 0.0] and result.valid.tolist() == valid
-        assert result.token_level_scores.sum(1).tolist() == [1.0, 0.0, 1.0, 0.0]
+        assert tokens_of(result, batch).sum(1).tolist() == [1.0, 0.0, 1.0, 0.0]
         assert result.metrics == {"reward/num_failed": 2.0, "reward/failed_share": 0.5, "reward/num_failed/raised": 2.0}
 
 
@@ -154,9 +207,10 @@ def test_the_overlong_penalty_follows_the_paper() -> None:
 def test_dapo_adds_the_penalty_but_not_to_correctness_or_failed_rows() -> None:
     knobs = DapoKnobs(overlong_buffer_cfg={"enable": True, "len": 2})  # type: ignore[arg-type]
     table = {"a": 1.0, "abcde": 1.0, "abcdef": 1.0}
-    result = DapoManager(parts(table), knobs)(make_batch(["a", "abcde", "abcdef", "xxxxxx"]))
+    batch = make_batch(["a", "abcde", "abcdef", "xxxxxx"])
+    result = DapoManager(parts(table), knobs)(batch)
     assert result.scores.tolist() == [1.0, 0.5, 0.0, 0.0]
-    assert result.token_level_scores.sum(1).tolist() == [1.0, 0.5, 0.0, 0.0]
+    assert tokens_of(result, batch).sum(1).tolist() == [1.0, 0.5, 0.0, 0.0]
     assert result.extra["acc"].tolist() == [1.0, 1.0, 1.0, 0.0]
     assert result.extra["overlong_reward"].tolist() == [0.0, -0.5, -1.0, -1.0]
     off = DapoManager(parts(table), DapoKnobs())(make_batch(["a", "abcdef"]))

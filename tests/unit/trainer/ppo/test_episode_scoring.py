@@ -103,7 +103,7 @@ def batch_of(outcomes: list[RewardOutcome | None]) -> DataProto:
     count = len(outcomes)
     mask = torch.ones(count, 3, dtype=torch.long)
     texts = {name: object_array([name] * count) for name in ("data_source", "ground_truth", "extra_info")}
-    columns = {"responses": mask * 7, "attention_mask": torch.cat([mask, mask], 1)}
+    columns = {"responses": mask * 7, "response_length": mask.sum(1)}
     return DataProto.from_dict(columns, texts | {OUTCOMES: object_array(outcomes)})
 
 

@@ -12,7 +12,7 @@ from rlhub.errors import RewardError
 from rlhub.protocol import DataProto
 from rlhub.rewards.base import RewardResult
 from rlhub.trainer.ppo.advantages import reward_components
-from rlhub.trainer.ppo.scoring import Samples, Scorer, component
+from rlhub.trainer.ppo.scoring import Samples, Scorer, add_scores, component
 from rlhub.utils.timing import PhaseTimer
 
 ROWS = 3
@@ -27,7 +27,6 @@ def objects(*values: Any) -> np.ndarray:
 def result(extra: dict[str, np.ndarray], valid: list[bool] | None = None, num_failed: int = 0) -> RewardResult:
     scores = torch.tensor([1.0, 0.0, 0.5])
     return RewardResult(
-        token_level_scores=scores[:, None].expand(ROWS, 2).contiguous(),
         scores=scores,
         valid=torch.tensor(valid or [True] * ROWS),
         extra=extra,
@@ -47,7 +46,7 @@ class CountingReward:
 
 
 def batch() -> DataProto:
-    return DataProto.from_dict({"responses": torch.zeros(ROWS, 2)})
+    return DataProto.from_dict({"responses": torch.zeros(ROWS, 2), "response_mask": torch.tensor([[1, 1], [1, 0], [1, 1]])})
 
 
 EXTRA = {"correct": np.array([1.0, 0.0, 1.0]), "format": objects(True, 2, 0.5), "note": objects("a", None, "b")}
@@ -58,17 +57,38 @@ def test_rewards_of_tools_join_the_score_of_valid_samples() -> None:
     rows.batch["added_rewards"] = torch.tensor([[0.5, 0.0], [0.25, 0.25], [0.0, 0.0]])
     Scorer(reward=CountingReward(result({}, valid=[True, False, True])), timers=PhaseTimer(), metric="score").score_rows(rows)
     assert rows.batch["scores"].tolist() == [1.5, 0.0, 0.5] == rows.batch["group_metric"].tolist()
-    assert rows.batch["token_level_scores"].tolist() == [[1.5, 1.0], [0.0, 0.0], [0.5, 0.5]]
+    assert rows.batch["token_level_scores"].tolist() == [[0.5, 1.0], [0.0, 0.0], [0.0, 0.5]]
 
 
 def test_rows_that_come_with_scores_keep_them() -> None:
     reward, rows = CountingReward(result({})), batch()
     score = Scorer(reward=reward, timers=PhaseTimer())
-    assert score(Samples(batch=rows)) == {"reward/num_failed": 0.0}
-    assert score(Samples(batch=rows)) == {} and reward.calls == 1
-    assert rows.batch["scores"].tolist() == [1.0, 0.0, 0.5] and set(rows.batch.keys()) == {
-        "responses", "token_level_scores", "scores", "valid",
-    }  # fmt: skip
+    assert score.score_rows(rows) == {"reward/num_failed": 0.0}
+    assert score.score_rows(rows) == {} and reward.calls == 1
+    assert rows.batch["scores"].tolist() == [1.0, 0.0, 0.5]
+    assert set(rows.batch.keys()) == {"responses", "response_mask", "scores", "valid"}
+
+
+def test_scores_find_their_rows_after_these_were_dealt_to_ranks() -> None:
+    """Control: put in the order of sampling they would be others' scores."""
+    samples = Samples(batch=batch())
+    scoring = Scorer(reward=CountingReward(result({})), timers=PhaseTimer()).submit(samples)
+    rows = samples.batch
+    rows.batch["sample_index"] = torch.arange(ROWS)
+    rows.reorder(torch.tensor([2, 0, 1]))
+    assert add_scores(rows, [scoring]) == {"reward/num_failed": 0.0}
+    assert rows.batch["scores"].tolist() == [0.5, 1.0, 0.0] != result({}).scores.tolist()
+
+
+def test_scores_that_were_waited_for_are_not_added_again() -> None:
+    """A source may have chosen rows of them, joined them with others, and changed which of them may train."""
+    samples = Samples(batch=batch())
+    scoring = Scorer(reward=CountingReward(result({})), timers=PhaseTimer()).submit(samples)
+    assert samples.scored().batch["scores"].tolist() == [1.0, 0.0, 0.5]
+    chosen = samples.scored().select_idxs([2])
+    chosen.batch["valid"] = torch.tensor([False])
+    assert scoring.add_to(chosen) == {"reward/num_failed": 0.0}
+    assert chosen.batch["scores"].tolist() == [0.5] and chosen.batch["valid"].tolist() == [False]
 
 
 def test_numbers_become_components_and_texts_do_not() -> None:

@@ -125,26 +125,33 @@ def token_value(columns: dict[str, Tensor], factor: float) -> Tensor:
 
 @dataclass
 class FakeReward:
-    """Scores of the prompts in turn, by the row's number; invalid rows score 0."""
+    """Scores of the prompts in turn, by the row's number; invalid rows score 0.
+
+    waited: the number of calls that were sent when the scores were waited for, of each batch.
+    """
 
     calls: list[Call]
     scores: list[float]
     invalid: set[int]
+    waited: list[int] = field(default_factory=list)
 
     def __call__(self, batch: DataProto) -> RewardResult:
+        return self.start(batch)()
+
+    def start(self, batch: DataProto) -> Callable[[], RewardResult]:
         self.calls.append(Call("reward", {}, set(), {}))
-        rows, mask = batch.batch["row"].tolist(), batch.batch["response_mask"]
-        scores = torch.tensor([0.0 if row in self.invalid else self.scores[row] for row in rows])
-        tokens = torch.zeros(mask.shape)
-        tokens[torch.arange(len(rows)), mask.sum(1) - 1] = scores
-        valid = torch.tensor([row not in self.invalid for row in rows])
-        return RewardResult(
-            token_level_scores=tokens,
-            scores=scores,
-            valid=valid,
-            extra={},
-            metrics={"reward/num_failed": float(len(self.invalid))},
-        )
+        rows = batch.batch["row"].tolist()
+
+        def finish() -> RewardResult:
+            self.waited.append(len(self.calls))
+            return RewardResult(
+                scores=torch.tensor([0.0 if row in self.invalid else self.scores[row] for row in rows]),
+                valid=torch.tensor([row not in self.invalid for row in rows]),
+                extra={},
+                metrics={"reward/num_failed": float(len(self.invalid))},
+            )
+
+        return finish
 
     def close(self) -> None: ...
 
@@ -193,12 +200,13 @@ def config_of(
 class FakeSource:
     """A schedule that gives one batch after the other, and notes the calls between those of the workers.
 
-    spoilt: generations of a step after which it asks for another one.
+    spoilt: generations of a step after which it asks for another one.  chooses: waits for the scores of each.
     """
 
     calls: list[Call]
     batches: Iterator[DataProto]
     spoilt: int = 0
+    chooses: bool = False
     policy_version: int = 0
     metrics: dict[str, float] = field(default_factory=lambda: {"sampling/of_the_source": 1.0})
 
@@ -211,6 +219,8 @@ class FakeSource:
 
     def select(self, samples: Samples) -> DataProto | None:
         self.spoilt -= 1
+        if self.chooses or self.spoilt >= 0:
+            samples.scored()
         return samples.batch if self.spoilt < 0 else None
 
 
@@ -276,6 +286,18 @@ def test_calls_that_do_not_need_each_other_are_sent_before_one_is_waited_for() -
         ("actor.update_actor", num_all),
     ]
     assert critic.waited == [("critic.compute_values", num_passes), ("critic.update_critic", num_all)]
+    reward = run.train_step.score.reward
+    assert isinstance(reward, FakeReward) and reward.waited == [num_passes]
+
+
+def test_scores_that_a_source_chooses_by_are_waited_for_there() -> None:
+    """Dynamic sampling compares groups; control: a source that takes what comes leaves the rewards to run beside the passes."""
+    for chooses, expected in ((True, 3), (False, 4)):
+        calls: list[Call] = []
+        train_step = step_of(config_of(mini=1), calls, FakeGroup("actor", calls), None, [rollout_batch()])
+        train_step.source.chooses = chooses  # type: ignore[attr-defined]
+        train_step(1, iter(()))
+        assert train_step.score.reward.waited == [expected]  # type: ignore[attr-defined]
 
 
 START = ("publish", "sample", "reward")

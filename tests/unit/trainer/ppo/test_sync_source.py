@@ -19,7 +19,7 @@ from rlhub.rewards.base import RewardResult
 from rlhub.trainer.ppo import dynamic_sampling as dynamic_sampling_module
 from rlhub.trainer.ppo import sync_source as sync_source_module
 from rlhub.trainer.ppo.dynamic_sampling import groups_with_signal, join
-from rlhub.trainer.ppo.scoring import SIGNAL, Scorer, build_scorer, merge_scorings
+from rlhub.trainer.ppo.scoring import SIGNAL, Scorer, add_scores, build_scorer
 from rlhub.trainer.ppo.sync_source import SyncSource
 from rlhub.utils.timing import PhaseTimer
 
@@ -130,9 +130,9 @@ class Sampler:
         batch, scorings = None, []
         while batch is None:
             samples = self.source.sample(prompts, step)
-            scorings.append(self.score(samples))
+            scorings.append(self.score.submit(samples))
             batch = self.source.select(samples)
-        self.metrics = self.source.metrics | merge_scorings(scorings)
+        self.metrics = self.source.metrics | add_scores(batch, scorings)
         return batch
 
     @property
