@@ -364,10 +364,21 @@ def score_columns(groups: Sequence[Group], width: int) -> dict[str, Tensor]:
         if not trajectory.finite_rewards:
             raise WorkflowError(f"a sample of prompt {ordinal} has rewards that are, or add up to, no finite float32")
         rewards[row, : len(trajectory.rewards)] = torch.tensor(trajectory.rewards)
+    return {"token_level_scores": rewards, "scores": rewards.sum(1)} | _scored_rows(groups)
+
+
+def score_rows(groups: Sequence[Group]) -> dict[str, Tensor]:
+    """Returns `score_columns` of samples whose tokens are in other processes: those of one number a row."""
+    samples = [sample for group in groups for sample in group.trajectories]
+    if all(sample.rewards is None for sample in samples):
+        return {}
+    return {"scores": torch.tensor([sum(sample.rewards or ()) for sample in samples])} | _scored_rows(groups)
+
+
+def _scored_rows(groups: Sequence[Group]) -> dict[str, Tensor]:
     names = dict.fromkeys(name for group in groups for numbers in group.numbers for name in numbers)
     columns = {COMPONENT + name: number_column(groups, name) for name in names}
-    valid = torch.tensor([sample for group in groups for sample in group.valid])
-    return {"token_level_scores": rewards, "scores": rewards.sum(1), "valid": valid} | columns
+    return {"valid": torch.tensor([sample for group in groups for sample in group.valid])} | columns
 
 
 def number_column(groups: Sequence[Group], name: str) -> Tensor:

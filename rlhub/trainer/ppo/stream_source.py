@@ -46,7 +46,7 @@ from rlhub.protocol.columns import object_array
 from rlhub.protocol.exchange import RowSource
 from rlhub.rewards import RewardOutcome
 from rlhub.rewards.managers import OUTCOMES
-from rlhub.rollout_service.executor.batches import episode_metrics, prompt_columns, row_columns, to_batch
+from rlhub.rollout_service.executor.batches import episode_metrics, prompt_columns, row_columns, score_rows, to_batch
 from rlhub.rollout_service.executor.episode_groups import Group, PromptItem
 from rlhub.rollout_service.executor.executor import WorkflowExecutor
 from rlhub.rollout_service.executor.ledger import Phase
@@ -164,12 +164,10 @@ class StreamSource:
     def _samples(self, groups: Sequence[Group], step: int) -> Samples:
         """Returns the groups' samples; by reference, the training ranks have their tokens.  Raises HolderLostError.
 
-        Batches in which workflows or tools reward tokens go through the driver, which adds these rewards.
+        Groups whose tools reward tokens come to the driver, which adds these rewards to the configured one.
         """
         by_reference = self.holders is not None
-        if self.holders is not None and any(
-            sample.rewards or sample.added_rewards for group in groups for sample in group.scored
-        ):
+        if self.holders is not None and any(sample.added_rewards for group in groups for sample in group.scored):
             groups, by_reference = self._on_loop(read_groups(self.holders, groups)), False
         build = self._by_reference if by_reference else self._batch
         batch = build(groups, [outcome for group in groups for outcome in self.outcomes.take(group)], f"episodes-{step}")
@@ -187,13 +185,16 @@ class StreamSource:
         """Lets the training ranks get the tokens from the processes that keep them."""
         holders, ranks = self.holders, self.ranks
         assert holders is not None and ranks is not None, "built with both"
+        complete_rewards(groups, outcomes)
         rows = [sample for group in groups for sample in group.trajectories if isinstance(sample, TrajectoryRef)]
         names = wide_names(rows)
 
         def sources(chosen: np.ndarray) -> list[tuple[RowSource, np.ndarray]]:
             return self._on_loop(holders.sources([rows[row] for row in chosen.tolist()], names))
 
-        small = self._with_outcomes(DataProto.from_dict(row_columns(groups), prompt_columns(groups)), outcomes)
+        small = self._with_outcomes(
+            DataProto.from_dict(row_columns(groups) | score_rows(groups), prompt_columns(groups)), outcomes
+        )
         columns = {name: ColumnInfo(WIDE[name], (), ragged=True) for name in names}
         return ranks.collect(small, columns, sources, TRAINING_MESH, key)
 
