@@ -11,8 +11,8 @@ Where samples come from; each is a SampleSource (step.py):
 
 What the step does with them:
   scoring.py            the reward of each response, and what is compared with it
-  advantages.py         from scores to advantages; the rollout engine's policy against the trained one
-  metrics.py            the numbers of a training batch
+  mismatch_bound.py     how far the rollout engine's policy may be from the trained one
+  metrics.py            metrics out of what workers return and what phases took
   requirements.py       what the chosen algorithm requires of all this
 
 What a stream of episodes needs:

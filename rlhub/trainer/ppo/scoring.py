@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhub.algorithms.inputs import COMPONENT
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.errors import ConfigError, RewardError
 from rlhub.models.shape import ModelShape, read_model_shape
@@ -46,8 +47,6 @@ from rlhub.workers.roles import JudgeWorker, RewardModelWorker
 logger = logging.getLogger(__name__)
 
 
-COMPONENT = "reward/"
-"""Prefix of the columns that hold the scorer's own numbers."""
 SIGNAL = "group_metric"
 """Column (rows,) float64: the number in which the samples of a group are compared."""
 COUNTS = FAILED
@@ -97,10 +96,7 @@ class Scoring:
 
 def add_scores(batch: Batch, scorings: Sequence[Scoring]) -> dict[str, float]:
     """Waits for the scores of a step's samplings, adds them to the batch unless it has them, and returns their metrics."""
-    metrics = merge_scorings([scoring.add_to(batch) for scoring in scorings])
-    if "token_level_scores" not in batch.batch.keys():
-        batch.batch["token_level_scores"] = on_last_token(batch.batch["scores"], batch.batch["response_mask"])
-    return metrics
+    return merge_scorings([scoring.add_to(batch) for scoring in scorings])
 
 
 @dataclass(slots=True, kw_only=True)

@@ -192,9 +192,8 @@ class StreamSource:
         def sources(chosen: np.ndarray) -> list[tuple[RowSource, np.ndarray]]:
             return self._on_loop(holders.sources([rows[row] for row in chosen.tolist()], names))
 
-        small = self._with_outcomes(
-            DataProto.from_dict(row_columns(groups) | score_rows(groups), prompt_columns(groups)), outcomes
-        )
+        numbers = row_columns(groups) | score_rows(groups)
+        small = self._with_outcomes(DataProto.from_dict(numbers, prompt_columns(groups)), outcomes)
         columns = {name: ColumnInfo(WIDE[name], (), ragged=True) for name in names}
         return ranks.collect(small, columns, sources, TRAINING_MESH, key)
 
