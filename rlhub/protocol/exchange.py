@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ from rlhub.errors import HolderLostError, ProtocolError
 from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout, Numbers, Retain, pack_numbers, unpack_numbers
 from rlhub.protocol.columns import join_tensors, num_bytes, take_rows
 from rlhub.protocol.data_proto import DataProto
+from rlhub.utils.atomic import TEMPORARY_SUFFIX
 
 ROWS = "rows"
 """The role of a process's RowKeeper, in calls and errors; the driver's own roles have other names."""
@@ -271,6 +273,17 @@ class RowSource(Protocol):
         ...
 
 
+@dataclass(slots=True, frozen=True)
+class FileRows:
+    """Is the RowSource of rows in a file of `RowKeeper.save`.  rows: their numbers in the file."""
+
+    path: Path
+    rows: np.ndarray
+
+    def begin(self) -> Callable[[], DataProto]:
+        return lambda: DataProto.load_from_disk(self.path).select_idxs(self.rows)
+
+
 class RowKeeper:
     """The ColumnStore of a process as the driver reaches it: rows move, are read, and are forgotten.
 
@@ -336,6 +349,12 @@ class RowKeeper:
         joined = {name: take_rows(join_tensors(rows), order) for name, rows in parts.items()}
         self.store.put(key, joined)
         return "", sum(map(num_bytes, joined.values()))
+
+    def save(self, ref: BatchRef, path: Path) -> None:
+        """Writes the wide columns of rows that are all here to a file, which is there whole or not at all."""
+        aside = path.with_name(path.name + TEMPORARY_SUFFIX)
+        self.fetch(ref).save_to_disk(aside)
+        aside.rename(path)
 
     def fetch(self, ref: BatchRef) -> DataProto:
         """Returns the wide columns of rows that are all here."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -392,6 +393,15 @@ class WorkerGroup(ABC):
         fetched = DataProto.concat([parts[rank] for rank in ranks])
         self.fetched_bytes += sum(map(num_bytes, fetched.tensors().values()))
         return fetched.select_idxs(np.argsort(np.concatenate(rows), kind="stable"))
+
+    def save_rows(self, ref: BatchRef, stem: Path) -> list[tuple[Path, np.ndarray]]:
+        """Lets each rank write the wide columns of its rows to a file, `<stem>.<rank>.safetensors`; returns the files, each with
+        the numbers of its rows in `ref`."""
+        ranks = np.unique(ref.layout.rank).tolist()
+        rows = {rank: np.flatnonzero(ref.layout.rank == rank) for rank in ranks}
+        files = {rank: stem.with_name(f"{stem.name}.{rank}.safetensors") for rank in ranks}
+        self._call_rows("save", [(rank, ref.select_idxs(rows[rank]), files[rank]) for rank in ranks])
+        return [(files[rank], rows[rank]) for rank in ranks]
 
     def drop(self, ref: BatchRef) -> None:
         """Lets the ranks forget the batches of the reference, and others their copies of them: its step is over."""

@@ -55,6 +55,7 @@ from rlhub.trainer.ppo.episode_scoring import OutcomeStore
 from rlhub.trainer.ppo.publication import Publisher
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.sync_source import STREAMED
+from rlhub.trainer.ppo.worker_groups import TRAINING_MESH
 from rlhub.utils.atomic import write_bytes
 from rlhub.utils.timing import PhaseTimer
 
@@ -63,8 +64,6 @@ T = TypeVar("T")
 ROLLOUTS_FILE = "rollouts.json"
 """In a checkpoint's folder: prompts that have been drawn and have not ended."""
 
-TRAINING_MESH = "actor"
-"""The arrangement of the ranks that train."""
 MAY_TRAIN = "may_train"
 """Column (rows,) bool: false for a sample whose tokens are all beyond the bound on staleness."""
 
