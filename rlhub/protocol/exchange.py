@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,9 +25,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlhub.errors import HolderLostError, ProtocolError
-from rlhub.protocol.batch_ref import BatchRef, ColumnInfo, ColumnStore, Layout, Numbers, Retain, pack_numbers, unpack_numbers
+from rlhub.protocol.batch_ref import BatchRef, ColumnStore, Retain
 from rlhub.protocol.columns import join_tensors, num_bytes, take_rows
 from rlhub.protocol.data_proto import DataProto
+from rlhub.protocol.layout import ColumnInfo, Layout, Numbers, pack_numbers, unpack_numbers
 from rlhub.utils.atomic import TEMPORARY_SUFFIX
 
 ROWS = "rows"
@@ -358,7 +359,7 @@ class RowKeeper:
 
     def fetch(self, ref: BatchRef) -> DataProto:
         """Returns the wide columns of rows that are all here."""
-        return replace(ref, small=ref.small.select([], [], [])).local(self.store)
+        return ref.select(list(ref.columns), [], []).local(self.store)
 
     def drop(self, keys: Sequence[str]) -> None:
         """Forgets these batches."""

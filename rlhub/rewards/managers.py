@@ -150,18 +150,6 @@ class NaiveManager:
         self.parts.pool.close()
 
 
-def on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """Returns (B, T) float32: scores (B,) on the last token of the mask, 0 on others and in rows without such a token.
-
-    response_mask: (B, T), 1 on tokens that the model wrote: tokens of a tool or an environment after them train nothing.
-    """
-    placed = torch.zeros(response_mask.shape, dtype=torch.float32)
-    positions = torch.arange(1, response_mask.shape[1] + 1) * response_mask.bool()
-    end, rows = positions.amax(1), response_mask.bool().any(1).nonzero().squeeze(1)
-    placed[rows, end[rows] - 1] = scores[rows].float()
-    return placed
-
-
 def as_rewards(values: np.ndarray) -> Tensor:
     """Returns rewards (B,) as float32.  Raises RewardError, which names the row, for one that float32 cannot hold."""
     too_large = ~(np.abs(values) <= LARGEST_SCORE)

@@ -27,6 +27,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlhub.agents.trajectory import NOT_SAMPLED, Sampled, Trajectory
+from rlhub.algorithms.inputs import COMPONENT
 from rlhub.engines.rollout.base import FINISH_CODES
 from rlhub.errors import WorkflowError
 from rlhub.protocol import DataProto
@@ -40,8 +41,6 @@ logger = logging.getLogger(__name__)
 ADDED = "added_rewards"
 Release = Callable[[Sequence[Sampled | None]], None]
 """Takes notice of samples that are trained, or will not be."""
-COMPONENT = "reward/"
-"""Prefix of the columns that hold the scorer's other numbers."""
 
 
 def keep_nothing(samples: Sequence[Sampled | None]) -> None:

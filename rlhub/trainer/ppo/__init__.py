@@ -11,8 +11,7 @@ Where samples come from; each is a SampleSource (step.py):
 
 What the step does with them:
   scoring.py            the reward of each response, and what is compared with it
-  mismatch_bound.py     how far the rollout engine's policy may be from the trained one
-  metrics.py            metrics out of what workers return and what phases took
+  metrics.py            metrics out of what workers return and what phases took; how far apart the two policies may be
   requirements.py       what the chosen algorithm requires of all this
 
 What a stream of episodes needs:

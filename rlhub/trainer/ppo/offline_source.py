@@ -24,8 +24,8 @@ from rlhub.data.prompts import PromptLoader
 from rlhub.errors import DataError, WorkflowError
 from rlhub.models.tokenizer import Vocabulary, read_vocabulary
 from rlhub.protocol import Batch, BatchRef, DataProto
-from rlhub.protocol.batch_ref import ColumnInfo
 from rlhub.protocol.exchange import FileRows, RowSource
+from rlhub.protocol.layout import ColumnInfo
 from rlhub.protocol.sequences import with_padding
 from rlhub.rollout_service.executor.batches import episode_metrics, to_batch
 from rlhub.rollout_service.trajectory_files import TrajectoryReader

@@ -31,8 +31,7 @@ from rlhub.checkpoint.files import FileEntry
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.protocol import Batch, BatchRef, DataProto
 from rlhub.single_controller import WorkerGroup
-from rlhub.trainer.ppo.metrics import mean_metrics, row_lengths, timing_per_token
-from rlhub.trainer.ppo.mismatch_bound import MismatchBound, mismatch_bound
+from rlhub.trainer.ppo.metrics import MismatchBound, mean_metrics, mismatch_bound, row_lengths, timing_per_token
 from rlhub.trainer.ppo.requirements import Requirements, requirements
 from rlhub.trainer.ppo.scoring import Samples, Scorer, add_scores
 from rlhub.utils.balance import partition
@@ -91,9 +90,10 @@ class TrainingStep:
             passes.append(self.critic.compute_values.submit(model_inputs(batch)))
         metrics |= add_outputs(batch, passes)
 
-        # The rewards were computed beside the passes.  Advantages come from the actor's ranks: each computes those of its own
-        # rows, with statistics of the whole batch.
+        # The rewards were computed beside the passes.
         metrics |= add_scores(batch, scorings)
+
+        # Advantages, by the actor's ranks: each of its own rows, with statistics of the whole batch.
         inputs = advantage_inputs(batch, needs, self.kl_controller.value)
         metrics |= add_outputs(batch, [self.actor.compute_advantages.submit(inputs)])
         self.mismatch.check(metrics)
@@ -117,7 +117,8 @@ class TrainingStep:
             self.mismatch.check(metrics)
         if isinstance(batch, BatchRef):
             batch.drop()
-        return metrics | timing_per_token(self.timers.so_far(), row_lengths(batch), batch.batch["response_length"])
+        num_response_tokens = batch.batch["response_length"].sum().item()
+        return metrics | timing_per_token(self.timers.so_far(), metrics["perf/total_num_tokens"], num_response_tokens)
 
     def choose_tokens(self, batch: Batch, step: int) -> dict[str, float]:
         """Adds loss_mask and importance_weights where tokens are weighted or rejected, selected where the policy's loss chooses

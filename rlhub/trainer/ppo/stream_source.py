@@ -41,9 +41,9 @@ from rlhub.data.prompts import PromptLoader
 from rlhub.errors import HolderLostError, RewardError, WorkflowError
 from rlhub.models.tokenizer import Vocabulary
 from rlhub.protocol import Batch, DataProto
-from rlhub.protocol.batch_ref import ColumnInfo
 from rlhub.protocol.columns import object_array
 from rlhub.protocol.exchange import RowSource
+from rlhub.protocol.layout import ColumnInfo
 from rlhub.rewards import RewardOutcome
 from rlhub.rewards.managers import OUTCOMES
 from rlhub.rollout_service.executor.batches import episode_metrics, prompt_columns, row_columns, score_rows, to_batch
@@ -209,7 +209,23 @@ class StreamSource:
             **counters,
             "trainer/idle_share": min(counters["rollout/wait_s"] / max(passed, 1e-9), 1.0),
             **self.publisher.metrics,
+            **self._kept(),
             **{name: value for pool in self.actor_pools for name, value in pool.metrics().items()},
+        }
+
+    def _kept(self) -> dict[str, float]:
+        """Returns the rows that the processes keep now, this batch's included, their bytes, and how many were dropped so far."""
+        if self.holders is None:
+            return {}
+        try:
+            sizes = self._on_loop(self.holders.sizes()).values()
+        except HolderLostError:
+            return {}
+        rows, num_bytes = (float(sum(column)) for column in zip(*sizes, strict=True))
+        return {
+            "rollout/kept_rows": rows,
+            "rollout/kept_bytes": num_bytes,
+            "rollout/dropped_rows": float(self.holders.num_dropped),
         }
 
     def save(self, folder: Path) -> list[FileEntry]:

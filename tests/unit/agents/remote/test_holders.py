@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhub.agents.remote.trajectory_store import TrajectoryStore
+from rlhub.agents.trajectory import Trajectory
 from rlhub.single_controller import ClassWithInitArgs, LaunchOptions, WorkerGroup, launch
 from tests.support.kept_streams import BATCH, SAMPLES, Stream, streaming, trained_rows
 from tests.support.row_workers import RowWorker
@@ -31,7 +34,26 @@ def test_ranks_get_what_the_driver_would_have(tmp_path: Path, ranks: WorkerGroup
             assert stream.step(step) == rows
             assert stream.kept() == (BATCH * SAMPLES,) * 2
             assert stream.holders is not None and stream.holders.num_dropped == step * BATCH * SAMPLES
+            assert stream.source.metrics["rollout/dropped_rows"] == (step - 1) * BATCH * SAMPLES
+            assert stream.source.metrics["rollout/kept_bytes"] > 0
     assert ranks.stored_bytes() == [0]
+
+
+def test_what_comes_to_the_driver_does_not_grow_with_an_episode() -> None:
+    """The control is the episode itself."""
+    sizes = []
+    for length in (10, 10_000):
+        made = Trajectory(
+            prompt_ids=[5] * length,
+            response_ids=[7] * length,
+            response_mask=[1] * length,
+            rollout_log_probs=[-0.5] * length,
+            versions=[0] * (length // 2) + [1] * (length // 2),
+            metrics={"turns": 1.0},
+        )
+        sizes.append([len(pickle.dumps(one)) for one in (TrajectoryStore("").keep("17-3/42", made), made)])
+    (few, short), (many, long) = sizes
+    assert many <= few + 8 and many < 512 and long > short + 100_000
 
 
 def test_lost_rows_are_generated_again_once(tmp_path: Path, ranks: WorkerGroup) -> None:

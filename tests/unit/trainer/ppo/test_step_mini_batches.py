@@ -15,6 +15,7 @@ from rlhub.algorithms.inputs import PolicyLossInputs
 from rlhub.algorithms.masked import Denominators, aggregate, masked
 from rlhub.algorithms.registry import POLICY_LOSSES
 from rlhub.config.sections.ppo import PPOConfig
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.protocol import DataProto
 from rlhub.trainer.ppo.step import (
     arrange,
@@ -98,7 +99,7 @@ SELECTING = [name for name in POLICY_LOSSES.names() if "select" in POLICY_LOSSES
 
 
 def config_for(name: str) -> PPOConfig:
-    config = PPOConfig()
+    config = PPOConfig(trainer=TrainerConfig(batches="driver"))  # the fake groups have no stores
     config.actor_rollout_ref.actor.policy_loss.loss_mode = name
     config.actor_rollout_ref.actor.policy_loss.kwargs = dict(KNOBS[name])
     return config

@@ -17,10 +17,11 @@ from rlhub.config.rules.derive import derive
 from rlhub.config.sections.ppo import PPOConfig
 from rlhub.config.sections.rollout import RemoteConfig
 from rlhub.config.sections.rollout_correction import RolloutCorrectionConfig
+from rlhub.config.sections.trainer import TrainerConfig
 from rlhub.errors import PolicyMismatchError, ProtocolError
 from rlhub.protocol import DataProto
 from rlhub.registry import Row
-from rlhub.trainer.ppo.mismatch_bound import MismatchBound, mismatch_bound
+from rlhub.trainer.ppo.metrics import MismatchBound, mismatch_bound
 from rlhub.trainer.ppo.requirements import requirements
 from rlhub.trainer.ppo.scoring import Samples
 from rlhub.trainer.ppo.step import policy_inputs
@@ -52,7 +53,7 @@ def settings(**changes: object) -> RolloutCorrectionConfig:
 
 
 def config_of(mini: int = 8, **changes: object) -> PPOConfig:
-    config = PPOConfig()
+    config = PPOConfig(trainer=TrainerConfig(batches="driver"))  # the fake groups have no stores
     config.algorithm.adv_estimator = "grpo"
     config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size = 8, mini
     config.algorithm.rollout_correction = settings(**changes)
@@ -271,7 +272,7 @@ def test_in_bypass_mode_no_pass_is_made_and_the_update_gets_the_rollouts_log_pro
 
 
 def bound_of(device: str = "cpu", **rollout: object) -> MismatchBound:
-    config = PPOConfig()
+    config = PPOConfig(trainer=TrainerConfig(batches="driver"))  # the fake groups have no stores
     config.trainer.device = device
     for name, value in rollout.items():
         setattr(config.actor_rollout_ref.rollout, name, value)
@@ -317,7 +318,7 @@ def test_the_newest_tokens_count_and_old_ones_may_be_farther_away() -> None:
 def test_what_is_another_distribution_has_no_bound_but_the_one_that_is_set() -> None:
     for change in ({"top_p": 0.9}, {"top_k": 8}):
         bound_of(**change).check({"mismatch/kl": 2.0})
-    config = PPOConfig()
+    config = PPOConfig(trainer=TrainerConfig(batches="driver"))  # the fake groups have no stores
     config.trainer.device, config.trainer.replay_from = "cpu", "somewhere"
     config.algorithm.rollout_correction.mismatch_stop = 0.5
     with pytest.raises(PolicyMismatchError, match="the bound is 0.5"):
